@@ -30,7 +30,8 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import TextSource, to_batch
+from jrl.train.collect import to_batch
+from jrl.train.sources_text import TextSource
 from jrl.train.state import init_state
 from jrl.train.step import check_split, make_step
 from jrl.types import Prompt, Rollout, StopReason
@@ -282,7 +283,8 @@ def test_what_is_trained_is_what_was_sampled_token_for_token():
     )
     prompts = [Prompt(i, "", rollout.prompt_tokens[i], None, {}) for i in range(n)]
     pool = Echo()
-    groups = TextSource(prompts, p, None, None, None, pool, OneWay()).judge(prompts, rollout)
+    source = TextSource(prompts, p, None, None, None, pool, OneWay())
+    groups = source.judge(prompts, prompts, rollout)
     batch = to_batch(groups.rollout, groups.rewards, np.ones(1, np.float32))
     for name in ("prompt_tokens", "tokens", "lengths", "mask"):
         np.testing.assert_array_equal(getattr(batch, name), getattr(rollout, name))

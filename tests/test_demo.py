@@ -16,7 +16,7 @@ from jrl.storage.metrics import read_jsonl
 DEMO = """
 import json, sys
 from jrl.config import load_config
-from jrl.train.loop import train
+from jrl.run.run import train
 
 config = load_config("configs/tiny.toml", sys.argv[1:])
 assert config.eval.problems >= 500

@@ -15,8 +15,8 @@ from test_docs_blocks import ROOT, commands, fenced, indented, name_of
 from typer.testing import CliRunner
 
 from jrl.cli.app import app
+from jrl.run import run as running
 from jrl.system.extras import missing
-from jrl.train import loop
 
 LEFT = {  # how a command begins -> what stands for it
     "jrl train configs/search.toml": "test: train/test_host_run.py",
@@ -84,7 +84,7 @@ def hub(tmp_path_factory):
 def place(hub, tmp_path, monkeypatch):
     """A working directory with everything that a command may name."""
     monkeypatch.setenv("HF_HUB_CACHE", str(hub / "cache"))
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     shutil.copytree(hub / "DIR", tmp_path / "DIR")

@@ -12,9 +12,11 @@ from jrl.data.tasks import get_task
 from jrl.errors import UserError
 from jrl.methods import find_method, get_method
 from jrl.rewards import make_reward
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.storage.metrics import read_jsonl
-from jrl.train import build, loop
-from jrl.train.loop import train
+from jrl.train import build
+from jrl.train.kinds import kind_of
 from jrl.train.objective import method_of
 from jrl.user_code import check_options, given_value, keep_rows, load, remember
 
@@ -174,7 +176,7 @@ def test_a_method_of_ones_own_takes_its_coefficients_and_those_of_every_method(m
 
 def test_a_task_of_ones_own_takes_the_further_keys_of_data(mine):
     config = load_config(None, [f"data.task={mine}:reversed_digits", "data.factor=2"])
-    task = build.run_task(config)
+    task = kind_of(config).task
     assert (task.name, task.difficulty) == ("reversed_digits", 6)
     with pytest.raises(UserError, match=r"data.facter = 2: there is no such option; did you mean"):
         get_task(f"{mine}:reversed_digits", facter=2)
@@ -201,7 +203,7 @@ RUN = (
 
 def test_a_run_of_ones_own_functions(mine, tmp_path, monkeypatch):
     """A method, a task and a network from a file outside the package, resumed with another end."""
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     monkeypatch.chdir(tmp_path)
     own = ["method=mine.py:plain", "data.task=mine.py:reversed_digits", "run.dir=run"]
     own += ["model.network=mine.py:network", "model.config.layers=2"]

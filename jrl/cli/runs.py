@@ -90,7 +90,7 @@ def _train(
         return f"stopped; {what_is_saved(directory)}"
 
     with end_at_once(stopped):
-        from jrl.train.loop import train as run_training
+        from jrl.run.run import train as run_training
 
         try:
             summary = run_training(settings, echo=typer.echo)
@@ -266,7 +266,7 @@ def compare(
     """
     changes = [*(overrides or ()), *([] if steps is None else [f"train.steps={steps}"])]
     settings = read(config, changes)
-    tasks = task or (settings.task and settings.task.name)
+    tasks = task or settings.data.name
     if not tasks:
         raise UserError("data.task is missing; name tasks or environments with --task")
     from jrl.run.compare import compare as run_comparison

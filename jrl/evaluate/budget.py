@@ -30,11 +30,11 @@ from jrl.config import Config
 from jrl.episodes.search import Searched, by_path
 from jrl.episodes.tree import SearchPlan, search_plan
 from jrl.errors import UserError
-from jrl.evaluate import load_policy, wilson
+from jrl.evaluate import load_policy
 from jrl.evaluate.search import ids_of, points_of, problems_of, right_answers
 from jrl.evaluate.searcher import searched_run, searcher_of
+from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
-from jrl.train.objective import max_new_tokens
 from jrl.train.prompt_seeds import prompt_seeds
 
 COMPUTE_OPTIMAL = "compute_optimal"
@@ -144,7 +144,7 @@ def budget_run(
             "completions, for searches of width 2; raise it"
         )
     verifier = verifier_of(config, by, reduce)
-    if config.episodes is not None:
+    if config.data.plays:
         raise UserError(
             f"--search {COMPUTE_OPTIMAL} counts completions of text; name one search instead"
         )
@@ -175,7 +175,7 @@ def budget_run(
         paths = [ids_of(tree, leaf) for _, tree, leaf in leaves]
         found = points_of(run, problems, prompts, whose, paths) >= 1
         counts, hits = (np.bincount(whose, x, minlength=len(prompts)) for x in (None, found))
-        most = max_new_tokens(run.config, run.task)
+        most = run.kind.new_tokens
         searches = [play(plan_within(name, completions, most)) for name in COMPARED]
         finds = [right_answers(run, problems, prompts, each) for each in searches]
     costs = [[cost.tokens for cost in each.costs] for each in searches]

@@ -28,15 +28,15 @@ from jrl.episodes.search import Searched, best_node, by_path, episode_at
 from jrl.episodes.tree import SEARCHES, Tree, search_plan
 from jrl.episodes.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
-from jrl.evaluate import load_policy, wilson
+from jrl.evaluate import load_policy
 from jrl.evaluate.searcher import opened, searched_run, searcher_of
+from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
 from jrl.train import build
 from jrl.train.build import Run
-from jrl.train.collect import TextSource
 from jrl.train.demonstrations import demonstration_rollout
-from jrl.train.objective import max_new_tokens
 from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.sources_text import TextSource
 from jrl.types import Array, Prompt, stream
 
 
@@ -82,7 +82,7 @@ def search_run(
     """
     folder = None if out is None else _folder(out)
     plan = search_plan(name, width, rounds=rounds)
-    if plan.whole and folder is not None and config.episodes is not None:
+    if plan.whole and folder is not None and config.data.plays:
         raise UserError(
             f"--out: --search {name} plays whole episodes, of which no step can be compared; use"
             f" one of {', '.join(n for n in SEARCHES if not SEARCHES[n].whole)}"
@@ -122,12 +122,12 @@ def search_run(
 
 def _seed_step(run: Run, step: int) -> int:
     """The step that tokens are keyed by: environments may change with the training, text not."""
-    return 0 if run.config.episodes is None else step
+    return 0 if not run.config.data.plays else step
 
 
 def _costs(run: Run, searched: Searched) -> dict[str, float]:
     """What a search took of each problem on average."""
-    count, episodes = len(searched.trees), run.config.episodes is not None
+    count, episodes = len(searched.trees), run.config.data.plays
     expansions, steps, tokens = np.array(searched.costs, float).mean(0).tolist()
     costs = {"expansions": expansions, "turns" if episodes else "steps": steps}
     costs |= {"drawn_tokens": tokens, "read_tokens": searched.counts["read_tokens"] / count}
@@ -139,7 +139,7 @@ def _costs(run: Run, searched: Searched) -> dict[str, float]:
 
 def right_answers(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) -> np.ndarray:
     """[N] bool, whether the path that each search takes in the end is right."""
-    if run.config.episodes is not None:
+    if run.config.data.plays:
         return np.array(searched.successes())
     taken = [ids_of(tree, best_node(tree)) for tree in searched.trees]
     return points_of(run, problems, prompts, np.arange(len(prompts)), taken) >= 1
@@ -189,7 +189,7 @@ def points_of(
       whose: [M] int, which prompt each completion belongs to.
       paths: M arrays of ids.
     """
-    most = max_new_tokens(run.config, run.task)
+    most = run.kind.new_tokens
     tokens = np.zeros((len(paths), most), np.int32)
     lengths = np.array([len(path) for path in paths], np.int32)
     for row, path in zip(tokens, paths, strict=True):
@@ -203,16 +203,16 @@ def points_of(
     )
     with build.reward_pool(run.config) as pool:
         source = TextSource(
-            prompts=asked,
+            all_prompts=asked,
             width=run.width,
             seed=None,
             program=None,
-            sampling_params=None,  # type: ignore[arg-type]  # nothing is drawn
+            sampling_params=None,
             pool=pool,
             tokenizer=run.tokenizer,
             name="eval",
         )
-        rewards = np.asarray(source.judge(asked, rollout).rewards)
+        rewards = np.asarray(source.judge(asked, asked, rollout).rewards)
     return rewards[:, 0, list(run.rewards.weights).index(run.rewards.judge)]
 
 
@@ -230,7 +230,7 @@ def _rows(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) ->
     if not leaves:
         return []
     episodes = [episode_at(searched.trees[i], leaf) for i, leaf in leaves]
-    if run.config.episodes is not None:
+    if run.config.data.plays:
         right = np.array([episode.success for episode in episodes])
     else:
         paths = [ids_of(searched.trees[i], leaf) for i, leaf in leaves]

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from jrl.config import Config
-from jrl.data.tasks import Task
 from jrl.episodes.play import Device
 from jrl.episodes.search import Searched, Searcher, by_likelihood, by_path, play_search
 from jrl.episodes.tree import search_plan
@@ -26,7 +25,6 @@ from jrl.train import build, programs
 from jrl.train.build import Run
 from jrl.train.host_episodes import host_source
 from jrl.train.memory_check import check_problems, check_slots
-from jrl.train.objective import max_new_tokens
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.run_rows import completion_ends, run_rows, step_ends
 from jrl.types import Array, Params, Prompt
@@ -41,14 +39,14 @@ def searched_run(config: Config, width: int) -> Run:
       UserError: episodes on the device, or searches that do not fit.
     """
     run = programs.as_evaluated(build.setup(config, trains=False))
-    if not (run.task is None or isinstance(run.task, Task)):
+    if run.kind.episode_columns and not config.data.plays:
         raise UserError(
             "--search: episodes in an environment on the device are not searched; leave it out"
         )
-    if config.episodes is None:
-        longest = min(run.network.max_length, run.width + max_new_tokens(config, run.task))
+    if not config.data.plays:
+        longest = min(run.network.max_length, run.width + run.kind.new_tokens)
         check_slots("--width", max(_SLOTS, width), longest, run.model)
-    if run.task is not None:
+    if config.data.has_solutions:
         check_problems(run, "eval.problems", config.eval.problems)
     return run
 
@@ -82,7 +80,7 @@ def searcher_of(
       UserError: limits that no search can keep, or an environment whose state cannot be copied.
     """
     temperature = run.config.eval.temperature or 1.0  # without chance all steps would be alike
-    if run.config.episodes is not None:
+    if run.config.data.plays:
         prompts = run.data.prompts[split]
         source = host_source(
             run, prompts, 1, split="eval", temperature=temperature, width=max(width, _SLOTS)
@@ -90,14 +88,13 @@ def searcher_of(
         with contextlib.closing(source), source.searcher(key, params, step, split) as search:
             yield search
         return
-    most = max_new_tokens(run.config, run.task)
     if not whole and not step_tokens >= 1:
         raise UserError(f"step_tokens = {step_tokens}; give at least 1")
     rows = run_rows(
         run,
         max(_SLOTS, width),
         stop_tokens=step_ends(run, whole=whole),
-        max_new_tokens=most,
+        max_new_tokens=run.kind.new_tokens,
         split="eval",
         temperature=temperature,
         measure=entropy,

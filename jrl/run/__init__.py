@@ -1,4 +1,4 @@
-"""A run from beginning to end: set-up, records, progress, export."""
+"""A run from its configuration to its files: begins, resumes, records, evaluates and ends it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 HOMES = {
-    "jrl.train.collect": ("task_rollout", "to_batch"),
+    "jrl.train.collect": ("to_batch",),
+    "jrl.train.sources_task": ("task_rollout",),
     "jrl.train.compiled": ("held_out", "make_run", "warm_start", "with_policy"),
     "jrl.train.loop": ("train_steps",),
     "jrl.train.optimizer": ("make_optimizer",),
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jrl.config import Config
-    from jrl.train.collect import task_rollout as task_rollout
     from jrl.train.collect import to_batch as to_batch
     from jrl.train.compiled import held_out as held_out
     from jrl.train.compiled import make_run as make_run
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jrl.train.compiled import with_policy as with_policy
     from jrl.train.loop import train_steps as train_steps
     from jrl.train.optimizer import make_optimizer as make_optimizer
+    from jrl.train.sources_task import task_rollout as task_rollout
     from jrl.train.state import init_state as init_state
     from jrl.train.state import state_shardings as state_shardings
     from jrl.train.step import compile_step as compile_step

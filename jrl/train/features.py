@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 
 from jrl.config import Config
-from jrl.config.unions import DialogueData
+from jrl.config.unions import DialogueData, RecordedData
 from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.episodes.host import HostEnv
@@ -277,19 +277,19 @@ def _config_features(config: Config) -> Features:
 def _data_features(config: Config, task: Task | Env | None) -> Features:
     """Features that the data bring, and rewards that depend on them."""
     own = [name for name in config.rewards if ":" in name]
-    completions = config.given_completions
-    named = "" if config.task is None else f"{config.task.kind} = {config.task.name!r}"
+    data, completions = config.data, config.data.given
+    named = "" if task is None else f"{data.kind} = {data.name!r}"
     players = task.players if isinstance(task, Env) else 1
     return _present(
         {
             "given completions": (completions, completions or ""),
-            "recorded": (config.recorded, completions or ""),
-            "dialogues": (isinstance(config.recorded, DialogueData), completions or ""),
-            "pairs": (config.pairs, "data.pairs"),
-            "episodes": (config.episodes, "data.env with data.train"),
+            "recorded": (isinstance(data, RecordedData), completions or ""),
+            "dialogues": (isinstance(data, DialogueData), completions or ""),
+            "pairs": (completions == "data.pairs", "data.pairs"),
+            "episodes": (data.plays, "data.env with data.train"),
             "device environment": (isinstance(task, Env), named),
             "records": (task is None, "data.train"),
-            "text": (task is None and config.episodes is None, "data.train"),
+            "text": (task is None and not data.plays, "data.train"),
             "several groups": (players > 1, f"{named}, of {players} players,"),
             "own reward": (own, f"rewards.{own[0]}" if own else ""),
             "own reward of a task": (own and task is not None, f"rewards.{own[0]}" if own else ""),

@@ -1,6 +1,6 @@
 """Groups of episodes with an environment on the host: what a training step draws from text.
 
-The twin of ``collect.TextSource``: its prompts open episodes instead of being completed once.
+The twin of ``TextSource``: its prompts open episodes instead of being completed once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from jrl.episodes.episode import Episode
 from jrl.episodes.follow import summary_room
 from jrl.episodes.groups import Played, play_episodes
 from jrl.episodes.host import EnvError, HostEnv, format_of, nothing_shared
-from jrl.episodes.play import Device, Newer, keep_weights
+from jrl.episodes.play import Device, keep_weights
 from jrl.episodes.search import EpisodeScorer, Searched, Searcher, leaf_rows, path_of, play_search
 from jrl.episodes.transcript import RowShape, Transcript, rows_of_players, to_rollout
 from jrl.episodes.tree import SearchPlan
@@ -35,18 +35,23 @@ from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.places import entropy
 from jrl.sampling.slots import Measure
+from jrl.train.asks import DrawRequest
 from jrl.train.build import Run, run_features
-from jrl.train.collect import Groups, answer_number, source_rows
 from jrl.train.features import check_features, host_features
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.run_rows import RunRows, run_rows
+from jrl.train.sources import Groups, entries, epoch_order
+from jrl.train.sources_text import answer_number, root_key
 from jrl.train.state import check_division
-from jrl.train.tree_search import Estimate, estimates, plan_of, run_estimate
-from jrl.types import Params, Prompt, Search
+from jrl.train.tree_search import Estimate, drawn_alone, estimates, plan_of, run_estimate
+from jrl.types import Params, Prompt, Rollout, Search
 
 SUCCESS = "success"
 """The reward part that is 1 where the environment says that an episode ended well, beside those
 that it names."""
+_SLOTS, _CHUNK = 64, 16
+"""Slots where the configuration names none, and the most decode steps between two looks at the
+inbox: fewer where slots are idle."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 """Between the seeds of a problem's groups; the 64-bit golden ratio spreads them."""
 _ROUNDS = 3
@@ -54,7 +59,7 @@ _ROUNDS = 3
 
 
 class HostEpisodes:
-    """Draws groups of episodes; ``draw`` is a ``GroupSource``.
+    """Groups of episodes; a ``Source``.
 
     Beside the ids of ``Rows`` it records "stratum" [N, G], the turns taken, and "answer" [N, G], a
     number for the final answer of the last turn.
@@ -73,7 +78,7 @@ class HostEpisodes:
         ``sampling.tree`` has it. None to play each by itself.
       search: how a group is searched, so that its members are leaves; None to search none.
       estimate: with a search, points of paths that have not ended, backed up as those of leaves
-        are; ``draw`` then takes ``Guided`` parameters. None to go by leaves alone.
+        are; ``draw`` then reads the weights "value" too. None to go by leaves alone.
 
     Raises:
       UserError: a reward part that the environment does not have, fewer episodes at once than
@@ -103,7 +108,7 @@ class HostEpisodes:
         self._branches, self._estimate = branches, estimate
         self._plan = None if search is None else plan_of(search, group)
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
-        self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
+        self._all, self._seed, self._group, self._sample = prompts, seed, group, sample
         self._weights = dict(weights)
         sizes = rows.rows.prompt_tokens, rows.rows.max_new_tokens
         named = env.extras.labels, env.extras.token_labels
@@ -111,31 +116,50 @@ class HostEpisodes:
         self._asks = env.extras.asks if sample == "sample" else 1
         self._calls: Calls | None = None
 
-    def draw(
-        self,
-        key: Any,
-        params: Any,
-        step: Any,
-        positions: Any,
-        version: Any = None,
-        newer: Newer = keep_weights,
-        apart: Callable[[Prompt], bool] = lambda prompt: False,
-    ) -> Groups:
-        """See ``GroupSource``. A group with too few living members is played again, and counted.
+    def order(self, tickets: np.ndarray) -> np.ndarray:
+        """As ``Source.order``: epoch after epoch."""
+        return epoch_order(self._seed, tickets, len(self._all))
 
-        ``newer`` is that of ``play.Device``; problems that are ``apart`` are not searched.
+    def prompts(self, key: Any, rows: np.ndarray) -> tuple[list[Prompt], list[Prompt]]:
+        """As ``Source.prompts``; a prompt is its own subject."""
+        chosen = [self._all[i] for i in np.asarray(rows).tolist()]
+        return chosen, chosen
+
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+        """Only the environment judges, while it plays.
+
+        Raises:
+          UserError: always.
         """
-        self._env.lifecycle.begin(int(step), "eval" if self._sample == "eval" else "train")
-        order = source_rows(self._seed, positions, len(self._prompts))
-        chosen = [self._asked(self._prompts[i], k) for i in order for k in range(self._asks)]
-        score = self._scorer(params)
-        policy = params if self._estimate is None else params.policy
-        with self._rows.loaded(key, policy, int(step if version is None else version)) as root:
-            seeds = partial(prompt_seeds, root, self._sample, step, positions)
-            device = Device(self._rows.rows, newer, policy_of=self._rows.policy_of(int(step)))
+        raise UserError("data.env: episodes are judged as they are played")
+
+    def finish(self, complete: bool) -> None:
+        """Nothing is held between draws."""
+
+    def notes(self) -> dict[str, Any]:
+        """Nothing: the next episodes follow from their rows."""
+        return {}
+
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``. A group with too few living members is played again, and counted.
+
+        Entries that ask for no tree are not searched.
+        """
+        step, version = int(request.step), int(request.versions["policy"])
+        tickets, order = entries(request)
+        self._env.lifecycle.begin(step, "eval" if self._sample == "eval" else "train")
+        problems, _ = self.prompts(request.key, order)
+        chosen = [self._asked(prompt, k) for prompt in problems for k in range(self._asks)]
+        score = self._scorer(request.weights)
+        with self._rows.loaded(root_key(request), request.weights["policy"], version) as key:
+            seeds = partial(prompt_seeds, key, self._sample, request.step, tickets)
+            newer, policy_of = request.newer or keep_weights, self._rows.policy_of(step)
+            device = Device(self._rows.rows, newer, policy_of=policy_of)
             play = partial(self._play, device)
             if self._plan is not None:
-                play = partial(self._searched, device, self._plan, score, apart)
+                alone = np.repeat(drawn_alone(request), self._asks)
+                unsearched = {p.id for p, is_alone in zip(chosen, alone, strict=True) if is_alone}
+                play = partial(self._searched, device, self._plan, score, unsearched)
             groups, counts = self._until_alive(chosen, partial(self._seeds_of, seeds), play)
         _report(groups)
         return self._as_groups(groups, chosen, counts)
@@ -241,22 +265,22 @@ class HostEpisodes:
         device: Device,
         plan: SearchPlan,
         score: EpisodeScorer,
-        apart: Callable[[Prompt], bool],
+        unsearched: Collection[int],
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
     ) -> Played:
         """Groups that are the leaves of a search; ``Segment.node`` numbers the turns of a tree."""
         world = self._world()
-        rounds = [0 if apart(prompt) else plan.rounds for prompt in prompts]
+        rounds = [0 if prompt.id in unsearched else plan.rounds for prompt in prompts]
         return leaves_played(
             play_search(device, world, prompts, seeds, plan, score, rounds), plan, self._group
         )
 
-    def _scorer(self, params: Any) -> EpisodeScorer:
+    def _scorer(self, weights: Mapping[str, Params]) -> EpisodeScorer:
         if self._estimate is None:
             return episode_scorer(self._env.parts, self._weights, None)
         most = self._rows.rows.prompt_tokens + self._rows.rows.max_new_tokens
-        estimate = partial(estimates, partial(self._estimate, params), most)
+        estimate = partial(estimates, partial(self._estimate, weights), most)
         return episode_scorer(self._env.parts, self._weights, estimate)
 
     def _as_groups(
@@ -341,12 +365,6 @@ def _check_group(env: HostEnv, group: int) -> None:
         )
 
 
-def _check_fork(env: HostEnv, named: str) -> None:
-    """Raises UserError where no episode can be copied for what ``named`` asks for."""
-    fork = {name: text for name, text in host_features(env).items() if name == "fork"}
-    check_features({"host tree": named} | fork)
-
-
 def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
     """Raises UserError for contexts that leave no room to speak."""
     contexts, room = env.limits.contexts, run.config.sampling.max_new_tokens
@@ -359,6 +377,12 @@ def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
             f" asks for it take {needed} tokens of sampling.max_new_tokens = {room}; raise that, or"
             " lower data.summary_tokens"
         )
+
+
+def _check_fork(env: HostEnv, named: str) -> None:
+    """Raises UserError where no episode can be copied for what ``named`` asks for."""
+    fork = {name: text for name, text in host_features(env).items() if name == "fork"}
+    check_features({"host tree": named} | fork)
 
 
 def host_source(
@@ -401,7 +425,7 @@ def host_source(
         format_of(env, run.tokenizer),
         rows,
         prompts=prompts,
-        seed=None if evaluates else run.config.order_seed,
+        seed=None if evaluates else run.config.data.order_seed(run.config.seed),
         tokenizer=run.tokenizer,
         group=group,
         weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else run.rewards.weights,
@@ -468,8 +492,7 @@ def leaves_played(searched: Searched, plan: SearchPlan, group: int) -> Played:
 
 def _env(run: Run) -> HostEnv:
     """The environment that the configuration names."""
-    data = run.config.episodes
-    assert data is not None
+    data: Any = run.config.data
     return configured_env(data.env, reveal(data.options, "data"))
 
 

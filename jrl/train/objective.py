@@ -99,7 +99,7 @@ def _with_tree(config: Config, draw: Draw) -> Draw:
     table = config.tree
     if isinstance(table, MethodTree):
         # A search of the method's own is for groups that are drawn.
-        return draw._replace(search=None) if config.given_completions else draw
+        return draw._replace(search=None) if config.data.given else draw
     keys = {k: v for k, v in table.model_dump(exclude={"kind"}).items() if v is not None}
     if isinstance(table, BranchTree):
         return draw._replace(tree=(draw.tree or Branching())._replace(**keys), search=None)
@@ -110,7 +110,7 @@ def _with_tree(config: Config, draw: Draw) -> Draw:
 
 def _check_branching(config: Config, tree: Branching) -> None:
     """Raises UserError for a key of ``[tree]`` that members which branch like this do not read."""
-    if config.episodes is not None and tree.rounds > 1:
+    if config.data.plays and tree.rounds > 1:
         raise UserError(
             f"tree.rounds = {tree.rounds} is not read in episodes, which branch as they are played;"
             " remove it"
@@ -129,7 +129,7 @@ def _check_search(config: Config, search: Search) -> None:
             " remove it"
         )
     asked = config.tree.tokens if isinstance(config.tree, SearchTree) else None
-    if config.episodes is not None and asked is not None:
+    if config.data.plays and asked is not None:
         raise UserError(
             f"tree.tokens = {asked}: a search of episodes goes by turns; remove it, or set"
             " data.turn_tokens"
@@ -155,7 +155,7 @@ def max_new_tokens(config: Config, task: Task | Env | None) -> int:
 
 def sampler_differs(config: Config) -> bool:
     """Whether completions to train on are drawn from another distribution than the policy's."""
-    return bool(config.sampling.int8) and config.given_completions is None
+    return bool(config.sampling.int8) and config.data.given is None
 
 
 def _divided(config: Config, found: Published | OwnMethod) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,38 +12,40 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jrl.data.tasks import Task
-from jrl.episodes import Env
-from jrl.episodes.transcript import RowShape
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
-from jrl.methods.base import Method
 from jrl.models import hf
-from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
 from jrl.sampling.tree import generate_tree
 from jrl.train.adapters import put_policy, trained_network
 from jrl.train.build import Run, policy_network, run_features, sampler_of
-from jrl.train.collect import GroupSource, TextSource
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.compiler import compiler_options
-from jrl.train.episodes import eval_parts, rollout_of
+from jrl.train.episodes import held_out_rollout, rollout_of
 from jrl.train.features import check_features
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.gather import GIB, device_memory, prepared_bytes
-from jrl.train.host_episodes import check_host, host_source
+from jrl.train.host_episodes import check_host
+from jrl.train.kinds import (
+    EnvKind,
+    EpisodeKind,
+    PairKind,
+    RecordedKind,
+    SourceKind,
+    TaskKind,
+    TaskPairKind,
+    TextKind,
+)
 from jrl.train.objective import router_training
 from jrl.train.packing import Packer
 from jrl.train.placement import sampler_mesh
-from jrl.train.recorded import RECORDED_REWARD, RecordedSource
 from jrl.train.resharding import (
     ReshardedSampler,
     drawn_from_prepared,
     network_on,
     weights_program,
 )
-from jrl.train.reward_model import NAME, with_model_points
-from jrl.train.run_rows import line_ends
+from jrl.train.reward_model import NAME
 from jrl.train.state import (
     check_division,
     check_frozen,
@@ -53,8 +55,7 @@ from jrl.train.state import (
     state_shardings,
 )
 from jrl.train.step import Step, compile_step, make_step
-from jrl.train.task_rewards import device_parts, with_own_points
-from jrl.train.tree_search import search_source
+from jrl.train.task_rewards import device_parts
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
 
@@ -63,13 +64,7 @@ def check_trainable(run: Run) -> None:
     """Raises UserError when a run can be sampled from and evaluated, but not trained."""
     config = run.config
     check_features(run_features(run))
-    if run.data.judged:
-        _check_judged(run)
-    else:
-        _check_group(config.method, run.method, config.sampling.group)
-    if not config.episodes:
-        players = run.task.players if isinstance(run.task, Env) else 1
-        check_division(players, run.network)
+    CHECKS[type(run.kind)](run)
     given = {*run.networks, *run.method.schedule.frozen}
     check_frozen(run.method.objective, given, config.method)
     check_named(config, frozen_names(run.method.objective, run.method.schedule))
@@ -78,8 +73,6 @@ def check_trainable(run: Run) -> None:
             "sampling.temperature = 0 draws the same completion for every member of a group; "
             "training needs a temperature above 0"
         )
-    if config.episodes:
-        check_host(run)
     state_layout(run)
     check_resharding(run)
     sampler_of(run)
@@ -89,8 +82,9 @@ def check_trainable(run: Run) -> None:
         make_train_iteration(run)
 
 
-def _check_group(name: str, method: Method, group: int) -> None:
+def _check_group(run: Run) -> None:
     """Raises UserError when a method that compares members is given groups too small for it."""
+    name, method, group = run.config.method, run.method, run.config.sampling.group
     draw = method.draw
     members = (group if draw.own else 0) + draw.demonstrations
     needed = max(method.least_group, 2 if method.objective.surrogate.over == "group" else 1)
@@ -113,6 +107,64 @@ def _check_judged(run: Run) -> None:
             f"method = {config.method!r} compares {needed} completions of one prompt, and "
             "data.pairs has one in each record; choose a method of labelled completions such as kto"
         )
+
+
+def _check_sampled(run: Run) -> None:
+    """Raises UserError where a run on a task or on text has too few members, or players."""
+    _check_group(run)
+    check_division(1, run.network)
+
+
+def _check_env(run: Run) -> None:
+    """Raises UserError where episodes on the device do not go with the method."""
+    _check_group(run)
+    env: Any = run.kind.task
+    check_division(env.players, run.network)
+
+
+def _check_episodes(run: Run) -> None:
+    """Raises UserError where episodes on the host do not go with the method."""
+    _check_group(run)
+    check_host(run)
+
+
+def _check_recorded(run: Run) -> None:
+    """Raises UserError where recorded groups do not go with the method."""
+    _check_sampled(run)
+
+
+def _check_own(run: Run) -> None:
+    """Raises UserError where a method needs what a source of one's own does not give."""
+    _check_sampled(run)
+    draw = run.method.draw
+    for said, missing in {
+        f"method = {run.config.method!r} learns from demonstrations": draw.demonstrations,
+        "objective.tree searches prompts in text": draw.search is not None,
+        "[placement] keeps prompts of files": run.rollout_mesh is not None,
+    }.items():
+        if missing:
+            raise UserError(
+                f"{run.config.data.kind}: {said}, which a source of your own has not; remove one"
+            )
+
+
+def _check_pairs(run: Run) -> None:
+    """Raises UserError where a method cannot learn from judged completions."""
+    _check_judged(run)
+    check_division(1, run.network)
+
+
+CHECKS: Mapping[type[TextKind], Callable[[Run], None]] = {
+    TextKind: _check_sampled,
+    TaskKind: _check_sampled,
+    EnvKind: _check_env,
+    EpisodeKind: _check_episodes,
+    RecordedKind: _check_recorded,
+    SourceKind: _check_own,
+    PairKind: _check_pairs,
+    TaskPairKind: _check_pairs,
+}
+"""Kind of data -> what must hold to train on it."""
 
 
 def _check_disjoint(run: Run, mesh: Mesh) -> None:
@@ -269,67 +321,12 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     return made(np.uint32(run.config.seed), params)
 
 
-def with_rewards(run: Run, draw: GroupSource) -> GroupSource:
-    """A draw whose groups have every reward part of the run, that of a reward model included."""
-    if run.rewards.model is None:
-        return draw
-    return with_model_points(draw, run.rewards.model, list(run.rewards.weights).index(NAME))
-
-
-def group_source(run: Run, pool: RewardPool | None, program: Any) -> GroupSource:
-    """Where the groups of a run come from: program 1 and the reward functions.
-
-    Args:
-      run: that draws its completions.
-      pool: the reward functions on the host; None gives completions in text 0 points.
-      program: from ``train_sampler``.
-    """
-    config, mesh = run.config, drawing_mesh(run)
-    if config.recorded is not None:
-        return recorded_source(run).draw
-    if config.episodes:
-        return host_source(run, run.data.prompts["train"], config.sampling.group).draw
-    if (search := run.method.draw.search) is not None:
-        return search_source(run, search, pool).draw
-    sampling_params = jax.device_put(run.sampling_params, replicated(mesh))
-    if run.task is not None:
-        draw: GroupSource = partial(program, sampling_params=sampling_params)
-        if pool is not None and pool.functions and isinstance(run.task, Task):
-            names = [name for name in run.rewards.weights if name != NAME]
-            draw = with_own_points(draw, run.task, pool, names)
-        return with_rewards(run, draw)
-    source = TextSource(
-        prompts=run.data.prompts["train"],
-        width=run.width,
-        seed=config.order_seed,
-        program=program,
-        sampling_params=sampling_params,
-        pool=pool,
-        tokenizer=run.tokenizer,
-        demonstrations=run.method.draw.demonstrations,
-        max_new_tokens=config.sampling.max_new_tokens,
-        lines=line_ends(run.tokenizer, run.network.vocab_size) if run.method.draw.lines else (),
-    )
-    return with_rewards(run, source.draw)
-
-
-def recorded_source(run: Run) -> RecordedSource:
-    """The groups of a run on recorded sessions or dialogues."""
-    sampling = run.config.sampling
-    return RecordedSource(
-        groups=run.data.recorded,
-        prompts=run.data.prompts["train"],
-        shape=RowShape(sampling.group, run.width, sampling.max_new_tokens),
-        seed=run.config.order_seed,
-        weight=run.rewards.weights[RECORDED_REWARD],
-    )
-
-
 def train_sampler(run: Run) -> Any:
     """Program 1 of a training step, compiled; None where the method draws nothing from text."""
     draw = run.method.draw
     group = run.config.sampling.group if draw.own else 0
-    if (run.task is None and not group) or run.config.recorded is not None:
+    data = run.config.data
+    if (data.given and not data.scored) or not (group or data.has_solutions):
         return None
     return sampler_program(
         run,
@@ -356,23 +353,24 @@ def sampler_program(
     """
     sampling, own = run.config.sampling, sampler_mesh(run.config, run.mesh)
     network = sampler_of(run, network_on(run, own)) if split == "train" else evaluated(run)
-    if run.task is not None:
+    if (task := run.kind.task) is not None:
         weights = run.rewards.weights
         named = device_parts(name for name in weights if name != NAME)
-        parts = eval_parts(run.task) if split == "eval" else {n: weights.get(n, 0.0) for n in named}
+        parts = run.kind.eval_parts if split == "eval" else {n: weights.get(n, 0.0) for n in named}
+        branching: dict[str, Any] = {} if tree is None else {"tree": tree}
         draw: Any = partial(
-            rollout_of(run.task),
-            task=run.task,
-            split=split,
+            rollout_of(task) if split == "train" else held_out_rollout,
+            task=task,
             parts=parts,
             group=group,
             baseline_members=baselines,
             demonstrations=demonstrations,
-            slots=sampling.slots,
-            **({} if tree is None else {"tree": tree}),
+            slots=sampling.slots if split == "train" else 0,
+            **branching,
         )
-        # Processes that keep samples must see all of them.
-        return compiled_draw(run, draw, network, whole=jax.process_count() > 1, split=split)
+        # Processes that keep samples must see all of them, and so must an evaluation.
+        whole = split == "eval" or jax.process_count() > 1
+        return compiled_draw(run, draw, network, whole=whole, split=split)
     draw = partial(
         generate if tree is None else generate_tree,
         group=group,
@@ -438,7 +436,7 @@ def train_program(run: Run, shardings: TrainState) -> Step:
 def shown_groups(run: Run) -> int:
     """Groups of a batch that samples.jsonl keeps, whole: of ``LogTable.KEPT`` members or more."""
     draw, group = run.method.draw, run.config.sampling.group
-    if run.data.judged or not run.config.log.samples_every:
+    if run.config.data.scored or not run.config.log.samples_every:
         return 0
     members = (group if draw.own else 0) + draw.baseline_members + draw.demonstrations
     return min(-(-run.config.log.KEPT // members), run.config.train.prompts)
@@ -475,11 +473,11 @@ def make_train_iteration(run: Run) -> Iterate:
     Raises:
       UserError: the method has work for the host between the two programs.
     """
-    assert run.task is not None
+    task: Any = run.kind.task
     return make_iteration(
         make_train_step(run),
         method=run.method,
-        task=run.task,
+        task=task,
         network=run.network,
         sampler=sampler_of(run),
         weights=run.rewards.weights,

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +21,12 @@ from jrl.models.transformer import transformer
 from jrl.rewards.model import ModelReward, insert_part
 from jrl.sampling.params import make_sampling_params
 from jrl.train.adapters import restore_policy, trained_network
-from jrl.train.collect import Groups, GroupSource, to_batch
-from jrl.train.frozen import run_shape, run_task
+from jrl.train.asks import DrawRequest
+from jrl.train.collect import to_batch
+from jrl.train.frozen import run_shape
+from jrl.train.kinds import kind_of
 from jrl.train.score import in_parts, score
+from jrl.train.sources import Around, Groups, Source
 from jrl.types import Array, Batch, Network, Params, Rollout, ValueNetwork
 
 NAME = "model"
@@ -105,7 +107,7 @@ def model_of(
       behind: whether values are those behind each token, as a reward model's; else before it.
       checkpoint: a training step; None for the newest.
     """
-    shape = run_shape(theirs, run_task(theirs))
+    shape = run_shape(theirs, kind_of(theirs).task)
     network = trained_network(theirs, shape, transformer(shape))
     value = make_value(theirs, network)
     if behind:
@@ -139,20 +141,29 @@ def values(
     return in_parts(of, batch, parts if n % parts == 0 else 1)["values"]
 
 
-def with_model_points(draw: GroupSource, model: ModelReward, place: int) -> GroupSource:
-    """A draw whose groups are scored by a reward model too, as reward part number ``place``."""
+class ModelRewards(Around):
+    """A source whose groups are scored by a reward model too.
 
-    def scored(key: Array, params: Params, step: Any, positions: Any, **version: Any) -> Groups:
-        groups = draw(key, params, step, positions, **version)
-        points = model(groups.rollout)
-        return groups._replace(rewards=insert_part(groups.rewards, points, place))
+    Args:
+      source: of groups with the other reward parts.
+      model: scores rollouts.
+      column: of its part among the reward parts.
+    """
 
-    return scored
+    def __init__(self, source: Source, model: ModelReward, column: int) -> None:
+        super().__init__(source)
+        self._model, self._column = model, column
+
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``."""
+        groups = self.source.draw(request)
+        points = self._model(groups.rollout)
+        return groups._replace(rewards=insert_part(groups.rewards, points, self._column))
 
 
 def _tokenizer(config: Config) -> bytes | str:
     """What two configurations share when their tokens mean the same."""
-    if config.task is not None:
+    if config.data.has_solutions:
         return "the tasks' own"
     return (model_directory(config.model.path or "") / "tokenizer.json").read_bytes()
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jrl.data.tasks import Task
 from jrl.mesh import replicated
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.rows import Rows
@@ -119,7 +118,7 @@ def run_rows(
 
 def completion_ends(run: Run) -> tuple[int, ...]:
     """Ids that end a completion of a run."""
-    return (run.task.stop_id,) if isinstance(run.task, Task) else tuple(run.tokenizer.stop_ids)
+    return tuple(run.kind.stop_tokens(run.tokenizer))
 
 
 def step_ends(run: Run, *, whole: bool = False) -> tuple[int, ...]:
@@ -130,7 +129,7 @@ def step_ends(run: Run, *, whole: bool = False) -> tuple[int, ...]:
       whole: whether a step is a whole completion.
     """
     ends = completion_ends(run)
-    lines = () if run.task is not None else line_ends(run.tokenizer, run.network.vocab_size)
+    lines = line_ends(run.tokenizer, run.network.vocab_size) if run.kind.lines else ()
     return ends if whole else (*ends, *(i for i in lines if i not in ends))
 
 

@@ -8,15 +8,14 @@ several members go through is drawn once and trained once, in the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from jrl.data.prompts import pad_prompts
-from jrl.data.tasks import Task
 from jrl.episodes.episode import Episode
 from jrl.episodes.play import Device
 from jrl.episodes.search import Searched, episode_at, leaf_rows, play_search
@@ -26,47 +25,19 @@ from jrl.episodes.world import TextWorld
 from jrl.methods.base import WrittenProblems
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.places import entropy
+from jrl.train.asks import DrawRequest
 from jrl.train.build import Run
-from jrl.train.collect import Groups, TextSource, counted, source_rows
+from jrl.train.collect import counted
 from jrl.train.demonstrations import demonstration_rollout
-from jrl.train.objective import max_new_tokens
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.run_rows import RunRows, completion_ends, run_rows, step_ends
 from jrl.train.score import drawing_policy
-from jrl.types import Params, Prompt, Rollout, Search, StopReason, TrainState, stream
+from jrl.train.sources import Around, Groups, Source, entries
+from jrl.train.sources_text import TextSource
+from jrl.types import Network, Params, Prompt, Search, StopReason, TrainState
 
-Judge = Callable[[Any, list[Prompt], Rollout], Groups]
-"""(what the prompts are about, N prompts, N groups) -> the groups with their rewards."""
-
-
-class Problems(NamedTuple):
-    """Where the prompts of a search come from, and what judges completions of them.
-
-    Attributes:
-      ask: (root key, positions [N]) -> what they are about, and their prompts, N.
-      judge: of completions.
-      weights: [R] float32, of the reward parts that it returns.
-    """
-
-    ask: Callable[[Any, np.ndarray], tuple[Any, list[Prompt]]]
-    judge: Judge
-    weights: np.ndarray
-
-
-class Guided(NamedTuple):
-    """The parameters that a search with a value network reads.
-
-    Attributes:
-      policy: the policy's.
-      value: the value network's.
-    """
-
-    policy: Params
-    value: Params
-
-
-Estimate = Callable[[Guided, np.ndarray, np.ndarray], Any]
-"""(parameters, prompts and paths [M, P + T] int32, their lengths [M]) -> points [M]."""
+Estimate = Callable[[Mapping[str, Params], np.ndarray, np.ndarray], Any]
+"""(weights "policy" and "value", tokens [M, P + T] int32, their lengths [M]) -> points [M]."""
 
 
 def estimates(
@@ -97,8 +68,8 @@ def plan_of(search: Search, group: int) -> SearchPlan:
     )
 
 
-class TreeSearch:
-    """Draws groups of leaves; ``draw`` is a ``GroupSource``.
+class TreeSearch(Around):
+    """A source around one that has and judges the problems: its groups are leaves of a search.
 
     Beside "prompt" it records "step" [N, G, T], how deep each token's node lies, from 0 on, "node"
     [N, G, T], the number of that node in its tree, from 1 on, and the statistic "node_value" [N, G,
@@ -107,13 +78,14 @@ class TreeSearch:
     Args:
       rows: decode slots that stop at the ends of steps and measure entropies.
       search: how.
-      problems: what is searched.
+      source: whose problems are searched, and which judges the leaves.
+      weights: [R] float, of the reward parts.
       group: G.
       width: P, tokens.
       ends: ids that end a completion.
       estimate: points of paths that have not ended, backed up as those of leaves are; ``draw`` then
-        takes ``Guided`` parameters. None to go by leaves alone.
-      sample: stream of the run's keys that tokens are keyed by.
+        reads the weights "value" too. None to go by leaves alone.
+      sample: stream of the run's keys that draws are keyed by.
 
     Attributes:
       trees: of the last draw, one a prompt.
@@ -123,7 +95,8 @@ class TreeSearch:
         self,
         rows: RunRows,
         search: Search,
-        problems: Problems,
+        source: Source,
+        weights: np.ndarray,
         *,
         group: int,
         width: int,
@@ -131,37 +104,30 @@ class TreeSearch:
         estimate: Estimate | None = None,
         sample: str = "sample",
     ) -> None:
-        self._rows, self._plan, self._problems = rows, plan_of(search, group), problems
+        super().__init__(source)
+        self._rows, self._plan, self._weights = rows, plan_of(search, group), weights
         self._step_tokens = 0 if self._plan.whole else search.tokens
         self._estimate, self._sample = estimate, sample
         self._group, self._ends = group, ends
         self.trees: list[Tree] = []
         self._shape = RowShape(group, width, rows.rows.max_new_tokens)
 
-    def draw(
-        self,
-        key: Any,
-        params: Any,
-        step: Any,
-        positions: Any,
-        version: Any = None,
-        apart: Callable[[Prompt], bool] = lambda prompt: False,
-    ) -> Groups:
-        """See ``GroupSource``; the members of prompts that are ``apart`` share no steps."""
-        positions = np.asarray(positions)
-        subject, prompts = self._problems.ask(key, positions)
-        estimate = None if self._estimate is None else partial(self._estimate, params)
-        leaves = Leaves(self._problems, subject, prompts, self._shape, estimate)
-        policy = params if self._estimate is None else params.policy
-        with self._rows.loaded(key, policy, int(step if version is None else version)) as root:
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``; entries that ask for no tree are drawn without search."""
+        tickets, rows = entries(request)
+        subject, prompts = self.source.prompts(request.key, rows)
+        estimate = None if self._estimate is None else partial(self._estimate, request.weights)
+        leaves = Leaves(self.source, self._weights, subject, prompts, self._shape, estimate)
+        version = int(request.versions["policy"])
+        with self._rows.loaded(request.key, request.weights["policy"], version) as key:
             searched = play_search(
                 Device(self._rows.rows),
                 TextWorld(self._ends, self._step_tokens),
                 prompts,
-                prompt_seeds(root, self._sample, step, positions),
+                prompt_seeds(key, self._sample, request.step, tickets),
                 self._plan,
                 leaves.score,
-                [0 if apart(prompt) else self._plan.rounds for prompt in prompts],
+                [0 if alone else self._plan.rounds for alone in drawn_alone(request)],
             )
         self.trees = searched.trees
         return self._as_groups(searched, leaves, subject, prompts)
@@ -211,13 +177,15 @@ class Leaves:
 
     def __init__(
         self,
-        problems: Problems,
+        source: Source,
+        weights: np.ndarray,
         subject: Any,
         prompts: list[Prompt],
         shape: RowShape,
         estimate: Callable[[np.ndarray, np.ndarray], Any] | None,
     ) -> None:
-        self._problems, self._subject, self._prompts = problems, subject, prompts
+        self._source, self._weights = source, weights
+        self._subject, self._prompts = subject, prompts
         self._shape, self._estimate = shape, estimate
         self.points: dict[Episode, tuple[np.ndarray, bool]] = {}
         self.counts: dict[str, float] = {}
@@ -248,7 +216,7 @@ class Leaves:
         if not isinstance(self._subject, list):
             about = jax.tree.map(lambda x: x[whose], self._subject)
         rollout = demonstration_rollout(*asked, tokens, lengths, complete, 1)
-        judged = self._problems.judge(about, prompts, rollout)
+        judged = self._source.judge(about, prompts, rollout)
         self.counts = {
             name: self.counts.get(name, 0.0) + judged.counts.get(name, 0.0)
             for name in self.counts | judged.counts
@@ -257,7 +225,7 @@ class Leaves:
         for leaf, points, is_known in zip(leaves, judged.rewards[:, 0], known, strict=True):
             self.points[leaf] = points, bool(is_known)
             if is_known:
-                scores[leaf] = float(points @ self._problems.weights)
+                scores[leaf] = float(points @ self._weights)
         return scores
 
 
@@ -271,33 +239,27 @@ def search_rows(run: Run, search: Search) -> RunRows:
         run,
         widest,
         stop_tokens=step_ends(run, whole=SEARCHES[search.by].whole),
-        max_new_tokens=max_new_tokens(run.config, run.task),
+        max_new_tokens=run.kind.new_tokens,
         measure=entropy,
     )
 
 
 def search_source(
-    run: Run, search: Search, pool: RewardPool | None, rows: RunRows | None = None
+    run: Run, search: Search, problems: Source, rows: RunRows | None = None
 ) -> TreeSearch:
     """The search of a run on text, or on a procedural task.
 
     Args:
       run: that draws its completions.
       search: how.
-      pool: the reward functions, in text.
+      problems: the source that has and judges them.
       rows: of ``search_rows``; None for its own.
     """
-    task = run.task
-    weights = np.array(list(run.rewards.weights.values()), np.float64)
-    if isinstance(task, Task):
-        problems = task_problems(task, tuple(run.rewards.weights), weights)
-    else:
-        prompts, seed = run.data.prompts["train"], run.config.order_seed
-        problems = text_problems(run, pool, weights, prompts, seed)
     return TreeSearch(
         search_rows(run, search) if rows is None else rows,
         search,
         problems,
+        np.array(list(run.rewards.weights.values()), np.float64),
         group=run.config.sampling.group,
         width=run.width,
         ends=completion_ends(run),
@@ -308,12 +270,12 @@ def search_source(
 def attempts_source(
     run: Run, search: Search, pool: RewardPool | None, rows: RunRows, attempts: int
 ) -> TreeSearch:
-    """Groups of ``attempts`` completions, drawn apart; positions are those of ``data.train``."""
-    weights = np.array(list(run.rewards.weights.values()), np.float64)
+    """Groups of ``attempts`` completions, drawn apart, of rows of ``data.train``."""
     return TreeSearch(
         rows,
         search._replace(rounds=0),
-        text_problems(run, pool, weights, run.data.prompts["train"], None),
+        undrawn_text(run, pool, None),
+        np.array(list(run.rewards.weights.values()), np.float64),
         group=attempts,
         width=run.width,
         ends=completion_ends(run),
@@ -321,12 +283,27 @@ def attempts_source(
     )
 
 
-def sampled_params(run: Run) -> Callable[[TrainState], Any]:
-    """(state) -> the parameters that the run's source draws with."""
-    policy = partial(drawing_policy, network=run.network)
-    if run_estimate(run) is None and not isinstance(run.method.curriculum, WrittenProblems):
-        return policy
-    return lambda state: Guided(policy(state), state.params["value"])
+class DrawnWeights:
+    """(state) -> the weights by name that the source of a run draws with.
+
+    Args:
+      network: the policy.
+      value: whether the value network is read too.
+    """
+
+    def __init__(self, network: Network, value: bool = False) -> None:
+        self.network, self.value = network, value
+
+    def __call__(self, state: TrainState) -> dict[str, Params]:
+        """The policy's tree, and that of "value" where it is read."""
+        policy = {"policy": drawing_policy(state, self.network)}
+        return policy | ({"value": state.params["value"]} if self.value else {})
+
+
+def drawn_weights(run: Run) -> DrawnWeights:
+    """What the source of a run draws with."""
+    written = isinstance(run.method.curriculum, WrittenProblems)
+    return DrawnWeights(run.network, run_estimate(run) is not None or written)
 
 
 def run_estimate(run: Run) -> Estimate | None:
@@ -343,70 +320,37 @@ def value_estimate(run: Run, points: Callable[[Any], Any]) -> Estimate:
     assert value is not None
 
     @jax.jit
-    def estimate(params: Guided, tokens: Any, lengths: Any) -> Any:
+    def estimate(params: Mapping[str, Params], tokens: Any, lengths: Any) -> Any:
         columns = jax.numpy.arange(tokens.shape[1], dtype=jax.numpy.int32)
         at = jax.numpy.broadcast_to(columns, tokens.shape)
         segments = (at < lengths[:, None]).astype(jax.numpy.int32)
-        hidden, _ = network.hidden(params.policy, tokens, at, segments)
-        values = value.apply(params.value, hidden, tokens, at, segments)
+        hidden, _ = network.hidden(params["policy"], tokens, at, segments)
+        values = value.apply(params["value"], hidden, tokens, at, segments)
         last = jax.numpy.take_along_axis(values, lengths[:, None] - 1, axis=1)[:, 0]
         return points(last)
 
     return estimate
 
 
-def text_problems(
-    run: Run,
-    pool: RewardPool | None,
-    weights: np.ndarray,
-    prompts: Sequence[Prompt],
-    seed: int | None,
-) -> Problems:
-    """Prompts of a run on text, in the order of a seed or their own."""
-    source = TextSource(
-        prompts=prompts,
+def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> TextSource:
+    """The training prompts of a run on text with their judges; a search draws from them.
+
+    Args:
+      run: on text.
+      pool: the reward functions.
+      seed: of the order, or None for the data's own.
+    """
+    return TextSource(
+        all_prompts=run.data.prompts["train"],
         width=run.width,
         seed=seed,
         program=None,
-        sampling_params=run.sampling_params,
+        sampling_params=None,
         pool=pool,
         tokenizer=run.tokenizer,
     )
 
-    def ask(key: Any, positions: np.ndarray) -> tuple[list[Prompt], list[Prompt]]:
-        chosen = source_rows(source.seed, positions, len(source.prompts))
-        prompts = [source.prompts[i] for i in chosen]
-        return prompts, prompts
 
-    return Problems(ask, lambda _, prompts, rollout: source.judge(prompts, rollout), weights)
-
-
-def task_problems(task: Task, parts: tuple[str, ...], weights: np.ndarray) -> Problems:
-    """The training problems of a procedural task, judged on the device."""
-    judges = {"verify": task.verify, "partial": task.partial}
-
-    @jax.jit
-    def make(key: Any, ids: Any) -> Any:
-        keys = jax.vmap(lambda i: stream(key, "data", i))(ids)
-        return jax.vmap(lambda k: task.generate(k, "train"))(keys)
-
-    @jax.jit
-    def points(problems: Any, tokens: Any, lengths: Any) -> Any:
-        def one(problem: Any, tokens: Any, length: Any) -> Any:
-            found = [judges[part](problem, tokens, length) for part in parts]
-            return jax.numpy.array(found, jax.numpy.float32)
-
-        return jax.vmap(jax.vmap(one, (None, 0, 0)))(problems, tokens, lengths)
-
-    def ask(key: Any, positions: np.ndarray) -> tuple[Any, list[Prompt]]:
-        made = jax.device_get(make(key, positions.astype(np.int32)))
-        rows = zip(positions.tolist(), made.tokens, made.length, strict=True)
-        return made, [Prompt(i, "", np.asarray(ids[:n], np.int32), "") for i, ids, n in rows]
-
-    def judge(problems: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
-        n = len(prompts)
-        some = np.arange(1 << (n - 1).bit_length()) % n  # few shapes, hence few programs
-        rows = jax.tree.map(lambda x: x[some], (problems, rollout.tokens, rollout.lengths))
-        return Groups(rollout, np.asarray(points(*rows))[:n], problems, {}, {})
-
-    return Problems(ask, judge, weights)
+def drawn_alone(request: DrawRequest) -> list[bool]:
+    """For each entry of a request, whether its members are drawn without search."""
+    return [ask.tree is None for ask in request.asks for _ in range(len(ask.ticket))]

@@ -13,8 +13,8 @@ from jrl.errors import UserError
 from jrl.run import diagnostics as lacking
 from jrl.run import reward_probe as reward_text
 from jrl.run.diagnostics import lacks
+from jrl.run.run import train
 from jrl.system import extras
-from jrl.train.loop import train
 
 SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 

@@ -16,13 +16,16 @@ from jrl.evaluate import Evaluator, load_policy
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.sampling.params import sampling_logprobs
 from jrl.storage.metrics import CLOCKS, read_jsonl
-from jrl.train import build, loop
+from jrl.train import build
 from jrl.train import programs as compiled
+from jrl.train.batches import run_source
 from jrl.train.collect import to_batch
-from jrl.train.loop import train
 from jrl.train.score import policy_of
+from jrl.train.sources import simple_request
 from jrl.types import Batch
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -127,7 +130,7 @@ def programs(config):
     else:
         first, groups = jax.make_jaxpr(
             functools.partial(sample, sampling_params=run.sampling_params), return_shape=True
-        )(*args)
+        )(simple_request(args[0], {"policy": args[1]}, *args[2:]))
         rollout, rewards = groups.rollout, groups.rewards
     batch = jax.eval_shape(to_batch, rollout, rewards, np.ones(rewards.shape[-1], np.float32))
     second = jax.make_jaxpr(compiled.make_train_step(run))(state, batch, run.sampling_params)
@@ -176,9 +179,9 @@ def sampling_params(config):
 def eval_sampling_params(config):
     """The same in evaluation."""
     logits = jnp.array([[0.0, 1.0, 2.0, 3.0, -4.0]])
-    return np.asarray(
-        sampling_logprobs(logits, Evaluator(build.setup(config), None).sampling_params)
-    ).tolist()
+    source = run_source(build.setup(config), None, {}, split="eval")
+    params = source.draw.keywords["sampling_params"]
+    return np.asarray(sampling_logprobs(logits, params)).tolist()
 
 
 def mesh(config):
@@ -424,7 +427,7 @@ def observe(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
 
 ALL = ON_TASK | ON_TEXT | MORE_ON_TASK | MORE_ON_TEXT

@@ -16,10 +16,13 @@ import pytest
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
+from jrl.run import loops
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
-from jrl.train import build, disjoint, loop
-from jrl.train.collect import Groups, StepGroups
+from jrl.train import build, disjoint
+from jrl.train.collect import StepGroups
 from jrl.train.disjoint import (
     AdapterHandover,
     Ahead,
@@ -29,8 +32,9 @@ from jrl.train.disjoint import (
     restored,
     stored,
 )
-from jrl.train.loop import train, train_steps
+from jrl.train.loop import train_steps
 from jrl.train.placement import make_meshes
+from jrl.train.sources import Groups
 from jrl.types import Prompt, Rollout
 
 AXES = {"w": ("layers", "embed", "heads", None), "b": ("vocab", "embed"), "s": (None,)}
@@ -161,19 +165,22 @@ class Loop:
         self.log, self.steps, self.start = [], [], start
         self.before_draw, self.before_step = before_draw, before_step
         self.ahead = Ahead(
-            self.draw,
-            lambda drawn: (drawn, drawn.cursor),
+            self,
             Handover(where, mesh, rollout_mesh),
             staleness=staleness,
             cursor=start,
             carried=carried,
         )
 
-    def draw(self, key, params, *, step, version, cursor):
+    def assemble(self, drawn):
+        return drawn, drawn.cursor
+
+    def draw(self, key, weights, *, step, version, cursor, newer):
+        assert newer is None
         if self.before_draw is not None:
             self.before_draw(step)
         assert threading.current_thread().name.startswith("rollout")
-        self.log.append((step, int(params["w"][0]), version, cursor))
+        self.log.append((step, int(weights["policy"]["w"][0]), version, cursor))
         return StepGroups(groups_of(version), None, cursor + 1)
 
     def step(self, state, batch, sampling_params):
@@ -195,9 +202,7 @@ class Loop:
             return False
 
         with self.ahead:
-            train_steps(
-                self.state(self.start), self.ahead.collect, self.step, None, steps, on_step=on_step
-            )
+            train_steps(self.state(self.start), self.ahead, self.step, None, steps, on_step=on_step)
         return counts
 
 
@@ -270,7 +275,7 @@ def test_a_rollout_that_hangs_can_be_given_up_and_what_was_drawn_before_is_kept(
     began = time.monotonic()
     with slow.ahead as ahead:
         for step in range(2):
-            ahead.collect(np.zeros(2, np.uint32), slow.state(step).params["policy"],
+            ahead.collect(np.zeros(2, np.uint32), slow.state(step).params,
                           step=step, cursor=step)  # fmt: skip
         assert ahead.drawn(0.1) == []  # batch 2 is the next, and batch 3 waits for it
         assert ahead.drawn() == []  # not waited for again
@@ -296,13 +301,13 @@ def test_what_is_drawn_ahead_can_be_forgotten():
     key = np.zeros(2, np.uint32)
     with again.ahead as ahead:
         for step in range(3):
-            _, _, cursor = ahead.collect(key, again.state(step).params["policy"], step=step,
+            _, _, cursor = ahead.collect(key, again.state(step).params, step=step,
                                          cursor=0)  # fmt: skip
         assert len(ahead.drawn()) == 2
         ahead.forget(cursor)
         assert ahead.drawn() == []
         for step in range(3, 6):
-            ahead.collect(key, again.state(step + 100).params["policy"], step=step, cursor=0)
+            ahead.collect(key, again.state(step + 100).params, step=step, cursor=0)
         ahead.drawn()
     drawn = again.log[5:]
     assert [(step, cursor) for step, _, _, cursor in drawn] == [(3 + i, 3 + i) for i in range(5)]
@@ -332,7 +337,7 @@ def test_groups_of_text_survive_a_checkpoint(tmp_path):
         _, extra = checkpoints.restore({"w": np.zeros(2)})
         _, less = checkpoints.restore({"w": np.zeros(2)}, subset=True)
     assert less["carried"][0]["rewards"] is None
-    run = SimpleNamespace(task=None, data=SimpleNamespace(prompts={"train": prompts}))
+    run = SimpleNamespace(data=SimpleNamespace(prompts={"train": prompts}))
     back = restored(extra["carried"][0], run)
     assert (back.cursor, back.groups.subject, back.groups.counts) == (
         12,
@@ -370,7 +375,7 @@ POLICIES = {
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
 
 def go(directory, *changes):
@@ -467,14 +472,14 @@ def test_a_stale_run_resumes_bit_for_bit_from_where_a_signal_stopped_it(
     assert [r["staleness_max"] for r in records] == [0, *[1] * (len(records) - 1)]
     assert all(0.5 < r["correction_weight"] < 2 for r in records)
     with monkeypatch.context() as patch:
-        step = loop.Progress.step
+        step = loops.Progress.step
 
         def stop(self, done, record):
             step(self, done, record)
             if done == last:
                 signal.raise_signal(signal.SIGTERM)
 
-        patch.setattr(loop.Progress, "step", stop)
+        patch.setattr(loops.Progress, "step", stop)
         with pytest.raises(KeyboardInterrupt, match=f"stopped after step {last}; saved in"):
             go(tmp_path / "broken", *stale)
     theirs, drawn, end = go(tmp_path / "broken", *stale)

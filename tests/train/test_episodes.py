@@ -17,11 +17,14 @@ from jrl.mesh import make_mesh
 from jrl.methods import get_method
 from jrl.objectives.transforms import completion_tokens, overlong_penalty, paid
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import collect, to_batch
+from jrl.train.collect import Collector, to_batch
 from jrl.train.compiled import held_out, iterate, make_iteration, make_run, solution_batch
 from jrl.train.episodes import episode_rollout
 from jrl.train.features import check_features, features_of
-from jrl.train.frozen import run_task
+from jrl.train.kinds import kind_of
+from jrl.train.loop import policy_weights
+from jrl.train.sources import simple_request
+from jrl.train.sources_task import TaskSource
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, with_slot_use
 
@@ -43,7 +46,6 @@ def draw(network, quick_jit):
             episode_rollout,
             sampling_params=SAMPLING,
             task=ENV,
-            split="train",
             parts=WEIGHTS,
             network=network,
             group=GROUP,
@@ -64,22 +66,20 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
     common = {"network": network, "objective": method.objective, "optimizer": optax.sgd(0.3)}
     step, fresh = make_step(**common), partial(init_state, KEY, **common)
     mesh, log, drawn, cursor = make_mesh({}, jax.devices()[:1]), [], [], 0
+    collector = Collector(
+        source=TaskSource(ENV, tuple(WEIGHTS), draw),
+        prompts=PROMPTS,
+        reward_weights=np.array(list(WEIGHTS.values()), np.float32),
+        method=method,
+        mesh=mesh,
+    )
     with jax.set_mesh(mesh):
         shardings = state_shardings(jax.eval_shape(fresh), mesh, network=network)
         state = jax.jit(fresh, out_shardings=shardings)()
         train = compile_step(step, shardings, mesh)
         for i in range(STEPS):
-            batch, groups, cursor = collect(
-                state.key,
-                state.params["policy"],
-                draw,
-                i,
-                cursor,
-                prompts=PROMPTS,
-                weights=np.array(list(WEIGHTS.values()), np.float32),
-                method=method,
-                mesh=mesh,
-            )
+            weights = policy_weights(state)
+            batch, groups, cursor = collector.collect(state.key, weights, step=i, cursor=cursor)
             drawn.append(batch.tokens)
             state, metrics = train(state, batch, SAMPLING)
             log.append(with_slot_use(jax.device_get(metrics | groups.counts)))
@@ -110,7 +110,8 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
 @pytest.fixture(scope="module")
 def groups(network, draw):
     params = network.init(jax.random.key(0))
-    return draw(KEY, params, jnp.int32(1), jnp.arange(8, dtype=jnp.int32))
+    tickets = jnp.arange(8, dtype=jnp.int32)
+    return draw(simple_request(KEY, {"policy": params}, jnp.int32(1), tickets, GROUP))
 
 
 @pytest.fixture(scope="module")
@@ -231,13 +232,9 @@ def test_a_warm_start_learns_the_turns_and_not_the_replies():
 def test_methods_with_demonstrations_are_refused(network):
     with pytest.raises(UserError, match="data.env: the method learns from demonstrations"):
         episode_rollout(
-            KEY,
-            None,
-            jnp.int32(0),
-            jnp.arange(2),
+            simple_request(KEY, {"policy": None}, jnp.int32(0), jnp.arange(2), 2),
             sampling_params=SAMPLING,
             task=ENV,
-            split="train",
             parts=WEIGHTS,
             network=network,
             group=2,
@@ -253,7 +250,7 @@ def test_a_method_that_drops_groups_cannot_have_players_in_them(network):
     )
 
     def check(config, method):
-        given = {"network": network, "model": None, "task": run_task(config)}
+        given = {"network": network, "model": None, "task": kind_of(config).task}
         check_features(features_of(config, method, **given))
 
     with pytest.raises(UserError, match="'nim', of 2 players, does .* keeps some groups and drops"):

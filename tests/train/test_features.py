@@ -8,13 +8,13 @@ from jrl.errors import UserError
 from jrl.methods import all_methods, get_method
 from jrl.train import features
 from jrl.train.features import TABLE, WITH, WITHOUT, check_features, features_of, host_features
-from jrl.train.frozen import run_task
+from jrl.train.kinds import kind_of
 
 
 def of_config(network, *lines):
     config = load_config(None, list(lines))
     method = get_method(config.method)
-    return features_of(config, method, network=network, model=None, task=run_task(config))
+    return features_of(config, method, network=network, model=None, task=kind_of(config).task)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """How many programs a run compiles before it is under way."""
 
 from jrl.config import load_config
+from jrl.run.run import train
 from jrl.system.compile_cache import CompileCounter
-from jrl.train.loop import train
 
 TASK = (
     *("data.task=sequence", "data.difficulty=1", "rewards={verify={}, partial={weight=0.5}}"),

@@ -14,10 +14,12 @@ from jrl.errors import UserError
 from jrl.evaluate import evaluate_run
 from jrl.mesh import make_mesh
 from jrl.plan.costs import program_costs
+from jrl.run import run as running
 from jrl.storage.metrics import read_jsonl
-from jrl.train import build, loop, programs
+from jrl.train import build, programs
 from jrl.train.placement import sampler_mesh
 from jrl.train.resharding import ReshardedSampler, network_on, weights_program
+from jrl.train.sources import simple_request
 
 BASE = (
     *("data.task=sequence", "data.difficulty=1", "sampling.group=2", "train.prompts=8"),
@@ -33,7 +35,7 @@ APART = ("mesh.fsdp=8", "sampling.mesh.data=4", "sampling.mesh.tensor=2")
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
 
 def config(*changes, directory=None):
@@ -42,7 +44,7 @@ def config(*changes, directory=None):
 
 
 def go(directory, *changes):
-    summary = loop.train(config(*changes, directory=directory), echo=lambda line: None)
+    summary = running.train(config(*changes, directory=directory), echo=lambda line: None)
     records = read_jsonl(directory / "metrics.jsonl")[1:]
     samples = read_jsonl(directory / "samples.jsonl")
     return records, [s["completion"] for s in samples], summary
@@ -115,7 +117,8 @@ def test_weights_are_held_in_the_samplers_dtype_until_they_are_freed():
     )
     ids = np.arange(8, dtype=np.int32)
     for _ in range(2):  # further draws of the same step do not move them again
-        groups = program(key, params, np.int32(0), ids, sampling_params=run.sampling_params)
+        request = simple_request(key, {"policy": params}, np.int32(0), ids, 4)
+        groups = program.draw(request, sampling_params=run.sampling_params)
     held = jax.tree.leaves(program._held)
     assert {x.sharding.mesh.shape["tensor"] for x in held} == {2}
     assert {str(x.dtype) for x in held if x.ndim > 1} == {"bfloat16"}

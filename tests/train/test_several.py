@@ -13,13 +13,15 @@ from jrl.errors import UserError
 from jrl.evaluate import load_policy
 from jrl.models import hf
 from jrl.run.export import export_run
+from jrl.run.run import train
 from jrl.serving.launch import served_policy
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, programs
 from jrl.train.collect import to_batch
 from jrl.train.episodes import episode_rollout
 from jrl.train.frozen import frozen_params
-from jrl.train.loop import train
+from jrl.train.loop import policy_weights
+from jrl.train.sources import simple_request
 from jrl.train.step import make_step
 from jrl.zoo.networks.policies import SUMMED, Policies, divided_batch, one_of
 
@@ -61,7 +63,7 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
     state = jax.jit(make)(jax.random.key(0), None, {})
     state = state.replace(params=far_apart(state.params))
     made = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
-    draw = jax.jit(functools.partial(episode_rollout, split="train", group=6, slots=8, **made))
+    draw = jax.jit(functools.partial(episode_rollout, group=6, slots=8, **made))
     step = jax.jit(programs.make_train_step(run))
     parts = {"objective": run.method.objective, "optimizer": run.optimizer}
     alone = jax.jit(
@@ -70,7 +72,8 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
     ids, weights, law = jnp.arange(6, dtype=jnp.int32), jnp.ones(1), run.sampling_params
     for number in (0, 2):  # policies have swapped players at the second
         state = state.replace(step=jnp.int32(number))
-        drawn = draw(state.key, state.params["policy"], state.step, ids, sampling_params=law)
+        asked = simple_request(state.key, policy_weights(state), state.step, ids, 6)
+        drawn = draw(asked, sampling_params=law)
         rows = drawn.rollout, drawn.rewards, weights, drawn.ids, drawn.stats
         batch = to_batch(*rows, own=True)
         after, metrics = step(state, batch, law)
@@ -106,14 +109,14 @@ def test_a_frozen_copy_plays_and_is_renewed_in_time():
     state = jax.jit(make)(jax.random.key(0), None, {})
     state = state.replace(params=far_apart(state.params))
     made = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
-    draw = functools.partial(episode_rollout, split="train", group=6, slots=8, **made)
+    draw = functools.partial(episode_rollout, group=6, slots=8, **made)
     ids, law = jnp.arange(6, dtype=jnp.int32), run.sampling_params
     step = programs.make_train_step(run)
 
     @jax.jit
     def both(state):
-        policy = state.params["policy"]
-        drawn = draw(state.key, policy, state.step, ids, sampling_params=law)
+        asked = simple_request(state.key, policy_weights(state), state.step, ids, 6)
+        drawn = draw(asked, sampling_params=law)
         rows = drawn.rollout, drawn.rewards, jnp.ones(1), drawn.ids, drawn.stats
         batch = to_batch(*rows, own=True)
         return *step(state, batch, law), batch

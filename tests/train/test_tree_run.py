@@ -16,15 +16,17 @@ from jrl.models.config import ModelConfig
 from jrl.models.heads import value_head
 from jrl.models.transformer import transformer
 from jrl.objectives.transforms import over_branches
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
 from jrl.storage.metrics import read_jsonl
-from jrl.train import loop
-from jrl.train.collect import task_rollout, to_batch
+from jrl.train.collect import to_batch
 from jrl.train.compiled import iterate, make_iteration
 from jrl.train.features import check_features, features_of
-from jrl.train.frozen import run_task
-from jrl.train.loop import train
+from jrl.train.kinds import kind_of
 from jrl.train.objective import method_of
+from jrl.train.sources import simple_request
+from jrl.train.sources_task import task_rollout
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Branching
@@ -86,14 +88,13 @@ def test_a_branch_is_judged_whole(network, first_letter, quick_jit):
         task_rollout,
         sampling_params=SAMPLING,
         task=first_letter,
-        split="train",
         parts=tuple(WEIGHTS),
         network=network,
         group=GROUP,
         tree=TREE,
     )
     ids = np.arange(PROMPTS, dtype=np.int32)
-    groups = quick_jit(draw)(KEY, params, np.int32(0), ids)
+    groups = quick_jit(draw)(simple_request(KEY, {"policy": params}, np.int32(0), ids, GROUP))
     assert set(groups.ids) == {"prompt", "answer", "node"}
     batch = to_batch(groups.rollout, groups.rewards, np.ones(2, np.float32), groups.ids)
     batch.check()
@@ -111,7 +112,7 @@ def test_a_run_on_text_shares_the_past(tmp_path, monkeypatch):
     import tokenizers
     from tokenizers import models, pre_tokenizers
 
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     words = ["<stop>", *"abcdefghijklmnopqrstuvwxyz? "]
     backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -207,7 +208,7 @@ BAD = {
 @pytest.mark.parametrize("said", BAD)
 def test_what_grows_no_tree_is_named_before_anything_compiles(said, network):
     config = load_config(None, [*TASK, *BAD[said]])
-    task = run_task(config)
+    task = kind_of(config).task
 
     def check():
         more = {"network": network, "model": None, "task": task}
@@ -220,6 +221,6 @@ def test_what_grows_no_tree_is_named_before_anything_compiles(said, network):
 
 def test_any_method_takes_a_tree():
     config = load_config(None, [*TASK, "method=rloo", GAP])
-    assert method_of(config, run_task(config)).draw.tree == Branching("gap", 4, 1, 0.0)
+    assert method_of(config, kind_of(config).task).draw.tree == Branching("gap", 4, 1, 0.0)
     config = load_config(None, [*TASK, "method=arpo", "tree={kind='branch',roots=2}"])
-    assert method_of(config, run_task(config)).draw.tree == Branching("entropy", 2, 1, 0.0)
+    assert method_of(config, kind_of(config).task).draw.tree == Branching("entropy", 2, 1, 0.0)

@@ -13,11 +13,14 @@ from jrl.config import load_config
 from jrl.config.tables import WatchTable
 from jrl.errors import RunStopped, UserError
 from jrl.methods import get_method
+from jrl.run import loops
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import read_jsonl
-from jrl.train import loop, programs
-from jrl.train.loop import train
+from jrl.train import batches
+from jrl.train.sources import Around
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.train.watch import COMPILED, LIMITS, MEMORY, Watch, resident_bytes, skip_rule
@@ -229,22 +232,25 @@ TASK = (
 @pytest.fixture
 def go(tmp_path, monkeypatch):
     """Trains with faults planted before some steps; the run directory and what was said."""
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     notes = []
-    monkeypatch.setattr(loop.Progress, "note", lambda self, text: notes.append(text))
-    make = programs.group_source
+    monkeypatch.setattr(loops.Progress, "note", lambda self, text: notes.append(text))
+    make = batches.run_source
+
+    class Faulty(Around):
+        def __init__(self, source, faults):
+            super().__init__(source)
+            self.faults = faults
+
+        def draw(self, request):
+            groups = jax.device_get(self.source.draw(request))
+            return self.faults.get(int(request.step) + 1, lambda g: g)(groups)
 
     def of(faults, *changes):
-        def source(*args):
-            draw = make(*args)
+        def source(run, pool, notes):
+            return Faulty(make(run, pool, notes), faults)
 
-            def drawn(key, params, step, positions, **more):
-                groups = draw(key, params, step, positions, **more)
-                return faults.get(int(step) + 1, lambda g: g)(jax.device_get(groups))
-
-            return drawn
-
-        monkeypatch.setattr(programs, "group_source", source)
+        monkeypatch.setattr(batches, "run_source", source)  # of training, not of evaluations
         directory = tmp_path / "run"
         place = f"run.dir={json.dumps(str(directory))}"
         try:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from jrl.cli.app import app
 from jrl.errors import UserError
-from jrl.train import loop
+from jrl.run import run as running
 from jrl.zoo.envs.imagined import Task
 from jrl.zoo.tools import imagine as module
 from jrl.zoo.tools.imagine import Model, imagine, read_task
@@ -291,7 +291,7 @@ def test_an_interrupt_keeps_what_is_done(fake, tmp_path):
 
 def test_from_a_task_to_a_policy(fake, tmp_path, monkeypatch):
     """Imagined dialogues, then two steps of ILQL on them."""
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     run(fake, tmp_path / "out.jsonl", count=6)
     model = checkpoint(tmp_path / "model")
     changes = [f'model.path="{model}"', f'data.train="dialogues:{tmp_path}/out.jsonl"']

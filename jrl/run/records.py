@@ -14,8 +14,10 @@ import jax
 
 from jrl.errors import Overdue, RunStopped, StorageError, UserError, unknown_choice
 from jrl.evaluate import Evaluator
+from jrl.evaluate.pairs import JudgedEvaluator
 from jrl.evaluate.samples import samples_of
 from jrl.rewards.pool import RewardPool
+from jrl.run.metric_names import asked_of_evaluations
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.integrity import first_nonfinite
 from jrl.storage.lock import run_lock
@@ -27,11 +29,10 @@ from jrl.system.signals import Stopping
 from jrl.system.wait_reports import waiting
 from jrl.train.adapters import check_base, keep_base, with_base, with_kept_base, without_base
 from jrl.train.build import Run
-from jrl.train.collect import Groups
-from jrl.train.pairs import JudgedEvaluator, sizes_of
+from jrl.train.pairs import sizes_of
 from jrl.train.reward_model import trains_reward
 from jrl.train.score import policy_of
-from jrl.train.shapes import asked_of_evaluations
+from jrl.train.sources import Groups
 from jrl.train.state import free_memory, rolled_back
 from jrl.train.step import with_slot_use
 from jrl.train.utilisation import utilisation
@@ -262,7 +263,7 @@ class RunRecords:
         metrics |= {f"reward/{n}": p for n, p in zip(names, parts, strict=True)}
         each = metrics.pop("policy_rewards", ())  # where several policies are trained
         metrics |= {f"reward/policy_{i}": points for i, points in enumerate(each)}
-        if self.run.data.judged:  # the scores are the data's, and say nothing about the policy
+        if self.config.data.scored:  # the scores are the data's, and say nothing about the policy
             for name in ("reward", "reward_std", "reward/score", "zero_std_groups"):
                 metrics.pop(name, None)
         if "approx_kl" in metrics:  # not in supervised training, which draws nothing
@@ -452,7 +453,7 @@ class RunRecords:
         """
         run, log = self.run, self.config.log
         if log.samples_every and (done == 1 or done % log.samples_every == 0):
-            task = None if run.data.judged else run.task
+            task = None if self.config.data.scored else run.kind.task
             names = run.rewards.weights
             known = None if advantages is None else jax.device_get(advantages)
             records = samples_of(groups, run.tokenizer, task, names, log.KEPT, known)
