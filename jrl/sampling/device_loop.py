@@ -128,17 +128,11 @@ def sample_rows(
     def run(parts: int) -> Callable[..., Any]:
         # Devices that draw by themselves have their own slots: sizes are those of one's part.
         pays = shrinking_pays(width, stop_tokens, alone=parts > 1 or not divided())
-        sizes = slot_sizes(
-            n // parts * sum(members),
-            sum(members),
-            slots,
-            block,
-            shrink=pays if shrink is None else shrink,
-        )
+        shrinks = pays if shrink is None else shrink
         return partial(
             _sample_rows,
             network=network,
-            sizes=sizes,
+            sizes=slot_sizes(n // parts * sum(members), sum(members), slots, block, shrink=shrinks),
             members=members,
             width=width,
             stop_tokens=stop_tokens,
@@ -186,13 +180,6 @@ def _sample_rows(
         slots, count = draw(queue.slots, network=network, steps=steps, until=until)
         return queue.replace(slots=slots, steps=queue.steps + count * queue.index.shape[0])
 
-    if turns is None and sizes.slots == sequences.keys.shape[0] and not sizes.smaller:
-        # A slot for each sequence, to the end. What a queue needs is not compiled then: results
-        # apart from the slots, and one more decode loop for each smaller state.
-        rows, count = draw(queue.slots, network=network, steps=width)
-        experts = None if recorded is None else recorded(rows.cache.own)
-        results = Results(rows.tokens, rows.logprobs, rows.lengths, rows.stop, experts)
-        return results, (count * sizes.slots)[None], routing, None
     if turns is not None:
         queue = turns.begin(queue, sequences, state)
     # Prompts were computed for all sequences before: a prompt whose members wait is not read twice.
@@ -242,6 +229,14 @@ def _advance_turns(
 
     with jax.named_scope("turns"):
         return jax.lax.while_loop(more, one, (jnp.int32(0), queue))[1]
+
+
+def results_of(rows: Slots, sequences: Sequences, network: Network) -> tuple[Results, Array | None]:
+    """The results of rows that had a slot each, and the record of their prompts' routing."""
+    recorded = network.extras.recorded
+    experts = None if recorded is None else recorded(rows.cache.own)
+    routing = None if recorded is None else recorded(sequences.prompts.own)
+    return Results(rows.tokens, rows.logprobs, rows.lengths, rows.stop, experts), routing
 
 
 def turn_ended(queue: Queue) -> Array:
@@ -335,11 +330,7 @@ def on_own_prompts(
     """
     # Once: the loop over tokens would slice layers out of their stacks again for every token.
     weights = network.prepare(params)
-    axes = lone_axes(network.extras.gathered)
-    parts = math.prod(free_axes()[axis] for axis in axes)
-    # Parts of unequal size would be programs of unequal shapes: then all devices go in step.
-    if ids.shape[0] % parts:
-        axes, parts = (), 1
+    axes, parts = independent_axes(network, ids.shape[0])
     sampler, args = run(parts), (key, weights, prompts, sampling_params, version, ids, shared)
     if not axes:
         return sampler(*args)
@@ -350,6 +341,14 @@ def on_own_prompts(
         out_specs=own,
         check_vma=False,
     )(*args)
+
+
+def independent_axes(network: Network, prompts: int) -> tuple[tuple[str, ...], int]:
+    """The mesh axes along which devices sample their own prompts, and how many parts these make."""
+    axes = lone_axes(network.extras.gathered)
+    parts = math.prod(free_axes()[axis] for axis in axes)
+    # Parts of unequal size would be programs of unequal shapes: then all devices go in step.
+    return ((), 1) if prompts % parts else (axes, parts)
 
 
 # ---------------------------------------------------------------- the first sequences

@@ -7,10 +7,19 @@ from collections.abc import Sequence
 import chex
 import jax.numpy as jnp
 
-from jrl.sampling.device_loop import Prompts, as_rollout, sample_rows
+from jrl.mesh import divided
+from jrl.sampling.device_loop import (
+    Prompts,
+    as_rollout,
+    fill_slots,
+    independent_axes,
+    results_of,
+    sample_rows,
+)
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.queue import CHUNK
-from jrl.sampling.slots import check_length
+from jrl.sampling.slot_sizes import shrinking_pays, slot_sizes
+from jrl.sampling.slots import check_length, decode, sequences_of
 from jrl.types import Array, Network, Params, Rollout
 
 
@@ -67,6 +76,24 @@ def generate(
     chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
     check_length(network, prompt_tokens.shape[1], max_new_tokens)
     prompts = Prompts(prompt_tokens, prompt_lengths)
+    n, members, width = ids.shape[0], (group, baseline_members), max_new_tokens
+    _, parts = independent_axes(network, n)
+    pays = shrinking_pays(width, stop_tokens, alone=parts > 1 or not divided())
+    shrink = pays if shrink is None else shrink
+    sizes = slot_sizes(n // parts * sum(members), sum(members), slots, block, shrink=shrink)
+    if sizes.slots == n * sum(members) and not sizes.smaller:
+        # A slot for each sequence, to the end. What a queue needs is not compiled then: results
+        # apart from the slots, and one more decode loop for each smaller state.
+        weights = network.prepare(params)
+        sequences = sequences_of(
+            key, weights, prompt_tokens, prompt_lengths, sampling_params, ids, members, network
+        )
+        queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
+        rows, count = decode(
+            weights, queue.slots, version, network=network, steps=width, stop_tokens=stop_tokens
+        )
+        results, routing = results_of(rows, sequences, network)
+        return as_rollout(results, prompts, version, group, routing=routing), count * sizes.slots
     sampled = sample_rows(
         key,
         params,
@@ -75,8 +102,8 @@ def generate(
         version,
         ids,
         network=network,
-        members=(group, baseline_members),
-        width=max_new_tokens,
+        members=members,
+        width=width,
         stop_tokens=stop_tokens,
         slots=slots,
         block=block,

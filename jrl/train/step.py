@@ -122,45 +122,84 @@ def make_step(
     splits = minibatches, microbatches
     parts = Parts(network, objective, optimizer, value, networks, *splits, schedule, router, skip)
 
+    passes, after = schedule.epochs * minibatches, schedule.after
+
     def step(
         state: TrainState, batch: Batch, sampling_params: SamplingParams
     ) -> tuple[TrainState, Metrics]:
+        batch = _checked(parts, batch)
+        whole = AfterView(every, network, state, batch)
+        state = state if stack else run_due(after, "before", state, state.step, whole)
         # What stays fixed during the step (start log-probabilities, advantages) is computed once,
         # before the first update changes the policy.
         batch = complete(parts, state, batch, sampling_params)
         advantages, batch, method, sums = compute_advantages(objective, batch, state.method)
-        fixed = batch, advantages, method
-        (params, opt_state), updates = _updates(parts, state, fixed, sampling_params)
-        metrics = batch_metrics(batch) | summarise(sums) | summarise(updates)
-        # A tracker must not swallow the NaN that an update was left out for.
-        method = update_state(objective, method, metrics)
-        sound = metrics["skipped_updates"] == 0
-        if skip is not None:
-            left_out = skip(metrics)
-            metrics["skipped_steps"] = left_out.astype(jnp.float32)
-            old = state.params, state.opt_state
-            params, opt_state = _choose(left_out, old, (params, opt_state))
-            sound &= ~left_out
-        state = state.replace(
-            step=state.step + 1,
-            params=params,
-            opt_state=opt_state,
-            method=_choose(sound, method, state.method),
-        )
-        return state, metrics | ({"advantages": advantages[:shown]} if shown else {})
+        key = stream(state.key, "train", state.step)
 
-    trained = step if stack is None else stack.step(step)
+        def update(carry: tuple[Params, Any], index: Array) -> tuple[tuple[Params, Any], Pairs]:
+            rows = _minibatch_rows(key, index, batch.tokens.shape[0], minibatches)
+            part = _take_rows(batch, rows), advantages[rows]
+            grads, sums = _gradient(parts, carry[0], state.frozen, part, method, sampling_params)
+            before = state.replace(params=carry[0], opt_state=carry[1])
+            view = AfterView(optimizer, network, before, part[0])
+            return _apply_gradient(parts, view, grads, sums, state.step * passes + index + 1)
 
-    def scheduled(
+        # A scan, so that epochs and minibatches share one copy of the update in the program.
+        carry, updates = jax.lax.scan(update, (state.params, state.opt_state), jnp.arange(passes))
+        state, metrics = _after_updates(parts, state, carry, method, sums, updates, batch)
+        metrics |= {"advantages": advantages[:shown]} if shown else {}
+        return state if stack else run_due(after, "step", state, state.step, whole), metrics
+
+    if stack is None:
+        return step
+    each = stack.step(step)
+
+    def step_of_several(
         state: TrainState, batch: Batch, sampling_params: SamplingParams
     ) -> tuple[TrainState, Metrics]:
-        batch = _checked(parts, batch)
         view = AfterView(every, network, state, batch)
-        state = run_due(schedule.after, "before", state, state.step, view)
-        state, metrics = trained(state, batch, sampling_params)
-        return run_due(schedule.after, "step", state, state.step, view), metrics
+        state = run_due(after, "before", state, state.step, view)
+        state, metrics = each(state, batch, sampling_params)
+        return run_due(after, "step", state, state.step, view), metrics
 
-    return scheduled
+    return step_of_several
+
+
+def _after_updates(
+    parts: Parts,
+    state: TrainState,
+    carry: tuple[Params, Any],
+    method: Any,
+    sums: Pairs,
+    updates: Pairs,
+    batch: Batch,
+) -> tuple[TrainState, Metrics]:
+    """The state behind the updates of a step, and the step's metrics.
+
+    Args:
+      parts: of the step.
+      state: before the updates.
+      carry: parameters and the optimiser's state behind them.
+      method: the objective's state, as the advantages left it.
+      sums: behind the metrics of the advantages.
+      updates: sums behind the metrics of each update.
+      batch: of the step.
+    """
+    if "logprob_diff" in updates:  # before the first update, when it is rounding alone
+        updates["logprob_diff"] = jax.tree.map(lambda x: x[:1], updates["logprob_diff"])
+    metrics = batch_metrics(batch) | summarise(sums) | summarise(updates)
+    # A tracker must not swallow the NaN that an update was left out for.
+    method = update_state(parts.objective, method, metrics)
+    sound = metrics["skipped_updates"] == 0
+    if parts.skip is not None:
+        left_out = parts.skip(metrics)
+        metrics["skipped_steps"] = left_out.astype(jnp.float32)
+        carry = _choose(left_out, (state.params, state.opt_state), carry)
+        sound &= ~left_out
+    params, opt_state = carry
+    method = _choose(sound, method, state.method)
+    step = state.step + 1
+    return state.replace(step=step, params=params, opt_state=opt_state, method=method), metrics
 
 
 def _checked(parts: Parts, batch: Batch) -> Batch:
@@ -179,41 +218,6 @@ def _checked(parts: Parts, batch: Batch) -> Batch:
     if parts.minibatches > 1:  # their prompts are dealt out here, and were packed before
         batch = batch.replace(packing=None)
     return batch
-
-
-def _updates(
-    parts: Parts,
-    state: TrainState,
-    fixed: tuple[Batch, Array, Any],
-    sampling_params: SamplingParams,
-) -> tuple[tuple[Params, Any], Pairs]:
-    """All optimiser updates of a step.
-
-    Args:
-      parts: of the step.
-      state: before them.
-      fixed: what they share: the batch, its advantages, the state of the objective.
-      sampling_params: the distribution that is trained.
-
-    Returns:
-      Parameters and the optimiser's state, and the sums behind the metrics, stacked over updates.
-    """
-    batch, advantages, method = fixed
-    key, count = stream(state.key, "train", state.step), parts.schedule.epochs * parts.minibatches
-
-    def update(carry: tuple[Params, Any], index: Array) -> tuple[tuple[Params, Any], Pairs]:
-        rows = _minibatch_rows(key, index, batch.tokens.shape[0], parts.minibatches)
-        part = _take_rows(batch, rows), advantages[rows]
-        grads, sums = _gradient(parts, carry[0], state.frozen, part, method, sampling_params)
-        before = state.replace(params=carry[0], opt_state=carry[1])
-        view = AfterView(parts.optimizer, parts.network, before, part[0])
-        return _apply_gradient(parts, view, grads, sums, state.step * count + index + 1)
-
-    # A scan, so that epochs and minibatches share one copy of the update in the program.
-    carry, updates = jax.lax.scan(update, (state.params, state.opt_state), jnp.arange(count))
-    if "logprob_diff" in updates:  # before the first update, when it is rounding alone
-        updates["logprob_diff"] = jax.tree.map(lambda x: x[:1], updates["logprob_diff"])
-    return carry, updates
 
 
 def complete(
