@@ -26,15 +26,18 @@ from benchmarks.clock import rounded
 from benchmarks.work import model_config, parser, place
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
-from jrl.episodes.episode import Episode, call_init, call_step
+from jrl.episodes.env_calls import call_init, call_step
+from jrl.episodes.episode import Ending, Episode, Sampled
+from jrl.episodes.groups import play_episodes
 from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.episodes.play import Device
 from jrl.episodes.transcript import Transcript
+from jrl.episodes.world import host_world
 from jrl.models.tokenizer import CharTokenizer, char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.admission import RowStart
 from jrl.sampling.row_costs import WaitingPlace
 from jrl.sampling.rows import More, Rows
-from jrl.train.host_play import play_episodes
 from jrl.types import Prompt, StopReason
 
 QUEUED, SPREAD, CALL_SECONDS = 4, 1.0, 600.0
@@ -125,17 +128,9 @@ def free(work: Work, env: HostEnv, group: int, choose: Any = None) -> Outcome:
     more = {} if choose is None else {"choose": choose}
     began = time.perf_counter()
     with Calls() as calls:
-        played = play_episodes(
-            work.rows,
-            calls,
-            env,
-            PlainFormat(work.tokenizer),
-            work.prompts,
-            list(range(len(work.prompts))),
-            group=group,
-            tokenizer=work.tokenizer,
-            **more,
-        )
+        world = host_world(calls, env, PlainFormat(work.tokenizer), work.tokenizer)
+        seeds = list(range(len(work.prompts)))
+        played = play_episodes(Device(work.rows, **more), world, work.prompts, seeds, group=group)
     seconds, counts = time.perf_counter() - began, played.counts
     return Outcome(
         [t for g in played.groups for t in g],
@@ -167,7 +162,7 @@ def lockstep(work: Work, env: HostEnv, group: int) -> Outcome:
 
         for first in range(0, len(episodes), slots):
             wave = episodes[first : first + slots]
-            problems = {i: (e.prompt, e.seed, work.rows.prompt_tokens) for i, e in enumerate(wave)}
+            problems = {i: (*e.problem[1:], work.rows.prompt_tokens) for i, e in enumerate(wave)}
             for row, value in ask(call_init, problems).items():
                 wave[row].open(*value)
                 wave[row].room = work.rows.max_new_tokens
@@ -175,24 +170,15 @@ def lockstep(work: Work, env: HostEnv, group: int) -> Outcome:
             live = dict(enumerate(wave))
             while live:
                 _draw(work, live, wave, totals)
-                said = {
-                    row: (
-                        work.tokenizer,
-                        e.state,
-                        e.turn,
-                        e.end_turn(),
-                        e.last == StopReason.LENGTH,
-                    )
-                    for row, e in live.items()
-                }
+                said = {row: _said(work, e) for row, e in live.items()}
                 answers = {}
                 for row, (state, feedback, ids, state_id) in ask(call_step, said).items():
                     episode = live[row]
                     episode.state = state
                     episode.pay(feedback)
-                    ends = episode.turn + 1 >= work.limits.turns
-                    if ends or episode.length + len(ids) >= episode.room:
-                        episode.stop = StopReason.TURNS
+                    ends = episode.at.turn + 1 >= work.limits.turns
+                    if ends or episode.at.length + len(ids) >= episode.room:
+                        episode.ending = Ending(StopReason.TURNS)
                         del live[row]
                     else:
                         episode.answer(ids, state_id)
@@ -209,8 +195,8 @@ def _draw(
 ) -> None:
     """Decodes until every live row has ended its turn."""
     for episode in live.values():
-        episode.last = StopReason.RUNNING
-    while any(e.last == StopReason.RUNNING for e in live.values()):
+        episode.turn.stop = StopReason.RUNNING
+    while any(e.turn.stop == StopReason.RUNNING for e in live.values()):
         out = work.rows.decode(0)  # no slot is wanted before the last row has stopped
         totals["steps"] += int(out.steps) * len(wave)
         for row, episode in live.items():
@@ -218,23 +204,22 @@ def _draw(
             totals["tokens"] += count
             if count:
                 tokens, logprobs = np.asarray(out.tokens), np.asarray(out.logprobs)
-                episode.grow(tokens[row, :count], logprobs[row, :count], 0)
-            episode.last = StopReason(int(out.stop[row]))
+                episode.grow(Sampled(tokens[row, :count], logprobs[row, :count], 0))
+            episode.turn.stop = StopReason(int(out.stop[row]))
 
 
 def _said(work: Work, episode: Episode) -> tuple[Any, ...]:
     """What an environment is told of a turn, ``call_step``'s arguments."""
-    cut = episode.last == StopReason.LENGTH
-    return work.tokenizer, episode.state, episode.turn, episode.end_turn(), cut
+    cut = episode.turn.stop == StopReason.LENGTH
+    return work.tokenizer, episode.state, episode.at.turn, episode.end_turn(), cut
 
 
 def _limit(work: Work, episode: Episode) -> int:
-    return min(episode.room, episode.length + work.limits.turn_tokens)
+    return min(episode.room, episode.at.length + work.limits.turn_tokens)
 
 
 def _start(work: Work, episode: Episode) -> RowStart:
-    opening = tuple(episode.opening.tolist())
-    return RowStart(opening, episode.seed, episode.member, _limit(work, episode))
+    return episode.row_start(_limit(work, episode))
 
 
 # ---------------------------------------------------------------- figures

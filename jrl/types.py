@@ -325,7 +325,7 @@ class Branching(NamedTuple):
 
     Episodes on the host are left behind answers of their environment, as they are played, at turns
     whose first tokens have greater numbers on average than those of the episode's first turn. See
-    ``train.host_branches``.
+    ``episodes.branching``.
 
     Attributes:
       at: of ``sampling.places.PLACES``, which tokens are left: "entropy" those of the most

@@ -108,7 +108,8 @@ def evaluate(
     search: Annotated[
         str | None,
         typer.Option(
-            help="Search: best_of_n, greedy, beam, dvts, best_first, mcts or compute_optimal."
+            help="Search: best_of_n, greedy, beam, dvts, best_first, puct, uct, frontier or "
+            "compute_optimal."
         ),
     ] = None,
     width: Annotated[
@@ -186,7 +187,7 @@ def evaluate(
         if value != default:
             raise UserError(f"{flag} {value}: only a search ranks paths; add --search beam")
     if out is not None:
-        raise UserError(f"--out {out}: only a search writes rows; add --search mcts")
+        raise UserError(f"--out {out}: only a search writes rows; add --search puct")
     from jrl.evaluate import evaluate_run
 
     result = evaluate_run(settings, checkpoint=checkpoint)

@@ -625,9 +625,10 @@ class SearchTree(Table):
     """Members are leaves of a search. A key left out is the method's, if it searches."""
 
     kind: Literal["search"] = key("search", TREE_KIND)
-    by: Literal["uct", "puct", "frontier", "best_first", "beam", "dvts"] | None = key(
-        None, "how nodes are chosen; puct unless the method says otherwise"
-    )
+    by: (
+        Literal["uct", "puct", "frontier", "best_first", "beam", "greedy", "dvts", "best_of_n"]
+        | None
+    ) = key(None, "how nodes are chosen; puct unless the method says otherwise")
     rounds: int | None = key(None, BranchTree.model_fields["rounds"].description or "", ge=1)
     width: int | None = key(None, "steps drawn from a node", ge=1)
     tokens: int | None = key(

@@ -1,10 +1,9 @@
 """Search trees over steps of text: selection, expansion and backup as values, on the host.
 
-    tree = Tree()
-    cost = grow(tree, descend(puct(1.0)), expand, mean_backup, rounds=64)
-    best = tree.path(max(tree.leaves(), key=lambda i: tree.nodes[i].value))
+    plan = search_plan("puct", 4, rounds=64)
+    nodes = plan.select(tree)
 
-``expand`` draws steps that continue paths, by whatever engine, and judges them; the rest is here.
+``rounds`` grows trees by them, whoever samples and judges the steps.
 A node is a step, its edge the draw of it; the root is the prompt. Methods read what a search leaves
 behind: values of nodes (``deepsearch``, ``alphamath``), siblings (``mcts_dpo``, ``step_q``,
 ``tp_llama``).
@@ -14,8 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from jrl.errors import UserError, unknown_choice
 
 
 class Step(NamedTuple):
@@ -29,6 +30,9 @@ class Step(NamedTuple):
       done: whether the path ends with it.
       points: what the path is worth, known or estimated; None where nobody said.
       answer: what an environment said to it, which nobody drew; of the kind of ``content``.
+      restart: where a new context begins behind it, all that the next step continues instead of the
+        path, of the kind of ``content``; None where the path itself is continued.
+      episode: the ``Episode`` up to here, where one is played.
     """
 
     content: Any
@@ -38,6 +42,8 @@ class Step(NamedTuple):
     done: bool = False
     points: float | None = None
     answer: Any = ()
+    restart: Any = None
+    episode: Any = None
 
 
 @dataclasses.dataclass
@@ -86,6 +92,12 @@ class Tree:
         self.nodes.append(Node(step, parent, self.nodes[parent].depth + 1))
         return len(self.nodes) - 1
 
+    def step(self, node: int) -> Step:
+        """The step that led to a node other than the root."""
+        step = self.nodes[node].step
+        assert step is not None
+        return step
+
     def path(self, node: int) -> list[int]:
         """The nodes from the first step to this one; without the root."""
         found = []
@@ -107,8 +119,6 @@ Score = Callable[[Tree, int], float]
 """(tree, node) -> how much it is wanted."""
 Select = Callable[[Tree], list[int]]
 """(tree) -> nodes to expand; none to end the search."""
-Expand = Callable[[list[list[Any]]], Sequence[Sequence[Step]]]
-"""(contents of the steps of each path) -> the steps drawn to continue each."""
 Backup = Callable[[Tree, int, float], None]
 """(tree, node, points): writes what a path that ends at the node is worth into those before."""
 
@@ -126,6 +136,7 @@ def uct(c: float = 2.0) -> Score:
 
     def score(tree: Tree, i: int) -> float:
         node, above = tree.nodes[i], tree.nodes[tree.nodes[i].parent]
+        # Every sibling once before any twice: a mean of nothing compares with nothing.
         if not node.visits:
             return math.inf
         return node.value + c * math.sqrt(math.log(max(above.visits, 1)) / node.visits)
@@ -143,6 +154,7 @@ def puct(c: float = 1.0) -> Score:
     def score(tree: Tree, i: int) -> float:
         node, above = tree.nodes[i], tree.nodes[tree.nodes[i].parent]
         assert node.step is not None
+        # By token: else long steps would hardly ever be chosen.
         prior = math.exp(node.step.logprob / max(node.step.tokens, 1))
         return node.value + c * prior * math.sqrt(above.visits) / (1 + node.visits)
 
@@ -153,6 +165,7 @@ def descend(score: Score) -> Select:
     """From the root to the child of the best score, until a node that can be expanded."""
 
     def select(tree: Tree) -> list[int]:
+        # Subtrees in which all has ended are left out, or a descent would stop at a leaf.
         alive = _alive(tree)
         node = 0
         while tree.nodes[node].expanded:
@@ -207,21 +220,25 @@ def likelihood(tree: Tree, i: int) -> float:
 
 
 def promise(tree: Tree, i: int) -> float:
-    """What beams go by in training: a node's value, before any backup its path's likelihood."""
+    """Beam ranking: the backed-up value, or the path's likelihood before the first backup.
+
+    An open node has been backed up at most once, by the points of its own step.
+    """
     node = tree.nodes[i]
     return node.value if node.visits else math.exp(likelihood(tree, i))
 
 
 def worth(tree: Tree, i: int) -> float:
-    """A step's own points, 0 where nobody said: what beams go by."""
+    """A step's points, 0 if unscored; ranks the paths that a search has found."""
     step = tree.nodes[i].step
     return 0.0 if step is None or step.points is None else step.points
 
 
-def beam(width: int, score: Score = worth) -> Select:
+def beam(width: int, score: Score = promise) -> Select:
     """The ``width`` best open nodes of the deepest level; the others are never looked at again."""
 
     def select(tree: Tree) -> list[int]:
+        # What was not kept in its own level stays open, and is never looked at again.
         last = max((n.depth for n in tree.nodes if n.expanded), default=-1)
         level = [i for i in tree.open() if tree.nodes[i].depth > last]
         return sorted(level, key=lambda i: -score(tree, i))[:width]
@@ -229,7 +246,7 @@ def beam(width: int, score: Score = worth) -> Select:
     return select
 
 
-def dvts(score: Score = worth) -> Select:
+def dvts(score: Score = promise) -> Select:
     """Diverse verifier tree search: a beam of one in every subtree below the root, side by side.
 
     As compared in "Can 1B LLM Surpass 405B LLM? Rethinking Compute-Optimal Test-Time Scaling"
@@ -246,6 +263,7 @@ def dvts(score: Score = worth) -> Select:
             key = lambda j: (tree.nodes[j].depth, score(tree, j))  # noqa: E731
             if rival is None or key(i) > key(rival):
                 best[top] = i
+        # A subtree is done with its first leaf; its budget goes to no other one.
         ended = {tree.path(i)[0] for i in tree.leaves()}
         return [i for top, i in sorted(best.items()) if top not in ended]
 
@@ -301,165 +319,120 @@ class NamedSearch(NamedTuple):
 
     Attributes:
       select: (width, exploration) -> nodes to expand.
-      backup: of leaves.
+      backup: of points.
       value: of a node as the backup left it, points.
       explores: whether ``select`` reads the second number.
+      whole: whether a step is a whole completion or episode.
     """
 
     select: Callable[[int, float], Select]
     backup: Backup
     value: Callable[[Node], float]
     explores: bool = False
+    whole: bool = False
 
 
-def _mean(node: Node) -> float:
+def mean_value(node: Node) -> float:
+    """Points: the mean of what was backed up to a node."""
     return node.value
 
 
+def _total(node: Node) -> float:
+    return node.total
+
+
 SEARCHES: dict[str, NamedSearch] = {
-    "uct": NamedSearch(lambda n, c: descend(uct(c)), mean_backup, _mean, explores=True),
-    "puct": NamedSearch(lambda n, c: descend(puct(c)), mean_backup, _mean, explores=True),
-    "frontier": NamedSearch(lambda n, c: frontier(), constrained(), lambda node: node.total),
-    "best_first": NamedSearch(lambda n, c: best_first(), mean_backup, _mean),
-    "beam": NamedSearch(lambda n, c: beam(n, promise), mean_backup, _mean),
-    "dvts": NamedSearch(lambda n, c: dvts(promise), mean_backup, _mean),
+    "uct": NamedSearch(lambda n, c: descend(uct(c)), mean_backup, mean_value, explores=True),
+    "puct": NamedSearch(lambda n, c: descend(puct(c)), mean_backup, mean_value, explores=True),
+    "frontier": NamedSearch(lambda n, c: frontier(), constrained(), _total),
+    "best_first": NamedSearch(lambda n, c: best_first(), mean_backup, mean_value),
+    "beam": NamedSearch(lambda n, c: beam(n), mean_backup, mean_value),
+    "greedy": NamedSearch(lambda n, c: beam(1), mean_backup, mean_value),
+    "dvts": NamedSearch(lambda n, c: dvts(), mean_backup, mean_value),
+    "best_of_n": NamedSearch(lambda n, c: beam(1), mean_backup, mean_value, whole=True),
 }
-"""``Search.by`` -> the search; "frontier" is DeepSearch's."""
+"""By name, in training (``Search.by``) and at evaluation (``jrl eval --search``). "frontier" is
+DeepSearch's; "greedy" samples ``width`` steps and continues from the best of them; "beam" keeps the
+``width`` best of each level and samples as many from each; "dvts" does so in ``width`` subtrees;
+"best_first" expands the likeliest open node of any depth; "best_of_n" samples ``width`` whole
+completions."""
+
+RENAMED = {"mcts": "puct"}
+"""Earlier names of searches, and what they are called now."""
 
 
-# ---------------------------------------------------------------- the search
-
-
-class SearchCost(NamedTuple):
-    """What a search took.
+class SearchPlan(NamedTuple):
+    """How to search.
 
     Attributes:
-      expansions: of a node.
-      steps: drawn.
-      tokens: drawn.
-    """
-
-    expansions: int
-    steps: int
-    tokens: int
-
-
-def grow(
-    tree: Tree, select: Select, expand: Expand, backup: Backup, *, rounds: int, tokens: int = 0
-) -> SearchCost:
-    """Selects, expands and backs up, until nothing is selected or the budget is spent.
-
-    Args:
-      tree: grown in place.
-      select: nodes to expand in one round; they are expanded together.
-      expand: draws steps.
+      select: nodes to expand in a round; they are expanded together.
       backup: gets every step whose points are known.
+      value: of a node as the backup left it, points.
+      width: steps sampled from a node.
       rounds: at most.
-      tokens: drawn, after which no round begins; 0 for any number.
+      whole: whether a step is a whole completion or episode, so that a search has one level.
+      tokens: sampled in a tree, after which no round begins; 0 for any number.
+      leaves: of a tree, with which a search ends; where it ends with fewer, open nodes are
+        continued to an end until there are as many. 0 to end with the rounds.
     """
-    together: ExpandAll = lambda asked: expand([path for _, path in asked])  # noqa: E731
-    return grow_all([tree], select, together, backup, rounds=rounds, tokens=tokens)[0]
+
+    select: Select
+    backup: Backup
+    value: Callable[[Node], float]
+    width: int
+    rounds: int
+    whole: bool = False
+    tokens: int = 0
+    leaves: int = 0
 
 
-ExpandAll = Callable[[list[tuple[int, list[Any]]]], Sequence[Sequence[Step]]]
-"""(tree and contents of the path of each node to expand) -> the steps drawn to continue each."""
-
-
-def grow_all(
-    trees: Sequence[Tree],
-    select: Select,
-    expand: ExpandAll,
-    backup: Backup,
-    *,
-    rounds: int,
-    tokens: int = 0,
-) -> list[SearchCost]:
-    """``grow`` for several trees side by side: a round expands nodes of all of them together.
-
-    The budget of tokens is each tree's own.
-    """
-    costs = [SearchCost(0, 0, 0)] * len(trees)
-    for _ in range(rounds):
-        chosen = [
-            (i, node)
-            for i, tree in enumerate(trees)
-            if not tokens or costs[i].tokens < tokens
-            for node in select(tree)
-        ]
-        if not chosen:
-            break
-        paths = [(i, [_content(trees[i], j) for j in trees[i].path(n)]) for i, n in chosen]
-        for (i, node), found in zip(chosen, expand(paths), strict=True):
-            trees[i].nodes[node].expanded = True
-            for step in found:
-                child = trees[i].add(node, step)
-                if step.points is not None:
-                    backup(trees[i], child, step.points)
-            drawn = sum(step.tokens for step in found)
-            more = (1, len(found), drawn)
-            costs[i] = SearchCost(*(a + b for a, b in zip(costs[i], more, strict=True)))
-    return costs
-
-
-Continue = Callable[[list[tuple[int, int, int]]], Sequence[tuple[int, int]]]
-"""(tree, node, steps) of each node to expand -> (tree, number) of all nodes that it has added."""
-
-
-def grow_leaves(
-    trees: Sequence[Tree],
-    select: Select,
-    expand: Continue,
-    *,
-    leaves: int,
-    width: int,
-    rounds: Sequence[int],
-) -> None:
-    """Searches side by side until each tree has its leaves, and completes those that have too few.
-
-    Where a search ends with too few leaves, open nodes are continued to an end, the likeliest most
-    often; so after 0 rounds all leaves are paths of their own from the root.
+def search_plan(
+    name: str, width: int, *, rounds: int = 64, exploration: float = 1.0, leaves: int = 0
+) -> SearchPlan:
+    """A search by name.
 
     Args:
-      trees: grown in place.
-      select: nodes to expand in one round.
-      expand: draws steps, and backs up what is known of them.
-      leaves: of each tree, at least.
-      width: steps drawn from a node of the search.
-      rounds: of each tree, at most.
+      name: of ``SEARCHES``.
+      width: steps sampled from a node, and how wide beams are.
+      rounds: at most; whole completions are sampled in one.
+      exploration: how much "uct" and "puct" count that a node was seldom visited.
+      leaves: see ``SearchPlan``.
+
+    Raises:
+      UserError: there is no such search, or it has no width.
     """
-    for number in range(max(rounds, default=0)):
-        chosen = [
-            (i, node, width)
-            for i, tree in enumerate(trees)
-            if number < rounds[i] and len(tree.leaves()) < leaves
-            for node in select(tree)
-        ]
-        if not chosen:
-            break
-        expand(chosen)
-    going = [(i, *ask) for i, tree in enumerate(trees) for ask in _missing(tree, leaves)]
-    while going:
-        going = [(i, node, 1) for i, node in expand(going) if not trees[i].nodes[node].done]
+    if name in RENAMED:
+        raise UserError(f"search = {name!r} is called {RENAMED[name]!r} now; use that name")
+    if name not in SEARCHES:
+        raise unknown_choice("search", name, SEARCHES)
+    if width < 1 or rounds < 0:
+        raise UserError(f"search: width = {width}, rounds = {rounds}; the width is at least 1")
+    named = SEARCHES[name]
+    select = named.select(width, exploration)
+    levels = min(rounds, 1) if named.whole else rounds
+    return SearchPlan(
+        select,
+        named.backup,
+        named.value,
+        width,
+        levels,
+        whole=named.whole,
+        leaves=leaves,
+    )
 
 
-def _missing(tree: Tree, leaves: int) -> list[tuple[int, int]]:
-    """Nodes from which a tree is completed, and how often: open ones, the likeliest first."""
-    missing = max(leaves - len(tree.leaves()), 0)
-    nodes = best_first(len(tree.nodes))(tree) or [0]
-    times = [len(range(i, missing, len(nodes))) for i in range(len(nodes))]
-    return [(node, count) for node, count in zip(nodes, times, strict=True) if count]
+# ---------------------------------------------------------------- what a search leaves behind
 
 
-def _content(tree: Tree, node: int) -> Any:
-    step = tree.nodes[node].step
-    assert step is not None
-    return step.content
-
-
-def _with_answer(tree: Tree, node: int) -> list[Any]:
-    step = tree.nodes[node].step
-    assert step is not None
-    return [step.content, step.answer] if len(step.answer) else [step.content]
+def _shared(tree: Tree, node: int) -> list[Any]:
+    """What a step behind a node continues: contents and answers on the way, of its context."""
+    shared: list[Any] = []
+    for i in tree.path(node):
+        step = tree.step(i)
+        shared += [step.content, step.answer] if len(step.answer) else [step.content]
+        if step.restart is not None:
+            shared = [step.restart]
+    return shared
 
 
 def backed_up(tree: Tree, leaf: int) -> list[float]:
@@ -490,7 +463,7 @@ def siblings(tree: Tree) -> list[Siblings]:
         seen = [j for j in node.children if tree.nodes[j].visits]
         values = [tree.nodes[j].value for j in seen]
         if len(set(values)) > 1:
-            path = [x for j in tree.path(i) for x in _with_answer(tree, j)]
-            steps = [_content(tree, j) for j in seen]
+            path = _shared(tree, i)
+            steps = [tree.step(j).content for j in seen]
             groups.append(Siblings(path, steps, values, [tree.nodes[j].visits for j in seen]))
     return groups

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jrl.episodes.tree import Backup, Step, Tree, mean_backup, siblings
+from jrl.episodes.tree import Backup, Tree, mean_backup, siblings
 
 
 class TreeRows(NamedTuple):
@@ -64,9 +64,9 @@ def rows_of_tree(
         for group in siblings(judged)
     ]
     paths = [judged.path(leaf) for leaf in total]
-    if not paths or any(len(_step(judged, i).answer) for i in range(1, len(judged.nodes))):
+    if not paths or any(len(judged.step(i).answer) for i in range(1, len(judged.nodes))):
         return TreeRows(rows, [])
-    steps = [[_ids([_step(judged, i).content]) for i in path] for path in paths]
+    steps = [[_ids([judged.step(i).content]) for i in path] for path in paths]
     whole = {
         "prompt": [int(token) for token in prompt],
         "responses": [_ids(path) for path in steps],
@@ -84,18 +84,14 @@ def _merged(tree: Tree) -> tuple[Tree, dict[int, int]]:
     """
     merged, place, known = Tree(), {0: 0}, {}
     for i, node in enumerate(tree.nodes[1:], 1):
-        step = _step(tree, i)
-        at = (place[node.parent], *_ids([step.content]))
+        step = tree.step(i)
+        # Behind two summaries of one turn the policy sees two things, and samples from two nodes.
+        after = () if step.restart is None else (-1, *_ids([step.restart]))
+        at = (place[node.parent], *_ids([step.content]), *after)
         if at not in known:
             known[at] = merged.add(place[node.parent], step)
         place[i] = known[at]
     return merged, place
-
-
-def _step(tree: Tree, node: int) -> Step:
-    step = tree.nodes[node].step
-    assert step is not None
-    return step
 
 
 def _ids(contents: Sequence[Any]) -> list[int]:

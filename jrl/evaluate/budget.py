@@ -21,32 +21,27 @@ The edges, a tenth and a half, are from memory.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from jrl.config import Config
+from jrl.episodes.search import Searched, by_path
+from jrl.episodes.tree import SearchPlan, search_plan
 from jrl.errors import UserError
 from jrl.evaluate import load_policy
-from jrl.evaluate.search import (
-    ids_of,
-    longest_completion,
-    points_of,
-    problems_of,
-    searched,
-    searched_run,
-)
+from jrl.evaluate.search import ids_of, points_of, problems_of, right_answers
+from jrl.evaluate.searcher import searched_run, searcher_of
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
-from jrl.serving.search import SearchPlan, named_search
+from jrl.train.prompt_seeds import prompt_seeds
 
 COMPUTE_OPTIMAL = "compute_optimal"
 """What ``jrl eval --search`` calls this evaluation."""
 
-COMPARED = ("best_of_n", "beam", "dvts", "mcts")
-"""The searches that are played; of ``serving.search.SEARCHES``."""
+COMPARED = ("best_of_n", "beam", "dvts", "puct")
+"""The searches that are played; of ``episodes.tree.SEARCHES``."""
 BINS = ("hard", "medium", "easy")
 EDGES = (0.1, 0.5)
 """Accuracies from which on a problem is medium and easy."""
@@ -108,8 +103,8 @@ def plan_within(name: str, completions: int, longest: int) -> SearchPlan:
       longest: the most tokens of a completion.
     """
     if name == "best_of_n":
-        return named_search(name, completions)
-    plan = named_search(name, max(math.isqrt(completions), 2), rounds=completions * longest)
+        return search_plan(name, completions)
+    plan = search_plan(name, max(math.isqrt(completions), 2), rounds=completions * longest)
     return plan._replace(tokens=completions * longest)
 
 
@@ -149,31 +144,45 @@ def budget_run(
             "completions, for searches of width 2; raise it"
         )
     verifier = verifier_of(config, by, reduce)
+    if config.data.plays:
+        raise UserError(
+            f"--search {COMPUTE_OPTIMAL} counts completions of text; name one search instead"
+        )
     run = searched_run(config, max(completions, first))
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         problems, prompts = problems_of(run, key, "eval")
-        most = longest_completion(run)
+        params, scorer = verifier(run, params, checkpoint)
 
-        def right(paths: list[tuple[int, np.ndarray]]) -> np.ndarray:
-            whose, tokens = np.array([i for i, _ in paths]), [ids for _, ids in paths]
-            return points_of(run, problems, prompts, whose, tokens, most) >= 1
+        def play(plan: SearchPlan, attempt: int = 0) -> Searched:
+            seeds = prompt_seeds(key, "eval", 0, np.arange(len(prompts)), attempt)
+            sampled = searcher_of(
+                run,
+                key,
+                params,
+                step,
+                width=plan.width,
+                whole=plan.whole,
+                step_tokens=step_tokens,
+            )
+            with sampled as search:
+                return search(prompts, seeds, plan, by_path(scorer))
 
-        params, scorer_of = verifier(run, params, checkpoint)
-        scorer = scorer_of(prompts)
-        play = partial(searched, run, params, prompts, step_tokens=step_tokens, scorer=scorer)
-        # Other draws than those of best_of_n, whose luck would else choose its own bin.
-        tried = play(named_search("best_of_n", first), seed=run.config.seed + 1)
-        paths = [(i, ids_of(x.tree, leaf)) for i, x in enumerate(tried) for leaf in x.tree.leaves()]
-        counts = np.bincount([i for i, _ in paths], minlength=len(prompts))
-        hits = np.bincount([i for i, _ in paths], right(paths), minlength=len(prompts))
-        plans = [plan_within(name, completions, most) for name in COMPARED]
-        found = [play(plan, seed=run.config.seed) for plan in plans]
-        finds = [right([(i, x.tokens) for i, x in enumerate(each)]) for each in found]
-    costs = [[x.cost.tokens for x in each] for each in found]
+        # Other tokens than those of best_of_n, whose luck would else choose its own bin.
+        tried = play(search_plan("best_of_n", first), attempt=1)
+        leaves = [(i, tree, leaf) for i, tree in enumerate(tried.trees) for leaf in tree.leaves()]
+        whose = np.array([i for i, *_ in leaves])
+        paths = [ids_of(tree, leaf) for _, tree, leaf in leaves]
+        found = points_of(run, problems, prompts, whose, paths) >= 1
+        counts, hits = (np.bincount(whose, x, minlength=len(prompts)) for x in (None, found))
+        most = run.kind.new_tokens
+        searches = [play(plan_within(name, completions, most)) for name in COMPARED]
+        finds = [right_answers(run, problems, prompts, each) for each in searches]
+    costs = [[cost.tokens for cost in each.costs] for each in searches]
     bins = difficulties(hits / np.maximum(counts, 1))
-    said = {"step": step, "first_tokens": float(np.mean([x.cost.tokens for x in tried]))}
-    return said | _summary(np.array(finds), np.array(costs, float), bins)
+    first_tokens = float(np.mean([cost.tokens for cost in tried.costs]))
+    summary = _summary(np.array(finds), np.array(costs, float), bins)
+    return {"step": step, "first_tokens": first_tokens} | summary
 
 
 def _summary(right: np.ndarray, costs: np.ndarray, bins: np.ndarray) -> dict[str, Any]:

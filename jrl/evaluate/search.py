@@ -1,13 +1,14 @@
-"""Evaluation by search: best of N, beams, DVTS and MCTS, with what they cost.
+"""Evaluation by search, of text or of episodes: beams, best-first, PUCT, best of N, and the cost.
 
     jrl eval RUN --search beam --width 4 --step-tokens 64
-    jrl eval RUN --search mcts --out DIR
+    jrl eval RUN --search puct --out DIR
     jrl eval RUN --search beam --by model rewards.model.path=RUN_OF_A_REWARD_MODEL
 
 The search goes by the policy's own likelihood, by a reward model, or by the run's own value
-network, never by the answer; what it takes in the end is judged as any completion is. With
-``--out`` training problems are searched, every path that ended is judged, and what the trees then
-say of steps is written as rows to train on.
+network, never by the answer or by an environment's points; what it takes in the end is judged as
+any completion is, or as the environment ended it. With ``--out`` training problems are searched,
+every path that ended is judged, and what the trees then say of steps is written as rows to train
+on.
 """
 
 from __future__ import annotations
@@ -23,30 +24,20 @@ import numpy as np
 from jrl.config import Config
 from jrl.data.prompts import pad_prompts
 from jrl.data.tasks import Task
-from jrl.episodes.tree import Tree
+from jrl.episodes.search import Searched, best_node, by_path, episode_at
+from jrl.episodes.tree import SEARCHES, Tree, search_plan
 from jrl.episodes.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
 from jrl.evaluate import load_policy
-from jrl.evaluate.episodes import search_episodes
+from jrl.evaluate.searcher import opened, searched_run, searcher_of
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
-from jrl.sampling.engine import Engine
-from jrl.serving.search import (
-    Found,
-    Scorer,
-    SearchPlan,
-    by_likelihood,
-    named_search,
-    search,
-)
 from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.demonstrations import demonstration_rollout
-from jrl.train.memory_check import check_problems, check_slots
+from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.sources_text import TextSource
-from jrl.types import Array, Params, Prompt, stream
-
-_SLOTS = 32
+from jrl.types import Array, Prompt, stream
 
 
 def search_run(
@@ -65,7 +56,7 @@ def search_run(
 
     Args:
       config: a run's configuration.
-      name: of ``serving.search.SEARCHES``.
+      name: of ``episodes.tree.SEARCHES``.
       width: of the search.
       step_tokens: the most tokens of a step. In text a step ends with a line, too; in episodes it
         is a turn, and this is not read.
@@ -75,128 +66,83 @@ def search_run(
         search on the first training problems; None for none.
       by: what paths are ranked by: "likelihood"; "model", the reward model of ``rewards.model``;
         "value", the value network that the run trained; or "ratio", by how much likelier a token of
-        the last step is for the run's policy than for the one that it began with, which then draws
-        (the Q of ``step_q``).
-      reduce: of the values behind the steps of a path, what counts: "last", "min" or "mean".
+        the last step is for the run's policy than for the one that it began with, which then
+        samples (the Q of ``step_q``).
+      reduce: how the values behind the steps of a path are reduced: "last", "min" or "mean".
 
     Returns:
       ``step``, accuracy with its 95 % interval, and of each problem on average: "expansions" of
-      nodes, "steps", "drawn_tokens", and "read_tokens" that were computed again. With ``out`` also
-      the numbers of rows, "siblings" and "paths".
+      nodes, "steps" (in episodes "turns", and "env_errors"), "drawn_tokens", and "read_tokens" of
+      prompts and answers, as often as they were computed. With ``out`` also the numbers of rows,
+      "siblings" and "paths".
 
     Raises:
       UserError: an environment on the device, nothing to evaluate on, a search that does not fit,
         or a directory that cannot be written to.
     """
     folder = None if out is None else _folder(out)
-    if config.data.plays:
-        numbers, left = search_episodes(
-            config,
-            name,
-            width=width,
-            rounds=rounds,
-            checkpoint=checkpoint,
-            train=folder is not None,
-            verifier=verifier_of(config, by, reduce),
+    plan = search_plan(name, width, rounds=rounds)
+    if plan.whole and folder is not None and config.data.plays:
+        raise UserError(
+            f"--out: --search {name} plays whole episodes, of which no step can be compared; use"
+            f" one of {', '.join(n for n in SEARCHES if not SEARCHES[n].whole)}"
         )
-        return numbers | ({} if folder is None else _written(folder, left))
-    plan = named_search(name, width, rounds=rounds)
     verifier = verifier_of(config, by, reduce)
     run = searched_run(config, width)
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         split = "eval" if folder is None else "train"
         problems, prompts = problems_of(run, key, split)
-        most = longest_completion(run)
-        params, scorer_of = verifier(run, params, checkpoint)
-        scorer = scorer_of(prompts)
-        sizes = {"step_tokens": step_tokens, "seed": run.config.seed}
-        found = searched(run, params, prompts, plan, scorer=scorer, **sizes)
-        taken = [each.tokens for each in found]
-        right = points_of(run, problems, prompts, np.arange(len(found)), taken, most) >= 1
-        rows = None if folder is None else _rows(run, problems, prompts, found, most)
+        params, scorer = verifier(run, params, checkpoint)
+        seeds = prompt_seeds(key, "eval", _seed_step(run, step), np.arange(len(prompts)))
+        with searcher_of(
+            run,
+            key,
+            params,
+            step,
+            width=width,
+            whole=plan.whole,
+            step_tokens=step_tokens,
+            split=split,
+        ) as search:
+            searched = opened(search(prompts, seeds, plan, by_path(scorer)))
+        right = right_answers(run, problems, prompts, searched)
+        rows = None if folder is None else _rows(run, problems, prompts, searched)
     low, high = wilson(float(right.sum()), len(right))
-    costs = np.array([[*each.cost, each.read_tokens] for each in found], float).mean(0)
-    names = ("expansions", "steps", "drawn_tokens", "read_tokens")
     return {
         "step": step,
         "accuracy": float(right.mean()),
         "accuracy_low": low,
         "accuracy_high": high,
         "problems": float(len(right)),
-        **dict(zip(names, costs.tolist(), strict=True)),
+        **_costs(run, searched),
         **({} if folder is None or rows is None else _written(folder, rows)),
     }
 
 
-def searched_run(config: Config, width: int) -> Run:
-    """The run of a configuration, where its problems can be searched this wide.
-
-    Raises:
-      UserError: episodes of environments, or searches that do not fit.
-    """
-    run = build.setup(config, trains=False)
-    if run.config.data.plays or run.kind.episode_columns:
-        raise UserError(
-            "--search: episodes in an environment on the device are not searched; leave it out"
-        )
-    longest = min(run.network.max_length, run.width + run.kind.new_tokens)
-    check_slots("--width", max(_SLOTS, width), longest, run.model)
-    if config.data.has_solutions:
-        check_problems(run, "eval.problems", config.eval.problems)
-    return run
+def _seed_step(run: Run, step: int) -> int:
+    """The step that tokens are keyed by: environments may change with the training, text not."""
+    return 0 if not run.config.data.plays else step
 
 
-def longest_completion(run: Run) -> int:
-    """T: the most tokens of a completion."""
-    return run.kind.new_tokens
+def _costs(run: Run, searched: Searched) -> dict[str, float]:
+    """What a search took of each problem on average."""
+    count, episodes = len(searched.trees), run.config.data.plays
+    expansions, steps, tokens = np.array(searched.costs, float).mean(0).tolist()
+    costs = {"expansions": expansions, "turns" if episodes else "steps": steps}
+    costs |= {"drawn_tokens": tokens, "read_tokens": searched.counts["read_tokens"] / count}
+    if episodes:
+        faults = ("env_errors", "env_timeouts", "env_fork_errors")
+        costs["env_errors"] = sum(searched.counts[name] for name in faults) / count
+    return costs
 
 
-def searched(
-    run: Run,
-    params: Params,
-    prompts: Sequence[Prompt],
-    plan: SearchPlan,
-    *,
-    step_tokens: int,
-    seed: int,
-    scorer: Scorer = by_likelihood,
-) -> list[Found]:
-    """What a search finds for each prompt.
-
-    Args:
-      run: from ``searched_run``.
-      params: the policy's.
-      prompts: at least one.
-      plan: how to search.
-      step_tokens: the most tokens of a step. In text a step ends with a line, too.
-      seed: of the draws.
-      scorer: judges paths.
-    """
-    most = longest_completion(run)
-    longest = max(len(prompt.tokens) for prompt in prompts)
-    size = most if plan.whole else min(step_tokens, most)
-    engine = Engine(
-        run.network,
-        params,
-        slots=max(_SLOTS, plan.width),
-        prompt_tokens=longest if plan.whole else min(longest + most, run.network.max_length - size),
-        max_new_tokens=size,
-        stop_tokens=run.tokenizer.stop_ids,
-        tokenizer=run.tokenizer if run.kind.lines else None,  # steps of a text end with a line
-    )
-    return search(
-        engine,
-        [prompt.tokens.tolist() for prompt in prompts],
-        plan,
-        scorer,
-        end_tokens=run.tokenizer.stop_ids,
-        step_tokens=size,
-        max_tokens=most,
-        stop_strings=("\n",) if run.kind.lines else (),
-        seed=seed,
-        temperature=run.config.eval.temperature or 1.0,
-    )
+def right_answers(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) -> np.ndarray:
+    """[N] bool, whether the path that each search takes in the end is right."""
+    if run.config.data.plays:
+        return np.array(searched.successes())
+    taken = [ids_of(tree, best_node(tree)) for tree in searched.trees]
+    return points_of(run, problems, prompts, np.arange(len(prompts)), taken) >= 1
 
 
 def _folder(out: str) -> pathlib.Path:
@@ -233,7 +179,6 @@ def points_of(
     prompts: list[Prompt],
     whose: np.ndarray,
     paths: Sequence[np.ndarray],
-    most: int,
 ) -> np.ndarray:
     """[M] float32, points of the reward part that says what is right, of M completions.
 
@@ -243,8 +188,8 @@ def points_of(
       prompts: N.
       whose: [M] int, which prompt each completion belongs to.
       paths: M arrays of ids.
-      most: T, tokens.
     """
+    most = run.kind.new_tokens
     tokens = np.zeros((len(paths), most), np.int32)
     lengths = np.array([len(path) for path in paths], np.int32)
     for row, path in zip(tokens, paths, strict=True):
@@ -274,29 +219,34 @@ def points_of(
 # ---------------------------------------------------------------- rows to train on
 
 
-def _rows(
-    run: Run, problems: Any, prompts: list[Prompt], found: Sequence[Found], most: int
-) -> list[TreeRows]:
+def _rows(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) -> list[TreeRows]:
     """The rows of all trees, every path that ended being right or not."""
-    leaves = [(i, leaf) for i, each in enumerate(found) for leaf in each.tree.leaves()]
+    leaves = [
+        (i, leaf)
+        for i, tree in enumerate(searched.trees)
+        for leaf in tree.leaves()
+        if not (ending := episode_at(tree, leaf).ending) or not ending.reason
+    ]
     if not leaves:
         return []
-    paths = [ids_of(found[i].tree, leaf) for i, leaf in leaves]
-    whose = np.array([i for i, _ in leaves])
-    right = points_of(run, problems, prompts, whose, paths, most) >= 1
-    points: list[dict[int, float]] = [{} for _ in found]
+    episodes = [episode_at(searched.trees[i], leaf) for i, leaf in leaves]
+    if run.config.data.plays:
+        right = np.array([episode.success for episode in episodes])
+    else:
+        paths = [ids_of(searched.trees[i], leaf) for i, leaf in leaves]
+        right = points_of(run, problems, prompts, np.array([i for i, _ in leaves]), paths) >= 1
+    points: list[dict[int, float]] = [{} for _ in searched.trees]
     for (i, leaf), is_right in zip(leaves, right.tolist(), strict=True):
         points[i][leaf] = float(is_right)
     return [
-        rows_of_tree(each.tree, prompt.tokens.tolist(), judged)
-        for each, prompt, judged in zip(found, prompts, points, strict=True)
+        rows_of_tree(tree, root.opening.tolist(), judged)
+        for tree, root, judged in zip(searched.trees, searched.roots, points, strict=True)
     ]
 
 
-def ids_of(tree: Tree, leaf: int) -> np.ndarray:
-    """[t] int32, the ids on the way to a leaf."""
-    steps = [tree.nodes[i].step for i in tree.path(leaf)]
-    return np.concatenate([step.content for step in steps if step is not None])
+def ids_of(tree: Tree, node: int) -> np.ndarray:
+    """[t] int32, the ids on the way to a node of a search in text."""
+    return np.concatenate([np.zeros(0, np.int32), *(tree.step(i).content for i in tree.path(node))])
 
 
 def _written(folder: pathlib.Path, rows: Sequence[TreeRows]) -> dict[str, float]:

@@ -13,10 +13,10 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.data.prompts import pad_prompts
+from jrl.episodes.search import Path, Scorer, by_likelihood
 from jrl.errors import UserError, unknown_choice
 from jrl.rewards.model import ModelReward
 from jrl.sampling.params import make_sampling_params
-from jrl.serving.search import Path, Scorer, by_likelihood
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.collect import to_batch
@@ -27,8 +27,8 @@ from jrl.train.reward_model import model_of, trains_reward
 from jrl.train.score import score
 from jrl.types import Array, Params, Prompt, Rollout
 
-Verifier = Callable[[Run, Params, int | None], tuple[Params, Callable[[Sequence[Prompt]], Scorer]]]
-"""(run, its parameters, checkpoint) -> parameters to draw with, and what makes a scorer."""
+Verifier = Callable[[Run, Params, int | None], tuple[Params, Scorer]]
+"""(run, its parameters, checkpoint) -> parameters to sample with, and what judges paths."""
 LIKELIHOOD = "likelihood"
 """What paths are ranked by where nothing else is named."""
 
@@ -46,7 +46,7 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
     if by in (LIKELIHOOD, "ratio") and reduce != "last":
         raise UserError(f"--reduce {reduce} is not read with --by {by}; leave it out")
     if by == LIKELIHOOD:
-        return lambda run, params, checkpoint: (params, lambda prompts: by_likelihood)
+        return lambda run, params, checkpoint: (params, by_likelihood)
     if by == "model" and "model" not in config.rewards:
         raise UserError(
             "--by model: rewards.model is missing; set rewards.model.path to the run of a reward"
@@ -59,19 +59,17 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
             " --by model with rewards.model.path, or leave it out"
         )
 
-    def make(
-        run: Run, params: Params, checkpoint: int | None
-    ) -> tuple[Params, Callable[[Sequence[Prompt]], Scorer]]:
+    def make(run: Run, params: Params, checkpoint: int | None) -> tuple[Params, Scorer]:
         sizes = run.width, run.kind.new_tokens
         if by == "ratio":
             _, first = programs.new_policy(run)
             ratios = _log_ratios(run, params, first)
-            return first, lambda prompts: partial(_by_ratio, ratios, prompts, *sizes)
+            return first, partial(_by_ratio, ratios, *sizes)
         model = run.rewards.model
         if by == "value":
             model = model_of(run.config, run.mesh, 1, behind=True, checkpoint=checkpoint)
         assert model is not None
-        return params, lambda prompts: partial(_by_values, model, prompts, *sizes, REDUCED[reduce])
+        return params, partial(_by_values, model, *sizes, REDUCED[reduce])
 
     return make
 
@@ -86,26 +84,24 @@ REDUCED: Mapping[str, Callable[[np.ndarray], float]] = {
 
 def _by_values(
     model: ModelReward,
-    prompts: Sequence[Prompt],
     width: int,
     most: int,
     reduced: Callable[[np.ndarray], float],
     paths: Sequence[Path],
 ) -> list[float | None]:
     """Points of paths by what a model says behind each of their steps."""
-    values = model.of_tokens(_rollout_of(paths, prompts, width, most))[:, 0]
+    values = model.of_tokens(_rollout_of(paths, width, most))[:, 0]
     return [reduced(values[i, np.array(path.ends) - 1]) for i, path in enumerate(paths)]
 
 
 def _by_ratio(
     ratios: Callable[[Rollout], Array],
-    prompts: Sequence[Prompt],
     width: int,
     most: int,
     paths: Sequence[Path],
 ) -> list[float | None]:
     """Points of paths by the mean log-ratio of two policies over the last step, nats a token."""
-    found = np.asarray(ratios(_rollout_of(paths, prompts, width, most)))[:, 0]
+    found = np.asarray(ratios(_rollout_of(paths, width, most)))[:, 0]
     return [float(found[i, path.begin : path.ends[-1]].mean()) for i, path in enumerate(paths)]
 
 
@@ -124,13 +120,14 @@ def _log_ratios(run: Run, policy: Params, first: Params) -> Callable[[Rollout], 
     return partial(ratios, policy, first)
 
 
-def _rollout_of(paths: Sequence[Path], prompts: Sequence[Prompt], width: int, most: int) -> Rollout:
+def _rollout_of(paths: Sequence[Path], width: int, most: int) -> Rollout:
     """The paths as completions, and some more, so that few programs do for all numbers of them."""
     count = 1 << (max(len(paths), 1) - 1).bit_length()
     tokens, lengths = np.zeros((count, most), np.int32), np.ones(count, np.int32)
     for row, path in enumerate(paths):
         tokens[row, : len(path.tokens)], lengths[row] = path.tokens, len(path.tokens)
-    asked = [prompts[path.prompt] for path in paths]
-    asked += [prompts[0]] * (count - len(paths))
+    openings = [path.opening for path in paths]
+    openings += [openings[0]] * (count - len(paths))
+    asked = [Prompt(i, "", ids, "") for i, ids in enumerate(openings)]
     whole = np.ones(count, bool)
     return demonstration_rollout(*pad_prompts(asked, width), tokens, lengths, whole, 1)

@@ -460,7 +460,7 @@ def mcts_dpo(base: Method, beta: Positive) -> Method:
         loss = -(1 - alpha) log sigmoid(a - b) - alpha log sigmoid(b - a)
 
     Visits are the statistic "visits"; without it alpha is 0. N(y_w) counts at least once, and alpha
-    is held at 1/2, as in the released code. ``jrl eval --search mcts --out`` writes such groups,
+    is held at 1/2, as in the released code. ``jrl eval --search puct --out`` writes such groups,
     for ``data.pairs``; each round of the paper is a search and a run. Departure: Q is the fraction
     of right answers behind a step, where the paper adds the policy's own estimate of it.
     """
@@ -478,7 +478,7 @@ def step_q(base: Method) -> Method:
         loss = -log sigmoid(a - b),   Q(s, y) = beta h(y)
 
     with the sum over an action's tokens and beta 0.1, as in the authors' script for WebShop (0.05
-    for HotpotQA). ``jrl eval AGENT --search mcts --out DIR`` makes such groups. At inference a
+    for HotpotQA). ``jrl eval AGENT --search puct --out DIR`` makes such groups. At inference a
     policy that is not trained draws n actions and the one of the greatest Q is taken, log-ratios
     being divided by the actions' lengths as in their code: ``jrl eval RUN --search greedy --by
     ratio --width n``. Departure: the policy that draws is the one that training began with.

@@ -148,7 +148,7 @@ def prm() -> Method:
     Steps are recorded by the environment or the data (``ids["step"]``), labels by the data
     (statistic "step_labels" at the step's end; estimates between 0 and 1 are soft labels, as in
     "Math-Shepherd: Verify and Reinforce LLMs Step-by-step without Human Annotations",
-    arXiv:2312.08935), and are what ``jrl eval --search mcts --out`` writes for ``data.pairs``.
+    arXiv:2312.08935), and are what ``jrl eval --search puct --out`` writes for ``data.pairs``.
     Without labels every step has its completion's score, held in [0, 1]; without steps a completion
     is one. Departures: the paper's third label, neutral, is a soft label of the user's choosing; it
     has the model predict a token for the label, here the value head does.
@@ -217,8 +217,8 @@ def meds3(base: Method) -> Method:
     which is the loss of ``prm`` with soft labels: "step_values" of the rows that
     ``episodes.tree_rows.rows_of_tree`` makes. At inference the best of N completions is taken by
     the model. Departures: V is the value head's number, where the paper's head has two classes,
-    whose difference it is; ``jrl eval --search mcts --out`` goes by ``episodes.tree.puct`` and the
-    policy's likelihood, in Python ``serving.search.search`` takes the selection of the paper.
+    whose difference it is; ``jrl eval --search puct --out`` goes by ``episodes.tree.puct`` and the
+    policy's likelihood, in Python ``episodes.search.play_search`` takes the paper's selection.
     """
     return base
 

@@ -278,7 +278,7 @@ def alphamath(base: Method, beta: Positive = 0.01, correct: Positive = 0.5) -> M
 
         loss = -mean over tokens of 1[right] log pi_t + beta mean over tokens of (V_t - Q_t)^2
 
-    Q is 2 z - 1 of the steps' labels z in ``data.pairs``, which ``jrl eval --search mcts --out``
+    Q is 2 z - 1 of the steps' labels z in ``data.pairs``, which ``jrl eval --search puct --out``
     writes; or of the statistic "node_value", the mean reward, 0 or 1, of a node's leaves, which a
     search in the run records (``tree.by``); without either the mean outcome of the
     members that go through a token, where these branch off one another (``[tree]``), else

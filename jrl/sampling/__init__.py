@@ -17,7 +17,6 @@ From the host, chunk by chunk:
 - ``admission``: prompts and settings of new rows as arrays
 - ``batch``, ``suspend``: the engine's programs
 - ``row_costs``, ``chunk_length``: measured costs, and what follows from them
-- ``step_rows``: steps of search trees
 - ``engine``: continuous batching of requests, a queue in front of the rows
 - ``request``, ``text``: requests, completions as they grow, and their text
 """

@@ -39,12 +39,13 @@ from jrl.train.recorded import RECORDED_REWARD, RecordedSource
 from jrl.train.replay import recall_of
 from jrl.train.resharding import ReshardedSampler
 from jrl.train.reward_model import NAME, ModelRewards
+from jrl.train.run_rows import line_ends
 from jrl.train.sources import Source
 from jrl.train.sources_own import Sampler, make_own_source
 from jrl.train.sources_task import EnvSource, TaskSource
 from jrl.train.sources_text import TextSource
 from jrl.train.task_rewards import OwnRewards, is_own
-from jrl.train.tree_search import line_ends, search_source, undrawn_text
+from jrl.train.tree_search import search_source, undrawn_text
 
 
 def run_source(

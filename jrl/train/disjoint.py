@@ -34,6 +34,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jrl.config.tables import PlacementTable
+from jrl.episodes.play import Newer
 from jrl.errors import UserError
 from jrl.mesh import AXES, replicated
 from jrl.storage.integrity import checksum
@@ -42,7 +43,6 @@ from jrl.system.wait_reports import waiting
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.collect import Collector, StepGroups
-from jrl.train.host_play import Newer
 from jrl.train.sources import Groups, to_host
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord, Split
 

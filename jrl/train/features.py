@@ -78,10 +78,10 @@ TABLE: tuple[Feature, ...] = (
     _forbids("tree", "group loss", "what members share is in one of them alone"),
     _forbids("tree", "greedy members, demonstrations, nothing drawn", "they are on no branch"),
     _forbids("tree", "several players", "episodes of several players do not branch"),
-    _forbids("tree", "contexts", "episodes that branch have one context"),
     _needs("host tree", "fork", "episodes branch with a copy of the environment's state"),
     _forbids("search", "several processes", "a search runs in one process"),
-    _forbids("search", "placement, sampling mesh", "a search draws on the mesh of training"),
+    _forbids("search", "placement", "a search draws on the mesh of training"),
+    _forbids("guided search", "sampling mesh", "its value network is on the mesh of training"),
     _forbids("search", "reward model", "a search goes by rewards of functions"),
     _forbids("search", "own reward of a task", "a search on a task goes by verify and partial"),
     # -- rounds, replay, problems that are chosen or written
@@ -163,6 +163,7 @@ WITHOUT: Mapping[str, str] = {
     "sampler log-probabilities": "choose a method that learns from any data, such as sft,"
     " filtered_bc, ilql or dpo",
     "sampling mesh": "remove [sampling.mesh]",
+    "guided search": "set tree.kind to 'none'",
     "search": "set tree.kind to 'none'",
     "several players": "use an environment of one player",
     "several policies": "set objective.policies to 1",
@@ -317,6 +318,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "host edits": (edits, f"{named}, which edits {', '.join(edits)} on the host,"),
             "tree": (draw.shares, tree),
             "search": (draw.search, tree),
+            "guided search": (draw.search and draw.guide, tree),
             "branches": (draw.tree, tree),
             "greedy members": (draw.baseline_members, f"{named}, which draws greedy baselines,"),
             "demonstrations": (draw.demonstrations, f"{named}, which reads demonstrations,"),

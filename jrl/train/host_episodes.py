@@ -10,40 +10,41 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jrl.config.secrets import reveal
+from jrl.episodes.branching import EpisodeBranches
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import Format
 from jrl.episodes.configured import configured_env
+from jrl.episodes.env_calls import call_init
+from jrl.episodes.episode import Episode
+from jrl.episodes.follow import summary_room
+from jrl.episodes.groups import Played, play_episodes
 from jrl.episodes.host import EnvError, HostEnv, format_of, nothing_shared
+from jrl.episodes.play import Device, keep_weights
+from jrl.episodes.search import EpisodeScorer, Searched, Searcher, leaf_rows, path_of, play_search
 from jrl.episodes.transcript import RowShape, Transcript, rows_of_players, to_rollout
+from jrl.episodes.tree import SearchPlan
+from jrl.episodes.world import HostWorld, gather, host_world
 from jrl.errors import UserError
-from jrl.mesh import replicated
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.places import entropy
-from jrl.sampling.rows import Rows
+from jrl.sampling.slots import Measure
 from jrl.train.asks import DrawRequest
-from jrl.train.build import Run, run_features, sampler_of
-from jrl.train.episode_search import EpisodeSearch
-from jrl.train.episode_trees import EpisodeTrees, PathEstimate
+from jrl.train.build import Run, run_features
 from jrl.train.features import check_features, host_features
-from jrl.train.host_branches import EpisodeBranches
-from jrl.train.host_play import Newer, Played, keep_weights, play_episodes, summary_room
-from jrl.train.placement import sampler_mesh
 from jrl.train.prompt_seeds import prompt_seeds
-from jrl.train.resharding import drawn_from_prepared, network_on, weights_program
+from jrl.train.run_rows import RunRows, run_rows
 from jrl.train.sources import Groups, entries, epoch_order
 from jrl.train.sources_text import answer_number, root_key
 from jrl.train.state import check_division
-from jrl.train.tree_search import Estimate, drawn_alone, estimates, run_estimate
-from jrl.types import Params, Prompt, Rollout, Stack
+from jrl.train.tree_search import Estimate, drawn_alone, estimates, plan_of, run_estimate
+from jrl.types import Params, Prompt, Rollout, Search
 
 SUCCESS = "success"
 """The reward part that is 1 where the environment says that an episode ended well, beside those
@@ -66,21 +67,18 @@ class HostEpisodes:
     Args:
       env: the environment.
       chat: how its messages become ids.
-      rows: decode slots.
+      rows: decode slots, with what ``branches`` reads measured, or entropies for a search.
       prompts: all problems, in the source's order; their text is what the environment reads.
       seed: of the order, or None for the source's own order.
       tokenizer: the policy's.
       group: G.
       weights: reward part -> weight, of the environment's parts and "success".
       sample: stream of the run's keys that draws are keyed by: "sample" or "eval".
-      resharding: where ``rows`` has a mesh of its own, that mesh and the program that makes the
-        weights there which ``rows`` reads; None where it has the mesh in use.
-      branches: how the members of a group branch off one another, with ``rows`` that measure what
-        it reads; then ids gain "node", as ``sampling.tree`` has it. None to play each by itself.
-      trees: how a group is searched, with ``rows`` that measure entropies; None to search none.
-      estimate: with ``trees``, points of paths that have not ended; ``draw`` then reads the
-        weights "value" too.
-      several: where players are policies of their own, with ``rows`` that draw from each.
+      branches: how the members of a group branch off one another; then ids gain "node", as
+        ``sampling.tree`` has it. None to play each by itself.
+      search: how a group is searched, so that its members are leaves; None to search none.
+      estimate: with a search, points of paths that have not ended, backed up as those of leaves
+        are; ``draw`` then reads the weights "value" too. None to go by leaves alone.
 
     Raises:
       UserError: a reward part that the environment does not have, fewer episodes at once than
@@ -91,7 +89,7 @@ class HostEpisodes:
         self,
         env: HostEnv,
         chat: Format,
-        rows: Rows,
+        rows: RunRows,
         *,
         prompts: Sequence[Prompt],
         seed: int | None,
@@ -99,22 +97,20 @@ class HostEpisodes:
         group: int,
         weights: Mapping[str, float],
         sample: str = "sample",
-        resharding: tuple[Mesh, Callable[[Params], Any]] | None = None,
         branches: EpisodeBranches | None = None,
-        trees: EpisodeTrees | None = None,
+        search: Search | None = None,
         estimate: Estimate | None = None,
-        several: Stack | None = None,
     ) -> None:
         _check_parts(env, weights)
         _check_group(env, group)
-        if branches is not None or trees is not None:
-            check_features(host_features(env, {"tree": "[tree]"}))
-        self._branches, self._several = branches, several
-        self._trees, self._estimate = trees, estimate
+        if branches is not None or search is not None:
+            _check_fork(env, "[tree]")
+        self._branches, self._estimate = branches, estimate
+        self._plan = None if search is None else plan_of(search, group)
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
         self._all, self._seed, self._group, self._sample = prompts, seed, group, sample
-        self._weights, self._resharding = dict(weights), resharding
-        sizes = rows.prompt_tokens, rows.max_new_tokens
+        self._weights = dict(weights)
+        sizes = rows.rows.prompt_tokens, rows.rows.max_new_tokens
         named = env.extras.labels, env.extras.token_labels
         self._shape = RowShape(group, *sizes, len(env.parts), env.limits.contexts, *named)
         self._asks = env.extras.asks if sample == "sample" else 1
@@ -149,35 +145,22 @@ class HostEpisodes:
 
         Entries that ask for no tree are not searched.
         """
-        self._open_calls()
-        key, step, params = root_key(request), request.step, request.weights["policy"]
+        step, version = int(request.step), int(request.versions["policy"])
         tickets, order = entries(request)
-        self._env.lifecycle.begin(int(step), "eval" if self._sample == "eval" else "train")
-        problems, _ = self.prompts(key, order)
+        self._env.lifecycle.begin(step, "eval" if self._sample == "eval" else "train")
+        problems, _ = self.prompts(request.key, order)
         chosen = [self._asked(prompt, k) for prompt in problems for k in range(self._asks)]
-        with contextlib.ExitStack() as stack:
-            if self._resharding is not None:
-                mesh, weights = self._resharding
-                stack.enter_context(jax.set_mesh(mesh))
-                params, key = weights(params), jax.device_put(key, replicated(mesh))
-            seeds = partial(self._seeds_of, partial(prompt_seeds, key, self._sample, step, tickets))
-            estimate = None
-            if self._estimate is not None:
-                most = self._rows.prompt_tokens + self._rows.max_new_tokens
-                read = {"policy": params, "value": request.weights["value"]}
-                estimate = partial(estimates, partial(self._estimate, read), most)
-            self._rows.set_weights(params, int(request.versions["policy"]))
-            del params  # where they are a copy they are freed with the rows
-            several, at = self._several, int(step)
-            policy_of = None if several is None else partial(several.policy, step=at)
-            newer = request.newer or keep_weights
-            play = partial(self._play, newer=newer, policy_of=policy_of)
-            if self._trees is not None:
+        score = self._scorer(request.weights)
+        with self._rows.loaded(root_key(request), request.weights["policy"], version) as key:
+            seeds = partial(prompt_seeds, key, self._sample, request.step, tickets)
+            newer, policy_of = request.newer or keep_weights, self._rows.policy_of(step)
+            device = Device(self._rows.rows, newer, policy_of=policy_of)
+            play = partial(self._play, device)
+            if self._plan is not None:
                 alone = np.repeat(drawn_alone(request), self._asks)
                 unsearched = {p.id for p, is_alone in zip(chosen, alone, strict=True) if is_alone}
-                play = partial(self._search, self._trees, estimate, unsearched)
-            groups, counts = self._until_alive(chosen, seeds, play)
-            self._rows.release()
+                play = partial(self._searched, device, self._plan, score, unsearched)
+            groups, counts = self._until_alive(chosen, partial(self._seeds_of, seeds), play)
         _report(groups)
         return self._as_groups(groups, chosen, counts)
 
@@ -188,19 +171,38 @@ class HostEpisodes:
             self._end = weakref.finalize(self, _close, self._calls, self._env)
         return self._calls
 
-    @property
-    def _turns(self) -> EpisodeSearch:
-        """What calls the environment for whole batches."""
-        calls = self._open_calls()
-        return EpisodeSearch(self._rows, calls, self._env, self._chat, self._tokenizer)
+    @contextlib.contextmanager
+    def searcher(self, key: Any, params: Params, step: int, split: str) -> Iterator[Searcher]:
+        """A search of problems under some weights, as evaluation calls it.
+
+        Args:
+          key: the run's root key.
+          params: the policy's.
+          step: of training.
+          split: "train" or "eval", which the environment is told.
+
+        Raises:
+          UserError: the environment's state cannot be copied.
+        """
+        _check_fork(self._env, "--search")
+        self._env.lifecycle.begin(step, split)
+        with self._rows.loaded(key, params, step):
+            device = Device(self._rows.rows, policy_of=self._rows.policy_of(step))
+            yield partial(play_search, device, self._world())
 
     def openings(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[np.ndarray | None]:
         """What the policy would see first of each problem; None where no episode opens."""
-        search = self._turns
-        episodes = search.opened(prompts, seeds)
-        states = [episode.state for episode in episodes if episode.has_state]
-        search.answers([(self._env.close, (state,)) for state in states])
-        return [episode.opening if episode.has_state else None for episode in episodes]
+        calls, seconds = self._open_calls(), self._env.limits.call_seconds
+        told = self._env, self._chat
+        longest = self._rows.rows.prompt_tokens
+        asked = [
+            (call_init, (*told, prompt, seed, longest))
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        opened = gather(calls, asked, seconds)
+        states = [answer.value[0] for answer in opened if not answer.error]
+        gather(calls, [(self._env.close, (state,)) for state in states], seconds)
+        return [None if answer.error else answer.value[1] for answer in opened]
 
     def written(self, failed: Sequence[str], count: int, seed: int) -> list[Any]:
         """New problems by the environment's writer, each a text or a row.
@@ -208,8 +210,9 @@ class HostEpisodes:
         Raises:
           EnvError: it failed, or wrote no list.
         """
+        assert self._env.extras.write is not None
         asked = (self._env.extras.write, (list(failed), count, seed))
-        (answer,) = self._turns.answers([asked], self._env.limits.episode_seconds)
+        (answer,) = gather(self._open_calls(), [asked], self._env.limits.episode_seconds)
         if answer.error:
             raise EnvError(answer.error)
         if not isinstance(answer.value, list | tuple):
@@ -250,39 +253,35 @@ class HostEpisodes:
             counts["groups_redrawn"] += redrawn
         return groups, counts
 
-    def _play(
-        self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        newer: Newer,
-        policy_of: Callable[[int], int] | None,
-    ) -> Played:
-        assert self._calls is not None
-        return play_episodes(
-            self._rows,
-            self._calls,
-            self._env,
-            self._chat,
-            prompts,
-            seeds,
-            group=self._group,
-            tokenizer=self._tokenizer,
-            newer=newer,
-            branches=self._branches,
-            policy_of=policy_of,
-        )
+    def _play(self, device: Device, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Played:
+        world, branches = self._world(), self._branches
+        return play_episodes(device, world, prompts, seeds, group=self._group, branches=branches)
 
-    def _search(
+    def _world(self) -> HostWorld:
+        return host_world(self._open_calls(), self._env, self._chat, self._tokenizer)
+
+    def _searched(
         self,
-        trees: EpisodeTrees,
-        estimate: PathEstimate | None,
+        device: Device,
+        plan: SearchPlan,
+        score: EpisodeScorer,
         unsearched: Collection[int],
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
     ) -> Played:
-        search = self._turns
-        alone = [prompt.id in unsearched for prompt in prompts]
-        return trees.play(search, search.opened(prompts, seeds), self._group, alone, estimate)
+        """Groups that are the leaves of a search; ``Segment.node`` numbers the turns of a tree."""
+        world = self._world()
+        rounds = [0 if prompt.id in unsearched else plan.rounds for prompt in prompts]
+        return leaves_played(
+            play_search(device, world, prompts, seeds, plan, score, rounds), plan, self._group
+        )
+
+    def _scorer(self, weights: Mapping[str, Params]) -> EpisodeScorer:
+        if self._estimate is None:
+            return episode_scorer(self._env.parts, self._weights, None)
+        most = self._rows.rows.prompt_tokens + self._rows.rows.max_new_tokens
+        estimate = partial(estimates, partial(self._estimate, weights), most)
+        return episode_scorer(self._env.parts, self._weights, estimate)
 
     def _as_groups(
         self, groups: list[list[Transcript]], chosen: list[Prompt], counts: dict[str, float]
@@ -315,8 +314,7 @@ class HostEpisodes:
                 "answer": np.array([[self._answer(t) for t in g] for g in groups], np.int32),
                 **rows.ids,
             },
-            stats={"paid": rows.paid}
-            | ({} if self._trees is None else {"node_value": rows.values}),
+            stats={"paid": rows.paid} | ({} if self._plan is None else {"node_value": rows.values}),
         )
 
     def _answer(self, transcript: Transcript) -> int:
@@ -381,6 +379,12 @@ def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
         )
 
 
+def _check_fork(env: HostEnv, named: str) -> None:
+    """Raises UserError where no episode can be copied for what ``named`` asks for."""
+    fork = {name: text for name, text in host_features(env).items() if name == "fork"}
+    check_features({"host tree": named} | fork)
+
+
 def host_source(
     run: Run,
     prompts: Sequence[Prompt],
@@ -388,6 +392,7 @@ def host_source(
     *,
     split: str = "train",
     temperature: float | None = None,
+    width: int = 0,
 ) -> HostEpisodes:
     """The episodes of a run's environment.
 
@@ -397,39 +402,23 @@ def host_source(
       group: members.
       split: "train" or "eval".
       temperature: None for the run's.
+      width: of a search at evaluation; 0 for none.
     """
     sampling, env = run.config.sampling, _env(run)
     evaluates = split == "eval"
-    tree, search = run.method.draw.tree, run.method.draw.search
-    slots = min(sampling.slots or _SLOTS, run.config.train.prompts * group)
-    branches = trees = measure = None
-    if tree is not None and not evaluates:
-        branches = EpisodeBranches(tree, group, sampling.slots)
-        measure = branches.measure
-    if search is not None and not evaluates:
-        trees, measure = EpisodeTrees(search, env.parts, SUCCESS, run.rewards.weights), entropy
-        widest = run.config.train.prompts * max(group, search.width)
-        slots = min(sampling.slots or _SLOTS, widest)
-    mesh = sampler_mesh(run.config, run.mesh)
-    network = network_on(run, mesh)
-    network = network if evaluates else sampler_of(run, network)
-    several = None if evaluates else network.extras.stack
-    resharding = None if mesh is None else (mesh, weights_program(run, network, mesh))
-    rows = Rows(
-        network if mesh is None else drawn_from_prepared(network),
-        slots=slots,
-        prompt_tokens=run.width,
-        max_new_tokens=sampling.max_new_tokens,
+    tree = None if evaluates else run.method.draw.tree
+    search = None if evaluates else run.method.draw.search
+    branches = None if tree is None else EpisodeBranches(tree, group, sampling.slots)
+    measure: Measure | None = entropy if width or search is not None else None
+    measure = measure if branches is None else branches.measure
+    rows = run_rows(
+        run,
+        run.config.train.prompts * max(group, width, 0 if search is None else search.width),
         stop_tokens=run.tokenizer.stop_ids,
-        chunk=_CHUNK,
-        sampling={
-            "temperature": sampling.temperature if temperature is None else temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-        },
+        max_new_tokens=sampling.max_new_tokens,
+        split=split,
+        temperature=temperature,
         measure=measure,
-        row_policies=several is not None,
     )
     return HostEpisodes(
         env,
@@ -441,12 +430,64 @@ def host_source(
         group=group,
         weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else run.rewards.weights,
         sample="eval" if evaluates else "sample",
-        resharding=resharding,
         branches=branches,
-        trees=trees,
-        estimate=None if trees is None else run_estimate(run),
-        several=several,
+        search=search,
+        estimate=None if search is None else run_estimate(run),
     )
+
+
+def episode_scorer(
+    parts: Sequence[str],
+    weights: Mapping[str, float],
+    estimate: Callable[[Sequence[np.ndarray]], Sequence[float]] | None,
+) -> EpisodeScorer:
+    """Points of paths: what was paid where one has ended, else what is estimated, if anything.
+
+    Args:
+      parts: the environment's reward parts.
+      weights: reward part -> weight, "success" included.
+      estimate: (ids of openings and paths) -> points of each; None to go by leaves alone.
+    """
+    worth = np.array([weights.get(name, 0.0) for name in parts])
+
+    def score(episodes: Sequence[Episode]) -> list[float | None]:
+        points: list[float | None] = [None] * len(episodes)
+        unfinished = [i for i, episode in enumerate(episodes) if episode.ending is None]
+        for i in set(range(len(episodes))) - set(unfinished):
+            paid = sum(worth @ s.reward for s in episodes[i].segments if s.reward)
+            points[i] = float(paid) + weights.get(SUCCESS, 0.0) * episodes[i].success
+        if unfinished and estimate is not None:
+            paths = [path_of(episodes[i]) for i in unfinished]
+            estimated = estimate([np.concatenate([p.opening, p.tokens]) for p in paths])
+            for i, number in zip(unfinished, estimated, strict=True):
+                points[i] = float(number)
+        return points
+
+    return score
+
+
+def leaves_played(searched: Searched, plan: SearchPlan, group: int) -> Played:
+    """The groups of a search: the first leaves of each tree, all failed where it has none.
+
+    Args:
+      searched: until each tree had as many leaves.
+      plan: of the search.
+      group: G.
+    """
+    groups, shared = [], 0
+    for root, tree in zip(searched.roots, searched.trees, strict=True):
+        leaves = tree.leaves()[:group]
+        live = [step.episode.transcript().alive for step in map(tree.step, leaves)]
+        rows, past = leaf_rows(tree, leaves, live, plan.value)
+        groups.append(rows if leaves else [root.transcript()] * group)
+        shared += past
+    counts = searched.counts | {
+        "episodes": float(group * len(groups)),
+        "tree_shared_tokens": float(shared),
+        "search_nodes": float(sum(len(tree.nodes) - 1 for tree in searched.trees)),
+        "search_leaves": float(sum(len(tree.leaves()) for tree in searched.trees)),
+    }
+    return Played(groups, counts)
 
 
 def _env(run: Run) -> HostEnv:

@@ -16,26 +16,25 @@ import jax
 import numpy as np
 
 from jrl.data.prompts import pad_prompts
-from jrl.episodes.transcript import RowShape, Segment, Transcript, to_rollout
-from jrl.episodes.tree import SEARCHES, Node, Step, Tree, grow_leaves
+from jrl.episodes.episode import Episode
+from jrl.episodes.play import Device
+from jrl.episodes.search import Searched, episode_at, leaf_rows, play_search
+from jrl.episodes.transcript import RowShape, to_rollout
+from jrl.episodes.tree import SEARCHES, SearchPlan, Tree, search_plan
+from jrl.episodes.world import TextWorld
 from jrl.methods.base import WrittenProblems
-from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.places import entropy
-from jrl.sampling.rows import Rows
-from jrl.sampling.step_rows import DrawnStep, StepAsk, StepRows
 from jrl.train.asks import DrawRequest
-from jrl.train.build import Run, sampler_of
+from jrl.train.build import Run
 from jrl.train.collect import counted
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.run_rows import RunRows, completion_ends, run_rows, step_ends
 from jrl.train.score import drawing_policy
 from jrl.train.sources import Around, Groups, Source, entries
 from jrl.train.sources_text import TextSource
 from jrl.types import Network, Params, Prompt, Search, StopReason, TrainState
-
-_SLOTS, _CHUNK = 64, 16
-"""Slots where the configuration names none, and the most decode steps between two looks."""
 
 Estimate = Callable[[Mapping[str, Params], np.ndarray, np.ndarray], Any]
 """(weights "policy" and "value", tokens [M, P + T] int32, their lengths [M]) -> points [M]."""
@@ -58,6 +57,17 @@ def estimates(
     return np.asarray(estimate(tokens, lengths), np.float64)[: len(paths)].tolist()
 
 
+def plan_of(search: Search, group: int) -> SearchPlan:
+    """The search of a method, until a tree has a leaf for each member of a group."""
+    return search_plan(
+        search.by,
+        search.width,
+        rounds=search.rounds,
+        exploration=search.exploration,
+        leaves=group,
+    )
+
+
 class TreeSearch(Around):
     """A source around one that has and judges the problems: its groups are leaves of a search.
 
@@ -78,12 +88,12 @@ class TreeSearch(Around):
       sample: stream of the run's keys that draws are keyed by.
 
     Attributes:
-      trees: of the last draw, one a prompt; the content of a step is a ``DrawnStep``.
+      trees: of the last draw, one a prompt.
     """
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RunRows,
         search: Search,
         source: Source,
         weights: np.ndarray,
@@ -95,59 +105,59 @@ class TreeSearch(Around):
         sample: str = "sample",
     ) -> None:
         super().__init__(source)
-        self._rows, self._search, self._weights = rows, search, weights
+        self._rows, self._plan, self._weights = rows, plan_of(search, group), weights
+        self._step_tokens = 0 if self._plan.whole else search.tokens
         self._estimate, self._sample = estimate, sample
         self._group, self._ends = group, ends
         self.trees: list[Tree] = []
-        self._shape = RowShape(group, width, rows.max_new_tokens)
+        self._shape = RowShape(group, width, rows.rows.max_new_tokens)
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``; entries that ask for no tree are drawn without search."""
         tickets, rows = entries(request)
         subject, prompts = self.source.prompts(request.key, rows)
-        self._rows.set_weights(request.weights["policy"], int(request.versions["policy"]))
-        forest = _Forest(
-            StepRows(
-                self._rows,
-                [p.tokens.tolist() for p in prompts],
-                prompt_seeds(request.key, self._sample, request.step, tickets),
-                ends=self._ends,
-                step_tokens=self._search.tokens,
-            ),
-            self._search,
-            self.source,
-            self._weights,
-            self._shape,
-            subject,
-            prompts,
-            None if self._estimate is None else partial(self._estimate, request.weights),
-        )
-        forest.grow(self._group, drawn_alone(request))
-        self._rows.release()
-        self.trees = forest.trees
-        return self._as_groups(forest, subject, prompts)
+        estimate = None if self._estimate is None else partial(self._estimate, request.weights)
+        leaves = Leaves(self.source, self._weights, subject, prompts, self._shape, estimate)
+        version = int(request.versions["policy"])
+        with self._rows.loaded(request.key, request.weights["policy"], version) as key:
+            searched = play_search(
+                Device(self._rows.rows),
+                TextWorld(self._ends, self._step_tokens),
+                prompts,
+                prompt_seeds(key, self._sample, request.step, tickets),
+                self._plan,
+                leaves.score,
+                [0 if alone else self._plan.rounds for alone in drawn_alone(request)],
+            )
+        self.trees = searched.trees
+        return self._as_groups(searched, leaves, subject, prompts)
 
-    def _as_groups(self, forest: _Forest, subject: Any, prompts: list[Prompt]) -> Groups:
-        leaves = [tree.leaves()[: self._group] for tree in forest.trees]
-        judged = [[forest.judged[i, leaf] for leaf in ends] for i, ends in enumerate(leaves)]
-        known = np.array([[ok for _, ok in group] for group in judged])
-        groups = [
-            _transcripts(tree, SEARCHES[self._search.by].value, prompt, ends, live)
-            for tree, prompt, ends, live in zip(forest.trees, prompts, leaves, known, strict=True)
-        ]
+    def _as_groups(
+        self, searched: Searched, judged: Leaves, subject: Any, prompts: list[Prompt]
+    ) -> Groups:
+        groups, points, known = [], [], []
+        for tree in searched.trees:
+            leaves = tree.leaves()[: self._group]
+            found = [judged.points[episode_at(tree, leaf)] for leaf in leaves]
+            points.append([each for each, _ in found])
+            known.append([is_known for _, is_known in found])
+            # A leaf that nobody could judge would keep what it shares from being trained.
+            groups.append(leaf_rows(tree, leaves, known[-1], self._plan.value)[0])
         rows = to_rollout(groups, self._shape)
         stop = np.where(known, rows.rollout.stop, np.int32(StopReason.ABORTED))
         node = rows.ids["node"]
-        counts = {
+        costs = ("slot_tokens", "slot_steps", "read_tokens", "reread_tokens")
+        counts = {name: searched.counts[name] for name in costs}
+        counts |= {
             "tree_shared_tokens": float((node > 0).sum() - rows.rollout.mask.sum()),
-            "search_nodes": float(sum(len(tree.nodes) - 1 for tree in forest.trees)),
-            "search_leaves": float(sum(len(tree.leaves()) for tree in forest.trees)),
+            "search_nodes": float(sum(len(tree.nodes) - 1 for tree in searched.trees)),
+            "search_leaves": float(sum(len(tree.leaves()) for tree in searched.trees)),
         }
         return Groups(
             rollout=rows.rollout.replace(stop=stop),
-            rewards=np.array([[points for points, _ in group] for group in judged], np.float32),
+            rewards=np.array(points, np.float32),
             subject=subject,
-            counts=forest.counts | forest.steps.counts | counts,
+            counts=judged.counts | counts,
             ids={
                 "prompt": np.array([p.id for p in prompts], np.int32),
                 "step": rows.ids["step"],
@@ -157,189 +167,85 @@ class TreeSearch(Around):
         )
 
 
-class _Forest:
-    """The trees of a step, grown side by side.
+class Leaves:
+    """Judges the paths of a search: those that ended by rewards, the others by estimates.
 
     Attributes:
-      judged: (tree, leaf) -> points [R] of its reward parts, and whether they are known.
+      points: leaf -> points [R] of its reward parts, and whether they are known.
       counts: of what judged the leaves, summed.
     """
 
     def __init__(
         self,
-        steps: StepRows,
-        search: Search,
         source: Source,
         weights: np.ndarray,
-        shape: RowShape,
         subject: Any,
         prompts: list[Prompt],
+        shape: RowShape,
         estimate: Callable[[np.ndarray, np.ndarray], Any] | None,
     ) -> None:
-        self._estimate = estimate
-        self.steps, self.trees = steps, [Tree() for _ in prompts]
-        self.judged: dict[tuple[int, int], tuple[np.ndarray, bool]] = {}
-        self.counts: dict[str, float] = {}
-        self._search, self._shape = search, shape
         self._source, self._weights = source, weights
         self._subject, self._prompts = subject, prompts
+        self._shape, self._estimate = shape, estimate
+        self.points: dict[Episode, tuple[np.ndarray, bool]] = {}
+        self.counts: dict[str, float] = {}
 
-    def grow(self, group: int, apart: Sequence[bool]) -> None:
-        """Searches until each tree has ``group`` leaves, and completes those that have too few.
+    def score(self, episodes: Sequence[Episode]) -> list[float | None]:
+        """Points of the paths of a round; None where nothing is known yet."""
+        scores: dict[Episode, float] = {}
+        if leaves := [e for e in episodes if e.ending is not None]:
+            scores |= self._judge(leaves)
+        paths = [e for e in episodes if e.ending is None]
+        if paths and self._estimate is not None:
+            whole = [np.concatenate([e.opening, e.past()]) for e in paths]
+            most = self._shape.prompt_tokens + self._shape.completion_tokens
+            scores |= dict(zip(paths, estimates(self._estimate, most, whole), strict=True))
+        return [scores.get(episode) for episode in episodes]
 
-        Trees that are ``apart`` are not searched: their leaves have no steps in common.
-        """
-        search = self._search
-        grow_leaves(
-            self.trees,
-            SEARCHES[search.by].select(search.width, search.exploration),
-            self._expand,
-            leaves=group,
-            width=search.width,
-            rounds=[0 if alone else search.rounds for alone in apart],
-        )
-
-    def _expand(self, chosen: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-        """Draws steps behind nodes and backs up the leaves; (tree, number) of all that is new."""
-        asks, following = [], [len(tree.nodes) for tree in self.trees]
-        for i, node, count in chosen:
-            path = _path(self.trees[i], node)
-            asks.append(StepAsk(i, node, path, following[i], count))
-            following[i] += count
-        new = []
-        for ask, found in zip(asks, self.steps.draw(asks), strict=True):
-            for drawn in found:
-                size, done = len(drawn.tokens), drawn.stop != StopReason.RUNNING
-                total = float(drawn.logprobs.sum(dtype=np.float64))
-                step = Step(drawn, size, total, drawn.entropy, done)
-                new.append((ask.tree, self.trees[ask.tree].add(ask.node, step)))
-        points: dict[tuple[int, int], float] = {}
-        if leaves := [(i, node) for i, node in new if self.trees[i].nodes[node].done]:
-            points |= self._judge(leaves)
-        going = [at for at in new if at not in set(leaves)]
-        if going and self._estimate is not None:
-            points |= self._estimated(going)
-        for i, node in new:
-            if (i, node) in points:
-                SEARCHES[self._search.by].backup(self.trees[i], node, points[i, node])
-        return new
-
-    def _estimated(self, nodes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-        """What the value network makes of paths that have not ended."""
-        assert self._estimate is not None
-        whole = [
-            np.concatenate([self._prompts[i].tokens, _path(self.trees[i], node)])
-            for i, node in nodes
-        ]
-        most = self._shape.prompt_tokens + self._shape.completion_tokens
-        return dict(zip(nodes, estimates(self._estimate, most, whole), strict=True))
-
-    def _judge(self, leaves: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    def _judge(self, leaves: Sequence[Episode]) -> dict[Episode, float]:
         """The score of leaves, each judged once; none where it is not known."""
         tokens = np.zeros((len(leaves), self._shape.completion_tokens), np.int32)
-        paths = [_path(self.trees[i], node) for i, node in leaves]
-        lengths = np.array([len(path) for path in paths], np.int32)
-        for row, path in zip(tokens, paths, strict=True):
-            row[: len(path)] = path
-        stops = [_drawn(self.trees[i], node).stop for i, node in leaves]
-        complete = np.array([stop == StopReason.STOP_TOKEN for stop in stops])
-        whose = np.array([i for i, _ in leaves])
+        lengths = np.array([leaf.at.length for leaf in leaves], np.int32)
+        for row, leaf in zip(tokens, leaves, strict=True):
+            row[: leaf.at.length] = leaf.past()
+        complete = np.array([leaf.stop == StopReason.STOP_TOKEN for leaf in leaves])
+        whose = np.array([leaf.problem.group for leaf in leaves])
         prompts = [self._prompts[i] for i in whose]
         asked = pad_prompts(prompts, self._shape.prompt_tokens)
         about = prompts
         if not isinstance(self._subject, list):
             about = jax.tree.map(lambda x: x[whose], self._subject)
         rollout = demonstration_rollout(*asked, tokens, lengths, complete, 1)
-        found = self._source.judge(about, prompts, rollout)
+        judged = self._source.judge(about, prompts, rollout)
         self.counts = {
-            name: self.counts.get(name, 0.0) + found.counts.get(name, 0.0)
-            for name in self.counts | found.counts
+            name: self.counts.get(name, 0.0) + judged.counts.get(name, 0.0)
+            for name in self.counts | judged.counts
         }
-        known, scores = counted(found.rollout)[:, 0], {}
-        for at, points, ok in zip(leaves, found.rewards[:, 0], known, strict=True):
-            self.judged[at] = points, bool(ok)
-            if ok:
-                scores[at] = float(points @ self._weights)
+        known, scores = counted(judged.rollout)[:, 0], {}
+        for leaf, points, is_known in zip(leaves, judged.rewards[:, 0], known, strict=True):
+            self.points[leaf] = points, bool(is_known)
+            if is_known:
+                scores[leaf] = float(points @ self._weights)
         return scores
-
-
-def _drawn(tree: Tree, node: int) -> DrawnStep:
-    step = tree.nodes[node].step
-    assert step is not None
-    return step.content
-
-
-def _path(tree: Tree, node: int) -> np.ndarray:
-    """[t] int32, the tokens from the prompt to a node."""
-    parts = [_drawn(tree, i).tokens for i in tree.path(node)]
-    return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
-
-
-def _transcripts(
-    tree: Tree,
-    value: Callable[[Node], float],
-    prompt: Prompt,
-    leaves: Sequence[int],
-    live: Sequence[bool],
-) -> list[Transcript]:
-    """The rows of a group: a step is drawn in the first that goes through it, of those that live.
-
-    Args:
-      tree: grown.
-      value: of a node, points.
-      prompt: of the tree.
-      leaves: the members.
-      live: whether each member counts; one that does not would keep its steps from being trained.
-    """
-    rows, owned = [], set()
-    for member, (leaf, lives) in enumerate(zip(leaves, live, strict=True)):
-        path, segments = tree.path(leaf), []
-        for i, node in enumerate(path):
-            step = _drawn(tree, node)
-            worth = value(tree.nodes[node])
-            part = Segment(step.tokens, node not in owned, step=i, node=node, value=worth)
-            if part.drawn:
-                versions = np.full(len(step.tokens), step.version, np.int32)
-                part = part._replace(logprobs=step.logprobs, versions=versions)
-            segments.append(part)
-        owned |= set(path if lives else ())
-        stop = _drawn(tree, leaf).stop
-        rows.append(Transcript(prompt, member, prompt.tokens, tuple(segments), stop, member))
-    return rows
 
 
 # ---------------------------------------------------------------- of a run
 
 
-def search_rows(run: Run, search: Search) -> Rows:
+def search_rows(run: Run, search: Search) -> RunRows:
     """The decode slots of a run's searches."""
-    sampling, group = run.config.sampling, run.config.sampling.group
-    lines = line_ends(run.tokenizer, run.network.vocab_size) if run.kind.lines else ()
-    most = run.config.train.prompts * max(group, search.width)
-    ends = _ends(run)
-    return Rows(
-        sampler_of(run),
-        slots=min(sampling.slots or _SLOTS, most),
-        prompt_tokens=run.width,
+    widest = run.config.train.prompts * max(run.config.sampling.group, search.width)
+    return run_rows(
+        run,
+        widest,
+        stop_tokens=step_ends(run, whole=SEARCHES[search.by].whole),
         max_new_tokens=run.kind.new_tokens,
-        stop_tokens=(*ends, *(i for i in lines if i not in ends)),
-        chunk=_CHUNK,
-        sampling={
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-        },
         measure=entropy,
     )
 
 
-def _ends(run: Run) -> tuple[int, ...]:
-    return run.kind.stop_tokens(run.tokenizer)
-
-
 def search_source(
-    run: Run, search: Search, problems: Source, rows: Rows | None = None
+    run: Run, search: Search, problems: Source, rows: RunRows | None = None
 ) -> TreeSearch:
     """The search of a run on text, or on a procedural task.
 
@@ -356,13 +262,13 @@ def search_source(
         np.array(list(run.rewards.weights.values()), np.float64),
         group=run.config.sampling.group,
         width=run.width,
-        ends=_ends(run),
+        ends=completion_ends(run),
         estimate=run_estimate(run),
     )
 
 
 def attempts_source(
-    run: Run, search: Search, pool: RewardPool | None, rows: Rows, attempts: int
+    run: Run, search: Search, pool: RewardPool | None, rows: RunRows, attempts: int
 ) -> TreeSearch:
     """Groups of ``attempts`` completions, drawn apart, of rows of ``data.train``."""
     return TreeSearch(
@@ -372,7 +278,7 @@ def attempts_source(
         np.array(list(run.rewards.weights.values()), np.float64),
         group=attempts,
         width=run.width,
-        ends=_ends(run),
+        ends=completion_ends(run),
         sample="curriculum",
     )
 
@@ -424,11 +330,6 @@ def value_estimate(run: Run, points: Callable[[Any], Any]) -> Estimate:
         return points(last)
 
     return estimate
-
-
-def line_ends(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """The ids whose text ends a line."""
-    return tuple(i for i in range(vocab_size) if "\n" in tokenizer.decode([i]))
 
 
 def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> TextSource:

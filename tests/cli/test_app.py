@@ -252,18 +252,18 @@ def test_eval_takes_a_run_directory_with_changes(replace, run_dir):
 
 def test_eval_searches_and_writes_rows(replace, run_dir):
     def search_run(config, name, *, width, step_tokens, checkpoint, out, by, reduce):
-        assert (name, width, step_tokens, checkpoint, out) == ("mcts", 3, 64, None, "rows")
+        assert (name, width, step_tokens, checkpoint, out) == ("puct", 3, 64, None, "rows")
         assert (by, reduce) == ("model", "min")
         return {"step": 1, "accuracy": 0.5, "siblings": 4.0}
 
     replace("jrl.evaluate.search", search_run=search_run)
     ranked = ("--by", "model", "--reduce", "min")
-    asked = ("eval", run_dir, "--search", "mcts", "--width", 3, "--out", "rows", *ranked)
+    asked = ("eval", run_dir, "--search", "puct", "--width", 3, "--out", "rows", *ranked)
     result = jrl(*asked, "--json")
     assert json.loads(result.stdout)["siblings"] == 4
     result = jrl("eval", run_dir, "--out", "rows")
     assert result.exit_code != 0
-    assert "--out rows: only a search writes rows; add --search mcts" in result.stderr
+    assert "--out rows: only a search writes rows; add --search puct" in result.stderr
     for flag, value in (("--by", "model"), ("--reduce", "min")):
         result = jrl("eval", run_dir, flag, value)
         assert result.exit_code != 0

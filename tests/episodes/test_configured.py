@@ -9,7 +9,7 @@ import pytest
 from jrl.episodes.calls import run_either
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.configured import _RENAMED, HOST_ENVS, configured_env
-from jrl.episodes.episode import call_init
+from jrl.episodes.env_calls import call_init
 from jrl.episodes.host import EnvError, HostEnv, Limits, Reply
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer

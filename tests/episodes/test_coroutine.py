@@ -16,13 +16,15 @@ from jrl.episodes.check_env import check_env
 from jrl.episodes.configured import configured_env
 from jrl.episodes.coroutine import Outcome, coroutine_env, roles
 from jrl.episodes.gate import Gate
+from jrl.episodes.groups import play_episodes
 from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply, check_feedback
+from jrl.episodes.play import Device
+from jrl.episodes.world import host_world
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.rows import Rows
-from jrl.train.host_play import play_episodes
 from jrl.types import Prompt, StopReason
 
 PROMPT = Prompt(0, "6 * 7?", np.zeros(0, np.int32), "42")
@@ -408,7 +410,8 @@ def played(env):
     texts = [Prompt(i, f"{i}+{i}=", np.zeros(0, np.int32), None) for i in range(2)]
     chat = PlainFormat(TOKENIZER)
     with Calls() as calls:
-        out = play_episodes(rows, calls, env, chat, texts, [11, 12], group=3, tokenizer=TOKENIZER)
+        world = host_world(calls, env, chat, TOKENIZER)
+        out = play_episodes(Device(rows), world, texts, [11, 12], group=3)
     return [
         (
             t.stop,

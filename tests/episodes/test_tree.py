@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from jrl.episodes.rounds import grow
 from jrl.episodes.tree import (
     Step,
     Tree,
@@ -14,7 +15,6 @@ from jrl.episodes.tree import (
     descend,
     dvts,
     frontier,
-    grow,
     mean_backup,
     puct,
     siblings,

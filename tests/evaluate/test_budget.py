@@ -37,7 +37,7 @@ def test_a_problem_does_not_choose_its_own_search():
     assert chosen_searches(right[:, :1], np.ones((2, 1)), np.zeros(1, int)).tolist() == [0]
 
 
-@pytest.mark.parametrize(("name", "width"), [("best_of_n", 16), ("beam", 4), ("mcts", 4)])
+@pytest.mark.parametrize(("name", "width"), [("best_of_n", 16), ("beam", 4), ("puct", 4)])
 def test_plans_of_one_budget(name, width):
     plan = plan_within(name, 16, 10)
     assert (plan.width, plan.tokens) == (width, 0 if name == "best_of_n" else 160)

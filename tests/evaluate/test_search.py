@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jrl.config import build_config, load_config
+from jrl.episodes.search import Path
 from jrl.errors import UserError
 from jrl.evaluate import load_policy
 from jrl.evaluate.budget import budget_run
@@ -12,7 +13,6 @@ from jrl.evaluate.search import search_run
 from jrl.evaluate.verifiers import REDUCED, _by_values, verifier_of
 from jrl.run import run as running
 from jrl.run.run import train
-from jrl.serving.search import Path
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build, programs
 from jrl.train.demonstrations import demonstration_rollout
@@ -52,7 +52,7 @@ def test_a_policy_is_evaluated_with_a_search(name, expansions):
 
 
 def test_a_search_leaves_rows_to_train_on(tmp_path):
-    rows = search_run(tiny(), "mcts", width=2, step_tokens=1, rounds=9, out=str(tmp_path / "rows"))
+    rows = search_run(tiny(), "puct", width=2, step_tokens=1, rounds=9, out=str(tmp_path / "rows"))
     files = {
         name: read_jsonl(tmp_path / "rows" / f"{name}.jsonl") for name in ("siblings", "paths")
     }
@@ -74,7 +74,7 @@ def test_a_run_trains_on_the_rows_of_a_search(tmp_path, monkeypatch):
     more = ("warmup={steps=40, learning_rate=1e-2}", "train.steps=0", "eval.problems=16")
     run = tiny(*more, f"run.dir={tmp_path / 'run'}")
     train(run, echo=lambda line: None)
-    rows = search_run(run, "mcts", width=3, step_tokens=1, rounds=40, out=str(tmp_path))
+    rows = search_run(run, "puct", width=3, step_tokens=1, rounds=40, out=str(tmp_path))
     assert rows["siblings"] > 2
     for name, method in (("siblings", "mcts_dpo"), ("paths", "prm"), ("paths", "alphamath")):
         pairs = load_config(
@@ -140,15 +140,16 @@ def ratios_are_those_of_the_last_step(config, first):
     """By hand, for two paths of one prompt."""
     run = build.setup(config, trains=False)
     prompts = [Prompt(0, "", np.array([4, 3, 2, 5], np.int32), "")]
+    opening = prompts[0].tokens
     paths = [
-        Path(0, np.array([2, 3, 4, 1]), (2, 4), 3, -1.0, True),
-        Path(0, np.array([6, 2]), (2,), 0, -1.0, False),
+        Path(opening, np.array([2, 3, 4, 1]), (2, 4), 3, -1.0, True),
+        Path(opening, np.array([6, 2]), (2,), 0, -1.0, False),
     ]
     with jax.set_mesh(run.mesh):
         _, params, _ = load_policy(run, None)
-        draws, scorer_of = verifier_of(config, "ratio", "last")(run, params, None)
+        draws, score = verifier_of(config, "ratio", "last")(run, params, None)
         jax.tree.map(np.testing.assert_array_equal, draws, first)
-        found = scorer_of(prompts)(paths)
+        found = score(paths)
         for path, points in zip(paths, found, strict=True):
             tokens = np.concatenate([prompts[0].tokens, path.tokens]).astype(np.int32)[None]
             at = np.arange(tokens.shape[1], dtype=np.int32)[None]
@@ -169,15 +170,15 @@ def test_a_path_is_worth_what_is_said_behind_its_steps():
             ahead = 10 * rollout.prompt_lengths[:, None, None]
             return rollout.tokens - ahead
 
-    prompts = [Prompt(i, "", np.arange(1, 2 + i), "") for i in range(2)]
+    one, two = np.arange(1, 2), np.arange(1, 3)
     paths = [
-        Path(0, np.array([5, 3, 9, 4]), (2, 3, 4), 3, -1.0, True),
-        Path(1, np.array([7]), (1,), 0, -1.0, False),
-        Path(0, np.array([6, 2]), (1, 2), 1, -1.0, False),
+        Path(one, np.array([5, 3, 9, 4]), (2, 3, 4), 3, -1.0, True),
+        Path(two, np.array([7]), (1,), 0, -1.0, False),
+        Path(one, np.array([6, 2]), (1, 2), 1, -1.0, False),
     ]
     expected = {"last": [-6, -13, -8], "min": [-7, -13, -8], "mean": [16 / 3 - 10, -13, -6]}
     for name, points in expected.items():
-        assert _by_values(Model(), prompts, 4, 6, REDUCED[name], paths) == pytest.approx(points)
+        assert _by_values(Model(), 4, 6, REDUCED[name], paths) == pytest.approx(points)
 
 
 def test_what_cannot_be_searched_is_named(tmp_path):
@@ -186,6 +187,8 @@ def test_what_cannot_be_searched_is_named(tmp_path):
         search_run(tiny(), "beam", out=str(tmp_path / "file"))
     with pytest.raises(UserError, match="search = 'bream'; did you mean 'beam'"):
         search_run(tiny(), "bream")
+    with pytest.raises(UserError, match="search = 'mcts' is called 'puct' now"):
+        search_run(tiny(), "mcts")
     for by, reduce, said in (
         ("oracle", "last", "--by = 'oracle'"),
         ("model", "last", "--by model: rewards.model is missing"),

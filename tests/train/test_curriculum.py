@@ -9,6 +9,7 @@ import pytest
 
 from jrl.config import load_config
 from jrl.episodes.host import EnvError
+from jrl.episodes.play import BY_TIMING
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import HardProblems, WrittenProblems
@@ -17,7 +18,6 @@ from jrl.run.run import train
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train.build import setup
 from jrl.train.curriculum import CurrentPrompts, HardRounds, WrittenRounds
-from jrl.train.host_play import BY_TIMING
 from jrl.train.programs import check_trainable
 from jrl.train.sources import Groups, entries, simple_request
 from jrl.types import Prompt, StopReason

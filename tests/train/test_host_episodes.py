@@ -19,6 +19,7 @@ from jrl.sampling.rows import Rows
 from jrl.train.collect import Collector
 from jrl.train.host_episodes import HostEpisodes
 from jrl.train.loop import policy_weights
+from jrl.train.run_rows import RunRows
 from jrl.train.sources import simple_request
 from jrl.train.state import init_state
 from jrl.train.step import make_step
@@ -70,7 +71,7 @@ def source(env, **weights):
     return HostEpisodes(
         env,
         PlainFormat(TOKENIZER),
-        ROWS,
+        RunRows(ROWS),
         prompts=PROMPTS,
         seed=None,
         tokenizer=TOKENIZER,

@@ -1,5 +1,6 @@
 """`jrl train` on episodes with an environment on the host: a checkpoint, questions, and tools."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -9,16 +10,20 @@ import threading
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jrl.config import load_config
 from jrl.entry import fit
+from jrl.episodes.play import BY_TIMING
+from jrl.episodes.search import by_likelihood, by_path
+from jrl.episodes.transcript import rows_of_players, to_rollout
 from jrl.errors import RunStopped, UserError
-from jrl.evaluate import evaluate_run
-from jrl.evaluate.episodes import searching
+from jrl.evaluate import evaluate_run, load_policy
 from jrl.evaluate.search import search_run
+from jrl.evaluate.searcher import opened, searched_run, searcher_of, searching
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
@@ -27,7 +32,11 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
-from jrl.train.host_play import BY_TIMING
+from jrl.train.build import setup
+from jrl.train.host_episodes import host_source, leaves_played
+from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.sources import simple_request
+from jrl.train.tree_search import plan_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GSM8K = CONFIGS / "gsm8k.toml"
@@ -110,6 +119,19 @@ def closed():
         Path(__file__).with_name("ended").touch()
 
     return talk(1)._replace(lifecycle=Lifecycle(at_once=3, shutdown=shutdown))
+
+
+def two(turns=4):
+    """Two players; the first token of a turn says who is next."""
+
+    def init(prompt, seed):
+        return prompt, [{"role": "user", "content": prompt.text}]
+
+    async def step(prompt, reply):
+        again, next_one = [{"role": "user", "content": "Go on."}], int(reply.tokens[0]) % 2
+        return prompt, Feedback(again, 1.0, reply.turn == turns - 1, True, next=next_one)
+
+    return HostEnv(init, step, players=2, limits=Limits(turns=turns, turn_tokens=5))
 
 
 def pair():
@@ -330,6 +352,31 @@ def test_episodes_continue_from_their_summaries(place, tmp_path, mode):
         # What the sampler saw of a context is what training sees, and nothing else.
         assert record["logprob_diff"] < 1e-4
         assert record["grad_norm"] > 0
+    assert summaries_in(run) > 4
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        ("method=arpo", "tree={kind='branch', at='even', roots=2}", "sampling.slots=8"),
+        ("method=deepsearch", "tree={kind='search', by='puct', width=2, rounds=20}"),
+    ],
+    ids=["branches", "search"],
+)
+def test_trees_of_episodes_continue_from_their_summaries(place, tmp_path, tree):
+    run, more = tmp_path / "run", ("data.eval=", "log.samples_every=1", "rewards={success={}}")
+    folded = [x for x in FOLDED if not x.startswith(("method", "objective"))]
+    train(settings(place, run, "talk", *folded, *more, *tree), echo=lambda line: None)
+    for record in records_of(run):
+        assert record["summaries"] > 4
+        assert record["env_errors"] == record["env_fork_errors"] == 0
+        assert record["tree_shared_tokens"] > 0
+        assert record["logprob_diff"] < 1e-4
+    assert summaries_in(run) > 0
+
+
+def summaries_in(run):
+    """How many summaries the samples of a run hold, each of which begins the next context."""
     asked = 0
     for sample in read_jsonl(run / "samples.jsonl"):
         turns = sample["turns"]
@@ -341,7 +388,7 @@ def test_episodes_continue_from_their_summaries(place, tmp_path, mode):
                 assert (summary["by"], kept["by"]) == ("policy", "environment")
                 assert kept["text"].startswith(summary["text"])  # and the answer behind it
                 assert "Go on." in kept["text"][len(summary["text"]) :] or i + 3 == len(turns)
-    assert asked > 4
+    return asked
 
 
 BRANCHED = ("data.turns=3", "method=arpo", "objective={}", "sampling.max_new_tokens=80")
@@ -464,11 +511,13 @@ def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
     assert (found["env_errors"], found["step"]) == (0, 0)
     one = search_run(config, "greedy", width=3, by="ratio")
     assert one["turns"] == 3 * one["expansions"] <= 3 * 2
-    left = search_run(config, "mcts", width=3, rounds=6, out=str(tmp_path / "rows"))
+    left = search_run(config, "puct", width=3, rounds=6, out=str(tmp_path / "rows"))
     rows = read_jsonl(tmp_path / "rows" / "siblings.jsonl")
     assert len(rows) == left["siblings"] > 0 == left["paths"]
-    with pytest.raises(UserError, match="--search best_of_n: episodes are searched by turns; use"):
-        search_run(config, "best_of_n")
+    whole = search_run(config, "best_of_n", width=3)
+    assert (whole["turns"], whole["expansions"]) == (3, 1)
+    with pytest.raises(UserError, match="--out: --search best_of_n plays whole episodes, of which"):
+        search_run(config, "best_of_n", out=str(tmp_path / "rows"))
     problems = ["What is 1 + 1?", "What is 2 + 2?"]
     with searching(config, "greedy", width=2) as solve:
         said = solve(problems)
@@ -490,6 +539,56 @@ def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
     train(pairs, echo=said.append)
     assert all(r["grad_norm"] > 0 for r in records_of(tmp_path / "pairs"))
     assert not [line for line in said if "the objective alone" in line]
+
+
+SAMPLED = (
+    *("data.eval=", "method=deepsearch", "sampling.temperature=0.8", "eval.temperature=0.8"),
+    *("sampling.top_k=30", "sampling.top_p=0.9", "sampling.min_p=0.01"),
+    "tree={kind='search', by='best_first', width=2, rounds=3}",
+)
+
+
+@pytest.mark.parametrize(
+    ("env", "more"),
+    [
+        ("talk", ("data.turns=3", "sampling.max_new_tokens=80")),
+        ("talk", ("sampling.max_new_tokens=90", *FOLDED[:4])),
+        ("two", ("data.turns=3", "sampling.max_new_tokens=80")),
+    ],
+    ids=["one context", "contexts", "two players"],
+)
+def test_a_search_at_evaluation_samples_what_training_samples(place, tmp_path, env, more):
+    """Token for token, with the same weights, seeds and problems."""
+    config = settings(place, tmp_path / "run", env, *SAMPLED, *more)
+    run, positions = setup(config), np.arange(2)
+    plan = plan_of(run.method.draw.search, 4)
+    with jax.set_mesh(run.mesh):
+        key, params, _ = load_policy(run, None)
+        with contextlib.closing(host_source(run, run.data.prompts["train"], 4)) as source:
+            asked = simple_request(key, {"policy": params}, 3, positions.astype(np.int32), 4)
+            searched_too = asked.asks[0].replace(tree=run.method.draw.search)
+            groups, shape = source.draw(asked.replace(asks=(searched_too,))), source._shape
+        seeds = prompt_seeds(key, "sample", 3, positions)
+        prompts = groups.subject[:: run_players(groups)]
+        evaluated = searched_run(config, 2)
+        with searcher_of(evaluated, key, params, 3, width=2, split="train") as search:
+            searched = opened(search(prompts, seeds, plan, by_path(by_likelihood)))
+    members = leaves_played(searched, plan, 4).groups
+    if env == "two":
+        members = rows_of_players(members, 2)
+        first = {s.player for row in members[0] for s in row.segments}
+        assert first == {0, 1}
+    found, expected = to_rollout(members, shape).rollout, groups.rollout
+    for name in ("tokens", "lengths", "mask", "versions", "stop"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_allclose(found.sampler_logprobs, expected.sampler_logprobs, atol=1e-6)
+    contexts = np.asarray(groups.ids.get("context", 0)).max()
+    assert (contexts > 0) == (shape.contexts > 1)
+
+
+def run_players(groups):
+    """Rows of groups that each problem has."""
+    return len(groups.subject) // 2
 
 
 @pytest.mark.slow
@@ -730,11 +829,6 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
             "talk",
             ["data.turns=2", "data.contexts=2", "sampling.max_new_tokens=90"],
             "data.contexts = 2: a summary of up to data.summary_tokens = 256 and what asks for it",
-        ),
-        (
-            "talk",
-            [*FOLDED, "method=arpo", "sampling.slots=8"],
-            "does not go with data.contexts = 4: episodes that branch have one context",
         ),
         (
             "talk",

@@ -12,8 +12,12 @@ import pytest
 
 from jrl.config import load_config
 from jrl.config.unions import SearchTree
+from jrl.episodes.search import by_likelihood, by_path
 from jrl.episodes.tree import SEARCHES, Step, Tree
 from jrl.errors import UserError
+from jrl.evaluate import load_policy
+from jrl.evaluate.search import problems_of
+from jrl.evaluate.searcher import searched_run, searcher_of
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
 from jrl.methods.base import replay_rare
@@ -26,13 +30,16 @@ from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.places import entropy
 from jrl.sampling.rows import Rows
 from jrl.storage.metrics import read_jsonl
+from jrl.train.batches import task_source
 from jrl.train.build import setup
 from jrl.train.collect import to_batch
 from jrl.train.kinds import kind_of
 from jrl.train.objective import method_of
+from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.replay import Recall, unpacked
+from jrl.train.run_rows import RunRows
 from jrl.train.sources import Groups, simple_request
-from jrl.train.tree_search import TreeSearch, run_estimate
+from jrl.train.tree_search import TreeSearch, plan_of, run_estimate
 from jrl.types import Branching, Prompt, Search, StopReason
 
 P, T, G, END, LINE = 6, 14, 4, 1, 2
@@ -98,7 +105,7 @@ def drawn(search, lost=lambda tokens: False, estimate=None, group=G, **sizes):
     asked, judged = problems(lost)
     weights = {"policy": params(), **({} if estimate is None else {"value": "value"})}
     how = {"group": group, "width": P, "ends": (END,), "estimate": estimate}
-    source = TreeSearch(rows(**sizes), search, asked, WEIGHTS, **how)
+    source = TreeSearch(RunRows(rows(**sizes)), search, asked, WEIGHTS, **how)
     groups = source.draw(request(5, search, weights))
     return groups, source, judged
 
@@ -111,9 +118,7 @@ def odd_share(given, tokens, lengths):
 
 
 def steps_of(tree):
-    return [
-        (n.parent, n.step.content.tokens.tolist(), n.done) for n in tree.nodes if n.step is not None
-    ]
+    return [(n.parent, n.step.content.tolist(), n.done) for n in tree.nodes if n.step is not None]
 
 
 SEARCHED = {name: Search(name, 3, 12, 4, 0.7 if "uct" in name else 1.0) for name in SEARCHES}
@@ -132,7 +137,7 @@ def test_nodes_are_chosen_and_backed_up_as_the_search_says(found):
     named = SEARCHES[search.by]
     for n, tree in enumerate(source.trees):
         again, filled, here = Tree(), False, 1
-        for _ in range(search.rounds):
+        for _ in range(1 if named.whole else search.rounds):
             chosen = named.select(search.width, search.exploration)(again)
             if len(again.leaves()) >= G or not chosen:
                 break
@@ -155,7 +160,7 @@ def test_nodes_are_chosen_and_backed_up_as_the_search_says(found):
 def add(again, n, tree, number, named, guided):
     step = tree.nodes[number].step
     again.add(tree.nodes[number].parent, Step(step.content, *step[1:]))
-    whole = np.concatenate([tree.nodes[i].step.content.tokens for i in tree.path(number)])
+    whole = np.concatenate([tree.nodes[i].step.content for i in tree.path(number)])
     if step.done:
         named.backup(again, number, even_share(whole))
     elif guided:
@@ -164,7 +169,8 @@ def add(again, n, tree, number, named, guided):
 
 
 def test_members_are_leaves_and_each_step_is_trained_once(found):
-    _, groups, source, judged, _ = found
+    search, groups, source, judged, _ = found
+    whole = SEARCHES[search.by].whole
     rollout = groups.rollout.check()
     node, mask = groups.ids["node"], np.asarray(rollout.mask)
     for n, tree in enumerate(source.trees):
@@ -173,13 +179,17 @@ def test_members_are_leaves_and_each_step_is_trained_once(found):
             path, at = tree.path(leaf), 0
             for number in path:
                 step = tree.nodes[number].step.content
-                here = slice(at, at + len(step.tokens))
-                np.testing.assert_array_equal(rollout.tokens[n, i, here], step.tokens)
+                here = slice(at, at + len(step))
+                np.testing.assert_array_equal(rollout.tokens[n, i, here], step)
                 assert (node[n, i, here] == number).all()
                 assert (mask[n, i, here] == (number not in seen)).all()
-                at += len(step.tokens)
-                assert len(step.tokens) <= 4
-                assert step.tokens[-1] in (END, LINE) or len(step.tokens) == 4 or at == T
+                at += len(step)
+                assert whole or len(step) <= 4
+                assert (
+                    step[-1] == END or at == T
+                    if whole
+                    else (step[-1] in (END, LINE) or len(step) == 4 or at == T)
+                )
             seen |= set(path)
             assert rollout.lengths[n, i] == at
             last = rollout.tokens[n, i, at - 1]
@@ -189,7 +199,7 @@ def test_members_are_leaves_and_each_step_is_trained_once(found):
             assert groups.rewards[n, i, 0] == pytest.approx(even_share(rollout.tokens[n, i, :at]))
     assert (rollout.versions == np.where(mask, 5, -1)).all()
     every = [
-        (n, tuple(t for i in tree.path(leaf) for t in tree.nodes[i].step.content.tokens.tolist()))
+        (n, tuple(t for i in tree.path(leaf) for t in tree.nodes[i].step.content.tolist()))
         for n, tree in enumerate(source.trees)
         for leaf in tree.leaves()
     ]
@@ -217,7 +227,7 @@ def test_the_trainers_log_probabilities_are_the_searchs(found):
 
 
 def test_prompts_are_read_once_and_paths_never(found):
-    _, groups, source, _, _ = found
+    search, groups, source, _, _ = found
     counts = groups.counts
     assert counts["read_tokens"] == sum(len(p.tokens) for p in PROMPTS)
     assert counts["reread_tokens"] == 0
@@ -225,7 +235,8 @@ def test_prompts_are_read_once_and_paths_never(found):
     assert counts["slot_tokens"] == tokens
     assert counts["search_nodes"] == sum(len(tree.nodes) - 1 for tree in source.trees)
     mask = np.asarray(groups.rollout.mask)
-    assert counts["tree_shared_tokens"] == groups.rollout.lengths.sum() - mask.sum() > 0
+    assert counts["tree_shared_tokens"] == groups.rollout.lengths.sum() - mask.sum()
+    assert (counts["tree_shared_tokens"] > 0) != SEARCHES[search.by].whole
     assert counts["judged"] == counts["search_leaves"]
 
 
@@ -318,7 +329,7 @@ def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
     """Kept: the even half. Later their prompts' members share nothing, and the first are kept."""
     asked, _ = problems()
     search = SEARCHED["frontier"]
-    source = TreeSearch(rows(), search, asked, WEIGHTS, group=G, width=P, ends=(END,))
+    source = TreeSearch(RunRows(rows()), search, asked, WEIGHTS, group=G, width=P, ends=(END,))
     rule = replay_rare(0.5, 0.8, each=2, prompts=8)
     recall = Recall(rule, source, WEIGHTS, searches=True)
 
@@ -341,7 +352,7 @@ def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
             whole = row["rollout.tokens"]
             tree = source.trees[prompt]
             (leaf,) = [i for i in tree.leaves()[:G] if ids_at(tree, i) == whole.tolist()][:1]
-            logprobs = [tree.nodes[i].step.content.logprobs for i in tree.path(leaf)]
+            logprobs = [s.logprobs for s in tree.nodes[leaf].step.episode.segments]
             np.testing.assert_array_equal(row["rollout.sampler_logprobs"], np.concatenate(logprobs))
     assert shared
     again = step(6)
@@ -376,11 +387,11 @@ def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
 
 
 def ids_at(tree, leaf):
-    return [t for i in tree.path(leaf) for t in tree.nodes[i].step.content.tokens.tolist()]
+    return [t for i in tree.path(leaf) for t in tree.nodes[i].step.content.tolist()]
 
 
 def path_of(tree, node):
-    return [tree.nodes[i].step.content.tokens for i in tree.path(node)]
+    return [tree.nodes[i].step.content for i in tree.path(node)]
 
 
 def test_deepsearch_reads_the_values_of_its_search():
@@ -448,6 +459,37 @@ def test_a_path_is_worth_what_the_value_head_says_behind_its_last_token():
         assert points == pytest.approx((1 + np.tanh(np.float64(value))) / 2, abs=1e-5)
     assert abs(found[0] - found[1]) > 1e-3
     assert run_estimate(setup(load_config(None, [*TASK, "method=deepsearch"]))) is None
+
+
+def test_a_search_at_evaluation_samples_what_training_samples():
+    """Token for token, with the same weights, seeds and problems; of text, in lines and steps."""
+    config = load_config(
+        None,
+        [
+            *(*TASK, "method=deepsearch", "train.prompts=4", "mesh.fsdp=1", "eval.problems=4"),
+            "tree={kind='search', by='best_first', width=3, rounds=4, tokens=2}",
+            *("sampling.temperature=0.7", "eval.temperature=0.7", "sampling.top_k=5"),
+            *("sampling.top_p=0.9", "sampling.min_p=0.02", "model.dtype=float32"),
+        ],
+    )
+    run = setup(config)
+    search = run.method.draw.search
+    with jax.set_mesh(run.mesh):
+        key, params, _ = load_policy(run, None)
+        source = task_source(run, None)
+        asked = simple_request(key, {"policy": params}, 0, np.arange(4, dtype=np.int32), 4)
+        source.draw(asked.replace(asks=(asked.asks[0].replace(tree=search),)))
+        evaluated = searched_run(config, search.width)
+        _, prompts = problems_of(evaluated, key, "train")
+        seeds, kind = prompt_seeds(key, "sample", 0, np.arange(4)), {"step_tokens": search.tokens}
+        with searcher_of(evaluated, key, params, 0, width=search.width, **kind) as searcher:
+            plan = plan_of(search, config.sampling.group)
+            searched = searcher(prompts, seeds, plan, by_path(by_likelihood))
+    assert [steps_of(a) for a in searched.trees] == [steps_of(a) for a in source.trees]
+    assert all(len(tree.nodes) > 8 for tree in searched.trees)
+    for mine, theirs in zip(searched.trees, source.trees, strict=True):
+        for a, b in zip(mine.nodes[1:], theirs.nodes[1:], strict=True):
+            assert a.step.logprob == pytest.approx(b.step.logprob, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -354,7 +354,7 @@ def tp_llama(base: Method, beta: Positive, loss: PairLossName, label_smoothing: 
 
         loss = - mean over failed siblings l of log sigmoid( beta h(y_w) - beta h(y_l) )
 
-    after supervised training on the successful paths. ``jrl eval RUN --search mcts --out DIR`` of a
+    after supervised training on the successful paths. ``jrl eval RUN --search puct --out DIR`` of a
     run with tools makes such groups, each child worth its share of successes. Departures: the
     paper searches depth first, and stops at the first success; its data are a flat list of such
     pairs, each of which counts the same, and here a node's pairs are averaged first. Not known:

@@ -7,7 +7,7 @@ import pytest
 
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.check_env import check_env
-from jrl.episodes.episode import call_step
+from jrl.episodes.env_calls import call_step
 from jrl.episodes.host import EnvError, EnvExtras, Feedback, HostEnv, check_feedback
 from jrl.episodes.transcript import RowShape, Segment, Transcript, to_rollout
 from jrl.errors import UserError

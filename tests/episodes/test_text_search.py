@@ -1,18 +1,24 @@
-"""Tree search with an engine: what is drawn, what it costs, and that it finds better answers."""
+"""Search in text: what is sampled, what it costs, and that it finds better answers."""
 
 from functools import cache, partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.episodes.play import Device
+from jrl.episodes.rounds import SearchCost
+from jrl.episodes.search import best_node, by_likelihood, by_path, play_search
+from jrl.episodes.tree import Tree, search_plan
 from jrl.episodes.tree_rows import rows_of_tree
+from jrl.episodes.world import TextWorld
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.sampling.engine import Engine
-from jrl.serving.search import named_search, search
+from jrl.sampling.rows import Rows
+from jrl.types import Prompt
 
 CONFIG = ModelConfig(
     vocab_size=16,
@@ -26,9 +32,8 @@ CONFIG = ModelConfig(
 )
 NETWORK = transformer(CONFIG)
 PROMPTS = ((1, 2), (3,))
-END, STEP = 5, 7
+END, STEP, ROOMY = 5, 7, 32
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-LIMITS = {"end_tokens": (END,), "step_stops": (STEP,), "step_tokens": 3, "max_tokens": 9, "seed": 0}
 
 
 @cache
@@ -37,15 +42,15 @@ def params():
 
 
 @cache
-def engine(slots=4):
-    return Engine(
+def rows(slots, whole):
+    return Rows(
         NETWORK,
-        params(),
         slots=slots,
         prompt_tokens=16,
         max_new_tokens=9,
-        stop_tokens=(END,),
+        stop_tokens=(END,) if whole else (END, STEP),
         chunk=3,
+        sampling={"temperature": 1.0},
     )
 
 
@@ -62,20 +67,44 @@ def sixes(paths):
 
 
 def found(name, width=3, score=sixes, slots=4, **more):
-    return search(engine(slots), PROMPTS, named_search(name, width, **more), score, **LIMITS)
+    plan = search_plan(name, width, **more)
+    table = rows(slots, plan.whole)
+    table.set_weights(params(), 0)
+    world = TextWorld((END,), 0 if plan.whole else 3)
+    asked = [Prompt(i, "", np.array(ids, np.int32), "") for i, ids in enumerate(PROMPTS)]
+    searched = play_search(Device(table), world, asked, [11, 12], plan, by_path(score))
+    assert searched.counts["slot_tokens"] == sum(cost.tokens for cost in searched.costs)
+    assert searched.counts["read_tokens"] >= sum(map(len, PROMPTS))
+    if slots == ROOMY:  # a path is computed once where copies of all nodes have room
+        assert searched.counts["read_tokens"] == sum(map(len, PROMPTS))
+    return [Found(*each) for each in zip(searched.trees, searched.costs, strict=True)]
+
+
+class Found(NamedTuple):
+    """A tree, what it took, and its best path."""
+
+    tree: Tree
+    cost: SearchCost
+
+    @property
+    def tokens(self):
+        parts = [self.tree.step(i).content for i in self.tree.path(best_node(self.tree))]
+        return np.concatenate([np.zeros(0, np.int32), *parts])
+
+    @property
+    def points(self):
+        return self.tree.step(best_node(self.tree)).points
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("greedy", {}), ("beam", {}), ("dvts", {}), ("mcts", {"rounds": 6})]
+    ("name", "more"), [("greedy", {}), ("beam", {}), ("dvts", {}), ("puct", {"rounds": 6})]
 )
 def test_steps_end_where_they_should_and_costs_add_up(name, more):
-    for each, prompt in zip(found(name, **more), PROMPTS, strict=True):
+    for each in found(name, **more):
         nodes = each.tree.nodes[1:]
         assert each.cost.steps == len(nodes) == 3 * each.cost.expansions
         assert each.cost.tokens == sum(len(n.step.content) for n in nodes)
-        expanded = [i for i, n in enumerate(each.tree.nodes) if n.expanded]
         path = lambda i, e=each: sum(len(e.tree.nodes[j].step.content) for j in e.tree.path(i))  # noqa: E731
-        assert each.read_tokens == sum(len(prompt) + path(i) for i in expanded)
         for i, node in enumerate(each.tree.nodes[1:], 1):
             ids = node.step.content
             assert 1 <= len(ids) <= 3
@@ -94,7 +123,7 @@ def test_best_of_n_is_n_whole_completions():
 
 
 def test_what_a_search_drew_is_what_its_rows_hold_id_for_id():
-    for each, prompt in zip(found("mcts", rounds=6), PROMPTS, strict=True):
+    for each, prompt in zip(found("puct", rounds=6), PROMPTS, strict=True):
         points = {leaf: float(i % 2) for i, leaf in enumerate(each.tree.leaves())}
         rows = rows_of_tree(each.tree, prompt, points)
         drawn = {
@@ -112,9 +141,10 @@ def test_what_a_search_drew_is_what_its_rows_hold_id_for_id():
 
 
 def test_draws_do_not_depend_on_slots():
-    for one, other in zip(found("beam"), found("beam", slots=3), strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.cost == other.cost
+    for slots in (3, ROOMY):
+        for one, other in zip(found("beam"), found("beam", slots=slots), strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert one.cost == other.cost
 
 
 def test_steps_log_probabilities_are_the_networks():
@@ -137,18 +167,15 @@ def test_a_beam_finds_more_than_one_draw():
 
 
 def test_without_a_verifier_the_likely_is_taken():
-    plan = named_search("best_of_n", 4)
-    for each in search(engine(), PROMPTS, plan, **LIMITS):
+    for each in found("best_of_n", 4, by_likelihood):
         means = [n.step.logprob / n.step.tokens for n in each.tree.nodes[1:]]
         assert each.points == pytest.approx(np.exp(max(means)), rel=1e-6)
 
 
 def test_what_is_wrong_is_named():
     with pytest.raises(UserError, match="search = 'baem'; did you mean 'beam'"):
-        named_search("baem", 2)
+        search_plan("baem", 2)
     with pytest.raises(UserError, match="width = 0"):
-        named_search("beam", 0)
-    with pytest.raises(UserError, match="width = 5 and the engine has 4 slots; draw fewer"):
-        found("beam", 5)
-    with pytest.raises(UserError, match="step_tokens = 12; give 1 to max_tokens = 9"):
-        search(engine(), PROMPTS, named_search("beam", 2), **{**LIMITS, "step_tokens": 12})
+        search_plan("beam", 0)
+    with pytest.raises(UserError, match="search = 'mcts' is called 'puct' now"):
+        search_plan("mcts", 2)

@@ -6,17 +6,17 @@ import time
 import numpy as np
 import pytest
 
-from jrl.episodes.episode import Episode
+from jrl.episodes.episode import Call, CallKind, Episode, Sampled
+from jrl.episodes.slots import DecodeSlots
 from jrl.sampling.row_costs import RowCosts, WaitingPlace, cheapest
-from jrl.train.host_slots import EpisodeSlots
 from jrl.types import Prompt
 
 
 class Rows:
-    """Stands in for ``sampling.rows.Rows``."""
+    """Stands in for ``Rows``."""
 
-    def __init__(self, slots, parked):
-        self.slots, self.max_suspended = slots, parked
+    def __init__(self, slots, suspended):
+        self.slots, self.max_suspended = slots, suspended
         self.costs, self.done = RowCosts(slots), []
 
     def admit(self, starts):
@@ -30,8 +30,9 @@ class Rows:
         self.done.append(("suspend", row))
         return f"row {row}"
 
-    def resume(self, row, parked):
-        self.done.append(("resume", row, parked))
+    def resume(self, row, suspended, start=None):
+        member = () if start is None else (start.member,)
+        self.done.append(("resume", row, suspended, *member))
 
     def fork(self, row, start, length):
         self.done.append(("fork", row, start.member, length, start.limit))
@@ -43,7 +44,7 @@ class Rows:
 
 def table_of(slots=1, parked=1, choose=cheapest):
     rows, counts = Rows(slots, parked), collections.defaultdict(float)
-    return EpisodeSlots(rows, choose, counts), rows, counts
+    return DecodeSlots(rows, choose, counts), rows, counts
 
 
 def episode(member, opening=(1, 2)):
@@ -54,17 +55,17 @@ def episode(member, opening=(1, 2)):
 
 def say(table, one, *tokens):
     """The policy ends a turn, and the environment is asked."""
-    one.grow(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), 0)
+    one.grow(Sampled(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), 0))
     one.end_turn()
-    one.call = 1
-    table.asked(one)
+    now = time.monotonic()
+    one.call = Call(1, CallKind.STEP, now, now + 9, one)
 
 
 def hear(table, one, ids, limit=30):
     """The environment answers."""
     one.call = None
     one.answer(ids, 0)
-    table.answered(one, ids, limit)
+    table.resume(one, limit)
 
 
 @pytest.mark.parametrize("place", [WaitingPlace.PARKED, WaitingPlace.DROPPED])
@@ -78,7 +79,7 @@ def test_a_row_leaves_and_returns(place):
     assert table.slots == [first]  # nobody else could use the slot
     table.add(second, 9)
     table.fill()
-    assert (table.slots, first.row) == ([second], None)
+    assert (table.slots, first.seat.row) == ([second], None)
     assert list(table.waiting()) == [second, first]
     say(table, second, 6)
     rows.done.clear()
@@ -182,16 +183,16 @@ def test_the_row_with_the_longest_wait_makes_room(monkeypatch):
     say(table, second, 3)
     table.add(third, 9)
     table.fill()
-    assert first.row is None
-    assert second.row is not None
-    began = first.began
+    assert first.seat.row is None
+    assert second.seat.row is not None
+    began = first.clock.began
     clock[0] += 1.0
     hear(table, first, [7])
     clock[0] += 5.0  # without a slot
     table.fill()
-    assert second.row is None  # parked in turn
-    assert first.row is not None
-    assert (first.began, first.turn_began) == (began + 5.0, clock[0])
+    assert second.seat.row is None  # parked in turn
+    assert first.seat.row is not None
+    assert (first.clock.began, first.clock.turn_began) == (began + 5.0, clock[0])
 
 
 @pytest.mark.parametrize("room", [1, 0])
@@ -204,16 +205,16 @@ def test_a_branch_begins_with_a_copy_where_there_is_room(room):
     hear(table, source, [7, 8])
     table.fill()
     say(table, source, 6)
-    source.branch(branch)
+    source.branch_off(branch)
     rows.done.clear()
     table.fork(branch, source, 12)
     table.add(branch, 12)
     table.fill()
-    assert table.slots[branch.row] is branch
-    row = branch.row
+    assert table.slots[branch.seat.row] is branch
+    row = branch.seat.row
     if room:  # rewound to the turn's first token, and nothing is read
-        copied = ("fork", source.row, 3, 4, 12)
-        assert rows.done == [copied, ("resume", row, f"fork of row {source.row}")]
+        copied = ("fork", source.seat.row, 3, 4, 12)
+        assert rows.done == [copied, ("resume", row, f"fork of row {source.seat.row}")]
         assert counts["reread_tokens"] == 0
     else:  # prompt, turn and answer, all of which the source has read
         past = [3, 4, 7, 8]
@@ -230,9 +231,9 @@ def test_a_branch_that_ends_before_it_begins_leaves_room():
     hear(table, source, [7])
     table.fill()
     say(table, source, 6)
-    source.branch(branch)
+    source.branch_off(branch)
     table.fork(branch, source, 12)
     table.remove(branch)
-    source.branch(branch)
+    source.branch_off(branch)
     table.fork(branch, source, 12)
     assert [step[0] for step in rows.done].count("fork") == 2

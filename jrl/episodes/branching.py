@@ -50,7 +50,7 @@ class EpisodeBranches:
         Were they shared out as episodes ask for them, the first to play a turn would get more.
         """
         for i, root in enumerate(members[: self.roots]):
-            root.spare = tuple(range(self.roots + i, self._group, self.roots))
+            root.branch.spare = tuple(range(self.roots + i, self._group, self.roots))
 
     def leaves(self, episode: Episode) -> bool:
         """Whether a member leaves the episode before the turn that has just ended.
@@ -60,20 +60,28 @@ class EpisodeBranches:
         """
         rise = np.inf
         if self._branching.at != "even":
-            number = float(episode.numbers[:MEASURED_TOKENS].mean())
-            if episode.turn == 0:
-                episode.usual = number
-            rise = number - episode.usual
-        # Behind its own past a branch would only draw once more what its source was left for.
-        later = episode.turn > episode.first
-        return later and bool(episode.spare) and bool(rise > self._branching.above)
+            number = float(self._numbers(episode)[:MEASURED_TOKENS].mean())
+            if episode.at.turn == 0:
+                episode.branch.usual = number
+            rise = number - episode.branch.usual
+        # Behind its own past a branch would only sample once more what its source was left for.
+        later = episode.at.turn > episode.branch.first
+        return later and bool(episode.branch.spare) and bool(rise > self._branching.above)
+
+    def _numbers(self, episode: Episode) -> np.ndarray:
+        """[t] float32 of the last turn: what is measured, else how surprising each token was."""
+        if self.measure is not None:
+            return episode.turn.measured
+        logprobs = episode.segments[-1].logprobs
+        assert logprobs is not None
+        return -logprobs
 
     def take(self, episode: Episode, members: Sequence[Episode]) -> Episode:
         """The member that leaves an episode now; both keep half of the other members to give."""
-        number, rest = episode.spare[0], episode.spare[1:]
+        number, *rest = episode.branch.spare
         child, half = members[number], len(rest) // 2
-        child.spare, episode.spare = rest[:half], rest[half:]
-        episode.branch(child)
+        episode.branch_off(child)
+        child.branch.spare, episode.branch.spare = tuple(rest[:half]), tuple(rest[half:])
         return child
 
 

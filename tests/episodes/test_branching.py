@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.episodes.branching import MEASURED_TOKENS, EpisodeBranches
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
-from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.episodes.groups import play_episodes
+from jrl.episodes.host import ChatOptions, Feedback, HostEnv, Limits
+from jrl.episodes.play import Device
 from jrl.episodes.transcript import RowShape, to_rollout
+from jrl.episodes.world import host_world
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
@@ -25,9 +29,8 @@ from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.row_costs import WaitingPlace
 from jrl.sampling.rows import Rows
 from jrl.train.collect import to_batch
-from jrl.train.host_branches import MEASURED_TOKENS, EpisodeBranches
 from jrl.train.host_episodes import HostEpisodes
-from jrl.train.host_play import play_episodes
+from jrl.train.run_rows import RunRows
 from jrl.train.sources import simple_request
 from jrl.types import Branching, Prompt, StopReason
 
@@ -107,22 +110,18 @@ def prompts(count):
     return [Prompt(i, t, np.zeros(0, np.int32), None) for i, t in enumerate(texts)]
 
 
-def play(env, tree=EVEN, count=2, group=4, slots=8, chunk=3, parked=None, **more):
+def play(env, tree=EVEN, count=2, group=4, slots=8, chunk=3, parked=None, **device):
     table = rows(slots, chunk, tree.at, parked)
     table.set_weights(params(), 7)
     asked = prompts(count)
     with Calls() as calls:
         return play_episodes(
-            table,
-            calls,
-            env,
-            PlainFormat(TOKENIZER),
+            Device(table, **device),
+            host_world(calls, env, PlainFormat(TOKENIZER), TOKENIZER),
             asked,
             [5 + p.id for p in asked],
             group=group,
-            tokenizer=TOKENIZER,
             branches=EpisodeBranches(tree, group, slots),
-            **more,
         )
 
 
@@ -303,6 +302,47 @@ def test_branches_branch_and_states_are_closed_once_each():
     assert sorted(first_own) == [0, 1, 2, 2, 3, 3, 3, 3]
 
 
+def test_branches_continue_behind_summaries():
+    """A member leaves another one in any context, and is sampled behind that context alone."""
+    limits = Limits(turns=9, turn_tokens=4, contexts=4, summary_tokens=24)
+    played = play(
+        counting_env(limits=limits, chat=ChatOptions(summary="sum")),
+        Branching("even", 1),
+        count=2,
+        group=8,
+    )
+    assert played.counts["branches"] == 2 * 7
+    assert played.counts["summaries"] > 0
+    found = to_rollout(played.groups, RowShape(8, P, T, contexts=4))
+    node, mask = found.ids["node"], np.asarray(found.rollout.mask)
+    assert mask.sum() == played.counts["slot_tokens"]
+    drawn = {
+        (n, t, node[n, i, t]) for n in range(2) for i, t in zip(*np.nonzero(mask[n]), strict=True)
+    }
+    assert len(drawn) == mask.sum()  # each token once
+    first = [
+        next(s for s in row.segments if s.drawn) for group in played.groups for row in group[1:]
+    ]
+    assert {s.context for s in first} >= {0, 1}
+    score = jit(NETWORK.hidden)
+    for row in (row for group in played.groups for row in group):
+        for context in range(row.segments[-1].context + 1):
+            parts = [s for s in row.segments if s.context == context]
+            ids = np.concatenate([row.opening, *(s.tokens for s in parts)])
+            at, tokens = np.arange(P + T)[None], np.zeros((1, P + T), np.int32)
+            tokens[0, : len(ids)] = ids
+            hidden, _ = score(params(), tokens, at, np.ones_like(at))
+            chances = np.asarray(jax.nn.log_softmax(NETWORK.logits(params(), hidden[0])))
+            end = len(row.opening)
+            for part in parts:
+                if part.drawn:
+                    own = np.arange(end, end + len(part.tokens))
+                    np.testing.assert_allclose(
+                        part.logprobs, chances[own - 1, part.tokens], atol=3e-5
+                    )
+                end += len(part.tokens)
+
+
 # ---------------------------------------------------------------- faults
 
 
@@ -350,7 +390,7 @@ def test_what_a_source_that_failed_drew_is_trained_in_the_branch():
 
 
 def test_an_environment_without_copies_is_named():
-    with pytest.raises(UserError, match=r"HostEnv\.fork is None"):
+    with pytest.raises(UserError, match=r"needs HostEnv\.fork"):
         source(counting_env(fork=None))
     with pytest.raises(UserError, match="a tree of sampling.group = 4 members needs a slot"):
         EpisodeBranches(EVEN, 4, 3)
@@ -363,7 +403,7 @@ def source(env, tree=EVEN):
     return HostEpisodes(
         env,
         PlainFormat(TOKENIZER),
-        rows(8, 3, tree.at),
+        RunRows(rows(8, 3, tree.at)),
         prompts=prompts(4),
         seed=None,
         tokenizer=TOKENIZER,

@@ -13,8 +13,11 @@ import pytest
 
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
+from jrl.episodes.groups import play_episodes
 from jrl.episodes.host import ChatOptions, Feedback, HostEnv, Limits
+from jrl.episodes.play import Device
 from jrl.episodes.transcript import RowShape, to_rollout
+from jrl.episodes.world import host_world
 from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
@@ -24,7 +27,6 @@ from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.row_costs import WaitingPlace
 from jrl.sampling.rows import Rows
 from jrl.train.collect import to_batch
-from jrl.train.host_play import play_episodes
 from jrl.train.score import score
 from jrl.types import Prompt, StopReason
 
@@ -105,15 +107,14 @@ def seed_of(prompt):
     return (int(hi) << 32) + int(lo)
 
 
-def play(env, count=3, group=4, slots=4, chunk=3, **more):
+def play(env, count=3, group=4, slots=4, chunk=3, **device):
     table = rows(slots, chunk)
     table.set_weights(params(), 7)
     asked = prompts(count)
     seeds = [seed_of(p) for p in asked]
     with Calls() as calls:
-        return play_episodes(
-            table, calls, env, CHAT, asked, seeds, group=group, tokenizer=TOKENIZER, **more
-        )
+        world = host_world(calls, env, CHAT, TOKENIZER)
+        return play_episodes(Device(table, **device), world, asked, seeds, group=group)
 
 
 def said(played):

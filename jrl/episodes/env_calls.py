@@ -1,0 +1,115 @@
+"""What is called in an environment's thread: to open it, and to tell it what the policy said."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jrl.episodes.calls import run_either
+from jrl.episodes.chat import Format
+from jrl.episodes.host import (
+    EnvError,
+    Feedback,
+    HostEnv,
+    Reply,
+    check_feedback,
+    check_messages,
+)
+from jrl.models.chat_frames import Message
+from jrl.models.tokenizer import Tokenizer
+from jrl.types import Prompt
+
+
+async def call_init(
+    env: HostEnv, chat: Format, prompt: Prompt, seed: int, longest: int
+) -> tuple[Any, np.ndarray, int]:
+    """Opens an environment: its state, the ids of the opening, and the id of the state.
+
+    Args:
+      env: the environment.
+      chat: how its messages become ids.
+      prompt: the problem.
+      seed: of the group.
+      longest: tokens of an opening.
+
+    Raises:
+      EnvError: what it returned cannot be used.
+    """
+    state, messages = _pair(await run_either(env.init, prompt, seed), "init", "(state, messages)")
+    try:
+        messages = check_messages(messages, env.limits)
+        opening = np.array(chat.opening(messages), np.int32)
+        if not 1 <= len(opening) <= longest:
+            raise EnvError(f"opens with {len(opening)} tokens; the limit of a prompt is {longest}")
+    except BaseException:
+        await run_either(env.close, state)  # nobody else learns of the state
+        raise
+    return state, opening, _state_id(None, messages)
+
+
+async def call_step(
+    env: HostEnv, chat: Format, tokenizer: Tokenizer, state: Any, turn: int, tokens: Any, cut: bool
+) -> tuple[Any, Feedback, list[int], int]:
+    """Tells an environment what was said: its state, the feedback, the answer's ids, a state id.
+
+    Args:
+      env: the environment.
+      chat: how its messages become ids.
+      tokenizer: turns the tokens into text.
+      state: the environment's own.
+      turn: number of the turn.
+      tokens: [t] int32, what the policy drew.
+      cut: whether a limit of tokens ended the turn.
+
+    Raises:
+      EnvError: what it returned cannot be used.
+    """
+    ids = tokens.tolist()
+    text, raw = tokenizer.decode(ids), tokenizer.decode(ids, skip_special=False)
+    reply = Reply(text=text, raw=raw, tokens=tokens, turn=turn, cut=cut)
+    state, value = _pair(await run_either(env.step, state, reply), "step", "(state, Feedback)")
+    feedback = check_feedback(value, env.limits, len(env.parts), env.players)
+    feedback = feedback._replace(labels=_labels(env, feedback, tokenizer, ids))
+    answer = (
+        [] if feedback.done else chat.following(feedback.messages, closed=not cut, first=turn == 0)
+    )
+    return state, feedback, answer, _state_id(feedback.state_key, feedback.messages)
+
+
+def _labels(
+    env: HostEnv, feedback: Feedback, tokenizer: Tokenizer, ids: Sequence[int]
+) -> dict[str, int | list[int]]:
+    """The labels of a turn, those of characters as those of its tokens.
+
+    A token has the label of the first character that it adds to the text; if it adds none, -1.
+
+    Raises:
+      EnvError: a label that the environment does not declare, or not one for each character.
+    """
+    found: dict[str, int | list[int]] = {}
+    for name, given in feedback.labels.items():
+        if name not in (env.extras.labels if isinstance(given, int) else env.extras.token_labels):
+            raise EnvError(f"label {name} is not declared by the environment")
+        if isinstance(given, int):
+            found[name] = given
+            continue
+        begins = [len(tokenizer.decode(ids[:i])) for i in range(len(ids) + 1)]
+        if len(given) != begins[-1]:
+            raise EnvError(f"label {name}: {len(given)} numbers for {begins[-1]} characters")
+        found[name] = [given[begin] if begin < begins[-1] else -1 for begin in begins[:-1]]
+    return found
+
+
+def _pair(value: Any, name: str, form: str) -> tuple[Any, Any]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise EnvError(f"{name} returned {value!r:.60}, not {form}")
+    return value[0], value[1]
+
+
+def _state_id(key: Any, messages: Sequence[Message]) -> int:
+    """A number of 31 bits for a state: by its name, or by what is seen in it."""
+    seen = repr(key) if key is not None else "\0".join(m["content"] for m in messages)
+    return zlib.crc32(seen.encode("utf-8", "replace")) & 0x7FFFFFFF

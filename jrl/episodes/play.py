@@ -1,0 +1,360 @@
+"""One scheduler of turns: episodes alone, episodes that branch, and searches of both and of text.
+
+A *job* is a row as an episode left it, ids to append and a limit: the policy samples behind them.
+A *strategy* says which episodes are to continue: each by itself, some left by others
+(``groups``, ``branching``), or the nodes that a search chooses (``search``).
+
+One thread, the caller's, touches the device. Between two chunks of decoding it takes the answers
+that have arrived, gives them to their rows, and fills free slots with the next episodes. A row that
+waits for its environment stays in its slot, or makes room for another episode until its answer is
+there (``slots``), and the others decode on.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jrl.episodes.calls import Answer
+from jrl.episodes.episode import (
+    ABSENT,
+    Call,
+    CallKind,
+    Ending,
+    Episode,
+    Sampled,
+)
+from jrl.episodes.follow import Continue, Next
+from jrl.episodes.host import EnvError
+from jrl.episodes.slots import DecodeSlots
+from jrl.episodes.world import BLOCKED, GRACE_SECONDS, World
+from jrl.sampling.row_costs import ChoosePlace, cheapest
+from jrl.sampling.rows import Rows
+from jrl.system.wait_reports import waiting
+from jrl.types import Params, StopReason
+
+_LOOK_SECONDS = 0.05
+"""Where nothing can be decoded, how long an answer is waited for between two looks at deadlines."""
+
+Newer = Callable[[], tuple[Params, int] | None]
+"""() -> newer parameters and their version, or None to keep those in use."""
+
+
+def keep_weights() -> tuple[Params, int] | None:
+    """A ``Newer`` that has none."""
+    return None
+
+
+BY_TIMING = frozenset(
+    {"slot_use", "idle_seconds", "parked", "dropped", "read_tokens", "reread_tokens"}
+)
+"""Counts that depend on when environments answer; nothing that is sampled does."""
+
+
+class Device(NamedTuple):
+    """What samples, and how its rows are used.
+
+    Attributes:
+      rows: with weights.
+      newer: asked before each chunk, so that weights may change between tokens. Rows keep the keys
+        and values of older weights, but for those that are dropped, which are read by the newest.
+      choose: where a row waits whose slot another episode could use.
+      policy_of: which policy of several a player is, with rows that sample from several.
+    """
+
+    rows: Rows
+    newer: Newer = keep_weights
+    choose: ChoosePlace = cheapest
+    policy_of: Callable[[int], int] | None = None
+
+
+class Strategy(Protocol):
+    """Which episodes are to continue."""
+
+    @property
+    def left(self) -> int:
+        """Episodes that have begun to play, or could, and have neither ended nor paused."""
+
+    def advance(self, scheduler: Scheduler) -> bool:
+        """Begins what can begin now; whether anything is left to play."""
+
+    def opened(self, scheduler: Scheduler, episode: Episode) -> None:
+        """An episode has opened, or has failed to."""
+
+    def turn_ended(self, scheduler: Scheduler, episode: Episode) -> None:
+        """A turn was sampled, about which nobody has been asked."""
+
+    def copied(self, scheduler: Scheduler, call: Call, answer: Answer) -> None:
+        """A copy of an environment's state is there, or could not be made."""
+
+    def continues(self, scheduler: Scheduler, episode: Episode, following: Continue) -> None:
+        """An episode could sample behind what was appended to it."""
+
+    def ended(self, scheduler: Scheduler, episode: Episode) -> None:
+        """An episode has ended; its row and its state are gone."""
+
+
+# ---------------------------------------------------------------- the scheduler
+
+
+class Scheduler:
+    """The loop that decodes, calls the world and asks a strategy.
+
+    Attributes:
+      world: what answers turns.
+      slots: who has a slot.
+      counts: numbers by name, which add up.
+    """
+
+    def __init__(self, device: Device, world: World, strategy: Strategy) -> None:
+        self.world, self.counts = world, collections.defaultdict[str, float](float)
+        self.slots = DecodeSlots(device.rows, device.choose, self.counts)
+        self._device, self._strategy = device, strategy
+        self._calls: dict[int, Call] = {}
+        self._next_call = 0
+
+    @property
+    def rows(self) -> Rows:
+        """The decode slots' rows."""
+        return self._device.rows
+
+    @property
+    def unanswered(self) -> int:
+        """Calls under way."""
+        return len(self._calls)
+
+    @property
+    def opening(self) -> int:
+        """Episodes that are being opened."""
+        return sum(call.kind is CallKind.OPEN for call in self._calls.values())
+
+    def run(self) -> None:
+        """Plays until the strategy has nothing left and every call is answered."""
+        seconds = self.world.rules.limits.call_seconds
+        with waiting(self.world.name, self._progress, seconds=seconds):
+            # Closes at the end are waited for too: the environment may end behind this play.
+            while self._strategy.advance(self) or self._calls:
+                # Slots first, then a chunk, then answers: what arrives while the device decodes
+                # has its slot before the next chunk begins.
+                self.slots.fill()
+                running = self.slots.running
+                if running:
+                    self._decode()
+                for answer in self._arrived(wait=not running):
+                    self._take(answer)
+                self._expire()
+
+    def _progress(self) -> str:
+        """How far the episodes are; read by another thread."""
+        return (
+            f"{self._strategy.left} episodes left, {self.counts.get('turns', 0):.0f} turns played, "
+            f"{len(self._calls)} calls unanswered"
+        )
+
+    # ------------------------------------------------------------ what strategies ask for
+
+    def open(self, episode: Episode) -> None:
+        """Opens its environment."""
+        call = self._called(CallKind.OPEN, episode)
+        self.world.open(call.number, episode, self.rows.prompt_tokens)
+
+    def ask(self, episode: Episode) -> None:
+        """Asks the environment about the turn that has ended."""
+        call = self._called(CallKind.STEP, episode)
+        self.world.step(call.number, episode)
+
+    def copy(self, state: Any, waits: Episode, copy_for: Episode) -> None:
+        """Copies a state for an episode, while another or the same one waits."""
+        call = self._called(CallKind.FORK, waits, copy_for)
+        self.world.fork(call.number, state)
+
+    def close(self, episode: Episode) -> None:
+        """Closes its state, if it has one."""
+        if episode.state is not ABSENT:
+            self._close(episode.state)
+            episode.state = ABSENT
+
+    def begin(self, episode: Episode, parent: Episode | None = None) -> None:
+        """Lets the policy sample its first turn, behind a node or its own past."""
+        self.slots.add(episode, self.world.rules.turn_limit(episode), parent)
+
+    def resume(self, episode: Episode, following: Continue) -> None:
+        """Lets the policy sample behind what was appended."""
+        episode.clock.turn_began = time.monotonic()
+        # The row holds the old context, which the policy must not see any more.
+        if following.new_context:
+            self.slots.restart(episode, following.limit)
+        else:
+            self.slots.resume(episode, following.limit)
+
+    def end(self, episode: Episode, stop: StopReason, reason: str = "") -> None:
+        """Ends an episode, frees its slot and closes its environment."""
+        episode.ending = Ending(stop, reason)
+        # The slot first: what the strategy begins now may have it in the next chunk.
+        self.slots.remove(episode)
+        self.close(episode)
+        self._strategy.ended(self, episode)
+
+    def fail(self, episode: Episode, reason: str, *, timeout: bool = False) -> None:
+        """Ends an episode whose environment failed; it counts in no group."""
+        self.counts["env_timeouts" if timeout else "env_errors"] += 1
+        self.end(episode, StopReason.TIMEOUT if timeout else StopReason.FAILED, reason)
+
+    # ------------------------------------------------------------ decoding
+
+    def _decode(self) -> None:
+        """Samples a chunk, and hands ended turns to the strategy."""
+        rows, device = self._device.rows, self._device
+        if (newer := device.newer()) is not None:
+            rows.set_weights(*newer)
+        # Where fewer episodes are left than slots, the others are not in use.
+        wanted = min(rows.slots, self._strategy.left)
+        policies = None
+        # By player, not by row: a slot passes from one player's turn to another's.
+        if device.policy_of is not None:
+            policies = [0 if e is None else device.policy_of(e.at.player) for e in self.slots.slots]
+        out = rows.decode(wanted, policies)
+        self.counts["slot_steps"] += int(out.steps) * wanted
+        for row, episode in enumerate(list(self.slots.slots)):
+            if episode is None or episode.call is not None:
+                continue
+            # The output is on the host already: one transfer a chunk, however many rows.
+            if count := int(out.counts[row]):
+                self.counts["slot_tokens"] += count
+                tokens, logprobs = np.asarray(out.tokens), np.asarray(out.logprobs)
+                measured = None if out.measured is None else np.asarray(out.measured)[row, :count]
+                part = tokens[row, :count], logprobs[row, :count], rows.version, measured
+                episode.grow(Sampled(*part))
+            episode.turn.stop = StopReason(int(out.stop[row]))
+            if episode.turn.stop != StopReason.RUNNING:
+                self._stopped(episode)
+
+    def _stopped(self, episode: Episode) -> None:
+        """A row has stopped: at the end of a summary, which nobody is asked about, or a turn."""
+        if episode.pending is not None:
+            self.counts["summaries"] += 1
+            self._follow(episode, self.world.rules.follow_summary(episode))
+            return
+        # A turn becomes a segment before anybody is asked, so that a fork has it, too.
+        episode.end_turn()
+        self.counts["turns"] += 1
+        self._strategy.turn_ended(self, episode)
+
+    def _follow(self, episode: Episode, following: Next) -> None:
+        if isinstance(following, StopReason):
+            self.end(episode, following)
+        elif following.summary:
+            self.resume(episode, following)  # a part of the turn, whatever the strategy
+        else:
+            self._strategy.continues(self, episode, following)
+
+    # ------------------------------------------------------------ calls
+
+    def _called(
+        self, kind: CallKind, episode: Episode | None, copy_for: Episode | None = None
+    ) -> Call:
+        now, number = time.monotonic(), self._next_call
+        until = now + self.world.rules.limits.call_seconds
+        # Numbers are never used again, so that a late answer finds nobody and harms nobody.
+        call = Call(number, kind, now, until, episode, copy_for)
+        self._next_call, self._calls[number] = number + 1, call
+        if episode is not None:
+            episode.call = call
+        return call
+
+    def _close(self, state: Any) -> None:
+        call = self._called(CallKind.CLOSE, None)
+        self.world.close(call.number, state)
+
+    def _arrived(self, *, wait: bool) -> Iterator[Answer]:
+        """The answers in the inbox; waits a little for the first where nothing else is to do."""
+        inbox = self.world.inbox
+        # With rows that run the inbox is looked at in passing: waiting would idle the device.
+        if wait and self._calls:
+            began, first = time.monotonic(), None
+            with contextlib.suppress(queue.Empty):
+                first = inbox.get(timeout=_LOOK_SECONDS)
+            # What is closed at the end keeps no slot from decoding.
+            self.counts["idle_seconds"] += (time.monotonic() - began) * bool(self._strategy.left)
+            if first is None:
+                return
+            yield first
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield inbox.get_nowait()
+
+    def _take(self, answer: Answer) -> None:
+        """Continues the episode that an answer is for."""
+        call = self._calls.pop(answer.number, None)
+        if call is None:
+            return  # of an event loop that was given up
+        episode = call.episode
+        if episode is None:
+            self.counts["env_close_errors"] += bool(answer.error)
+            return
+        episode.call = None
+        # A copy is there for somebody else, whatever has become of the episode that waited.
+        if call.kind is CallKind.FORK:
+            self._strategy.copied(self, call, answer)
+        elif episode.ending is not None:
+            # It ended meanwhile; a late init still wants closing.
+            if call.kind is CallKind.OPEN and not answer.error:
+                self._close(answer.value[0])
+        elif call.kind is CallKind.OPEN:
+            self._opened(episode, answer)
+        else:
+            self._answered(episode, answer)
+
+    def _opened(self, episode: Episode, answer: Answer) -> None:
+        if answer.error:
+            self.fail(episode, answer.error, timeout=answer.timeout)
+        else:
+            episode.open(*answer.value)
+        self._strategy.opened(self, episode)
+
+    def _answered(self, episode: Episode, answer: Answer) -> None:
+        self.rows.costs.record_wait(answer.seconds)
+        if answer.error:
+            self.fail(episode, answer.error, timeout=answer.timeout)
+            return
+        episode.state, feedback, ids, state_id = answer.value
+        # Feedback that cannot be paid is a fault of this environment, and ends this member alone.
+        try:
+            following = self.world.rules.follow_turn(episode, feedback, ids, state_id)
+        except EnvError as error:
+            self.fail(episode, str(error))
+            return
+        self._follow(episode, following)
+
+    def _expire(self) -> None:
+        """Ends what is past a deadline of its turn or episode, or of a call that cannot answer."""
+        now, limits = time.monotonic(), self.world.rules.limits
+        for episode in (
+            self.slots.waiting() if limits.turn_seconds or limits.episode_seconds else ()
+        ):
+            late, clock = "", episode.clock
+            if limits.episode_seconds and now > clock.began + limits.episode_seconds:
+                late = f"the episode took more than {limits.episode_seconds:g} seconds"
+            if limits.turn_seconds and now > clock.turn_began + limits.turn_seconds:
+                late = f"turn {episode.at.turn} took more than {limits.turn_seconds:g} seconds"
+            if late:
+                if episode.call is not None:
+                    self.world.cancel(episode.call.number)
+                self.fail(episode, late, timeout=True)
+        # ``Calls`` answers a call that is late by itself, unless its loop is held by another one.
+        overdue = any(now > call.until + GRACE_SECONDS for call in self._calls.values())
+        if overdue and self.world.blocked(GRACE_SECONDS):
+            # All that the loop was to answer is lost with it.
+            for number in list(self._calls):
+                self._take(Answer(number, error=BLOCKED, timeout=True))
+
+
+def uncopied(answer: Answer) -> str:
+    """Why an episode fails that got no copy of its environment."""
+    return f"the environment's state cannot be copied: {answer.error}"

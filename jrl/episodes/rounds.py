@@ -1,0 +1,151 @@
+"""The rounds of a search: what is expanded together, until the budget is spent.
+
+    tree = Tree()
+    cost = grow(tree, descend(puct(1.0)), expand, mean_backup, rounds=64)
+    best = tree.path(max(tree.leaves(), key=lambda i: tree.nodes[i].value))
+
+``expand`` samples steps that continue paths, by whatever engine, and judges them. The scheduler of
+episodes drives the same rounds as a generator, since its steps arrive one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+from jrl.episodes.tree import Backup, SearchPlan, Select, Step, Tree, best_first, mean_value
+
+Expand = Callable[[list[list[Any]]], Sequence[Sequence[Step]]]
+"""(contents of the steps of each path) -> the steps sampled to continue each."""
+
+
+class SearchCost(NamedTuple):
+    """What a search took.
+
+    Attributes:
+      expansions: of a node.
+      steps: drawn.
+      tokens: drawn.
+    """
+
+    expansions: int
+    steps: int
+    tokens: int
+
+
+class Expansion(NamedTuple):
+    """Steps to sample behind a node.
+
+    Attributes:
+      tree: its number.
+      node: number of the node in the tree.
+      steps: how many.
+    """
+
+    tree: int
+    node: int
+    steps: int
+
+
+Rounds = Generator[list[Expansion], Sequence[Sequence[Step]], list[SearchCost]]
+"""Yields what to expand together, is sent the steps of each, and returns what each tree took."""
+
+
+def search_rounds(
+    trees: Sequence[Tree], plan: SearchPlan, rounds: Sequence[int] | None = None
+) -> Rounds:
+    """The rounds of a search of several trees side by side, whoever samples and judges the steps.
+
+    In a round nodes of all trees are expanded together, and what is known of the new steps is
+    backed up. Where ``plan.leaves`` asks for more leaves than a search found, open nodes are
+    continued to an end, the likeliest most often; so after 0 rounds all leaves are paths of their
+    own from the root.
+
+    Args:
+      trees: grown in place.
+      plan: how.
+      rounds: of each tree, at most; None for ``plan.rounds`` each.
+    """
+    # A tree of fewer rounds waits for nobody: the others go on without it.
+    costs = [SearchCost(0, 0, 0)] * len(trees)
+    limits = [plan.rounds] * len(trees) if rounds is None else list(rounds)
+
+    def goes_on(i: int) -> bool:
+        spent = plan.tokens and costs[i].tokens >= plan.tokens
+        enough = plan.leaves and len(trees[i].leaves()) >= plan.leaves
+        return not spent and not enough
+
+    for number in range(max(limits, default=0)):
+        chosen = [
+            Expansion(i, node, plan.width)
+            for i, tree in enumerate(trees)
+            if number < limits[i] and goes_on(i)
+            for node in plan.select(tree)
+        ]
+        # A beam whose paths have all ended selects nothing, whatever rounds are left.
+        if not chosen:
+            break
+        _grow(trees, chosen, (yield chosen), plan.backup, costs)
+    # Groups have a fixed number of members, found by the search or not.
+    paths = [Expansion(i, *node) for i, tree in enumerate(trees) for node in _missing(tree, plan)]
+    while paths:
+        new = _grow(trees, paths, (yield paths), plan.backup, costs)
+        paths = [Expansion(i, node, 1) for i, node in new if not trees[i].nodes[node].done]
+    return costs
+
+
+def _grow(
+    trees: Sequence[Tree],
+    chosen: Sequence[Expansion],
+    steps: Sequence[Sequence[Step]],
+    backup: Backup,
+    costs: list[SearchCost],
+) -> list[tuple[int, int]]:
+    """Adds the steps and backs up what is known of them; (tree, number) of all that is new."""
+    new = []
+    for (i, node, _), sampled in zip(chosen, steps, strict=True):
+        trees[i].nodes[node].expanded = True
+        for step in sampled:
+            new.append((i, trees[i].add(node, step)))
+        took = (1, len(sampled), sum(step.tokens for step in sampled))
+        costs[i] = SearchCost(*(a + b for a, b in zip(costs[i], took, strict=True)))
+    # Behind all additions: a backup reads the path alone, so that its order is that of the steps.
+    for i, node in new:
+        points = trees[i].step(node).points
+        if points is not None:
+            backup(trees[i], node, points)
+    return new
+
+
+def _missing(tree: Tree, plan: SearchPlan) -> list[tuple[int, int]]:
+    """Nodes from which a tree is completed, and how often: open ones, the likeliest first."""
+    # The likeliest first, since an unlikely prefix would fill the group with unlikely members.
+    missing = max(plan.leaves - len(tree.leaves()), 0)
+    nodes = best_first(len(tree.nodes))(tree) or [0]
+    times = [len(range(i, missing, len(nodes))) for i in range(len(nodes))]
+    return [(node, count) for node, count in zip(nodes, times, strict=True) if count]
+
+
+def grow(
+    tree: Tree, select: Select, expand: Expand, backup: Backup, *, rounds: int, tokens: int = 0
+) -> SearchCost:
+    """Selects, expands and backs up, until nothing is selected or the budget is spent.
+
+    Args:
+      tree: grown in place.
+      select: nodes to expand in one round; they are expanded together.
+      expand: draws steps.
+      backup: gets every step whose points are known.
+      rounds: at most.
+      tokens: drawn, after which no round begins; 0 for any number.
+    """
+    plan = SearchPlan(select, backup, mean_value, 0, rounds, tokens=tokens)
+    search = search_rounds([tree], plan)
+    try:
+        chosen = next(search)
+        while True:
+            paths = [[tree.step(j).content for j in tree.path(node)] for _, node, _ in chosen]
+            chosen = search.send(expand(paths))
+    except StopIteration as end:
+        costs: list[SearchCost] = end.value
+    return costs[0]

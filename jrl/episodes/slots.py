@@ -1,0 +1,322 @@
+"""Who gets a decode slot, and where the others' rows wait: those of episodes and of search nodes.
+
+A slot never waits for an environment as long as another episode could use it and moving costs less:
+the waiting row is suspended or dropped, and returns when its answer is there and a slot is free.
+Episodes that have taken the fewest turns come first, new ones before all others. So all of a batch
+advance together, and few slots are left without an episode at its end.
+
+A node of a search has its row suspended, and every episode that continues it begins with a copy.
+What no copy is left of is read again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, MutableMapping, Sequence
+
+from jrl.episodes.episode import Episode
+from jrl.sampling.admission import RowStart
+from jrl.sampling.row_costs import ChoosePlace, WaitCosts, WaitingPlace
+from jrl.sampling.rows import More, Rows
+
+
+class DecodeSlots:
+    """The episodes under way, and their rows.
+
+    Args:
+      rows: with weights.
+      choose: where a row waits whose slot another episode could use.
+      counts: adds to "parked" and "dropped", rows that left their slots; "read_tokens", of prompts,
+        answers and dropped rows, as often as they are computed; "reread_tokens", of those that had
+        been computed before.
+
+    Attributes:
+      slots: [S], the episode in each slot, or None.
+    """
+
+    def __init__(self, rows: Rows, choose: ChoosePlace, counts: MutableMapping[str, float]) -> None:
+        self._rows, self._choose, self._counts = rows, choose, counts
+        self.slots: list[Episode | None] = [None] * rows.slots
+        # Dicts for their order: first come, first served, and the oldest copy goes first.
+        self._ready: dict[Episode, None] = {}
+        self._answered: dict[Episode, None] = {}  # in their slots
+        self._away: dict[Episode, None] = {}  # wait for their environments without a slot
+        self._suspended: dict[Episode, None] = {}
+
+    @property
+    def running(self) -> bool:
+        """Whether the policy samples in any slot."""
+        return any(e is not None and e.call is None for e in self.slots)
+
+    @property
+    def new(self) -> int:
+        """Episodes that are ready and have had no slot yet."""
+        return sum(not e.clock.began for e in self._ready)
+
+    def waiting(self) -> Iterator[Episode]:
+        """Those whose time is running: in a slot, or waiting for their environments."""
+        yield from [e for e in self.slots if e is not None]
+        yield from list(self._away)
+
+    # ------------------------------------------------------------ what happens to episodes
+
+    def add(self, episode: Episode, limit: int, parent: Episode | None = None) -> None:
+        """An episode that can begin, or that continues without a slot.
+
+        Args:
+          episode: of which ``past`` is what its row is to hold.
+          limit: tokens behind the opening at which its turn ends.
+          parent: the node whose row it begins with a copy of; None for a row of its own.
+        """
+        seat = episode.seat
+        seat.ready, seat.limit, seat.parent = time.monotonic(), limit, parent
+        self._ready[episode] = None
+        if parent is not None:
+            parent.seat.children += 1
+
+    def fork(self, branch: Episode, source: Episode, limit: int) -> None:
+        """Copies the past that a branch begins with, from the row that it leaves.
+
+        Where no more rows may be suspended nothing is copied, and the past is read again.
+
+        Args:
+          branch: ``add`` it once it can begin.
+          source: has stopped in its slot.
+          limit: tokens behind the opening at which the first turn of the branch ends.
+        """
+        if self._room():
+            assert source.seat.row is not None
+            start, length = branch.row_start(limit), branch.at.length
+            branch.seat.suspended = self._rows.fork(source.seat.row, start, length)
+            branch.seat.runs = True  # its key and its limit are those of the branch already
+            self._suspended[branch] = None
+
+    def resume(self, episode: Episode, limit: int) -> None:
+        """Its turn can begin behind what was appended to it, in its row wherever that waits."""
+        if episode.seat.row is not None:
+            episode.seat.limit = limit
+            self._answered[episode] = None
+        else:
+            self._away.pop(episode, None)
+            self.add(episode, limit)
+
+    def restart(self, episode: Episode, limit: int) -> None:
+        """Its next context begins, in a row of its own."""
+        self.remove(episode)
+        self.add(episode, limit)
+
+    def pause(self, episode: Episode) -> None:
+        """Makes it a node: its row leaves its slot, and episodes may begin with copies of it."""
+        self._away.pop(episode, None)
+        if episode.seat.row is not None:
+            self._suspend(episode)
+
+    def remove(self, episode: Episode) -> None:
+        """Forgets the row of an episode that has ended, or of a node that nobody continues."""
+        seat = episode.seat
+        if seat.row is not None:
+            # Else it would be decoded until somebody takes the slot.
+            self._rows.halt(seat.row)
+            self.slots[seat.row], seat.row = None, None
+        if episode in self._ready and seat.parent is not None:
+            seat.parent.seat.children -= 1
+        seat.suspended, seat.runs, seat.ready, seat.parent = None, False, None, None
+        for table in (self._ready, self._answered, self._away, self._suspended):
+            table.pop(episode, None)
+
+    # ------------------------------------------------------------ slots
+
+    def fill(self) -> None:
+        """Gives slots to episodes that are ready, and answers to rows that resume."""
+        now = time.monotonic()
+        answers: dict[int, More] = {}
+        for episode in self._answered:
+            self._append(episode, answers)
+        self._answered = {}
+        free = [row for row, episode in enumerate(self.slots) if episode is None]
+        idle: dict[int, WaitCosts] | None = None
+        placed: list[Episode] = []
+        # Stable: of those with the same number of turns, first come, first served.
+        for episode in sorted(self._ready, key=lambda e: e.at.turn):
+            if free:
+                row = free.pop()
+            else:
+                idle = self._idle(now) if idle is None else idle
+                # What a suspended row leaves behind is room for another.
+                room = self._room(leaving=int(episode in self._suspended))
+                vacated = self._vacate(idle, now, room=room)
+                if vacated is None and room:
+                    break  # nor for those that come after it
+                if vacated is None:
+                    continue
+                row = vacated
+            self._give_slot(episode, row, now)
+            placed.append(episode)
+        self._load(placed, answers)
+
+    def _give_slot(self, episode: Episode, row: int, now: float) -> None:
+        seat, clock = episode.seat, episode.clock
+        assert seat.ready is not None
+        self.slots[row], seat.row = episode, row
+        # Deadlines are those of policy and environment, not of the batch that an episode is in.
+        # The time in which it could have used a slot and had none is no time of the episode.
+        clock.began = clock.began + now - seat.ready if clock.began else now
+        clock.turn_began, seat.ready = now, None
+        del self._ready[episode]
+        self._suspended.pop(episode, None)
+
+    def _load(self, placed: Sequence[Episode], answers: dict[int, More]) -> None:
+        """Puts the rows of episodes into their slots, and appends what those have not read."""
+        children = [e for e in placed if e.seat.parent is not None]
+        self._read_nodes(children)
+        starts: dict[int, RowStart] = {}
+        for episode in placed:
+            seat, start = episode.seat, episode.row_start(episode.seat.limit)
+            row, suspended, parent = seat.row, seat.suspended, seat.parent
+            assert row is not None
+            if parent is not None:
+                # Rekeyed by the child's number: siblings sample different tokens from one copy.
+                assert parent.seat.suspended is not None
+                self._rows.resume(row, parent.seat.suspended, start)
+                self._begun(episode, parent)
+            elif suspended is not None:
+                self._rows.resume(row, suspended)
+                if not seat.runs:
+                    self._append(episode, answers)
+            else:
+                starts[row], past = start, episode.past().tolist()
+                self._counts["reread_tokens"] += seat.computed
+                if past:
+                    answers[row] = More(past, seat.limit)
+            seat.suspended, seat.runs = None, False
+        self._read(starts, answers)
+
+    def _append(self, episode: Episode, answers: dict[int, More]) -> None:
+        """Lets a row that has stopped in its slot run again, behind what it has not read."""
+        row, unread, limit = episode.seat.row, episode.unread(), episode.seat.limit
+        assert row is not None
+        if unread:
+            answers[row] = More(unread, limit)
+        else:  # to be extended by nothing would leave it stopped
+            self._rows.resume(row, self._rows.suspend(row), episode.row_start(limit))
+
+    def _read(self, starts: dict[int, RowStart], answers: dict[int, More]) -> None:
+        # Prompts before texts: an answer goes behind a prompt that is there.
+        if starts:
+            self._counts["read_tokens"] += self._rows.admit(starts)
+        if answers:
+            self._counts["read_tokens"] += sum(len(more.tokens) for more in answers.values())
+            self._rows.extend(answers)
+
+    # ------------------------------------------------------------ nodes of searches
+
+    def _read_nodes(self, children: Sequence[Episode]) -> None:
+        """Completes the copies that episodes begin with, in the slots that these are given.
+
+        An answer is read once, before the first of those that continue it begins, however many
+        they are; and so is a prompt, whose root is a node that has sampled nothing.
+        """
+        nodes = list(dict.fromkeys(e.seat.parent for e in children if e.seat.parent is not None))
+        starts: dict[int, RowStart] = {}
+        answers: dict[int, More] = {}
+        changed: list[tuple[int, Episode]] = []
+        # There are at least as many slots here as nodes, since each of these has such a child.
+        for child, node in zip(children, nodes, strict=False):
+            row, unread, seat = child.seat.row, node.unread(), node.seat
+            assert row is not None
+            if seat.suspended is not None and not unread:
+                continue
+            if seat.suspended is not None:
+                self._rows.resume(row, seat.suspended)
+            else:  # evicted, or a root: read from its first token on
+                starts[row], unread = node.row_start(node.room), node.past().tolist()
+                self._counts["reread_tokens"] += seat.computed
+            if unread:
+                answers[row] = More(unread, node.room)
+            changed.append((row, node))
+        self._read(starts, answers)
+        for row, node in changed:
+            node.seat.suspended = self._rows.suspend(row)
+            node.seat.computed = len(node.opening) + node.at.length
+            self._keep(node)
+
+    def _begun(self, episode: Episode, node: Episode) -> None:
+        """Notes that an episode has its copy; the last one of a node needs no other."""
+        episode.seat.parent, episode.seat.computed = None, node.seat.computed
+        node.seat.children -= 1
+        # A node is expanded once, but for a root, which other paths begin at when all have ended.
+        if not node.seat.children and node.at.turn:
+            node.seat.suspended = None
+            self._suspended.pop(node, None)
+
+    def _keep(self, episode: Episode) -> None:
+        """Keeps a copy; where there is no room, instead of the one that was kept the longest."""
+        self._suspended.pop(episode, None)
+        self._suspended[episode] = None
+        for other in list(self._suspended):
+            if len(self._suspended) <= max(self._rows.max_suspended, 1):
+                break
+            if other is not episode and self._idles(other):
+                del self._suspended[other]
+                other.seat.suspended = None
+
+    def _idles(self, episode: Episode) -> bool:
+        """Whether it is a node that nobody continues now, so that its copy could be read again."""
+        waits = episode in self._ready or episode in self._away or episode.seat.runs
+        return not waits and not episode.seat.children
+
+    # ------------------------------------------------------------ rows that wait
+
+    def _room(self, leaving: int = 0) -> bool:
+        """Whether one more row may be suspended; the copies of idle nodes make room."""
+        needed = sum(not self._idles(e) for e in self._suspended)
+        return needed - leaving < self._rows.max_suspended
+
+    def _suspend(self, episode: Episode) -> None:
+        row = episode.seat.row
+        assert row is not None
+        episode.seat.suspended = self._rows.suspend(row)
+        self.slots[row], episode.seat.row = None, None
+        self._keep(episode)
+
+    def _idle(self, now: float) -> dict[int, WaitCosts]:
+        """What it costs to let the rows wait that do, where there is room to suspend them."""
+        costs = {}
+        for row, episode in enumerate(self.slots):
+            if episode is not None and episode.call is not None:
+                tokens = len(episode.opening) + episode.at.length
+                waited = now - episode.call.since
+                costs[row] = self._rows.costs.wait(waited, tokens=tokens)
+        return costs
+
+    def _vacate(self, idle: dict[int, WaitCosts], now: float, *, room: bool) -> int | None:
+        """A slot whose row waits elsewhere from now on; None where it costs least to hold all.
+
+        Args:
+          idle: from ``_idle``; loses the slot.
+          now: seconds of ``time.monotonic``.
+          room: whether one more row may be suspended.
+        """
+        best, saved = None, -math.inf
+        for row, wait in idle.items():
+            wait = wait if room else wait._replace(parked=math.inf)
+            place = self._choose(wait)
+            if place == WaitingPlace.HELD or (place == WaitingPlace.PARKED and not room):
+                continue
+            gain = wait.held - (wait.parked if place == WaitingPlace.PARKED else wait.dropped)
+            if best is None or gain > saved:
+                best, saved = (row, place), gain
+        if best is None:
+            return None
+        row, place = best
+        del idle[row]
+        episode = self.slots[row]
+        assert episode is not None
+        self._away[episode] = None
+        if place == WaitingPlace.PARKED:
+            self._suspend(episode)
+        else:
+            self.slots[row], episode.seat.row = None, None
+        self._counts[place.value] += 1
+        return row

@@ -1,0 +1,203 @@
+"""What answers the policy's turns: an environment on the host, or nothing, for plain text.
+
+Both answer through an inbox, so that the scheduler never waits for either and never asks which of
+them it plays with. Nothing here touches the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from jrl.episodes.calls import Answer, Calls
+from jrl.episodes.chat import Format
+from jrl.episodes.env_calls import call_init, call_step
+from jrl.episodes.episode import Episode
+from jrl.episodes.follow import Rules, rules_of
+from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.models.tokenizer import Tokenizer
+from jrl.types import StopReason
+
+GRACE_SECONDS = 2.0
+"""How long after its deadline a call's answer may arrive before its event loop is looked at."""
+BLOCKED = "the event loop was blocked; an async function must not wait by itself"
+"""Why a call fails whose event loop was given up."""
+_ENDLESS = 1 << 30
+
+
+class World(Protocol):
+    """What episodes are played with. A call returns at once; its answer arrives in the inbox."""
+
+    @property
+    def name(self) -> str:
+        """What a report of a long wait says is waited for."""
+
+    @property
+    def rules(self) -> Rules:
+        """What follows a turn."""
+
+    @property
+    def verified(self) -> bool:
+        """Whether an episode that ends well is known to be right."""
+
+    @property
+    def inbox(self) -> queue.SimpleQueue[Answer]:
+        """Answers, in the order in which they come."""
+
+    def open(self, number: int, episode: Episode, longest: int) -> None:
+        """Answers (state, ids of the opening, state id); openings have at most ``longest`` ids."""
+
+    def step(self, number: int, episode: Episode) -> None:
+        """Answers (state, feedback, ids of the answer, state id) to the turn that has ended."""
+
+    def fork(self, number: int, state: Any) -> None:
+        """Answers a copy of a state."""
+
+    def close(self, number: int, state: Any) -> None:
+        """Ends a state."""
+
+    def cancel(self, number: int) -> None:
+        """Gives up a call."""
+
+    def blocked(self, seconds: float) -> bool:
+        """Whether nothing answers any more, and all calls under way are lost."""
+
+
+class HostWorld(NamedTuple):
+    """A ``World`` that is an environment on the host.
+
+    Attributes:
+      calls: nobody else's meanwhile.
+      env: the environment.
+      chat: how its messages become ids.
+      tokenizer: turns what was sampled into text.
+      rules: of the environment.
+    """
+
+    calls: Calls
+    env: HostEnv
+    chat: Format
+    tokenizer: Tokenizer
+    rules: Rules
+
+    @property
+    def name(self) -> str:
+        """See ``World``."""
+        return "environments"
+
+    @property
+    def verified(self) -> bool:
+        """Whether an end that is well is known to be right."""
+        return self.env.extras.verified
+
+    @property
+    def inbox(self) -> queue.SimpleQueue[Answer]:
+        """Answers, in the order in which they come."""
+        return self.calls.inbox
+
+    def _submit(self, number: int, function: Callable[..., Any], *arguments: Any) -> None:
+        seconds = self.env.limits.call_seconds
+        self.calls.submit(number, function, *arguments, seconds=seconds)
+
+    def open(self, number: int, episode: Episode, longest: int) -> None:
+        """See ``World``."""
+        _, prompt, seed = episode.problem
+        self._submit(number, call_init, self.env, self.chat, prompt, seed, longest)
+
+    def step(self, number: int, episode: Episode) -> None:
+        """See ``World``."""
+        cut = episode.turn.stop == StopReason.LENGTH
+        told = episode.state, episode.at.turn, episode.last_turn(), cut
+        self._submit(number, call_step, self.env, self.chat, self.tokenizer, *told)
+
+    def fork(self, number: int, state: Any) -> None:
+        """See ``World``."""
+        assert self.env.fork is not None
+        self._submit(number, self.env.fork, state)
+
+    def close(self, number: int, state: Any) -> None:
+        """See ``World``."""
+        self._submit(number, self.env.close, state)
+
+    def cancel(self, number: int) -> None:
+        """See ``World``."""
+        self.calls.cancel(number)
+
+    def blocked(self, seconds: float) -> bool:
+        """See ``World``."""
+        return self.calls.blocked(seconds)
+
+
+def host_world(calls: Calls, env: HostEnv, chat: Format, tokenizer: Tokenizer) -> HostWorld:
+    """An environment, called through ``calls``."""
+    return HostWorld(calls, env, chat, tokenizer, rules_of(env, chat))
+
+
+class TextWorld:
+    """A ``World`` that never answers: text, in steps that end at stop tokens or a limit.
+
+    Args:
+      ends: ids that end a completion; other stop tokens of the rows end a step.
+      step_tokens: the most of a step; 0 for what is left of the completion.
+    """
+
+    name, verified = "search", False
+
+    def __init__(self, ends: Sequence[int], step_tokens: int = 0) -> None:
+        limits = Limits(turns=_ENDLESS, turn_tokens=step_tokens, episode_seconds=0.0)
+        self.rules = Rules(limits, done=StopReason.STOP_TOKEN)
+        self.inbox: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._ends = frozenset(ends)
+
+    def open(self, number: int, episode: Episode, longest: int) -> None:
+        """See ``World``; the opening is the prompt."""
+        self.inbox.put(Answer(number, (None, episode.problem.prompt.tokens, 0)))
+
+    def step(self, number: int, episode: Episode) -> None:
+        """See ``World``; a completion is done with a stop token of its own."""
+        stopped = episode.turn.stop == StopReason.STOP_TOKEN
+        done = stopped and int(episode.last_turn()[-1]) in self._ends
+        self.inbox.put(Answer(number, (None, Feedback((), (), done), [], 0)))
+
+    def fork(self, number: int, state: Any) -> None:
+        """See ``World``."""
+        self.inbox.put(Answer(number, state))
+
+    def close(self, number: int, state: Any) -> None:
+        """See ``World``."""
+        self.inbox.put(Answer(number))
+
+    def cancel(self, number: int) -> None:
+        """See ``World``; there is nothing under way."""
+
+    def blocked(self, seconds: float) -> bool:
+        """See ``World``."""
+        return False
+
+
+def gather(
+    calls: Calls, asked: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], seconds: float
+) -> list[Answer]:
+    """The answers to calls (function, arguments) that are made together, in their order.
+
+    Args:
+      calls: nobody else's meanwhile.
+      asked: the calls.
+      seconds: that each may take.
+    """
+    answers = dict[int, Answer]()
+    for number, (function, arguments) in enumerate(asked):
+        calls.submit(number, function, *arguments, seconds=seconds)
+    until = time.monotonic() + seconds + GRACE_SECONDS
+    while len(answers) < len(asked):
+        with contextlib.suppress(queue.Empty):
+            answer = calls.inbox.get(timeout=1.0)
+            answers[answer.number] = answer
+            continue
+        if time.monotonic() > until and calls.blocked(GRACE_SECONDS):
+            lost = [n for n in range(len(asked)) if n not in answers]
+            answers |= {n: Answer(n, error=BLOCKED, timeout=True) for n in lost}
+    return [answers[n] for n in range(len(asked))]

@@ -1,0 +1,162 @@
+"""A run's policy as a searcher, of text or of episodes: as training searches, with eval's settings.
+
+with searcher_of(run, key, params, step, width=4) as search:
+searched = search(prompts, seeds, search_plan("beam", 4), by_path(by_likelihood))
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+
+from jrl.config import Config
+from jrl.episodes.play import Device
+from jrl.episodes.search import Searched, Searcher, by_likelihood, by_path, play_search
+from jrl.episodes.tree import search_plan
+from jrl.episodes.world import TextWorld
+from jrl.errors import UserError
+from jrl.evaluate import load_policy
+from jrl.sampling.places import entropy
+from jrl.train import build, programs
+from jrl.train.build import Run
+from jrl.train.host_episodes import host_source
+from jrl.train.memory_check import check_problems, check_slots
+from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.run_rows import completion_ends, run_rows, step_ends
+from jrl.types import Array, Params, Prompt
+
+_SLOTS = 32
+
+
+def searched_run(config: Config, width: int) -> Run:
+    """The run of a configuration as it is evaluated, where it can be searched this wide.
+
+    Raises:
+      UserError: episodes on the device, or searches that do not fit.
+    """
+    run = programs.as_evaluated(build.setup(config, trains=False))
+    if run.kind.episode_columns and not config.data.plays:
+        raise UserError(
+            "--search: episodes in an environment on the device are not searched; leave it out"
+        )
+    if not config.data.plays:
+        longest = min(run.network.max_length, run.width + run.kind.new_tokens)
+        check_slots("--width", max(_SLOTS, width), longest, run.model)
+    if config.data.has_solutions:
+        check_problems(run, "eval.problems", config.eval.problems)
+    return run
+
+
+@contextlib.contextmanager
+def searcher_of(
+    run: Run,
+    key: Array,
+    params: Params,
+    step: int,
+    *,
+    width: int,
+    whole: bool = False,
+    step_tokens: int = 64,
+    split: str = "eval",
+) -> Iterator[Searcher]:
+    """What searches problems of a run with some weights.
+
+    Args:
+      run: from ``searched_run``.
+      key: its root key.
+      params: the policy's.
+      step: of training.
+      width: of the search.
+      whole: whether a step is a whole completion.
+      step_tokens: the most of a step of text, which ends with a line, too. In episodes a step is a
+        turn, and this is not read.
+      split: "train" or "eval", which an environment is told.
+
+    Raises:
+      UserError: limits that no search can keep, or an environment whose state cannot be copied.
+    """
+    temperature = run.config.eval.temperature or 1.0  # without chance all steps would be alike
+    if run.config.data.plays:
+        prompts = run.data.prompts[split]
+        source = host_source(
+            run, prompts, 1, split="eval", temperature=temperature, width=max(width, _SLOTS)
+        )
+        with contextlib.closing(source), source.searcher(key, params, step, split) as search:
+            yield search
+        return
+    if not whole and not step_tokens >= 1:
+        raise UserError(f"step_tokens = {step_tokens}; give at least 1")
+    rows = run_rows(
+        run,
+        max(_SLOTS, width),
+        stop_tokens=step_ends(run, whole=whole),
+        max_new_tokens=run.kind.new_tokens,
+        split="eval",
+        temperature=temperature,
+        measure=entropy,
+    )
+    world = TextWorld(completion_ends(run), 0 if whole else step_tokens)
+    with rows.loaded(key, params, step):
+        yield partial(play_search, Device(rows.rows), world)
+
+
+@contextlib.contextmanager
+def searching(
+    config: Config,
+    name: str = "best_first",
+    *,
+    width: int = 4,
+    rounds: int = 64,
+    checkpoint: int | None = None,
+) -> Iterator[Callable[[Sequence[str]], list[bool]]]:
+    """A run's policy as a searcher of its environment: (problems) -> whether each ended well.
+
+        with searching(load_config("RUN/config.toml", ["run.dir=RUN"])) as solve:
+            print(solve(["a -> a", "a -> b"]))
+
+    Problems of one call are searched side by side, by the policy's likelihood; what is sampled for
+    the n-th problem of all calls depends on n and the run's seed.
+
+    Args:
+      config: of a run with ``data.env`` on the host.
+      name: of ``episodes.tree.SEARCHES``.
+      width: of the search.
+      rounds: at most.
+      checkpoint: a training step; None for the newest.
+    """
+    plan, run = search_plan(name, width, rounds=rounds), searched_run(config, width)
+    with jax.set_mesh(run.mesh):
+        key, params, step = load_policy(run, checkpoint)
+        with searcher_of(run, key, params, step, width=width, whole=plan.whole) as search:
+            asked = 0
+
+            def solve(problems: Sequence[str]) -> list[bool]:
+                nonlocal asked
+                numbers = np.arange(asked, asked + len(problems))
+                asked += len(problems)
+                prompts = [
+                    Prompt(int(i), text, np.zeros(0, np.int32), "")
+                    for i, text in zip(numbers, problems, strict=True)
+                ]
+                if not prompts:
+                    return []
+                seeds = prompt_seeds(key, "eval", step, numbers)
+                return opened(search(prompts, seeds, plan, by_path(by_likelihood))).successes()
+
+            yield solve
+
+
+def opened(searched: Searched) -> Searched:
+    """The search.
+
+    Raises:
+      UserError: no environment has opened.
+    """
+    if all(root.ending is not None for root in searched.roots):
+        ending = searched.roots[0].ending
+        raise UserError(f"no environment opened: {ending.reason if ending else ''}")
+    return searched
