@@ -1,0 +1,121 @@
+"""Asks: which members to draw for which problems, and how. What a plan returns and a source plays.
+
+    ask = new_ask(tickets, rows, group)                   # G members of each of N problems
+    request = DrawRequest(key, weights, versions, step, (ask, greedy))
+    groups = source.draw(request)
+
+A *row* is a problem of the data. A *ticket* is one use of it: the training loop issues tickets in
+ascending order, and the random numbers of a member follow from (key, step, ticket, member) alone.
+Baselines, demonstrations, refills, hints, critiques, branches and searches are all asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jrl.types import Array, Branching, Params, Search
+
+NEW = -1
+"""The ticket of an entry that has none yet; the loop issues one before anything is drawn."""
+TRAIN, BASELINE, ASIDE = 0, 1, 2
+"""What members are drawn for: to be trained on, to be compared with, to be read by a plan alone."""
+
+
+class Tokens(struct.PyTreeNode):
+    """Token sequences of different lengths.
+
+    Attributes:
+      ids: [A, W] int32, from column 0; past ``lengths`` any value.
+      lengths: [A] int32; 0 for an empty sequence.
+    """
+
+    ids: Array
+    lengths: Array
+
+
+class Ask(struct.PyTreeNode):
+    """Entry a asks for ``count[a]`` members of ``ticket[a]``, from number ``first[a]`` on.
+
+    Attributes:
+      ticket: [A] int32, or ``NEW``.
+      row: [A] int32, the problem in the data; -1 with ``NEW`` where the curriculum chooses it.
+      first: [A] int32, the number of the entry's first member.
+      count: [A] int32, 0 to ``width`` members; 0 asks for nothing.
+      temperature: [A] float32, in place of the run's; 0 is greedy; None for the run's.
+      limit: [A] int32, the most tokens drawn; None for the run's.
+      context: prompts to draw under in place of the problems' own; None for these. What is drawn
+        is judged without them.
+      prefix: the first completion tokens, which are not drawn; what is drawn is judged with them.
+      width: static, members that an entry has room for.
+      use: static, ``TRAIN``, ``BASELINE`` or ``ASIDE``.
+      keep: static, whether members are also trained under the context that they were drawn under.
+      prefix_as: static; "past": nobody is trained on the prefix. "given": it is a demonstration,
+        trained on, of no policy's version.
+      policy: static, 0 for the policy, i for the i-th of ``Plan.policies``.
+      tree: static, how the entry's members branch off one another or are searched for.
+    """
+
+    ticket: Array
+    row: Array
+    first: Array
+    count: Array
+    temperature: Array | None = None
+    limit: Array | None = None
+    context: Tokens | None = None
+    prefix: Tokens | None = None
+    width: int = struct.field(pytree_node=False, default=1)
+    use: int = struct.field(pytree_node=False, default=TRAIN)
+    keep: bool = struct.field(pytree_node=False, default=False)
+    prefix_as: Literal["past", "given"] = struct.field(pytree_node=False, default="past")
+    policy: int = struct.field(pytree_node=False, default=0)
+    tree: Branching | Search | None = struct.field(pytree_node=False, default=None)
+
+
+Asks = tuple[Ask, ...]
+"""Several where static choices differ; entries of equal tickets belong to one group."""
+
+
+class DrawRequest(NamedTuple):
+    """What a source is asked for.
+
+    Attributes:
+      key: the run's root key.
+      weights: trees by name: "policy", those of ``Plan.policies``, "value" where it is read.
+      versions: [] int32 by the same names: how many training steps made each.
+      step: [] int32, the training step that the members are for.
+      asks: with all tickets issued.
+      split: "train" or "eval".
+      newer: () -> newer weights, or None, for rollouts that change weights between chunks.
+    """
+
+    key: Array
+    weights: Mapping[str, Params]
+    versions: Mapping[str, Any]
+    step: Any
+    asks: Asks
+    split: Literal["train", "eval"] = "train"
+    newer: Callable[[], Any] | None = None
+
+
+def new_ask(tickets: Any, rows: Any, count: int, **how: Any) -> Ask:
+    """``count`` members, from number 0 on, of each ticket.
+
+    Args:
+      tickets: [A] int32.
+      rows: [A] int32.
+      count: members; also the width.
+      **how: further fields of ``Ask``.
+
+    >>> new_ask(np.array([6, 7]), np.array([2, 0]), 4).count.tolist()
+    [4, 4]
+    """
+    # On the host an ask is made of NumPy arrays, so that nothing is dispatched to a device.
+    xp: Any = np if isinstance(tickets, np.ndarray) else jnp
+    zeros = xp.zeros(tickets.shape, np.int32)
+    how = {"width": count, **how}
+    return Ask(tickets, rows, first=zeros, count=zeros + np.int32(count), **how)
