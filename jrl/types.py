@@ -75,7 +75,8 @@ class StopReason(enum.IntEnum):
 
     The sampler ends it at a stop token, the length limit or a stop string, or it is aborted. An
     environment is DONE, reached its limit of TURNS, FAILED, or did not answer in time (TIMEOUT). A
-    member of the last two leaves its group, since nothing is known of how good it was.
+    member of the last two leaves its group, since nothing is known of how good it was. ABSENT is a
+    place of a group for which no member was asked.
     """
 
     RUNNING = 0
@@ -87,6 +88,7 @@ class StopReason(enum.IntEnum):
     TURNS = 6
     FAILED = 7
     TIMEOUT = 8
+    ABSENT = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,9 +292,10 @@ class TrainState(struct.PyTreeNode):
 
 STREAMS = (
     *("data", "sample", "train", "eval_data", "eval", "warmup", "tie_breaker", "replay"),
-    "curriculum",
+    *("curriculum", "plan", "edit"),
 )
-"""What random numbers are drawn for; each use has a stream of keys of its own."""
+"""What random numbers are drawn for; each use has a stream of keys of its own. A stream's key is its
+index, so new ones come last."""
 
 
 def stream(key: Array, name: str, index: Array | int) -> Array:

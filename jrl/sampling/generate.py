@@ -23,6 +23,7 @@ from jrl.sampling.cache import rows_of
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.queue import Queue, Results, finish
 from jrl.sampling.slots import (
+    Members,
     Sequences,
     check_length,
     decode,
@@ -54,6 +55,7 @@ def generate(
     max_new_tokens: int,
     stop_tokens: Sequence[int],
     baseline_members: int = 0,
+    members: Members | None = None,
     slots: int = 0,
     block: int = 0,
     chunk: int = 4,
@@ -74,6 +76,8 @@ def generate(
       max_new_tokens: T.
       stop_tokens: ids that end a sequence.
       baseline_members: further members drawn greedily, flagged in ``Rollout.baseline``.
+      members: [N, group], which members are drawn and how, where not all are; None for numbers 0 to
+        ``group`` - 1 of each prompt.
       slots: S, sequences decoded at a time, by each device where ``mesh.lone_axes`` divide the
         prompts, else by all together; 0 takes all.
       block: members of a group that share one copy of their prompt's cache and leave their slots
@@ -100,12 +104,14 @@ def generate(
         shrink = shrinking_pays(t, stop_tokens, alone=parts > 1 or not divided())
     sizes = slot_sizes(n // parts * g, g, slots, block, shrink=shrink)
 
-    members, recorded = (group, baseline_members), network.extras.recorded
+    assert members is None or not baseline_members, "greedy members have temperature 0"
+    chosen = (group, baseline_members) if members is None else members
+    recorded = network.extras.recorded
     if sizes.slots == n * g and not sizes.smaller:
         # A slot for each sequence, to the end. What a queue needs is not compiled then: results
         # apart from the slots, and one more decode loop for each smaller state.
         sequences = sequences_of(
-            key, weights, prompt_tokens, prompt_lengths, sampling_params, ids, members, network
+            key, weights, prompt_tokens, prompt_lengths, sampling_params, ids, chosen, network
         )
         queue = fill_slots(sequences, sizes, network=network, weights=weights, width=t)
         rows, count = decode(
@@ -120,14 +126,14 @@ def generate(
             _draw_in_turn,
             network=network,
             sizes=sizes,
-            members=members,
+            sampled=(group, baseline_members),
             width=t,
             stop_tokens=stop_tokens,
             chunk=chunk,
         )
-        own = (False, False, True, True, False, False, True)
+        own = (False, False, True, True, False, False, True, True)
         results, steps, of_prompts = each_by_itself(draw, axes, own)(
-            key, weights, prompt_tokens, prompt_lengths, sampling_params, version, ids
+            key, weights, prompt_tokens, prompt_lengths, sampling_params, version, ids, members
         )
     rollout = _as_rollout(results, prompt_tokens, prompt_lengths, version, group, g)
     if of_prompts is not None and results.experts is not None:
@@ -143,10 +149,11 @@ def _draw_in_turn(
     sampling_params: SamplingParams,
     version: Array,
     ids: Array,
+    members: Members | None,
     *,
     network: Network,
     sizes: SlotSizes,
-    members: tuple[int, int],
+    sampled: tuple[int, int],
     width: int,
     stop_tokens: Sequence[int],
     chunk: int,
@@ -156,8 +163,9 @@ def _draw_in_turn(
     Returns:
       The results, the slot-steps [1], and the record of the prompts' routing.
     """
+    chosen = sampled if members is None else members
     sequences = sequences_of(
-        key, weights, prompt_tokens, prompt_lengths, sampling_params, ids, members, network
+        key, weights, prompt_tokens, prompt_lengths, sampling_params, ids, chosen, network
     )
 
     def advance(queue: Queue, steps: Array | int, until: Array | int) -> Queue:
@@ -337,8 +345,9 @@ def fill_slots(
         jnp.full(s, width, jnp.int32),
         max_new_tokens=width,
     )
+    begun = {name: fresh[name] for name in ("prompt_lengths", "stop", "limits") if name in fresh}
     # Where all start at once and none takes another's place, all stay at the same column.
-    slots = slots.replace(prompt_lengths=fresh["prompt_lengths"], aligned=s == rows)
+    slots = slots.replace(**begun, aligned=s == rows)
     # New arrays are divided by rows like the cache, or each would be sent to all devices.
     arrays = slots.replace(cache=None, sampling_params=None, keys=None)
     arrays = jax.tree.map(by_row, arrays)
