@@ -225,6 +225,7 @@ class Batch(struct.PyTreeNode):
         turn, one step, one stratum.
       notes: what a transform has to report: metrics by name, each (sum [], count []) float32.
         ``compute_advantages`` moves them to its metrics, so that the batch it returns has none.
+      prior: [N] float32 by name, what a curriculum knew of each problem before the step.
       packing: how completions go through the network; None for a row each.
       routing: as in ``Rollout``, for a training step that replays it.
     """
@@ -242,6 +243,7 @@ class Batch(struct.PyTreeNode):
     stats: Stats = struct.field(default_factory=dict)
     ids: dict[str, Array] = struct.field(default_factory=dict)
     notes: dict[str, tuple[Array, Array]] = struct.field(default_factory=dict)
+    prior: dict[str, Array] = struct.field(default_factory=dict)
     packing: Packing | None = None
     routing: RoutingRecord | None = None
 

@@ -20,7 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jrl.methods.curriculum import Curriculum
 from jrl.methods.domains import is_zero
+from jrl.methods.edit import Edit
+from jrl.methods.plan import Plan
 from jrl.objectives import advantages, aggregates, ratios, regularizers, transforms
 from jrl.types import (
     Aggregate,
@@ -302,7 +305,9 @@ class Method(NamedTuple):
       prompts: (step, positions [N] int64) -> positions of the prompts to use.
       schedule: how a batch is used.
       replay: which completions are kept and trained on again; None for none.
-      curriculum: which problems of the data a round of steps draws from; None for all.
+      curriculum: which problems of the data a step uses; None for the data's own order.
+      plan: which members are sampled, in a first draw and in further rounds.
+      edits: what is left out, replaced or added before the groups are trained on.
       token_values: heads that the policy gets for the values of tokens; None for none.
       policies: how many policies are trained, each a player of its own; 1 plays all players.
       swap_every: training steps after which policies swap players; 0 for never.
@@ -320,7 +325,9 @@ class Method(NamedTuple):
     prompts: Callable[[int, np.ndarray], np.ndarray] = same_prompts
     schedule: Schedule = Schedule()
     replay: Replay | None = None
-    curriculum: HardProblems | WrittenProblems | None = None
+    curriculum: Curriculum | HardProblems | WrittenProblems | None = None
+    plan: Plan = Plan()
+    edits: tuple[Edit, ...] = ()
     token_values: TokenValues | None = None
     policies: int = 1
     swap_every: int = 0

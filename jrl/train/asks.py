@@ -12,7 +12,7 @@ Baselines, demonstrations, refills, hints, critiques, branches and searches are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +20,6 @@ from flax import struct
 
 from jrl.types import Array, Branching, Params, Search
 
-NEW = -1
-"""The ticket of an entry that has none yet; the loop issues one before anything is drawn."""
 TRAIN, BASELINE, ASIDE = 0, 1, 2
 """What members are drawn for: to be trained on, to be compared with, to be read by a plan alone."""
 
@@ -42,8 +40,8 @@ class Ask(struct.PyTreeNode):
     """Entry a asks for ``count[a]`` members of ``ticket[a]``, from number ``first[a]`` on.
 
     Attributes:
-      ticket: [A] int32, or ``NEW``.
-      row: [A] int32, the problem in the data; -1 with ``NEW`` where the curriculum chooses it.
+      ticket: [A] int32; None for new ones, which the loop issues before anything is drawn.
+      row: [A] int32, the problem in the data; None where the curriculum chooses it.
       first: [A] int32, the number of the entry's first member.
       count: [A] int32, 0 to ``width`` members; 0 asks for nothing.
       temperature: [A] float32, in place of the run's; 0 is greedy; None for the run's.
@@ -60,8 +58,8 @@ class Ask(struct.PyTreeNode):
       tree: static, how the entry's members branch off one another or are searched for.
     """
 
-    ticket: Array
-    row: Array
+    ticket: Array | None
+    row: Array | None
     first: Array
     count: Array
     temperature: Array | None = None
@@ -80,7 +78,7 @@ Asks = tuple[Ask, ...]
 """Several where static choices differ; entries of equal tickets belong to one group."""
 
 
-class DrawRequest(NamedTuple):
+class DrawRequest(struct.PyTreeNode):
     """What a source is asked for.
 
     Attributes:
@@ -88,9 +86,9 @@ class DrawRequest(NamedTuple):
       weights: trees by name: "policy", those of ``Plan.policies``, "value" where it is read.
       versions: [] int32 by the same names: how many training steps made each.
       step: [] int32, the training step that the members are for.
-      asks: with all tickets issued.
-      split: "train" or "eval".
-      newer: () -> newer weights, or None, for rollouts that change weights between chunks.
+      asks: with all tickets issued; all of the same tickets and rows.
+      split: static, "train" or "eval".
+      newer: static, () -> newer weights, or None, for rollouts that change weights between chunks.
     """
 
     key: Array
@@ -98,8 +96,8 @@ class DrawRequest(NamedTuple):
     versions: Mapping[str, Any]
     step: Any
     asks: Asks
-    split: Literal["train", "eval"] = "train"
-    newer: Callable[[], Any] | None = None
+    split: Literal["train", "eval"] = struct.field(pytree_node=False, default="train")
+    newer: Callable[[], Any] | None = struct.field(pytree_node=False, default=None)
 
 
 def new_ask(tickets: Any, rows: Any, count: int, **how: Any) -> Ask:

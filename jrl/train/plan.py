@@ -1,0 +1,453 @@
+"""The groups of a training step, from the first draw through the plan's rounds and the edits.
+
+    groups, collected = sample_step(draw, collected, ..., rounds=host_rounds)
+    collected = learned(method, collected, outcome_of(groups, ...))
+
+The same functions run on the host and inside a compiled run; ``host_rounds`` samples what is asked
+for, ``traced_rounds`` the bounds, in a loop of one program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jrl.methods.base import Method
+from jrl.methods.curriculum import Choice, Outcome, Query, Table
+from jrl.methods.edit import EditView
+from jrl.methods.plan import StepView
+from jrl.train.asks import Ask, Asks, Tokens, new_ask
+from jrl.train.groups import Origin, PlacedGroups, place, put_members, take, widened
+from jrl.train.members import numbers, uses
+from jrl.types import Array, stream
+
+
+class CollectState(struct.PyTreeNode):
+    """What drawing carries from step to step, beside the ``TrainState``.
+
+    The training step does not donate it. In a compiled run it goes through ``lax.scan`` and
+    ``vmap``; on the host it is saved with each checkpoint.
+
+    Attributes:
+      cursor: [] int32, tickets issued.
+      curriculum: the curriculum's state, arrays of fixed shapes.
+      edits: the states of the method's edits; on the host their stores have no bounds.
+    """
+
+    cursor: Array
+    curriculum: Any = ()
+    edits: tuple[Any, ...] = ()
+
+
+class Tools(Protocol):
+    """What the kind of data offers to a plan."""
+
+    def solutions(self, asks: Asks) -> Tokens:
+        """The data's own solution of each entry of the first ask."""
+
+    def hints(self, groups: PlacedGroups, level: Any, levels: int) -> Mapping[str, Any]:
+        """Fields of an ask, [m] entries, that give hint number ``level`` of ``levels``."""
+
+
+class Setting(NamedTuple):
+    """What stays the same through a run's steps.
+
+    Attributes:
+      method: what is trained with; its curriculum, plan and edits are used here.
+      prompts: N.
+      group: G.
+      weights: [R] float32, of the reward parts.
+      judge: the column of the reward part that says what is right; None for the score.
+      order: tickets [n] -> rows [n], the data's own order, where there is no curriculum.
+      tools: for plans.
+      table: the problems, for a curriculum.
+    """
+
+    method: Method
+    prompts: int
+    group: int
+    weights: Any
+    judge: int | None
+    order: Callable[[Any], Any]
+    tools: Any = None
+    table: Table | None = None
+
+
+class Now(NamedTuple):
+    """The step that groups are sampled for.
+
+    Attributes:
+      key: the run's root key.
+      step: [] int32, training steps done.
+    """
+
+    key: Any
+    step: Any
+
+
+Draw = Callable[[Asks], Any]
+"""Asks of the same tickets -> ``Groups``."""
+Rounds = Callable[..., tuple[PlacedGroups, CollectState, Any, Any]]
+
+
+def sample_step(
+    draw: Draw, collected: CollectState, now: Now, setting: Setting, rounds: Rounds
+) -> tuple[PlacedGroups, CollectState, dict[str, Any]]:
+    """The groups of a step at their places, before the edits.
+
+    Args:
+      draw: the source, for this step.
+      collected: before the step.
+      now: the step.
+      setting: of the run.
+      rounds: ``host_rounds`` or ``traced_rounds``.
+
+    Returns:
+      (groups, what is carried, counts). With ``Plan.next`` the places and columns are the bounds in
+      a compiled run, and what was asked for on the host.
+    """
+    plan, base = setting.method.plan, collected.cursor
+    issued, collected, used = issue(setting.prompts, setting.prompts, None, collected, now, setting)
+    ask = new_ask(issued.ticket, issued.choice.row, setting.group)
+    ask = _as_chosen(ask, issued.choice)
+    asks = plan.first((ask,), view_of(0, collected, now, setting))
+    drawn = draw(asks)
+    origin = Origin(ask.ticket, ask.row, numbers(asks), uses(asks), np.int32(0), issued.prior)
+    groups = place(drawn, origin, setting.weights, setting.judge)
+    if plan.next is None:
+        return groups, collected, drawn.counts
+    groups, collected, counts, done = rounds(
+        draw, groups, drawn.counts, collected, base, used, now, setting
+    )
+    return groups, collected, counts | {"rounds": done + 1.0}
+
+
+# ---------------------------------------------------------------- tickets
+
+
+class Issued(NamedTuple):
+    """New tickets and the problems chosen for them; ``prior`` by name, [n] float32."""
+
+    ticket: Any
+    choice: Choice
+    prior: Mapping[str, Any]
+
+
+def issue(
+    entries: int, count: Any, used: Any, collected: CollectState, now: Now, setting: Setting
+) -> tuple[Issued, CollectState, Any]:
+    """The next tickets and the problems that the curriculum chooses for them.
+
+    Args:
+      entries: n, static.
+      count: [] int, how many of them are used, the first ones.
+      used: [rows] bool, chosen earlier in this step; None for none.
+      collected: before.
+      now: the step.
+      setting: of the run.
+
+    Returns:
+      (tickets, what is carried, rows used in this step).
+    """
+    curriculum = setting.method.curriculum
+    xp: Any = np if isinstance(collected.cursor, int | np.integer | np.ndarray) else jnp
+    tickets = (collected.cursor + xp.arange(entries)).astype(np.int32)
+    after = collected.replace(cursor=xp.asarray(collected.cursor + count, np.int32))
+    if curriculum is None:
+        return Issued(tickets, Choice(setting.order(tickets)), {}), after, used
+    assert setting.table is not None
+    used = jnp.zeros(setting.table.rows, bool) if used is None else used
+    key = jax.random.fold_in(stream(now.key, "curriculum", now.step), tickets[0])
+    query = Query(key, tickets, jnp.int32(count), jnp.int32(now.step), used)
+    choice, state = curriculum.choose(collected.curriculum, query)
+    at = jnp.where(query.live(), choice.row, setting.table.rows)
+    used = used.at[at].set(True, mode="drop")
+    return Issued(tickets, choice, choice.prior), after.replace(curriculum=state), used
+
+
+def _as_chosen(ask: Ask, choice: Choice) -> Ask:
+    """The run's ask with the numbers that the curriculum chose."""
+    given = {"count": choice.count, "limit": choice.limit, "temperature": choice.temperature}
+    if choice.count is not None:
+        given["count"] = jnp.minimum(choice.count, ask.width).astype(jnp.int32)
+    return ask.replace(**{name: x for name, x in given.items() if x is not None})
+
+
+def view_of(number: Any, collected: CollectState, now: Now, setting: Setting) -> StepView:
+    """What a plan may read in a round."""
+    key = jax.random.fold_in(stream(now.key, "plan", now.step), number)
+    size = setting.prompts, setting.group
+    states = collected.curriculum, collected.edits
+    return StepView(now.step, number, key, *size, *states, setting.tools)
+
+
+# ---------------------------------------------------------------- rounds
+
+
+def requests(asks: Asks) -> list[Asks]:
+    """The asks that can be drawn together: those of the same tickets."""
+    together: list[Asks] = []
+    for ask in asks:
+        last = together[-1][0] if together else None
+        if last is not None and ask.ticket is not None and ask.ticket is last.ticket:
+            together[-1] = (*together[-1], ask)
+        else:
+            together.append((ask,))
+    return together
+
+
+def asked(asks: Asks) -> Any:
+    """[] bool: whether any members are asked for."""
+    return jnp.any(jnp.stack([jnp.any(ask.count > 0) for ask in asks])) if asks else False
+
+
+def _numbered(
+    asks: Asks, groups: PlacedGroups, collected: CollectState, used: Any, state: Any
+) -> tuple[Asks, Mapping[str, Any], CollectState, Any]:
+    """The asks of one request with tickets and rows, within the bounds of the plan.
+
+    Returns:
+      (asks, prior by name, what is carried, rows used in this step).
+    """
+    base, now, setting, columns = state
+    plan, (ask, *others) = setting.method.plan, asks
+    if ask.ticket is not None:
+        room = [jnp.clip(columns - a.first, 0, a.count) for a in asks]
+        bounded = [a.replace(count=x) for a, x in zip(asks, room, strict=True)]
+        for a in bounded[1:]:
+            assert a.ticket is ask.ticket
+        return tuple(bounded), groups.prior, collected, used
+    assert not others, "asks for new tickets are drawn one by one"
+    entries = ask.count.shape[0]
+    number = jnp.cumsum(ask.count > 0) - 1
+    left = setting.prompts + plan.prompts(setting.prompts) - (collected.cursor - base)
+    live = (ask.count > 0) & (number < left)
+    issued, collected, used = issue(entries, live.sum(), used, collected, now, setting)
+    at = jnp.where(live, number, 0)
+    ticket = jnp.where(live, jnp.asarray(issued.ticket)[at], -1)
+    row = jnp.asarray(issued.choice.row)[at] if ask.row is None else ask.row
+    ask = ask.replace(ticket=ticket, row=row, count=jnp.where(live, ask.count, 0))
+    prior = {name: jnp.asarray(x)[at] for name, x in issued.prior.items()}
+    return (ask,), prior, collected, used
+
+
+def _put(
+    groups: PlacedGroups, drawn: Any, asks: Asks, prior: Any, number: Any, base: Any
+) -> PlacedGroups:
+    """The groups with what one request of a round gave."""
+    origin = Origin(asks[0].ticket, asks[0].row, numbers(asks), uses(asks), number, prior)
+    new = place(drawn, origin, groups.weights, groups.judge)
+    return put_members(groups, new, origin, base)
+
+
+def traced_rounds(
+    draw: Draw,
+    groups: PlacedGroups,
+    counts: Mapping[str, Any],
+    collected: CollectState,
+    base: Any,
+    used: Any,
+    now: Now,
+    setting: Setting,
+) -> tuple[PlacedGroups, CollectState, dict[str, Any], Any]:
+    """The plan's rounds in a compiled run: a loop whose body samples the bounds.
+
+    Returns:
+      (groups at the bounds, what is carried, counts, rounds [] float32).
+    """
+    plan = setting.method.plan
+    assert plan.next is not None
+    places, columns = bounds(groups, setting)
+    groups = widened(groups, places, columns)
+
+    def one(carry: Any) -> Any:
+        number, _, groups, counts, collected, used = carry
+        asks = plan.next(groups, view_of(number, collected, now, setting))
+        goes = asked(asks)
+
+        # A round that asks for nothing costs a test and no prefill; under ``vmap`` both are paid.
+        def sampled(inner: Any) -> Any:
+            groups, counts, collected, used = inner
+            for part in requests(asks):
+                state = base, now, setting, columns
+                part, prior, collected, used = _numbered(part, groups, collected, used, state)
+                drawn = draw(part)
+                groups = _put(groups, drawn, part, prior, number, base)
+                counts = {n: x + drawn.counts[n] for n, x in counts.items()}
+            return groups, counts, collected, used
+
+        inner = groups, counts, collected, used
+        after = jax.lax.cond(goes, sampled, lambda inner: inner, inner)
+        return number + goes, goes, *after
+
+    def more(carry: Any) -> Any:
+        number, goes = carry[:2]
+        return goes & (number <= plan.rounds)
+
+    # Weak types and NumPy scalars would change in the first turn of the loop.
+    first = (jnp.int32(1), jnp.bool_(True), groups, dict(counts), collected, used)
+    carry = jax.lax.while_loop(more, one, jax.tree.map(_strong, first))
+    number, _, groups, counts, collected, _ = carry
+    return groups, collected, counts, (number - 1).astype(jnp.float32)
+
+
+def _strong(x: Any) -> Any:
+    """An array of its own dtype, as a loop carries it."""
+    return jax.lax.convert_element_type(jnp.asarray(x), jnp.asarray(x).dtype)
+
+
+def bounds(groups: PlacedGroups, setting: Setting) -> tuple[int, int]:
+    """(places, columns) of a step's groups behind all rounds, static."""
+    plan, (m, size) = setting.method.plan, groups.use.shape
+    return m + plan.prompts(setting.prompts), size + plan.members(setting.group)
+
+
+def host_rounds(
+    draw: Draw,
+    groups: PlacedGroups,
+    counts: Mapping[str, Any],
+    collected: CollectState,
+    base: Any,
+    used: Any,
+    now: Now,
+    setting: Setting,
+) -> tuple[PlacedGroups, CollectState, dict[str, Any], Any]:
+    """The plan's rounds on the host: what is asked for is sampled, and nothing else.
+
+    Returns:
+      (groups, what is carried, counts, rounds).
+    """
+    plan = setting.method.plan
+    assert plan.next is not None
+    groups, (_, columns) = jax.device_get(groups), bounds(groups, setting)
+    groups, counts = widened(groups, groups.use.shape[0], columns), dict(counts)
+    for number in range(1, plan.rounds + 1):
+        asks = plan.next(groups, view_of(number, collected, now, setting))
+        if not asks or not bool(asked(asks)):
+            return groups, collected, counts, number - 1
+        for part in requests(asks):
+            state = base, now, setting, columns
+            part, prior, collected, used = _numbered(part, groups, collected, used, state)
+            part, prior = _live_entries(*jax.device_get((part, prior)))
+            if part[0].ticket.shape[0] == 0:
+                continue
+            drawn = jax.device_get(draw(part)._replace(subject=None))
+            issued = int(np.asarray(collected.cursor)) - int(base)
+            groups = widened(groups, max(issued, groups.use.shape[0]), columns)
+            groups = _put(groups, drawn, part, prior, np.int32(number), int(base))
+            counts = {n: counts.get(n, 0) + drawn.counts.get(n, 0) for n in counts | drawn.counts}
+    return groups, collected, counts, plan.rounds
+
+
+def _live_entries(asks: Asks, prior: Mapping[str, Any]) -> tuple[Asks, dict[str, Any]]:
+    """The entries that ask for any members, in a number that is a power of two.
+
+    Other numbers would be other programs; what fills up asks for nothing.
+    """
+    count = np.stack([ask.count for ask in asks]).max(axis=0)
+    live = np.flatnonzero(count > 0)
+    if len(live) == 0:
+        return tuple(jax.tree.map(lambda x: x[:0], ask) for ask in asks), {}
+    size = min(1 << (len(live) - 1).bit_length(), len(count))
+    rest = np.flatnonzero(count == 0)[: size - len(live)]
+    rows = np.concatenate([live, rest])
+    return (
+        tuple(jax.tree.map(lambda x: np.asarray(x)[rows], ask) for ask in asks),
+        {name: np.asarray(x)[rows] for name, x in prior.items()},
+    )
+
+
+# ---------------------------------------------------------------- edits, and what was learned
+
+
+def edited(
+    groups: PlacedGroups, collected: CollectState, now: Now, setting: Setting
+) -> tuple[PlacedGroups, CollectState]:
+    """The groups that are trained on: N and those that edits added, live ones first."""
+    method, (m, size) = setting.method, groups.use.shape
+    extra = [edit.extra(setting.prompts) for edit in method.edits]
+    groups = widened(groups, m + sum(extra), size)
+    states, begin = [], m
+    for i, (edit, count) in enumerate(zip(method.edits, extra, strict=True)):
+        keys = stream(now.key, "replay", now.step)
+        view = EditView(
+            step=now.step,
+            key=jax.random.fold_in(stream(now.key, "edit", now.step), i),
+            group_keys=jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.asarray(groups.ticket)),
+            extra=(jnp.arange(m + sum(extra)) >= begin)
+            & (jnp.arange(m + sum(extra)) < begin + count),
+        )
+        groups, state = edit.apply(collected.edits[i], groups, view)
+        states.append(state)
+        begin += count
+    collected = collected.replace(edits=tuple(states))
+    return _trimmed(groups, setting.prompts, m, sum(extra)), collected
+
+
+def _trimmed(groups: PlacedGroups, prompts: int, places: int, extra: int) -> PlacedGroups:
+    """As many groups as a batch has; those with members first, in their order."""
+    size = min(places, prompts) + extra if places > prompts else places + extra
+    live = (groups.members()).any(axis=1)
+    # Dropped groups only pad a batch that is too small, because its shape is part of the program.
+    order = jnp.argsort(~live, stable=True)[:size]
+    return take(groups, order)
+
+
+def outcome_of(
+    groups: PlacedGroups, trained: PlacedGroups, advantages: Any, step: Any, table: Table
+) -> Outcome:
+    """What a step made of its problems, for the curriculum.
+
+    Args:
+      groups: all of them, before the edits.
+      trained: those that were trained on.
+      advantages: [n, M] float32, mean |advantage| of the members of ``trained``; None for zeros.
+      step: [] int32, training steps done before it.
+      table: the problems.
+    """
+    drawn, live = groups.drawn(), groups.live()
+    stratum = jnp.asarray(table.stratum)[jnp.clip(groups.row, 0, table.rows - 1)]
+    # Groups that an edit added have tickets of other steps, or none.
+    at = jnp.argmax(trained.ticket[None] == groups.ticket[:, None], axis=1)
+    same = (trained.ticket[at] == groups.ticket) & live & trained.members().any(axis=1)[at]
+    size = jnp.zeros(drawn.shape, jnp.float32) if advantages is None else advantages[at]
+    return Outcome(
+        step=step,
+        row=groups.row,
+        stratum=stratum,
+        live=live & (groups.sizes() > 0),
+        trained=same,
+        rate=groups.rate().astype(jnp.float32),
+        size=groups.sizes().astype(jnp.float32),
+        score=jnp.where(drawn, groups.score(), 0.0),
+        advantage=jnp.where(same[:, None] & drawn, size, 0.0),
+        prior=groups.prior,
+    )
+
+
+def learned(method: Method, collected: CollectState, outcome: Outcome) -> CollectState:
+    """What is carried after a step, the curriculum updated."""
+    assert method.curriculum is not None
+    return collected.replace(curriculum=method.curriculum.update(collected.curriculum, outcome))
+
+
+def mean_sizes(advantages: Any, mask: Any) -> Any:
+    """[N, M] float32: the mean |advantage| of each member's trained tokens; 0 without any."""
+    total = jnp.where(mask, jnp.abs(advantages), 0.0).sum(axis=2)
+    return total / jnp.maximum(mask.sum(axis=2), 1)
+
+
+def new_collected(setting: Setting, shapes: Any = None) -> CollectState:
+    """What is carried at the start of a run; ``shapes`` of a step's groups in a compiled run."""
+    method = setting.method
+    state: Any = ()
+    if method.curriculum is not None:
+        assert setting.table is not None
+        state = method.curriculum.init(setting.table)
+    cursor: Any = np.int32(0) if shapes is None else jnp.int32(0)
+    return CollectState(cursor, state, tuple(edit.init(shapes) for edit in method.edits))
