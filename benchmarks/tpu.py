@@ -37,10 +37,11 @@ from jrl.plan.lower import run_model
 from jrl.plan.topology import Topology, parse_topology
 from jrl.plan.useful import lengths_of, model_flops
 from jrl.train import build, programs
-from jrl.train.collect import Groups, collect
+from jrl.train.collect import collect
 from jrl.train.placement import make_meshes
 from jrl.train.resharding import ReshardedSampler, freed_after
 from jrl.train.score import policy_of
+from jrl.train.sources import Groups
 from jrl.types import Prompt
 
 PROGRAMS = {"resharding": "resharding_s", "sampler": "sampler_s", "train_step": "train_s"}

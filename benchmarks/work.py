@@ -24,7 +24,8 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams, make_sampling_params
-from jrl.train.collect import Groups, compiled_stream
+from jrl.train.sources import Groups
+from jrl.train.sources_text import compiled_stream
 from jrl.train.state import init_state, state_shardings
 from jrl.types import Array, Network, Params, Rollout, StopReason, TrainState
 

@@ -37,6 +37,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "task_rollout": "the sampler",
         "step": "the training step",
         "held_out": "the evaluation",
+        "held_out_rollout": "the evaluation",
         "warm_start": "the warm start",
         "iterate": "one program for all steps",
         "whole_run": "one program for the whole run",

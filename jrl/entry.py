@@ -140,7 +140,7 @@ def fit(
       UserError: bad input, named, before anything compiles.
       KeyboardInterrupt: after SIGINT or SIGTERM, when the state has been saved.
     """
-    from jrl.train.loop import run_config
+    from jrl.run.run import run_config
     from jrl.train.score import policy_of
 
     values: dict[str, Any] = {}

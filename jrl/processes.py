@@ -142,8 +142,10 @@ _turns: collections.Counter[str] = collections.Counter()
 
 
 def deal(
-    name: str, count: int, work: Callable[[np.ndarray], tuple[np.ndarray, Mapping[str, float]]]
-) -> tuple[np.ndarray, dict[str, float]]:
+    name: str,
+    count: int,
+    work: Callable[[np.ndarray], tuple[tuple[np.ndarray, ...], Mapping[str, float]]],
+) -> tuple[tuple[np.ndarray, ...], dict[str, float]]:
     """Items dealt to the processes: each works on its own, and all get what came of all.
 
     The hosts talk to each other, and no device is asked, so that a thread may call this while
@@ -152,10 +154,10 @@ def deal(
     Args:
       name: of this use.
       count: items, the same everywhere.
-      work: (indices [m] int) -> (float32 results [m, ...], counts by name).
+      work: (indices [m] int) -> (results [m, ...] each, counts by name).
 
     Returns:
-      (results [count, ...], the counts summed).
+      (results [count, ...] each, the counts summed).
 
     Raises:
       UserError: what ``work`` raised in one of the processes, on every process.
@@ -167,17 +169,22 @@ def deal(
     mine: dict[str, Any] = {}
     try:
         results, counts = work(np.arange(jax.process_index(), count, processes))
-        mine = {"results": results.tolist(), "counts": dict(counts), "shape": results.shape[1:]}
+        mine = {
+            "results": [x.tolist() for x in results],
+            "counts": dict(counts),
+            "forms": [(x.shape[1:], str(x.dtype)) for x in results],
+        }
     except UserError as error:
         mine = {"error": str(error)}
     answers = [json.loads(text) for text in _hosts_say(name, json.dumps(mine))]
     if errors := [each["error"] for each in answers if "error" in each]:
         raise UserError(errors[0])
-    merged = np.zeros((count, *answers[0]["shape"]), np.float32)
+    merged = tuple(np.zeros((count, *shape), dtype) for shape, dtype in answers[0]["forms"])
     total: collections.Counter[str] = collections.Counter()
     for i, each in enumerate(answers):
-        if each["results"]:
-            merged[i::processes] = each["results"]
+        for whole, part in zip(merged, each["results"], strict=True):
+            if part:
+                whole[i::processes] = part
         total.update(each["counts"])
     return merged, dict(total)
 

@@ -83,6 +83,10 @@ class Stopping:
         """Asks the run to stop, as another process's signal does."""
         self._asked.set()
 
+    def hurries(self) -> bool:
+        """Whether the run shall stop and waits for rollouts under way for limited time alone."""
+        return self._asked.is_set() and not self._patient
+
     @property
     def gave_up(self) -> bool:
         """Whether a rollout or an evaluation was interrupted because it took too long."""

@@ -31,13 +31,17 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
+from jrl.run.run import train
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import TextSource, collect, task_rollout, to_batch
+from jrl.train.collect import Collector, to_batch
 from jrl.train.compiled import held_out
-from jrl.train.loop import train, train_steps
+from jrl.train.loop import policy_weights, train_steps
 from jrl.train.optimizer import make_optimizer
 from jrl.train.score import score
+from jrl.train.sources import simple_request
+from jrl.train.sources_task import TaskSource, task_rollout
+from jrl.train.sources_text import TextSource
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, place_batch
 from jrl.types import Prompt, stream
@@ -104,19 +108,18 @@ class World:
                 task_rollout,
                 sampling_params=self.sampling_params,
                 task=TASK,
-                split="train",
                 parts=tuple(WEIGHTS),
                 network=self.network,
                 group=GROUP,
             )
         )
-        self.collect = partial(
-            collect,
-            draw=self.sample,
+        self.collector = Collector(
+            source=TaskSource(TASK, tuple(WEIGHTS), self.sample),
             prompts=PROMPTS,
-            weights=np.array(list(WEIGHTS.values()), np.float32),
+            reward_weights=np.array(list(WEIGHTS.values()), np.float32),
             method=method,
             mesh=self.mesh,
+            group=GROUP,
         )
 
     def fit(self, steps, step=None):
@@ -130,7 +133,7 @@ class World:
         with jax.set_mesh(self.mesh):
             state = train_steps(
                 self.state,
-                self.collect,
+                self.collector,
                 step or self.compiled,
                 self.sampling_params,
                 steps,
@@ -142,7 +145,12 @@ class World:
         """The groups that the first prompts give at a step."""
         with jax.set_mesh(self.mesh):
             ids = np.arange(prompts, dtype=np.int32)
-            return self.sample(self.state.key, self.state.params["policy"], np.int32(step), ids)
+            return self.sample(self.request(step, ids))
+
+    def request(self, step, tickets, *, rows=None, key=None):
+        """What draws ask for with the state's policy."""
+        key, weights = self.state.key if key is None else key, policy_weights(self.state)
+        return simple_request(key, weights, np.int32(step), tickets, GROUP, rows=rows)
 
 
 programs = cache(World)
@@ -240,7 +248,7 @@ def test_2_the_files_of_the_readme_are_the_first_of_their_hops():
     w.state = w.make(jax.random.key(0))
     with RewardPool({"exact": make_reward("exact")}, workers=0, timeout_seconds=9) as pool:
         source = text_source(w, [f"{i}+{3 * i}=" for i in range(PROMPTS)], pool=pool)
-        w.collect.keywords.update(draw=source.draw, weights=np.ones(1, np.float32))
+        w.collector = w.collector._replace(source=source, reward_weights=np.ones(1, np.float32))
         files = entered(lambda: w.fit(1))
     seen = {"train/loop.py"}
     assert files[0] in seen  # where ``train_steps`` is
@@ -272,7 +280,7 @@ def test_2_few_files_from_fit_to_optax_in_the_demo(tmp_path, monkeypatch):
         seen.extend(entered(lambda: ended.append(train_steps(*args, on_step=after, **kwargs))))
         return ended[0]
 
-    monkeypatch.setattr("jrl.train.loop.train_steps", watched_steps)
+    monkeypatch.setattr("jrl.run.loops.train_steps", watched_steps)
     short = ["train.steps=1", "train.prompts=8", "sampling.group=4", "eval.problems=8"]
     short += ["warmup.steps=1", f"run.dir={tmp_path / 'run'}"]
     train(load_config(str(README.parent / "configs" / "tiny.toml"), short))
@@ -318,7 +326,8 @@ def test_4_shardings_stay():
 def test_5_no_transfers_in_a_step():
     w = world(devices=8, tensor=2)
     with jax.set_mesh(w.mesh):
-        batch, _, _ = w.collect(w.state.key, w.state.params["policy"], step=0, cursor=0)
+        weights = policy_weights(w.state)
+        batch, _, _ = w.collector.collect(w.state.key, weights, step=0, cursor=0)
         state, _ = w.compiled(w.state, batch, w.sampling_params)
         with jax.transfer_guard("disallow"):
             state, metrics = w.compiled(state, batch, w.sampling_params)
@@ -369,10 +378,10 @@ def text_source(w, texts, seed=None, pool=None):
 def test_6_draws_for_prompts_in_text_differ_by_step_and_repeat():
     w = world()
     source = text_source(w, [f"{i}+{3 * i}=" for i in range(PROMPTS)])
-    positions = np.arange(PROMPTS, dtype=np.int32)
+    tickets = np.arange(PROMPTS, dtype=np.int32)
 
     def tokens(step, key=w.state.key):
-        return source.draw(key, w.state.params["policy"], np.int32(step), positions).rollout.tokens
+        return source.draw(w.request(step, tickets, key=key)).rollout.tokens
 
     first, second = tokens(0), tokens(1)
     assert not np.array_equal(first, second)
@@ -571,8 +580,8 @@ def test_8_rewards_are_of_their_own_problem():
     w = world()
     source = text_source(w, [f"{i}-{2 * i}=" for i in range(PROMPTS)], seed=3)
     for first in (0, PROMPTS):
-        positions = first + np.arange(PROMPTS, dtype=np.int32)
-        groups = source.draw(w.state.key, w.state.params["policy"], np.int32(0), positions)
+        tickets = first + np.arange(PROMPTS, dtype=np.int32)
+        groups = source.draw(w.request(0, tickets, rows=source.order(tickets)))
         numbers = [prompt.id for prompt in groups.subject]
         assert sorted(numbers) == list(range(PROMPTS))  # an epoch sees every prompt once
         assert np.array_equal(groups.rewards[:, :, 0], np.repeat([numbers], GROUP, axis=0).T)

@@ -41,9 +41,9 @@ MUTANTS = {
     "a frame for every hop": Mutant(
         1,
         "train/loop.py",
-        "batch, groups, cursor = collect(state.key, policy(state), step=i, cursor=cursor)\n",
+        "batch, groups, cursor = batches.collect(state.key, weights(state), step=i, cursor=cursor)\n",
         "deep = lambda f: lambda *a, **k: f(*a, **k)\n"
-        "        drawn = deep(collect)(state.key, policy(state), step=i, cursor=cursor)\n"
+        "        drawn = deep(batches.collect)(state.key, weights(state), step=i, cursor=cursor)\n"
         "        batch, groups, cursor = drawn\n",
     ),
     "a step spread over more files": Mutant(
@@ -85,9 +85,9 @@ MUTANTS = {
     ),
     "a constant sampling key": Mutant(
         6,
-        "train/collect.py",
-        "        stream(key, sample, step),\n",
-        "        stream(key, sample, 0),\n",
+        "train/sources_task.py",
+        "stream(request.key, SAMPLE_STREAMS[request.split], request.step),\n",
+        "stream(request.key, SAMPLE_STREAMS[request.split], 0),\n",
     ),
     "one key for a whole group": Mutant(
         6,
@@ -147,7 +147,7 @@ MUTANTS = {
     ),
     "moments forgotten on resume": Mutant(
         10,
-        "train/records.py",
+        "run/records.py",
         "        self.position = Position(**extra)\n",
         "        self.position = Position(**extra)\n"
         "        from jrl.train.compiled import with_policy\n"
@@ -155,7 +155,7 @@ MUTANTS = {
     ),
     "data that starts over on resume": Mutant(
         10,
-        "train/records.py",
+        "run/records.py",
         "        self.position = Position(**extra)\n",
         "        self.position = Position(**(extra | {'cursor': 0}))\n",
     ),
@@ -167,15 +167,15 @@ MUTANTS = {
     ),
     "a constant sampling key for prompts in text": Mutant(
         6,
-        "train/collect.py",
-        'stream(key, "sample", step)',
-        'stream(key, "sample", 0)',
+        "train/sources_text.py",
+        'compiled_stream(root_key(request), "sample", request.step)',
+        'compiled_stream(root_key(request), "sample", 0)',
     ),
     "the same prompts at every step": Mutant(
         6,
         "train/collect.py",
-        "    cursor += prompts\n    if editor",
-        "    if editor",
+        "        cursor += self.prompts\n        if editor",
+        "        if editor",
     ),
     "a cursor that the loop forgets": Mutant(
         6,
@@ -227,21 +227,21 @@ MUTANTS = {
     ),
     "rewards of other problems": Mutant(
         8,
-        "train/collect.py",
-        "        problems, rollout.tokens, rollout.lengths\n",
-        "        jax.tree.map(lambda x: x[::-1], problems), rollout.tokens, rollout.lengths\n",
+        "train/sources_task.py",
+        "judge_problems(task, parts, problems, rollout",
+        "judge_problems(task, parts, jax.tree.map(lambda x: x[::-1], problems), rollout",
     ),
     "rewards of other prompts in text": Mutant(
         8,
-        "train/collect.py",
-        "prompt=chosen[i]",
-        "prompt=chosen[j % n]",
+        "train/sources_text.py",
+        "prompt=self.prompts[i]",
+        "prompt=self.prompts[j % len(self.prompts)]",
     ),
     "evaluation on problems trained on": Mutant(
         10,
         "train/compiled.py",
-        '        split="eval",\n',
-        '        split="train",\n',
+        ', split="eval")',
+        ', split="train")',
     ),
     "a gradient that is not clipped": Mutant(
         10,

@@ -16,7 +16,8 @@ from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.train import build, loop
+from jrl.run import run as running
+from jrl.train import build
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
 ROWS = [{"question": f"how many {what}?", "answer": "5"} for what in ("eels", "whales", "cows")]
@@ -39,7 +40,7 @@ def fails(samples, how="raise"):
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 
 from jrl.config import load_config
 from jrl.metrics import read_jsonl
-from jrl.train.loop import train
+from jrl.run.run import train
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ from typer.main import get_command
 from jrl.cli.app import app
 from jrl.config import build_config, load_config
 from jrl.envs.host import HostEnv
-from jrl.train import loop
-from jrl.train.loop import train
+from jrl.run import run as running
+from jrl.run.run import train
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [
@@ -255,7 +255,7 @@ def test_the_other_way_to_write_a_module_trains(tmp_path, monkeypatch):
     (code,) = (code for _, code in fenced(OWN) if code.startswith("# mynet.py"))
     (tmp_path / "mynet.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     network = ["model.network=mynet.py:averages", "model.config={width=16}"]
     chosen = load_config(ROOT / "configs" / "tiny.toml", [*network, *SHORT, "run.dir=run"])
     assert train(chosen, echo=lambda line: None)["steps"] == 2

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from jrl.cli.app import app
 from jrl.extras import missing
-from jrl.train import loop
+from jrl.run import run as running
 
 LEFT = {  # how a command begins -> what stands for it
     "jrl train configs/search.toml": "test: train/test_host_run.py",
@@ -84,7 +84,7 @@ def hub(tmp_path_factory):
 def place(hub, tmp_path, monkeypatch):
     """A working directory with everything that a command may name."""
     monkeypatch.setenv("HF_HUB_CACHE", str(hub / "cache"))
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     shutil.copytree(hub / "DIR", tmp_path / "DIR")

@@ -27,7 +27,8 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.own import given
 from jrl.rewards import Sample, make_reward
-from jrl.train import loop
+from jrl.run import run as running
+from jrl.train import programs
 
 ROWS = [{"question": f"{a}+{b}?", "answer": str(a + b), "a": a} for a in (1, 2) for b in (3, 4)]
 QUICK = {
@@ -45,7 +46,7 @@ SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8,
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch, tmp_path):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     monkeypatch.chdir(tmp_path)
 
 
@@ -224,7 +225,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_said_before_anything_compiles(name, model, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(loop.programs, "new_state", None)  # where the first program is compiled
+    monkeypatch.setattr(programs, "new_state", None)  # where the first program is compiled
     changes, said = BAD[name]
     with pytest.raises(UserError) as caught:
         jrl.fit(**{"rows": ROWS, "reward": digits, "model": model, "config": QUICK} | changes)

@@ -11,11 +11,12 @@ from jrl.evaluate.budget import budget_run
 from jrl.evaluate.search import search_run
 from jrl.evaluate.verifiers import REDUCED, _by_values, verifier_of
 from jrl.metrics import read_jsonl
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.serving.search import Path
-from jrl.train import build, loop, programs
+from jrl.train import build, programs
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.frozen import run_task
-from jrl.train.loop import train
 from jrl.train.reward_model import model_of
 from jrl.types import Prompt
 
@@ -69,7 +70,7 @@ def test_a_search_leaves_rows_to_train_on(tmp_path):
 
 def test_a_run_trains_on_the_rows_of_a_search(tmp_path, monkeypatch):
     """Rows of a policy that is right now and then: preferences of siblings, values of steps."""
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     more = ("warmup={steps=40, learning_rate=1e-2}", "train.steps=0", "eval.problems=16")
     run = tiny(*more, f"run.dir={tmp_path / 'run'}")
     train(run, echo=lambda line: None)

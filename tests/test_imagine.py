@@ -19,7 +19,7 @@ from jrl.cli.app import app
 from jrl.envs.imagined import Task
 from jrl.errors import UserError
 from jrl.imagine import Model, imagine, read_task
-from jrl.train import loop
+from jrl.run import run as running
 
 TASK = Task("Add.", "a teacher", "a student", "Is it understood?", "Teach me.", personas=3)
 TOML = """
@@ -291,7 +291,7 @@ def test_an_interrupt_keeps_what_is_done(fake, tmp_path):
 
 def test_from_a_task_to_a_policy(fake, tmp_path, monkeypatch):
     """Imagined dialogues, then two steps of ILQL on them."""
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     run(fake, tmp_path / "out.jsonl", count=6)
     model = checkpoint(tmp_path / "model")
     changes = [f'model.path="{model}"', f'data.train="dialogues:{tmp_path}/out.jsonl"']

@@ -14,8 +14,9 @@ from jrl.methods import find_method, get_method
 from jrl.metrics import read_jsonl
 from jrl.own import check_options, given_value, keep_rows, load, remember
 from jrl.rewards import make_reward
-from jrl.train import build, loop
-from jrl.train.loop import train
+from jrl.run import run as running
+from jrl.run.run import train
+from jrl.train import build
 from jrl.train.objective import method_of
 
 MINE = '''
@@ -201,7 +202,7 @@ RUN = (
 
 def test_a_run_of_ones_own_functions(mine, tmp_path, monkeypatch):
     """A method, a task and a network from a file outside the package, resumed with another end."""
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     monkeypatch.chdir(tmp_path)
     own = ["method=mine.py:plain", "data.task=mine.py:reversed_digits", "run.dir=run"]
     own += ["model.network=mine.py:network", "model.config.layers=2"]

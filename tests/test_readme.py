@@ -17,7 +17,7 @@ from jrl.methods import get_method, list_methods
 from jrl.metrics import CLOCKS
 from jrl.models.hf.parse import FAMILIES
 from jrl.rewards.columns import form_of
-from jrl.train import loop
+from jrl.run import run as running
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -143,7 +143,7 @@ def qwen(tmp_path, monkeypatch):
     """A cache of the Hub that holds a small model of the name in the examples."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     model = checkpoint(tmp_path / "model", chat=True)
     add(tmp_path / "hub", "Qwen/Qwen3-0.6B", "model", model)
 

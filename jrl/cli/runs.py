@@ -87,7 +87,7 @@ def _train(
         return f"stopped; {what_is_saved(directory)}"
 
     with end_at_once(stopped):
-        from jrl.train.loop import train as run_training
+        from jrl.run.run import train as run_training
 
         try:
             summary = run_training(chosen, echo=typer.echo)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,20 +14,17 @@ from jrl.config import Config
 from jrl.data.tasks import Task
 from jrl.envs import Env
 from jrl.errors import UserError
-from jrl.mesh import replicated
+from jrl.evaluate.statistics import evaluation_metrics
 from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
 from jrl.samples import samples_of
-from jrl.sampling.params import make_sampling_params
 from jrl.train import build, programs
 from jrl.train.adapters import restore_policy
+from jrl.train.batches import run_source
 from jrl.train.build import Run
-from jrl.train.collect import Groups, TextSource, compiled_stream
-from jrl.train.compiled import held_out
 from jrl.train.episodes import eval_parts
 from jrl.train.fits import check_evaluation
-from jrl.train.host_episodes import HostEpisodes, host_source
-from jrl.train.resharding import free
+from jrl.train.sources import Groups, join_groups, simple_request, take_groups, to_host
 from jrl.types import Array, Params, Prompt, StopReason
 
 
@@ -44,116 +38,6 @@ class Evaluation(NamedTuple):
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]]
-
-
-def pass_at_k(correct: np.ndarray, k: int) -> float:
-    """The chance that at least one of k completions drawn from those given is right.
-
-    The unbiased estimator of "Evaluating Large Language Models Trained on Code"
-    (arXiv:2107.03374): 1 - C(n - c, k) / C(n, k), averaged over problems.
-
-    Args:
-      correct: [M, n] bool, problems by completions.
-      k: at most n.
-
-    Returns:
-      A fraction.
-
-    Raises:
-      UserError: k is above n.
-
-    >>> round(pass_at_k(np.array([[True, False, False], [False, False, False]]), 2), 4)
-    0.3333
-    """
-    n = correct.shape[1]
-    if not 1 <= k <= n:
-        raise UserError(f"pass@{k}: there are {n} completions a problem; raise eval.samples")
-    counts = [int(c) for c in correct.sum(axis=1)]
-    # C(n - c, k) / C(n, k) as a product of c factors: the binomials have millions of digits.
-    factors = np.clip(1 - k / np.arange(n, 0, -1.0), 0, 1)  # at i: 1 - k / (n - i)
-    none_right = [float(np.prod(factors[:c])) for c in counts]
-    return float(np.mean(1 - np.array(none_right)))
-
-
-def majority_vote(answers: Sequence[Sequence[str | None]], correct: np.ndarray) -> float:
-    """The fraction of problems whose most frequent answer is right; ties go to the earliest.
-
-    The self-consistency of "Self-Consistency Improves Chain of Thought Reasoning in Language
-    Models" (arXiv:2203.11171).
-
-    Args:
-      answers: [M][n] answers as text; None where a completion gives none, which does not vote.
-      correct: [M, n] bool, whether each answer is right.
-
-    Returns:
-      A fraction; a problem without any answer counts as wrong.
-
-    >>> majority_vote([["7", "3", "7"]], np.array([[True, False, True]]))
-    1.0
-    """
-    right = 0
-    for row, marks in zip(answers, correct, strict=True):
-        votes = collections.Counter(a for a in row if a is not None)
-        if votes:
-            winner = max(votes, key=lambda a: votes[a])
-            right += bool(marks[list(row).index(winner)])
-    return right / max(len(answers), 1)
-
-
-def wilson(successes: float, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval of a proportion, 95 % by default.
-
-    Args:
-      successes: at most ``trials``; may be fractional (a mean over samples of each problem).
-      trials: problems, the independent units.
-      z: standard deviations.
-
-    Returns:
-      (low, high) fractions.
-
-    >>> tuple(round(x, 3) for x in wilson(9, 10))
-    (0.596, 0.982)
-    """
-    if trials == 0:
-        return 0.0, 1.0
-    p = successes / trials
-    centre = p + z * z / (2 * trials)
-    spread = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
-    scale = 1 + z * z / trials
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
-
-
-def evaluation_metrics(
-    correct: np.ndarray,
-    lengths: np.ndarray,
-    *,
-    pass_k: Sequence[int],
-    answers: Sequence[Sequence[str | None]] | None = None,
-) -> dict[str, float]:
-    """The numbers of an evaluation.
-
-    Args:
-      correct: [M, n] bool.
-      lengths: [M, n] int, tokens.
-      pass_k: each k reported.
-      answers: for the majority vote; left out without them or with one completion a problem.
-
-    Returns:
-      Fractions by name, and ``length`` in tokens.
-    """
-    m, n = correct.shape
-    low, high = wilson(float(correct.mean(axis=1).sum()), m)
-    metrics = {
-        "accuracy": float(correct.mean()),
-        "accuracy_low": low,
-        "accuracy_high": high,
-        "length": float(lengths.mean()),
-        "problems": float(m),
-    }
-    metrics |= {f"pass@{k}": pass_at_k(correct, k) for k in pass_k}
-    if answers is not None and n > 1:
-        metrics["majority"] = majority_vote(answers, correct)
-    return metrics
 
 
 def evaluation_names(run: Run) -> set[str] | None:
@@ -200,30 +84,8 @@ class Evaluator:
     def __init__(self, run: Run, pool: RewardPool | None) -> None:
         self.run = run = programs.as_evaluated(run)
         self.pool = pool
-        table, sampling = run.config.eval, run.config.sampling
-        sampling_params = make_sampling_params(
-            table.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-        )
-        mesh = programs.drawing_mesh(run, "eval")
-        self.sampling_params = jax.device_put(sampling_params, replicated(mesh))
-        self.told = ""  # how far an evaluation on text is; read by another thread
-        self._episodes: HostEpisodes | None = None
-        self._program: Any = None
-        if run.task is not None:
-            draw = partial(held_out, task=run.task, problems=table.problems, samples=table.samples)
-            self._program = programs.compiled_draw(
-                run, draw, programs.evaluated(run), whole=True, split="eval"
-            )
-        elif run.config.episodes:
-            self._episodes = host_source(
-                run,
-                run.data.prompts["eval"],
-                table.samples,
-                split="eval",
-                temperature=table.temperature,
-            )
-        else:
-            self._program = programs.sampler_program(run, split="eval", group=table.samples)
+        self.told = ""  # how far an evaluation is; read by another thread
+        self._source = run_source(run, pool, {}, split="eval") if self.available else None
 
     @property
     def available(self) -> bool:
@@ -237,12 +99,11 @@ class Evaluator:
           key: the run's root key.
           params: the policy's.
         """
-        groups = (self._task if self.run.task is not None else self._text)(key, params)
-        free(self._program)
+        groups = self._groups(key, params)
         names = self.run.rewards.weights
         if self.run.task is not None or self.pool is None:
             names = {"verify": 1.0} if self.run.task is None else eval_parts(self.run.task)
-        if self._episodes is not None:
+        if self.run.config.episodes:
             names = eval_parts(None)
         judge = list(names).index(self.run.rewards.judge) if self.run.rewards.judge in names else 0
         correct = np.asarray(groups.rewards)[:, :, judge] >= 1
@@ -259,54 +120,29 @@ class Evaluator:
         )
         if "turn" in groups.ids:
             metrics |= episode_metrics(groups)
-        if self._episodes is not None:
+        if "episodes" in groups.counts:  # with an environment on the host
             metrics["failed"] = float((groups.rollout.stop >= StopReason.FAILED).mean())
             metrics |= environment_metrics(groups)
         return Evaluation(metrics, [r | {"split": "eval"} for r in records])
 
-    def _task(self, key: Array, params: Params) -> Groups:
-        groups: Groups = jax.device_get(self._program(key, params, self.sampling_params))
-        return groups
-
-    def _text(self, key: Array, params: Params) -> Groups:
-        """All held-out prompts in draws of one size, the last one filled up and cut."""
-        config, prompts = self.run.config, self.run.data.prompts["eval"]
-        size, total = config.train.prompts, min(config.eval.problems, len(prompts))
-        draw = self._source(prompts)
-        draws = []
+    def _groups(self, key: Array, params: Params) -> Groups:
+        """All held-out groups in draws of one size, the last one filled up and cut."""
+        assert self._source is not None
+        source, table, config = self._source, self.run.config.eval, self.run.config
+        size = total = table.problems
+        if self.run.task is None:
+            size, total = config.train.prompts, min(total, len(self.run.data.prompts["eval"]))
+        parts = []
         for start in range(0, total, size):
             self.told = f"{start} of {total} prompts done"
-            positions = (start + np.arange(size)).astype(np.int32)
-            drawing = compiled_stream(key, "eval", np.int32(0))
-            draws.append(draw(drawing, params, np.int32(0), positions))
-        join = lambda *xs: np.concatenate(xs)[:total]  # noqa: E731
-        counts: collections.Counter[str] = collections.Counter()
-        for drawn in draws:
-            counts.update(drawn.counts)
-        return Groups(
-            jax.tree.map(join, *(d.rollout for d in draws)),
-            join(*(d.rewards for d in draws)),
-            [prompt for d in draws for prompt in d.subject][:total],
-            dict(counts),
-            jax.tree.map(join, *(d.ids for d in draws)),
-            jax.tree.map(join, *(d.stats for d in draws)),
-        )
-
-    def _source(self, prompts: Sequence[Prompt]) -> Any:
-        """What draws held-out groups of text."""
-        if self._episodes is not None:
-            return self._episodes.draw
-        source = TextSource(
-            prompts=prompts,
-            width=self.run.width,
-            seed=None,
-            program=self._program,
-            sampling_params=self.sampling_params,
-            pool=self.pool,
-            tokenizer=self.run.tokenizer,
-            name="eval",
-        )
-        return source.draw if self.pool is None else programs.with_rewards(self.run, source.draw)
+            tickets = (start + np.arange(size)).astype(np.int32)
+            rows, policy = source.order(tickets), {"policy": params}
+            request = simple_request(
+                key, policy, np.int32(0), tickets, table.samples, rows=rows, split="eval"
+            )
+            parts.append(to_host(source.draw(request)))
+        source.finish(complete=True)
+        return take_groups(join_groups(parts), slice(0, total))
 
 
 def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:

@@ -29,7 +29,7 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.errors import UserError
-from jrl.evaluate import load_policy, wilson
+from jrl.evaluate import load_policy
 from jrl.evaluate.search import (
     ids_of,
     longest_completion,
@@ -38,6 +38,7 @@ from jrl.evaluate.search import (
     searched,
     searched_run,
 )
+from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
 from jrl.serving.search import SearchPlan, named_search
 

@@ -25,7 +25,8 @@ from jrl.envs.configured import configured_env
 from jrl.envs.host import format_of
 from jrl.envs.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
-from jrl.evaluate import load_policy, wilson
+from jrl.evaluate import load_policy
+from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import Verifier
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.serving.search import SEARCHES, by_likelihood, named_search

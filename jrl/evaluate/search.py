@@ -26,8 +26,9 @@ from jrl.data.tasks import Task
 from jrl.envs.tree import Tree
 from jrl.envs.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
-from jrl.evaluate import load_policy, wilson
+from jrl.evaluate import load_policy
 from jrl.evaluate.episodes import search_episodes
+from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
 from jrl.serving.engine import Engine
 from jrl.serving.search import (
@@ -40,10 +41,10 @@ from jrl.serving.search import (
 )
 from jrl.train import build
 from jrl.train.build import Run
-from jrl.train.collect import TextSource
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.fits import check_problems, check_slots
 from jrl.train.objective import max_new_tokens
+from jrl.train.sources_text import TextSource
 from jrl.types import Array, Params, Prompt, stream
 
 _SLOTS = 32
@@ -259,16 +260,16 @@ def points_of(
     )
     with build.reward_pool(run.config) as pool:
         source = TextSource(
-            prompts=asked,
+            all_prompts=asked,
             width=run.width,
             seed=None,
             program=None,
-            sampling_params=None,  # type: ignore[arg-type]  # nothing is drawn
+            sampling_params=None,
             pool=pool,
             tokenizer=run.tokenizer,
             name="eval",
         )
-        rewards = np.asarray(source.judge(asked, rollout).rewards)
+        rewards = np.asarray(source.judge(asked, asked, rollout).rewards)
     return rewards[:, 0, list(run.rewards.weights).index(run.rewards.judge)]
 
 

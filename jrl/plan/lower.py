@@ -16,6 +16,7 @@ from jrl.train import build, programs
 from jrl.train.frozen import run_shape, run_task
 from jrl.train.resharding import ReshardedSampler
 from jrl.train.shapes import abstract_batch
+from jrl.train.sources import simple_request
 from jrl.types import TrainState
 
 
@@ -96,7 +97,8 @@ def lower_sampler(run: build.Run, weights: Any = None) -> Any:
     n = run.config.train.prompts
     step, ids = _int(), _int(n)
     if run.task is not None:
-        return _lower(run, program, key, policy, step, ids, sampling_params=sampling_params)
+        request = simple_request(key, {"policy": policy}, step, ids, run.config.sampling.group)
+        return _lower(run, program, request, sampling_params=sampling_params)
     prompts, lengths = _int(n, run.width), _int(n)
     return _lower(run, program, key, policy, prompts, lengths, sampling_params, step, ids)
 

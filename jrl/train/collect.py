@@ -1,86 +1,28 @@
 """Hops 2 to 4: from prompts to a batch with rewards.
 
-    batch, groups, position = collect(...)   # program 1 on the device, then reward functions
+    batch, groups, cursor = collector.collect(key, weights, step=step, cursor=cursor)
 
-``collect`` asks a ``GroupSource`` for groups: ``task_rollout``, a procedural task whose rewards are
-computed on the device in the same program, or ``TextSource.draw``, prompts in text whose rewards
-are functions of text on the host. A method may drop groups; then further prompts are drawn until
-the batch is full: the dynamic sampling of ``dapo``.
+A ``Collector`` asks a source for groups (``sources.Source``: a task whose rewards the device
+computes, prompts in text whose rewards are functions on the host, ...). A method may drop groups;
+then further prompts are drawn until the batch is full: the dynamic sampling of ``dapo``.
 """
 
 from __future__ import annotations
 
-import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jrl.data.prompts import pad_prompts
-from jrl.data.sources import order
-from jrl.data.tasks import Task
-from jrl.errors import choose
 from jrl.methods.base import GroupEditor, Method, keep_all, same_rewards
-from jrl.models.tokenizer import Tokenizer
-from jrl.processes import deal
-from jrl.rewards.exact import final_answer
-from jrl.rewards.pool import RewardPool, Sample
-from jrl.sampling.generate import generate
-from jrl.sampling.params import SamplingParams
-from jrl.sampling.tree import generate_tree
-from jrl.train.demonstrations import (
-    demonstration_rollout,
-    join_members,
-    pad_solutions,
-    task_solution,
-)
+from jrl.train.asks import DrawRequest, new_ask
+from jrl.train.packing import Packer
+from jrl.train.sources import Groups, Source, join_groups, take_groups, to_host
 from jrl.train.step import place_batch
-from jrl.types import (
-    NOTHING,
-    Array,
-    Batch,
-    Branching,
-    Network,
-    Params,
-    Prompt,
-    Rollout,
-    StopReason,
-    stream,
-)
-
-
-class Groups(NamedTuple):
-    """What one draw gives: N groups with their rewards.
-
-    Attributes:
-      rollout: tokens and what was recorded while drawing them.
-      rewards: [N, G, R] float32, points.
-      subject: what the prompts were about: the task's problems (a pytree with N rows) or a list of
-        N ``Prompt``.
-      counts: numbers by name, such as reward functions that ran out of time. Those of several draws
-        add up; ``with_slot_use`` makes a share of ``slot_tokens`` and ``slot_steps``, [] int32.
-      ids: for ``Batch.ids``; "prompt" [N] int32 at least, the identity of each problem.
-      stats: for ``Batch.stats``, [N, G, T] float32 by name, of what an environment recorded.
-    """
-
-    rollout: Rollout
-    rewards: Any
-    subject: Any
-    counts: dict[str, Any]
-    ids: dict[str, Any]
-    stats: dict[str, Any] | None = None
-
-
-GroupSource = Callable[..., Groups]
-"""(root key, policy params, step, positions [N] int32 in the run's order) -> N groups.
-
-The step chooses what is drawn; ``version``, by keyword, is the policy's where it is an older one.
-"""
+from jrl.types import NOTHING, Array, Batch, Params, Rollout, StopReason
 
 
 class StepGroups(NamedTuple):
@@ -90,7 +32,7 @@ class StepGroups(NamedTuple):
       groups: N of them.
       live: [N] bool, False where too few groups were kept and a dropped one takes the place; None
         when all are live.
-      cursor: prompts used so far, these included.
+      cursor: tickets issued so far, these included.
       packing: ``Packer.notes`` before their completions were packed; None if they are not packed,
         or not yet.
     """
@@ -101,412 +43,190 @@ class StepGroups(NamedTuple):
     packing: dict[str, Any] | None = None
 
 
-def collect(
-    key: Array,
-    params: Params,
-    draw: GroupSource,
-    step: int,
-    cursor: int,
-    *,
-    prompts: int,
-    weights: Any,
-    method: Method,
-    mesh: Mesh,
-    pack: Callable[[Batch], Batch] | None = None,
-) -> tuple[Batch, Groups, int]:
-    """A full batch of groups, sampled in as many rounds as the method's group filter needs.
+class Batches(Protocol):
+    """Hops 1 to 4 of a run: what the training loop gets its batches from."""
 
-    Args:
-      key: the run's root key.
-      params: the policy's.
-      draw: the run's source of groups.
-      step: the policy's version.
-      cursor: prompts used so far; every round continues where the last one ended.
-      prompts: N.
-      weights: [R] float32.
-      method: its prompts, rewards and groups seams are used here.
-      mesh: where the batch goes.
-      pack: packs completions into rows, such as a ``packing.Packer``; None to leave them.
+    def collect(
+        self, key: Array, weights: Mapping[str, Params], *, step: int, cursor: int
+    ) -> tuple[Batch, Groups, int]:
+        """(batch of a step on the mesh of training, the groups in it, tickets issued so far)."""
 
-    Returns:
-      (batch on the mesh, the groups in it, the new cursor); see ``draw_groups`` for the counts.
-    """
-    draw = _drawing(draw, method, key, params, step)
-    # The first round is asked for here, and not in ``_fill_up``, to keep stack traces short.
-    first = draw(_next_prompts(method, step, cursor, prompts))
-    drawn = _fill_up(first, draw, step, cursor, prompts=prompts, weights=weights, method=method)
-    batch = assemble(drawn, weights=weights, method=method, mesh=mesh, pack=pack)
-    return batch, drawn.groups, drawn.cursor
+    def notes(self) -> dict[str, Any]:
+        """What a checkpoint must hold for the next batch to be the same."""
+
+    def wait(self) -> None:
+        """Returns when no device is drawing."""
+
+    def forget(self, cursor: int) -> None:
+        """Drops what is drawn ahead; ``cursor`` counts the tickets of the steps that are done."""
 
 
-def draw_groups(
-    key: Array,
-    params: Params,
-    draw: GroupSource,
-    step: int,
-    cursor: int,
-    *,
-    prompts: int,
-    weights: Any,
-    method: Method,
-) -> StepGroups:
-    """The groups of a training step; the arguments are those of ``collect``.
-
-    Returns:
-      N groups. With a filter, ``counts`` of the groups gains reward (points, over all groups
-      drawn, kept or not), rounds, groups_kept (fraction of those drawn) and groups_missing (places
-      left without a kept group when the rounds ran out; a dropped one stands there).
-    """
-    draw = _drawing(draw, method, key, params, step)
-    first = draw(_next_prompts(method, step, cursor, prompts))
-    return _fill_up(first, draw, step, cursor, prompts=prompts, weights=weights, method=method)
-
-
-def _drawing(
-    draw: GroupSource, method: Method, key: Array, params: Params, step: int
-) -> Callable[[np.ndarray], Groups]:
-    """The source for a step, of groups by the policy's version that draws them."""
-    drawing = partial(draw, key, params, np.int32(step))
-    drawn_by = method.schedule.drawn_by(step)
-    return drawing if drawn_by == step else partial(drawing, version=np.int32(drawn_by))
-
-
-def _next_prompts(method: Method, step: int, cursor: int, prompts: int) -> np.ndarray:
-    """[prompts] int32, the positions in the data that the method's curriculum takes next."""
-    return method.prompts(step, cursor + np.arange(prompts)).astype(np.int32)
-
-
-def _fill_up(
-    first: Groups,
-    draw: Callable[[np.ndarray], Groups],
-    step: int,
-    cursor: int,
-    *,
-    prompts: int,
-    weights: Any,
-    method: Method,
-) -> StepGroups:
-    """The first round's groups, and further rounds' where the method's filter dropped some."""
-    editor = method.groups
-    groups = _edit(method, first)
-    cursor += prompts
-    if editor.keep is keep_all:
-        return StepGroups(groups, None, cursor)
-    groups = to_host(groups)  # a filter reads the rewards of whole groups, on the host
-    kept = _keep(editor, groups, weights)
-    rounds = 1
-    while editor.refill and kept.sum() < prompts and rounds < editor.max_rounds:
-        more = to_host(_edit(method, draw(_next_prompts(method, step, cursor, prompts))))
-        cursor, rounds = cursor + prompts, rounds + 1
-        groups = _join(groups, more)
-        kept = np.concatenate([kept, _keep(editor, more, weights)])
-    # Kept groups first, in the order sampled; dropped ones only pad a batch that is too small,
-    # because its shape is part of the program. ``assemble`` masks them out.
-    order = np.argsort(~kept, kind="stable")[:prompts]
-    live = kept[order]
-    drawn = counted(groups.rollout)
-    scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(weights))
-    counts = groups.counts | {
-        "reward": float(scores[drawn].mean()) if drawn.any() else 0.0,
-        "rounds": float(rounds),
-        "groups_kept": float(kept.mean()),
-        "groups_missing": float(prompts - live.sum()),
-    }
-    return StepGroups(_take(groups, order)._replace(counts=counts), live, cursor)
-
-
-def assemble(
-    drawn: StepGroups,
-    *,
-    weights: Any,
-    method: Method,
-    mesh: Mesh,
-    pack: Callable[[Batch], Batch] | None,
-) -> Batch:
-    """The batch of a training step, on its mesh; dropped groups are masked out."""
-    groups, live = drawn.groups, drawn.live
-    # On a device: one program, where eager lines would be a dispatch each.
-    make = to_batch if isinstance(groups.rollout.tokens, np.ndarray) else _batch_on_device
-    rows = groups.rollout, groups.rewards, weights, groups.ids, groups.stats
-    batch = make(*rows, own=method.draw.own)
-    if live is not None:
-        mask = np.asarray(batch.mask) & live[:, None, None]
-        members = np.asarray(batch.members) & live[:, None]
-        batch = batch.replace(mask=mask, members=members)
-    return place_batch(batch if pack is None else pack(batch), mesh)
-
-
-def _edit(method: Method, groups: Groups) -> Groups:
-    """The method's own edit of the reward parts."""
-    if method.rewards is same_rewards:
-        return groups
-    groups = to_host(groups)
-    return groups._replace(rewards=method.rewards(groups.rewards, groups.rollout))
-
-
-def _keep(editor: GroupEditor, groups: Groups, weights: Array) -> np.ndarray:
-    """[N] bool: which groups the editor keeps."""
-    scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(weights))
-    return np.asarray(editor.keep(scores, np.asarray(counted(groups.rollout))), bool)
-
-
-# ---------------------------------------------------------------- procedural tasks
-
-
-def task_rollout(
-    key: Array,
-    params: Params,
-    step: Array,
-    ids: Array,
-    *,
-    version: Array | None = None,
-    sampling_params: SamplingParams,
-    task: Task,
-    split: str,
-    parts: Sequence[str],
-    network: Network,
-    group: int,
-    baseline_members: int = 0,
-    demonstrations: int = 0,
-    slots: int = 0,
-    chunk: int = 4,
-    tree: Branching | None = None,
-) -> Groups:
-    """Problems, completions and rewards in one program; the same function in every mode.
-
-    Problem i of a run is a function of (key, i) alone, and so are its completions at a given step.
-
-    Args:
-      key: the run's root key.
-      params: the policy's.
-      step: [] int32, the training step that the completions are for.
-      ids: [N] int32, which of the run's problems.
-      version: [] int32, the policy's; None for ``step``.
-      sampling_params: scalars.
-      task: the procedural task.
-      split: "train" or "eval".
-      parts: reward parts, of "verify" and "partial".
-      network: the policy.
-      group: members drawn from the distribution; 0 draws nothing at all.
-      baseline_members: further members drawn greedily.
-      demonstrations: last members, each the task's own solution.
-      slots: completions decoded at a time; 0 takes all.
-      chunk: decode steps between slot refills.
-      tree: how members branch off one another; None draws them apart. With it ``ids`` gains "node",
-        and no members may stand beside the group's.
-
-    Returns:
-      The groups; their subject is the problems, with N rows. ``ids`` holds "answer" [N, G], a
-      number for the whole completion: equal numbers, equal completions.
-    """
-    data, sample = ("data", "sample") if split == "train" else ("eval_data", "eval")
-    problem_keys = jax.vmap(lambda i: stream(key, data, i))(ids)
-    problems = jax.vmap(lambda k: task.generate(k, split))(problem_keys)
-    members: list[Rollout] = []
-    counts: dict[str, Any] = {}
-    labels: dict[str, Any] = {}
-    if group:
-        drawing: Any = partial(generate, baseline_members=baseline_members, chunk=chunk)
-        if tree is not None:
-            assert baseline_members == demonstrations == 0
-            drawing = partial(generate_tree, branching=tree)
-        found = drawing(
-            stream(key, sample, step),
-            params,
-            problems.tokens,
-            problems.length,
-            sampling_params,
-            step if version is None else version,
-            ids,
-            network=network,
-            group=group,
-            max_new_tokens=task.completion_tokens,
-            stop_tokens=(task.stop_id,),
-            slots=slots,
-        )
-        drawn, labels, counts = counted_draw(found)
-        members.append(drawn)
-    if demonstrations:
-        solutions = jax.vmap(partial(task_solution, task))(problems)
-        members.append(
-            demonstration_rollout(problems.tokens, problems.length, *solutions, demonstrations)
-        )
-    rollout = members[0] if len(members) == 1 else join_members(members)
-    judges = {"verify": task.verify, "partial": task.partial}
-    for part in parts:
-        if part not in judges:
-            raise choose("rewards", part, judges)
-
-    def judge(problem: Any, tokens: Array, length: Array) -> Array:
-        return jnp.array([judges[part](problem, tokens, length) for part in parts], jnp.float32)
-
-    rewards = jax.vmap(lambda p, ts, ns: jax.vmap(partial(judge, p))(ts, ns))(
-        problems, rollout.tokens, rollout.lengths
-    )
-    answer = jax.vmap(jax.vmap(_number_of))(rollout.tokens, rollout.lengths)
-    return Groups(rollout, rewards, problems, counts, {"prompt": ids, "answer": answer, **labels})
-
-
-def _number_of(tokens: Array, length: Array) -> Array:
-    """[] int32, at least 0, for the first ``length`` tokens of ONE completion."""
-    odd = jnp.uint32(0x9E3779B1)
-    powers = jnp.cumprod(jnp.full(tokens.shape, odd, jnp.uint32))
-    live = jnp.arange(tokens.shape[0]) < length
-    total = jnp.sum(jnp.where(live, (tokens.astype(jnp.uint32) + 1) * powers, 0), dtype=jnp.uint32)
-    return (total >> 1).astype(jnp.int32)
-
-
-def counted_draw(found: tuple[Any, ...]) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
-    """What ``generate`` or ``generate_tree`` returned: (rollout, labels of tokens, counts)."""
-    drawn, slot_steps, *node = found
-    counts = {"slot_tokens": drawn.mask.sum(), "slot_steps": slot_steps}
-    if not node:
-        return drawn, {}, counts
-    shared = drawn.lengths.sum() - drawn.mask.sum()
-    return drawn, {"node": node[0]}, counts | {"tree_shared_tokens": shared}
-
-
-# ---------------------------------------------------------------- prompts in text
-
-
-compiled_stream = jax.jit(stream, static_argnums=1)
-"""``stream`` as one program, for use outside of others."""
-
-
-class TextSource(NamedTuple):
-    """Prompts in text, a compiled sampler, and reward functions on the host.
+class Collector(NamedTuple):
+    """Batches whose groups are drawn when they are asked for.
 
     Attributes:
-      prompts: all of them, in the source's order.
-      width: P, tokens.
-      seed: of the order, or None for the source's own order.
-      program: ``jax.jit`` of ``generate`` with its keyword arguments bound; None draws
-        nothing.
-      sampling_params: scalars.
-      pool: the reward functions; None gives every completion 0 points.
-      tokenizer: turns completions into text for them.
-      demonstrations: last members of each group, each the prompt's own solution.
-      max_new_tokens: T, where a solution is cut.
-      lines: ids that end a line, where lines are steps, the label "step"; () for no label.
-      name: of what is drawn for, where several processes share the judging.
+      source: of groups.
+      prompts: N, groups of a batch.
+      reward_weights: [R] float32.
+      method: its rewards and groups seams are used here.
+      mesh: where batches go.
+      pack: packs completions into rows; None to leave them.
+      sampled: whether a policy drew the completions, so that ``sampler_logprobs`` are known.
+      group: members that a group has by sampling.
     """
 
-    prompts: Sequence[Prompt]
-    width: int
-    seed: int | None
-    program: Callable[..., tuple[Rollout, Array]] | None
-    sampling_params: SamplingParams
-    pool: RewardPool | None
-    tokenizer: Tokenizer
-    demonstrations: int = 0
-    max_new_tokens: int = 0
-    lines: Sequence[int] = ()
-    name: str = "train"
+    source: Source
+    prompts: int
+    reward_weights: Any
+    method: Method
+    mesh: Mesh
+    pack: Packer | None = None
+    sampled: bool = True
+    group: int = 1
+
+    def collect(
+        self, key: Array, weights: Mapping[str, Params], *, step: int, cursor: int
+    ) -> tuple[Batch, Groups, int]:
+        """As ``Batches.collect``; see ``draw`` for the counts.
+
+        Args:
+          key: the run's root key.
+          weights: trees by name, "policy" at least.
+          step: training steps done; the policy's version.
+          cursor: tickets issued so far; every round continues where the last one ended.
+        """
+        request = self.request(key, weights, step, cursor)
+        with self._drawing():
+            # The first round is drawn here, and not in ``_fill_up``, to keep stack traces short.
+            groups = self.source.draw(request)
+            drawn = self._fill_up(groups, request, step, cursor)
+            _, batch = self.assemble(drawn)
+        return batch, drawn.groups, drawn.cursor
 
     def draw(
-        self, key: Array, params: Params, step: Any, positions: Any, version: Any = None
-    ) -> Groups:
-        """See ``GroupSource``."""
-        version = step if version is None else version
-        chosen = [self.prompts[i] for i in source_rows(self.seed, positions, len(self.prompts))]
-        tokens, lengths = pad_prompts(chosen, self.width)
-        members: list[Rollout] = []
-        counts: dict[str, Any] = {}
-        labels: dict[str, Any] = {}
-        if self.program is not None:
-            sample_key = compiled_stream(key, "sample", step)
-            found = jax.device_get(
-                self.program(
-                    sample_key, params, tokens, lengths, self.sampling_params, version, positions
-                )
-            )
-            drawn, labels, counts = counted_draw(found)
-            members.append(drawn)
-        if self.demonstrations:
-            solutions = pad_solutions(chosen, self.max_new_tokens)
-            members.append(demonstration_rollout(tokens, lengths, *solutions, self.demonstrations))
-        rollout = members[0] if len(members) == 1 else join_members(members)
-        if len(self.lines):
-            ends = np.isin(rollout.tokens, self.lines)
-            labels = labels | {"step": (np.cumsum(ends, axis=2) - ends).astype(np.int32)}
-        groups = self.judge(chosen, rollout)
-        return groups._replace(counts=groups.counts | counts, ids=groups.ids | labels)
+        self,
+        key: Array,
+        weights: Mapping[str, Params],
+        *,
+        step: int,
+        version: int,
+        cursor: int,
+        newer: Callable[[], Any] | None = None,
+    ) -> StepGroups:
+        """The groups of a training step, drawn by weights of an older version.
 
-    def judge(self, chosen: list[Prompt], rollout: Rollout) -> Groups:
-        """Rewards of completions, all reward functions at once.
-
-        Each process judges a share of the prompts and gets the other points from the others, so all
-        hold the same points even if a reward function is not deterministic. ``ids`` holds "answer"
-        [N, G], a number for each final answer: equal answers have equal numbers.
+        Returns:
+          N groups. With a filter, ``counts`` of the groups gains reward (points, over all groups
+          drawn, kept or not), rounds, groups_kept (fraction of those drawn) and groups_missing
+          (places left without a kept group when the rounds ran out; a dropped one stands there).
         """
-        n, g, _ = rollout.tokens.shape
-        ids = {"prompt": np.array([prompt.id for prompt in chosen], np.int32)}
-        if self.pool is None:
-            return Groups(rollout, np.zeros((n, g, 1), np.float32), chosen, {}, ids)
-        pool = self.pool
+        request = self.request(key, weights, step, cursor, version, newer)
+        with self._drawing():
+            return self._fill_up(self.source.draw(request), request, step, cursor)
 
-        def judged(rows: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
-            samples = [
-                Sample(
-                    prompt=chosen[i],
-                    completion=self.tokenizer.decode(tokens.tolist()),
-                    tokens=tokens,
-                    stop=StopReason(int(rollout.stop[i, j])).name.lower(),
-                )
-                for i in rows
-                for j in range(g)
-                for tokens in [np.asarray(rollout.tokens[i, j, : rollout.lengths[i, j]])]
-            ]
-            points, counts = pool.scores(samples, group=g)
-            said = np.array([[answer_number(s.completion)] for s in samples], points.dtype)
-            both = np.concatenate([points, said.reshape(-1, 1)], axis=1)
-            return both.reshape(len(rows), g, both.shape[1]), counts
+    def request(
+        self,
+        key: Array,
+        weights: Mapping[str, Params],
+        step: int,
+        cursor: int,
+        version: int | None = None,
+        newer: Callable[[], Any] | None = None,
+    ) -> DrawRequest:
+        """What a round asks for; ``version`` is the weights', None for the schedule's."""
+        if version is None:
+            version = self.method.schedule.drawn_by(step)
+        tickets = self.method.prompts(step, cursor + np.arange(self.prompts)).astype(np.int32)
+        rows = self.source.order(tickets)
+        ask = new_ask(tickets, rows, self.group, tree=self.method.draw.search)
+        versions = dict.fromkeys(weights, np.int32(version))
+        return DrawRequest(key, weights, versions, np.int32(step), (ask,), newer=newer)
 
-        # Text is decoded and judged where it is a process's turn; points travel, texts do not.
-        begin = time.perf_counter()
-        points, counts = deal(self.name, n, judged)
-        counts["reward_seconds"] = time.perf_counter() - begin
-        points, ids["answer"] = points[:, :, :-1], points[:, :, -1].astype(np.int32)
-        if np.isnan(points).any():
-            rollout, points, counts["reward_dropped"] = _without_unjudged(rollout, points)
-        return Groups(rollout, points, chosen, counts, ids)
+    def _fill_up(self, first: Groups, request: DrawRequest, step: int, cursor: int) -> StepGroups:
+        """The first round's groups, and further rounds' where the method's filter dropped some."""
+        editor = self.method.groups
+        groups = self._edit(first)
+        cursor += self.prompts
+        if editor.keep is keep_all:
+            return StepGroups(groups, None, cursor)
+        groups = to_host(groups)  # a filter reads the rewards of whole groups, on the host
+        kept = self._keep(editor, groups)
+        rounds = 1
+        while editor.refill and kept.sum() < self.prompts and rounds < editor.max_rounds:
+            more = self.request(request.key, request.weights, step, cursor)
+            drawn = self.source.draw(more.replace(versions=request.versions, newer=request.newer))
+            further = to_host(self._edit(drawn))
+            cursor, rounds = cursor + self.prompts, rounds + 1
+            groups = join_groups([groups, further])
+            kept = np.concatenate([kept, self._keep(editor, further)])
+        # Kept groups first, in the order sampled; dropped ones only pad a batch that is too small,
+        # because its shape is part of the program. ``assemble`` masks them out.
+        order = np.argsort(~kept, kind="stable")[: self.prompts]
+        live = kept[order]
+        members = counted(groups.rollout)
+        scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(self.reward_weights))
+        counts = groups.counts | {
+            "reward": float(scores[members].mean()) if members.any() else 0.0,
+            "rounds": float(rounds),
+            "groups_kept": float(kept.mean()),
+            "groups_missing": float(self.prompts - live.sum()),
+        }
+        return StepGroups(take_groups(groups, order)._replace(counts=counts), live, cursor)
 
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Tells the source when the draws of a step are over."""
+        try:
+            yield
+        except BaseException:
+            self.source.finish(complete=False)
+            raise
+        self.source.finish(complete=True)
 
-def answer_number(text: str) -> int:
-    """A number below 2**24, which float32 holds exactly, for the final answer of a text.
+    def assemble(self, drawn: StepGroups) -> tuple[StepGroups, Batch]:
+        """(the groups, their batch on the mesh of training with dropped groups masked out)."""
+        groups, live = drawn.groups, drawn.live
+        # On a device: one program, where eager lines would be a dispatch each.
+        make = to_batch if isinstance(groups.rollout.tokens, np.ndarray) else _batch_on_device
+        batch = make(
+            groups.rollout,
+            groups.rewards,
+            self.reward_weights,
+            groups.ids,
+            groups.stats,
+            own=self.sampled and self.method.draw.own,
+        )
+        if live is not None:
+            mask = np.asarray(batch.mask) & live[:, None, None]
+            members = np.asarray(batch.members) & live[:, None]
+            batch = batch.replace(mask=mask, members=members)
+        if self.pack is not None:
+            drawn = drawn._replace(packing=self.pack.notes())
+            batch = self.pack(batch)
+        return drawn, place_batch(batch, self.mesh)
 
-    That is what ``rewards.exact.final_answer`` finds, else the whole text.
-    """
-    return zlib.crc32((final_answer(text) or text).strip().encode()) & 0xFFFFFF
+    def _edit(self, groups: Groups) -> Groups:
+        """The method's own edit of the reward parts."""
+        if self.method.rewards is same_rewards:
+            return groups
+        groups = to_host(groups)
+        return groups._replace(rewards=self.method.rewards(groups.rewards, groups.rollout))
 
+    def _keep(self, editor: GroupEditor, groups: Groups) -> np.ndarray:
+        """[N] bool: which groups the editor keeps."""
+        scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(self.reward_weights))
+        return np.asarray(editor.keep(scores, np.asarray(counted(groups.rollout))), bool)
 
-def _without_unjudged(rollout: Rollout, points: np.ndarray) -> tuple[Rollout, np.ndarray, float]:
-    """Takes completions with NaN points out of their groups, and whole groups with their baseline.
+    def notes(self) -> dict[str, Any]:
+        """As ``Batches.notes``."""
+        packing = {} if self.pack is None else {"packing": self.pack.notes()}
+        return packing | self.source.notes()
 
-    Returns:
-      (the rollout, where those have ended as ABORTED; points [N, G, R] float32 without NaN; how
-      many completions were taken out).
-    """
-    out = np.isnan(points).any(axis=2)
-    out |= (out & rollout.baseline).any(axis=1, keepdims=True)  # nothing is left to compare with
-    stop = np.where(out, np.int32(StopReason.ABORTED), rollout.stop)
-    points = np.where(out[:, :, None], np.float32(0), points)
-    return rollout.replace(stop=stop), points, float(out.sum())
+    def wait(self) -> None:
+        """Nothing draws between two calls."""
 
-
-def source_rows(seed: int | None, positions: np.ndarray, size: int) -> list[int]:
-    """Where in the source the run's prompts stand: epoch after epoch, each in an order of its own.
-
-    Args:
-      seed: of the order, or None for the source's own order.
-      positions: [N] int64, counted from the start of the run.
-      size: prompts in the source.
-    """
-    epochs, indices = np.divmod(positions, size)
-    if seed is None:
-        return indices.tolist()
-    orders = {e: order(seed, int(e), size) for e in np.unique(epochs)}
-    return [int(orders[e][i]) for e, i in zip(epochs, indices, strict=True)]
+    def forget(self, cursor: int) -> None:
+        """Nothing is drawn ahead."""
 
 
 # ---------------------------------------------------------------- groups to batch
@@ -567,29 +287,3 @@ def counted(rollout: Rollout) -> Any:
 def external(rollout: Rollout) -> Any:
     """[N, G, T] bool: the tokens that are trained on and that no policy drew."""
     return rollout.mask & (rollout.versions < 0)
-
-
-def to_host(groups: Groups) -> Groups:
-    """The groups with every array on the host."""
-    listed = isinstance(groups.subject, list)
-    subject = groups.subject if listed else jax.device_get(groups.subject)
-    return jax.device_get(groups._replace(subject=None))._replace(subject=subject)
-
-
-def _join(a: Groups, b: Groups) -> Groups:
-    def both(x: Any, y: Any) -> Any:
-        return jax.tree.map(lambda u, v: np.concatenate([u, v]), x, y)
-
-    subject = a.subject + b.subject if isinstance(a.subject, list) else both(a.subject, b.subject)
-    counts = {k: a.counts.get(k, 0) + b.counts.get(k, 0) for k in a.counts | b.counts}
-    rollout, rewards = both(a.rollout, b.rollout), both(a.rewards, b.rewards)
-    ids, stats = both(a.ids, b.ids), both(a.stats, b.stats)
-    return Groups(rollout, rewards, subject, counts, ids, stats)
-
-
-def _take(groups: Groups, rows: np.ndarray) -> Groups:
-    pick = lambda tree: jax.tree.map(lambda x: x[rows], tree)  # noqa: E731
-    many = isinstance(groups.subject, list)
-    subject = [groups.subject[i] for i in rows] if many else pick(groups.subject)
-    rollout, rewards, ids = pick((groups.rollout, groups.rewards, groups.ids))
-    return Groups(rollout, rewards, subject, groups.counts, ids, pick(groups.stats))

@@ -28,10 +28,11 @@ from jrl.methods.base import Method
 from jrl.models.several import one_of, stacked
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
-from jrl.train.collect import Groups, to_batch
+from jrl.train.collect import to_batch
 from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
 from jrl.train.score import drawing_policy, policy_of
+from jrl.train.sources import Groups, simple_request
 from jrl.train.state import init_state
 from jrl.train.step import Metrics, Step, check_value, make_step, with_slot_use
 from jrl.types import (
@@ -102,15 +103,19 @@ def make_iteration(
     part_weights = jnp.array(list(weights.values()), jnp.float32)
 
     def iteration(state: TrainState, sampling_params: SamplingParams) -> tuple[TrainState, Metrics]:
-        groups = rollout_of(task)(
+        tickets = state.step * prompts + jnp.arange(prompts, dtype=jnp.int32)
+        request = simple_request(
             state.key,
-            drawing_policy(state, network if sampler is None else sampler),
+            {"policy": drawing_policy(state, network if sampler is None else sampler)},
             state.step,
-            state.step * prompts + jnp.arange(prompts, dtype=jnp.int32),
+            tickets,
+            group,
             version=method.schedule.drawn_by(state.step),
+        )
+        groups = rollout_of(task)(
+            request,
             sampling_params=sampling_params,
             task=task,
-            split="train",
             parts=weights,
             network=network if sampler is None else sampler,
             group=group if method.draw.own else 0,
@@ -120,8 +125,14 @@ def make_iteration(
             chunk=chunk,
             **({} if method.draw.tree is None else {"tree": method.draw.tree}),
         )
-        rows = groups.rollout, groups.rewards, part_weights, groups.ids, groups.stats
-        batch = to_batch(*rows, own=method.draw.own)
+        batch = to_batch(
+            groups.rollout,
+            groups.rewards,
+            part_weights,
+            groups.ids,
+            groups.stats,
+            own=method.draw.own,
+        )
         state, metrics = step(state, batch, sampling_params)
         return state, metrics | with_slot_use(groups.counts)
 
@@ -239,14 +250,13 @@ def held_out(
       Groups whose first reward part is 1 where a completion is right: "verify", or "success" in
       an environment, with "reward" after it.
     """
+    tickets = jnp.arange(problems, dtype=jnp.int32)
+    policy = {"policy": params}
+    request = simple_request(key, policy, jnp.int32(0), tickets, samples, split="eval")
     return rollout_of(task)(
-        key,
-        params,
-        jnp.int32(0),
-        jnp.arange(problems, dtype=jnp.int32),
+        request,
         sampling_params=sampling_params,
         task=task,
-        split="eval",
         parts=eval_parts(task),
         network=network,
         group=samples,

@@ -1,7 +1,6 @@
 """Problems that a run draws from, chosen anew at the start of each round: ``Method.curriculum``.
 
-    rounds = HardRounds(rule, prompts, attempts, ...)
-    source = rounds.around(draw)          # a GroupSource of ``rounds.prompts``, as they are then
+    source = HardRounds(rule, prompts, source, attempts, ...)   # of ``rounds.prompts``, as they are
 
 What is chosen is a function of the weights at the start of the round, the key and the step.
 """
@@ -25,12 +24,13 @@ from jrl.envs.host import EnvError
 from jrl.errors import UserError
 from jrl.methods.base import HardProblems, WrittenProblems
 from jrl.rewards.pool import RewardPool
+from jrl.train.asks import DrawRequest, new_ask
 from jrl.train.build import Run
-from jrl.train.collect import Groups, GroupSource, counted
+from jrl.train.collect import counted
 from jrl.train.host_episodes import host_source
 from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.sources import Around, Groups, Source
 from jrl.train.tree_search import (
-    Guided,
     attempts_source,
     estimates,
     search_rows,
@@ -64,70 +64,69 @@ class CurrentPrompts(Sequence[Prompt]):
         return self.now[index]
 
 
-class HardRounds:
+class HardRounds(Around):
     """Rounds on the problems that the policy mostly fails.
 
     Args:
       rule: of the method.
-      prompts: all problems.
-      attempts: a source of ``rule.attempts`` members; a position is a row of ``prompts``.
+      prompts: all problems, which a round narrows down.
+      source: of groups of ``prompts``.
+      attempts: a source of ``rule.attempts`` members, of rows of all problems.
       points: (rewards [N, G, R]) -> points [N, G], that say what is right.
       at_once: problems that are tested together.
       notes: what an earlier call of the run had chosen, of ``notes``.
 
     Attributes:
-      prompts: those of this round.
+      current: the prompts of this round.
     """
 
     def __init__(
         self,
         rule: HardProblems,
-        prompts: Sequence[Prompt],
-        attempts: GroupSource,
+        prompts: CurrentPrompts,
+        source: Source,
+        attempts: Source,
         points: Callable[[np.ndarray], np.ndarray],
         *,
         at_once: int,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
-        self.prompts = CurrentPrompts(prompts)
+        super().__init__(source)
+        self.current = prompts
         self._rule, self._attempts, self._points = rule, attempts, points
-        self._all, self._rows = prompts, np.arange(len(prompts))
+        self._all, self._rows = prompts.now, np.arange(len(prompts))
         self._at_once, self._round, self._tested = at_once, -1, 0
         if notes:
             self._round = int(notes["round"])
             self._take(np.asarray(notes["rows"]))
 
     def _take(self, rows: np.ndarray) -> None:
-        self._rows, self.prompts.now = rows, [self._all[i] for i in rows]
+        self._rows, self.current.now = rows, [self._all[i] for i in rows]
 
-    def around(self, draw: GroupSource) -> GroupSource:
-        """A source of ``prompts`` that begins a round when its first step comes.
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``; begins a round when its first step comes.
 
         ``counts`` gains "hard_problems", how many the round has.
         """
-
-        def drawn(key: Any, params: Any, step: Any, positions: Any, **more: Any) -> Groups:
-            number = int(step) // self._rule.steps
-            if number != self._round:
-                with waiting("problems that are tested", self._told):
-                    self._begin(key, params, step)
-                self._round = number
-            found = draw(key, params, step, positions, **more)
-            return found._replace(counts=found.counts | {"hard_problems": float(len(self.prompts))})
-
-        return drawn
+        number = int(request.step) // self._rule.steps
+        if number != self._round:
+            with waiting("problems that are tested", self._told):
+                self._begin(request)
+            self._round = number
+        groups = self.source.draw(_reordered(request, self.source))
+        return groups._replace(counts=groups.counts | {"hard_problems": float(len(self.current))})
 
     def _told(self) -> str:
         """How far the tests are; read by another thread."""
         return f"{self._tested} of {len(self._rows)} so far"
 
-    def _begin(self, key: Any, params: Any, step: Any) -> None:
+    def _begin(self, request: DrawRequest) -> None:
         """Tests the problems of the last round, and leaves out what is mostly solved."""
         rows, rule, found = self._rows, self._rule, list[np.ndarray]()
         for begin in range(0, len(rows), self._at_once):
             self._tested = begin
             part = rows[begin : begin + self._at_once]
-            found.append(self._share_right(key, params, step, part))
+            found.append(self._share_right(request, part))
         shares = np.concatenate(found)
         hard = rows[~(shares > rule.most)]
         said = logging.getLogger("jrl")
@@ -140,22 +139,24 @@ class HardRounds:
         self._take(hard)
         said.info("curriculum: %d of %d problems are hard", len(hard), len(rows))
 
-    def _share_right(self, key: Any, params: Any, step: Any, rows: np.ndarray) -> np.ndarray:
+    def _share_right(self, request: DrawRequest, rows: np.ndarray) -> np.ndarray:
         """[n] float; NaN where nothing is known of a problem."""
-        found = self._attempts(key, params, step, rows)
+        ask = new_ask(rows, rows, self._rule.attempts)
+        found = self._attempts.draw(request.replace(asks=(ask,)))
         known = np.asarray(counted(found.rollout))
         right = known & (self._points(np.asarray(found.rewards)) > self._rule.above)
         with np.errstate(invalid="ignore"):
             return right.sum(axis=1) / known.sum(axis=1)
 
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint holds, an entry "curriculum"; {} before the first round."""
+        """What a checkpoint holds, an entry "curriculum"; none before the first round."""
+        inner = super().notes()
         if self._round < 0:
-            return {}
-        return {"curriculum": {"round": self._round, "rows": self._rows}}
+            return inner
+        return inner | {"curriculum": {"round": self._round, "rows": self._rows}}
 
 
-class WrittenRounds:
+class WrittenRounds(Around):
     """Rounds on the problems of the data and on those that are written after failed ones.
 
     A problem counts as failed where no member of its newest group in the round has any points.
@@ -163,6 +164,7 @@ class WrittenRounds:
     Args:
       rule: of the method.
       prompts: those of the data; written ones are added.
+      source: of groups of ``prompts``.
       write: (texts of failed problems, how many, seed) -> texts or rows.
       make: (row) -> its prompt, or None where it cannot be used.
       chances: (params, prompts, seeds) -> [n] float, the probability of success that the value
@@ -175,6 +177,7 @@ class WrittenRounds:
         self,
         rule: WrittenProblems,
         prompts: CurrentPrompts,
+        source: Source,
         write: Callable[[Sequence[str], int, int], Sequence[Any]],
         make: Callable[[Any], Prompt | None],
         chances: Callable[[Any, Sequence[Prompt], Sequence[int]], np.ndarray],
@@ -182,6 +185,7 @@ class WrittenRounds:
         *,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(source)
         self._prompts, self._next_id = prompts, 1 + max(prompt.id for prompt in prompts)
         self._rule, self._write, self._make = rule, write, make
         self._chances, self._weights = chances, weights
@@ -198,36 +202,32 @@ class WrittenRounds:
         new = [dataclasses.replace(p, id=first + i) for i, (_, p) in enumerate(written)]
         self._prompts.now = [*self._prompts.now, *new]
 
-    def around(self, draw: GroupSource) -> GroupSource:
-        """A source of these prompts that begins a round when its first step comes.
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``; begins a round when its first step comes.
 
-        ``draw`` gets the policy alone; what is called has ``Guided`` parameters. ``counts`` gains
-        "written_problems", how many there are by now.
+        The weights "value" are read. ``counts`` gains "written_problems", how many there are.
         """
+        number = int(request.step) // self._rule.steps
+        if number != self._round:
+            with waiting("problems that are written", lambda: f"{len(self._rows)} so far"):
+                self._begin(request)
+            self._round, self._failed = number, {}
+        groups = self.source.draw(_reordered(request, self.source))
+        points = np.asarray(groups.rewards) @ self._weights
+        won = (np.asarray(counted(groups.rollout)) & (points > 0)).any(axis=1)
+        texts = [prompt.text for prompt in groups.subject]
+        self._failed |= dict(zip(texts, (~won).tolist(), strict=True))
+        counts = groups.counts | {"written_problems": float(len(self._rows))}
+        return groups._replace(counts=counts)
 
-        def drawn(key: Any, params: Guided, step: Any, positions: Any, **more: Any) -> Groups:
-            number = int(step) // self._rule.steps
-            if number != self._round:
-                with waiting("problems that are written", lambda: f"{len(self._rows)} so far"):
-                    self._begin(key, params, step)
-                self._round, self._failed = number, {}
-            found = draw(key, params.policy, step, positions, **more)
-            points = np.asarray(found.rewards) @ self._weights
-            won = (np.asarray(counted(found.rollout)) & (points > 0)).any(axis=1)
-            texts = [prompt.text for prompt in found.subject]
-            self._failed |= dict(zip(texts, (~won).tolist(), strict=True))
-            counts = found.counts | {"written_problems": float(len(self._rows))}
-            return found._replace(counts=counts)
-
-        return drawn
-
-    def _begin(self, key: Any, params: Guided, step: Any) -> None:
+    def _begin(self, request: DrawRequest) -> None:
         """Adds what is written, as far as it can be used; a writer that fails adds nothing."""
         rule, said = self._rule, logging.getLogger("jrl")
         failed = sorted(text for text, lost in self._failed.items() if lost)
         if not failed:
             said.info("curriculum: no problem was failed, and none is written")
             return
+        key, step = request.key, request.step
         (seed,) = prompt_seeds(key, "curriculum", step, np.zeros(1, np.int32))
         try:
             rows = list(self._write(failed, rule.problems, seed))
@@ -242,7 +242,7 @@ class WrittenRounds:
                 here.add(prompt.text)
         prompts = [prompt for _, prompt in usable]
         seeds = prompt_seeds(key, "curriculum", step, np.arange(1, len(prompts) + 1))
-        chances = self._chances(params, prompts, seeds) if prompts else np.zeros(0)
+        chances = self._chances(request.weights, prompts, seeds) if prompts else np.zeros(0)
         fits = [
             each
             for each, chance in zip(usable, chances, strict=True)
@@ -257,7 +257,13 @@ class WrittenRounds:
     def notes(self) -> dict[str, Any]:
         """What a checkpoint holds, an entry "curriculum"."""
         note = {"round": self._round, "rows": list(self._rows), "failed": dict(self._failed)}
-        return {"curriculum": note}
+        return super().notes() | {"curriculum": note}
+
+
+def _reordered(request: DrawRequest, source: Source) -> DrawRequest:
+    """The request for the same tickets, of the problems that a new round has."""
+    asks = (ask.replace(row=source.order(np.asarray(ask.ticket))) for ask in request.asks)
+    return request.replace(asks=tuple(asks))
 
 
 # ---------------------------------------------------------------- of a run
@@ -265,8 +271,8 @@ class WrittenRounds:
 
 def rounds_of(
     run: Run, pool: RewardPool | None, notes: Mapping[str, Any] | None
-) -> tuple[HardRounds | WrittenRounds, GroupSource]:
-    """The rounds of a run, and its source of groups; ``notes`` are those of its checkpoint."""
+) -> HardRounds | WrittenRounds:
+    """The source of a run's groups, in rounds; ``notes`` are those of its checkpoint."""
     rule = run.method.curriculum
     assert rule is not None
     if isinstance(rule, HardProblems):
@@ -276,13 +282,15 @@ def rounds_of(
 
 def written_rounds(
     run: Run, rule: WrittenProblems, notes: Mapping[str, Any] | None
-) -> tuple[WrittenRounds, GroupSource]:
+) -> WrittenRounds:
     """The rounds of a run on episodes whose environment writes problems."""
     prompts = CurrentPrompts(run.data.prompts["train"])
     source = host_source(run, prompts, run.config.sampling.group)
     estimate = value_estimate(run, jax.nn.sigmoid)
 
-    def chances(params: Guided, asked: Sequence[Prompt], seeds: Sequence[int]) -> np.ndarray:
+    def chances(
+        params: Mapping[str, Any], asked: Sequence[Prompt], seeds: Sequence[int]
+    ) -> np.ndarray:
         openings = source.openings(asked, seeds)
         there = [i for i, ids in enumerate(openings) if ids is not None]
         found = np.full(len(asked), np.nan)
@@ -291,16 +299,16 @@ def written_rounds(
             found[there] = estimates(partial(estimate, params), run.width, whole)
         return found
 
-    rounds = WrittenRounds(
+    return WrittenRounds(
         rule,
         prompts,
+        source,
         source.written,
         partial(_prompt_of, run),
         chances,
         np.array(list(run.rewards.weights.values())),
         notes=notes,
     )
-    return rounds, rounds.around(source.draw)
 
 
 def _prompt_of(run: Run, row: Any) -> Prompt | None:
@@ -326,26 +334,21 @@ def _prompt_of(run: Run, row: Any) -> Prompt | None:
 
 def hard_rounds(
     run: Run, rule: HardProblems, pool: RewardPool | None, notes: Mapping[str, Any] | None
-) -> tuple[HardRounds, GroupSource]:
-    """The rounds of a run that searches, and its source of groups; ``notes`` of its checkpoint."""
-    search, prompts = run.method.draw.search, run.data.prompts["train"]
+) -> HardRounds:
+    """The source of a run that searches, in rounds; ``notes`` of its checkpoint."""
+    search, prompts = run.method.draw.search, CurrentPrompts(run.data.prompts["train"])
     assert search is not None, "``check_curriculum`` makes sure of it"
     rows = search_rows(run, search)
-    tested = attempts_source(run, search, pool, rows, rule.attempts)
-
-    def attempts(key: Any, params: Any, step: Any, positions: Any) -> Groups:
-        policy = params.policy if isinstance(params, Guided) else params
-        return tested.draw(key, policy, step, positions)
-
+    attempts = attempts_source(run, search, pool, rows, rule.attempts)
     weights, judge = np.array(list(run.rewards.weights.values())), run.rewards.judged
 
     def points(rewards: np.ndarray) -> np.ndarray:
         return rewards @ weights if judge is None else rewards[:, :, judge]
 
+    data = run.data._replace(prompts={**run.data.prompts, "train": prompts})
+    source = search_source(run._replace(data=data), search, pool, rows)
     at_once = run.config.train.prompts
-    rounds = HardRounds(rule, prompts, attempts, points, at_once=at_once, notes=notes)
-    data = run.data._replace(prompts={**run.data.prompts, "train": rounds.prompts})
-    return rounds, rounds.around(search_source(run._replace(data=data), search, pool, rows).draw)
+    return HardRounds(rule, prompts, source, attempts, points, at_once=at_once, notes=notes)
 
 
 def check_curriculum(run: Run) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -37,16 +37,36 @@ from jrl.config.tables import PlacementTable
 from jrl.errors import UserError
 from jrl.integrity import checksum
 from jrl.mesh import AXES, replicated
+from jrl.signals import STEP_SECONDS, Stopping
 from jrl.train import programs
 from jrl.train.build import Run
-from jrl.train.collect import Groups, GroupSource, StepGroups, assemble, draw_groups, to_host
+from jrl.train.collect import Collector, StepGroups
 from jrl.train.host_play import Newer
-from jrl.train.packing import Packer
+from jrl.train.sources import Groups, to_host
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord, Split
 from jrl.waits import waiting
 
-GroupsOf = Callable[..., StepGroups]
-"""(key, params, *, step, version, cursor) -> the groups of a training step."""
+
+class Drawer(Protocol):
+    """Draws and assembles the groups of training steps, as a ``Collector`` does."""
+
+    def draw(
+        self,
+        key: Array,
+        weights: Mapping[str, Params],
+        *,
+        step: int,
+        version: int,
+        cursor: int,
+        newer: Newer | None = None,
+    ) -> StepGroups:
+        """The groups of a training step, drawn on the rollout mesh by weights of a version."""
+
+    def assemble(self, drawn: StepGroups) -> tuple[StepGroups, Batch]:
+        """(what is to be kept of the groups, their batch on the training mesh)."""
+
+    def notes(self) -> dict[str, Any]:
+        """What a checkpoint must hold where nothing is drawn ahead."""
 
 
 class Ahead:
@@ -58,28 +78,28 @@ class Ahead:
     versions of the weights, and two where drawing keeps up with training.
 
     Args:
-      draw: program 1 and the reward functions, on the rollout mesh.
-      assemble: groups -> (they, with what is to be kept of them, a batch on the training mesh).
+      drawer: program 1 and the reward functions, on the rollout mesh.
       hand_over: moves the policy.
       staleness: s, steps between the policy that draws a batch and the one that it trains.
       in_flight: whether a rollout under way is given the newest weights.
       cursor: prompts used so far.
       carried: the groups of the next s steps, when a run resumes.
+      hurries: whether a rollout under way has limited time to end, when ``notes`` waits for it.
     """
 
     def __init__(
         self,
-        draw: GroupsOf,
-        assemble: Callable[[StepGroups], tuple[StepGroups, Batch]],
+        drawer: Drawer,
         hand_over: Handover | AdapterHandover,
         *,
         staleness: int,
         in_flight: bool = False,
         cursor: int = 0,
         carried: Sequence[StepGroups] = (),
+        hurries: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._in_flight = in_flight
-        self._draw, self._assemble, self._hand_over = draw, assemble, hand_over
+        self._in_flight, self._hurries = in_flight, hurries
+        self._drawer, self._hand_over = drawer, hand_over
         self._staleness = staleness
         self._carried = list(carried)
         self._cursor = carried[-1].cursor if carried else cursor
@@ -91,13 +111,13 @@ class Ahead:
         self._thread = ThreadPoolExecutor(1, "rollout")
 
     def collect(
-        self, key: Array, policy: Params, *, step: int, cursor: int
+        self, key: Array, weights: Mapping[str, Params], *, step: int, cursor: int
     ) -> tuple[Batch, Groups, int]:
         """The batch of a step; the drawing of a later one begins, with this step's policy.
 
         Args:
           key: the run's root key.
-          policy: version ``step``, on the training mesh.
+          weights: "policy", of version ``step``, on the training mesh.
           step: training steps done.
           cursor: not read; batches drawn ahead have used prompts that this does not count.
 
@@ -115,13 +135,13 @@ class Ahead:
             self._key = np.asarray(key)  # the state that holds it is donated under the thread
             self._pending.extend(self._thread.submit(self._again, d) for d in self._carried)
             self._next, self._first = step + len(self._carried), step
-        weights = self._hand_over.send(policy, step)
+        sent = self._hand_over.send(weights["policy"], step)
         if self._in_flight:
-            self._newest = weights
+            self._newest = sent
         while self._next <= step + self._staleness:
-            self._pending.append(self._thread.submit(self._new, weights, self._next))
+            self._pending.append(self._thread.submit(self._new, sent, self._next))
             self._next += 1
-        del weights
+        del sent
         began = time.perf_counter()
         with waiting("rollout devices", of=f"step {step + 1}"):
             try:
@@ -136,7 +156,7 @@ class Ahead:
 
     def _again(self, drawn: StepGroups) -> tuple[StepGroups, Batch]:
         with jax.set_mesh(self._hand_over.rollout_mesh):
-            return self._assemble(drawn)
+            return self._drawer.assemble(drawn)
 
     def _new(self, weights: Weights, number: int) -> tuple[StepGroups, Batch]:
         """Batch number ``number``, drawn by the policy that the schedule says; in the thread."""
@@ -145,12 +165,19 @@ class Ahead:
         where = waiting("rollout", of=f"step {number + 1}")
         with where, jax.set_mesh(self._hand_over.rollout_mesh):
             params = self._hand_over.receive(weights, version)
-            given = {"newer": self._newer(version)} if self._in_flight else {}
-            drawn = self._draw(
-                self._key, params, step=number, version=version, cursor=self._cursor, **given
+            drawn = self._drawer.draw(
+                self._key,
+                {"policy": params},
+                step=number,
+                version=version,
+                cursor=self._cursor,
+                newer=self._newer(version) if self._in_flight else None,
             )
+            if jax.process_count() > 1:
+                # Arrays of one set of devices cannot go to another where processes share them.
+                drawn = drawn._replace(groups=to_host(drawn.groups))
             counts = ages(drawn.groups, number, self._staleness)
-            drawn, batch = self._assemble(drawn)
+            drawn, batch = self._drawer.assemble(drawn)
             jax.block_until_ready(batch)
         self._cursor = drawn.cursor
         counts["rollout_seconds"] = time.perf_counter() - began
@@ -188,6 +215,19 @@ class Ahead:
             self._given_up = self._given_up or not job.done()
             break
         return found
+
+    def notes(self) -> dict[str, Any]:
+        """As ``Batches.notes``: what is drawn ahead, whose policies are gone when a run resumes."""
+        drawn = self.drawn(STEP_SECONDS if self._hurries() else None)
+        if not drawn:
+            return self._drawer.notes()
+        packing = drawn[0].packing
+        before = self._drawer.notes() if packing is None else {"packing": packing}
+        return {"carried": [stored(groups) for groups in drawn]} | before
+
+    def wait(self) -> None:
+        """Returns when no device is drawing."""
+        self.drawn()
 
     def forget(self, cursor: int) -> None:
         """Drops what is drawn ahead; the next batch is drawn by the policy that asks for it.
@@ -245,56 +285,29 @@ def ages(groups: Groups, step: int, most: int) -> dict[str, float]:
 
 
 def draw_ahead(
-    run: Run, draw: GroupSource, cursor: int, carried: Sequence[StepGroups], packer: Packer | None
+    run: Run, collector: Collector, cursor: int, carried: Sequence[StepGroups], stopping: Stopping
 ) -> Ahead:
     """What draws the batches of a run whose rollout has devices of its own.
 
     Args:
       run: with a ``rollout_mesh``.
-      draw: the run's source of groups, on that mesh.
-      cursor: prompts used so far.
+      collector: its source draws on that mesh.
+      cursor: tickets issued so far.
       carried: the groups of the next steps, when a run resumes.
-      packer: packs completions into rows; None to leave them.
+      stopping: when set, a rollout that is ahead has as long to end as any other.
     """
     assert run.rollout_mesh is not None
-    weights = np.array(list(run.rewards.weights.values()), np.float32)
-    prompts = run.config.train.prompts
-
     placement = run.config.placement or PlacementTable()
-
-    def groups(
-        key: Array, params: Params, *, step: int, version: int, cursor: int, **given: Newer
-    ) -> StepGroups:
-        stamped = partial(draw, version=np.int32(version), **given)
-        drawn = draw_groups(
-            key,
-            params,
-            stamped,
-            step,
-            cursor,
-            prompts=prompts,
-            weights=weights,
-            method=run.method,
-        )
-        # Arrays of one set of devices cannot go to another where processes share them.
-        alone = jax.process_count() == 1
-        return drawn if alone else drawn._replace(groups=to_host(drawn.groups))
-
-    def packed(drawn: StepGroups) -> tuple[StepGroups, Batch]:
-        before = None if packer is None else packer.notes()
-        batch = assemble(drawn, weights=weights, method=run.method, mesh=run.mesh, pack=packer)
-        return drawn._replace(packing=before), batch
-
     where = programs.policy_shardings(run, run.rollout_mesh)
     split, meshes = run.network.extras.split, (run.mesh, run.rollout_mesh)
     return Ahead(
-        groups,
-        packed,
+        collector,
         AdapterHandover(split, where, *meshes) if split else Handover(where, *meshes),
         staleness=placement.staleness,
         in_flight=run.config.train.mode == "in_flight",
         cursor=cursor,
         carried=carried,
+        hurries=stopping.hurries,
     )
 
 

@@ -19,8 +19,10 @@ from jrl.errors import UserError, choose
 from jrl.methods.base import GroupEditor, keep_all
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.slots import check_length
-from jrl.train.collect import Groups, task_rollout
-from jrl.types import Array, Batch, Network, Params, stream
+from jrl.train.asks import DrawRequest
+from jrl.train.sources import Groups, entries
+from jrl.train.sources_task import SAMPLE_STREAMS, task_problems, task_rollout
+from jrl.types import Array, Batch, Network, stream
 
 EPISODES = {"reward": 1.0, "success": 0.0}
 """Reward part -> weight of a run in an environment that names none."""
@@ -31,6 +33,11 @@ EPISODE_REWARDS = ("reward", "success")
 def rollout_of(task: Task | Env) -> Callable[..., Groups]:
     """What draws groups: ``episode_rollout`` in an environment, else ``task_rollout``."""
     return episode_rollout if isinstance(task, Env) else task_rollout
+
+
+def held_out_rollout(request: DrawRequest, *, task: Task | Env, **how: Any) -> Groups:
+    """What ``rollout_of(task)`` draws for an evaluation, which is a program of its own name."""
+    return rollout_of(task)(request, task=task, **how)
 
 
 def default_parts(task: Task | Env | None) -> dict[str, float]:
@@ -44,15 +51,10 @@ def eval_parts(task: Task | Env | None) -> dict[str, float]:
 
 
 def episode_rollout(
-    key: Array,
-    params: Params,
-    step: Array,
-    ids: Array,
+    request: DrawRequest,
     *,
-    version: Array | None = None,
     sampling_params: SamplingParams,
     task: Env,
-    split: str,
     parts: Mapping[str, float],
     network: Network,
     group: int,
@@ -63,17 +65,13 @@ def episode_rollout(
 ) -> Groups:
     """Starts, episodes and rewards in one program; the same function in every mode.
 
-    Start i of a run is a function of (key, i) alone, and so are its episodes at a given step.
+    The start in row i of a run is a function of (key, i) alone; the episodes of a ticket at a step
+    are a function of that, the weights, and (key, step, ticket).
 
     Args:
-      key: the run's root key.
-      params: the policy's.
-      step: [] int32, the training step that the episodes are for.
-      ids: [N] int32, which of the run's starts.
-      version: [] int32, the policy's; None for ``step``.
+      request: tickets and rows [N] int32, and the weights to play with.
       sampling_params: scalars.
       task: the environment.
-      split: "train" or "eval".
       parts: reward part, of ``EPISODE_REWARDS`` -> weight.
       network: the policy.
       group: members drawn from the distribution.
@@ -89,26 +87,26 @@ def episode_rollout(
       groups, a player of a start each (``rows_of_players``).
     """
     check_members(task, group, demonstrations)
-    data, sample = ("data", "sample") if split == "train" else ("eval_data", "eval")
-    start_keys = jax.vmap(lambda i: stream(key, data, i))(ids)
-    starts = jax.vmap(lambda k: task.generate(k, split))(start_keys)
+    (tickets, rows), split = entries(request), request.split
+    starts = task_problems(task, request.key, rows, split)
+    own_policies = split == "train" and network.extras.several is not None
     played, slot_steps = play(
-        stream(key, sample, step),
-        params,
+        stream(request.key, SAMPLE_STREAMS[split], request.step),
+        request.weights["policy"],
         starts,
         sampling_params,
-        step if version is None else version,
-        ids,
+        request.versions["policy"],
+        tickets,
         env=task,
         network=network,
         group=group,
         baseline_members=baseline_members,
         slots=slots,
         chunk=chunk,
-        step=step if split == "train" and network.extras.several is not None else None,
+        step=request.step if own_policies else None,
     )
     if task.players > 1:
-        played, starts, ids = _by_role(played, starts, ids, task, split)
+        played, starts, rows = _by_role(played, starts, rows, task, split)
     points = {"reward": played.paid.sum(2), "success": played.success.astype(jnp.float32)}
     for part in parts:
         if part not in points:
@@ -119,7 +117,7 @@ def episode_rollout(
         subject=starts,
         counts={"slot_tokens": played.rollout.mask.sum(), "slot_steps": slot_steps},
         ids={
-            "prompt": ids,
+            "prompt": rows,
             "turn": played.turn,
             "step": played.turn,
             "state": played.state,

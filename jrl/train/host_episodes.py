@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,8 +30,8 @@ from jrl.methods.base import keep_all
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.places import entropy
 from jrl.serving.episode_rows import EpisodeRows
+from jrl.train.asks import DrawRequest
 from jrl.train.build import Run, sampler_of
-from jrl.train.collect import Groups, answer_number, source_rows
 from jrl.train.episode_search import EpisodeSearch
 from jrl.train.episode_trees import EpisodeTrees, PathEstimate
 from jrl.train.host_branches import EpisodeBranches
@@ -40,8 +40,10 @@ from jrl.train.placement import sampler_mesh
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.resharding import drawn_from_prepared, network_on, weights_program
 from jrl.train.several import check_division
-from jrl.train.tree_search import Estimate, estimates, run_estimate
-from jrl.types import Params, Prompt, Several
+from jrl.train.sources import Groups, entries, epoch_order
+from jrl.train.sources_text import answer_number, root_key
+from jrl.train.tree_search import Estimate, drawn_alone, estimates, run_estimate
+from jrl.types import Params, Prompt, Rollout, Several
 
 SUCCESS = "success"
 """The reward part that is 1 where the environment says that an episode ended well, beside those
@@ -56,7 +58,7 @@ _ROUNDS = 3
 
 
 class HostEpisodes:
-    """Draws groups of episodes; ``draw`` is a ``GroupSource``.
+    """Groups of episodes; a ``Source``.
 
     Beside the ids of ``Rows`` it records "stratum" [N, G], the turns taken, and "answer" [N, G], a
     number for the final answer of the last turn.
@@ -76,8 +78,8 @@ class HostEpisodes:
       branches: how the members of a group branch off one another, with ``rows`` that measure what
         it reads; then ids gain "node", as ``sampling.tree`` has it. None to play each by itself.
       trees: how a group is searched, with ``rows`` that measure entropies; None to search none.
-      estimate: with ``trees``, points of paths that have not ended; ``draw`` then takes ``Guided``
-        parameters.
+      estimate: with ``trees``, points of paths that have not ended; ``draw`` then reads the
+        weights "value" too.
       several: where players are policies of their own, with ``rows`` that draw from each.
 
     Raises:
@@ -110,7 +112,7 @@ class HostEpisodes:
         self._branches, self._several = branches, several
         self._trees, self._estimate = trees, estimate
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
-        self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
+        self._all, self._seed, self._group, self._sample = prompts, seed, group, sample
         self._weights, self._resharding = dict(weights), resharding
         sizes = rows.prompt_tokens, rows.max_new_tokens
         named = env.labels, env.token_labels
@@ -118,44 +120,62 @@ class HostEpisodes:
         self._asks = env.asks if sample == "sample" else 1
         self._calls: Calls | None = None
 
-    def draw(
-        self,
-        key: Any,
-        params: Any,
-        step: Any,
-        positions: Any,
-        version: Any = None,
-        newer: Newer = keep_weights,
-        apart: Callable[[Prompt], bool] = lambda prompt: False,
-    ) -> Groups:
-        """See ``GroupSource``. A group with too few living members is played again, and counted.
+    def order(self, tickets: np.ndarray) -> np.ndarray:
+        """As ``Source.order``: epoch after epoch."""
+        return epoch_order(self._seed, tickets, len(self._all))
 
-        ``newer`` is that of ``play_episodes``; problems that are ``apart`` are not searched.
+    def prompts(self, key: Any, rows: np.ndarray) -> tuple[list[Prompt], list[Prompt]]:
+        """As ``Source.prompts``; a prompt is its own subject."""
+        chosen = [self._all[i] for i in np.asarray(rows).tolist()]
+        return chosen, chosen
+
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+        """Only the environment judges, while it plays.
+
+        Raises:
+          UserError: always.
+        """
+        raise UserError("data.env: episodes are judged as they are played")
+
+    def finish(self, complete: bool) -> None:
+        """Nothing is held between draws."""
+
+    def notes(self) -> dict[str, Any]:
+        """Nothing: the next episodes follow from their rows."""
+        return {}
+
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``. A group with too few living members is played again, and counted.
+
+        Entries that ask for no tree are not searched.
         """
         self._open_calls()
+        key, step, params = root_key(request), request.step, request.weights["policy"]
+        tickets, order = entries(request)
         self._env.begin(int(step), "eval" if self._sample == "eval" else "train")
-        order = source_rows(self._seed, positions, len(self._prompts))
-        chosen = [self._asked(self._prompts[i], k) for i in order for k in range(self._asks)]
+        problems, _ = self.prompts(key, order)
+        chosen = [self._asked(prompt, k) for prompt in problems for k in range(self._asks)]
         with contextlib.ExitStack() as stack:
             if self._resharding is not None:
                 mesh, weights = self._resharding
                 stack.enter_context(jax.set_mesh(mesh))
                 params, key = weights(params), jax.device_put(key, replicated(mesh))
-            seeds = partial(
-                self._seeds_of, partial(prompt_seeds, key, self._sample, step, positions)
-            )
+            seeds = partial(self._seeds_of, partial(prompt_seeds, key, self._sample, step, tickets))
             estimate = None
             if self._estimate is not None:
                 most = self._rows.prompt_tokens + self._rows.max_new_tokens
-                estimate = partial(estimates, partial(self._estimate, params), most)
-                params = params.policy
-            self._rows.set_weights(params, int(step if version is None else version))
+                read = {"policy": params, "value": request.weights["value"]}
+                estimate = partial(estimates, partial(self._estimate, read), most)
+            self._rows.set_weights(params, int(request.versions["policy"]))
             del params  # where they are a copy they are freed with the rows
             several, at = self._several, int(step)
             policy_of = None if several is None else partial(several.policy, step=at)
+            newer = request.newer or keep_weights
             play = partial(self._play, newer=newer, policy_of=policy_of)
             if self._trees is not None:
-                play = partial(self._search, self._trees, estimate, apart)
+                alone = np.repeat(drawn_alone(request), self._asks)
+                unsearched = {p.id for p, is_alone in zip(chosen, alone, strict=True) if is_alone}
+                play = partial(self._search, self._trees, estimate, unsearched)
             groups, counts = self._until_alive(chosen, seeds, play)
             self._rows.release()
         _report(groups)
@@ -256,12 +276,12 @@ class HostEpisodes:
         self,
         trees: EpisodeTrees,
         estimate: PathEstimate | None,
-        apart: Callable[[Prompt], bool],
+        unsearched: Collection[int],
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
     ) -> Played:
         search = self._turns
-        alone = [apart(prompt) for prompt in prompts]
+        alone = [prompt.id in unsearched for prompt in prompts]
         return trees.play(search, search.opened(prompts, seeds), self._group, alone, estimate)
 
     def _as_groups(

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import Mesh
 
 from jrl.data.pairs import Judged, judged_batch
-from jrl.evaluate import wilson
-from jrl.mesh import replicated
-from jrl.objectives.policy import combine_terms, compute_advantages, policy_loss
-from jrl.sampling.params import SamplingParams
-from jrl.train.build import Run
-from jrl.train.collect import Groups, source_rows
-from jrl.train.score import in_parts, policies_of
-from jrl.train.step import Pairs, Parts, complete, live_statistics, place_batch, summarise
-from jrl.types import Array, Batch, Prompt, Rollout, StopReason, TrainState
-
-Measure = Callable[[TrainState, Batch, SamplingParams], Pairs]
-"""(state, batch, distribution) -> (sum, count) by name."""
-
-SHOWN = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
-"""What is reported of held-out groups, where the method has it."""
+from jrl.errors import UserError
+from jrl.train.asks import DrawRequest
+from jrl.train.sources import Groups, entries, epoch_order
+from jrl.types import Prompt, Rollout, StopReason
 
 
 class BatchSizes(NamedTuple):
@@ -54,53 +38,59 @@ def sizes_of(*judged: Sequence[Judged]) -> BatchSizes:
 
 
 class JudgedSource(NamedTuple):
-    """Groups from a file, in the run's order.
+    """Groups of judged completions from a file; a ``Source``.
 
     Attributes:
       judged: all of them, in the file's order.
       sizes: of a batch.
-      prompts: N, groups a step.
       seed: of the order, or None for the file's own order.
-      mesh: where batches go.
-      pack: packs completions into rows, such as a ``packing.Packer``; None to leave them.
     """
 
     judged: Sequence[Judged]
     sizes: BatchSizes
-    prompts: int
     seed: int | None
-    mesh: Mesh
-    pack: Callable[[Batch], Batch] | None = None
 
-    def collect(
-        self, key: Array, params: Any, *, step: int, cursor: int
-    ) -> tuple[Batch, Groups, int]:
-        """As ``loop.Collect``; which groups come is a function of the seed and the cursor alone."""
-        del key, params, step
-        positions = cursor + np.arange(self.prompts)
-        chosen = [self.judged[i] for i in source_rows(self.seed, positions, len(self.judged))]
-        batch = judged_batch(chosen, **self.sizes._asdict())
-        groups = _as_groups(chosen, batch)
-        packed = batch if self.pack is None else self.pack(batch)
-        return place_batch(packed, self.mesh), groups, cursor + self.prompts
+    def order(self, tickets: np.ndarray) -> np.ndarray:
+        """As ``Source.order``: epoch after epoch."""
+        return epoch_order(self.seed, tickets, len(self.judged))
+
+    def prompts(self, key: Any, rows: np.ndarray) -> tuple[list[Prompt], list[Prompt]]:
+        """As ``Source.prompts``; a prompt is its own subject."""
+        chosen = [_prompt_of(self.judged[i]) for i in np.asarray(rows).tolist()]
+        return chosen, chosen
+
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``; only the rows are read, since nothing is drawn."""
+        _, rows = entries(request)
+        chosen = [self.judged[i] for i in np.asarray(rows).tolist()]
+        return judged_groups(chosen, self.sizes)
+
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+        """Nothing judges other completions than those of the file.
+
+        Raises:
+          UserError: always.
+        """
+        raise UserError("data.pairs holds the scores of its own completions alone")
+
+    def finish(self, complete: bool) -> None:
+        """Nothing is held."""
+
+    def notes(self) -> dict[str, Any]:
+        """Nothing: the next groups follow from their rows."""
+        return {}
 
 
-def judged_source(run: Run, pack: Callable[[Batch], Batch] | None) -> JudgedSource:
-    """The training groups of a run on ``data.pairs``."""
-    config = run.config
-    return JudgedSource(
-        judged=run.data.judged["pairs"],
-        sizes=sizes_of(*run.data.judged.values()),
-        prompts=config.train.prompts,
-        seed=config.order_seed,
-        mesh=run.mesh,
-        pack=pack,
-    )
+def _prompt_of(one: Judged) -> Prompt:
+    return Prompt(one.id, one.text, one.prompt, "")
 
 
-def _as_groups(chosen: Sequence[Judged], batch: Batch) -> Groups:
-    """The groups in the form that samples are written from."""
-    whole, cut = int(StopReason.STOP_TOKEN), int(StopReason.LENGTH)
+def judged_groups(chosen: Sequence[Judged], sizes: BatchSizes) -> Groups:
+    """Judged completions as the groups of a draw: no policy drew them, so versions are -1."""
+    batch = judged_batch(chosen, **sizes._asdict())
+    stop = np.where(np.asarray(batch.truncated), StopReason.LENGTH, StopReason.STOP_TOKEN)
+    # Smaller groups are padded with members that do not count.
+    stop = np.where(np.asarray(batch.members), stop, StopReason.ABORTED).astype(np.int32)
     rollout: Any = Rollout(
         prompt_tokens=batch.prompt_tokens,
         prompt_lengths=batch.prompt_lengths,
@@ -109,87 +99,8 @@ def _as_groups(chosen: Sequence[Judged], batch: Batch) -> Groups:
         mask=batch.mask,
         sampler_logprobs=np.zeros(batch.tokens.shape, np.float32),  # type: ignore[arg-type]
         versions=np.full(batch.tokens.shape, -1, np.int32),  # type: ignore[arg-type]
-        stop=np.where(np.asarray(batch.truncated), cut, whole).astype(np.int32),  # type: ignore[arg-type]
+        stop=stop,  # type: ignore[arg-type]
         baseline=batch.baseline,
     )
-    prompts = [Prompt(one.id, one.text, one.prompt, "") for one in chosen]
-    return Groups(rollout, batch.rewards, prompts, {}, batch.ids)
-
-
-def make_measure(parts: Parts) -> Measure:
-    """The loss and the metrics of a batch as a pure function of (state, batch, distribution).
-
-    Args:
-      parts: those of the training step; its optimizer is not read.
-
-    Returns:
-      The function. It returns (sum, count) by name, which add up over batches: "loss" over
-      batches, the surrogate's metrics over tokens, sequences or groups. No gradient is computed.
-    """
-    objective, at_once = parts.objective, parts.minibatches * parts.microbatches
-
-    def measure(state: TrainState, batch: Batch, sampling_params: SamplingParams) -> Pairs:
-        batch = complete(parts, state, batch.check(), sampling_params)
-        advantages, batch, _, _ = compute_advantages(objective, batch, state.method)
-        policies = policies_of(state.params, state.frozen, parts.network)
-        scoring = partial(_score, parts, policies, sampling_params)
-        stats = batch.stats | in_parts(scoring, batch, at_once)
-        terms, sums = policy_loss(objective, stats, batch, advantages, state.method)
-        loss = combine_terms(objective, terms, state.method)
-        return sums | {"loss": (loss, jnp.float32(1))}
-
-    return measure
-
-
-def _score(
-    parts: Parts, params: Any, sampling_params: SamplingParams, batch: Batch
-) -> dict[str, Array]:
-    return live_statistics(parts)(params, batch, sampling_params)
-
-
-class JudgedEvaluator:
-    """Measures a run's method on its held-out groups, all of them, always the same ones.
-
-    Args:
-      run: from ``setup``, with held-out groups.
-      sizes: of a batch.
-    """
-
-    def __init__(self, run: Run, sizes: BatchSizes) -> None:
-        train = run.config.train
-        parts = Parts(
-            network=run.network,
-            objective=run.method.objective,
-            optimizer=optax.identity(),
-            value=run.value,
-            networks=run.networks,
-            minibatches=train.minibatches,
-            microbatches=train.microbatches,
-        )
-        everywhere = replicated(run.mesh)
-        self.run, self.sizes = run, sizes
-        self._measure = jax.jit(make_measure(parts), out_shardings=everywhere)
-        self._sampling_params = jax.device_put(run.sampling_params, everywhere)
-
-    def __call__(self, state: TrainState) -> dict[str, float]:
-        """Loss, pair_accuracy with its 95 % interval, margin, and pairs, under the run's mesh."""
-        judged, size = self.run.data.judged["eval"], self.run.config.train.prompts
-        totals: dict[str, Any] = {}
-        for start in range(0, len(judged), size):
-            part = judged[start : start + size]
-            filled = [*part, *(judged[0] for _ in range(size - len(part)))]
-            batch: Any = judged_batch(filled, **self.sizes._asdict())
-            there = np.arange(size) < len(part)
-            batch = batch.replace(
-                members=batch.members & there[:, None], mask=batch.mask & there[:, None, None]
-            )
-            sums = self._measure(state, place_batch(batch, self.run.mesh), self._sampling_params)
-            for name, pair in sums.items():
-                totals[name] = jax.tree.map(jnp.add, totals.get(name, (0.0, 0.0)), pair)
-        found = {name: float(x) for name, x in summarise(totals).items() if name in SHOWN}
-        found["pairs"] = float(len(judged))
-        if "accuracy" in found:  # of pairs; that of a task's problems has the name for itself
-            accuracy = found["pair_accuracy"] = found.pop("accuracy")
-            low, high = wilson(accuracy * len(judged), len(judged))
-            found |= {"pair_accuracy_low": low, "pair_accuracy_high": high}
-        return found
+    prompts = [_prompt_of(one) for one in chosen]
+    return Groups(rollout, batch.rewards, prompts, {}, batch.ids, batch.stats)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jrl.data.tasks import Task
 from jrl.envs import Env
 from jrl.envs.transcript import RowShape
 from jrl.errors import UserError
@@ -21,20 +20,27 @@ from jrl.methods.base import Method
 from jrl.models import hf
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
+from jrl.sampling.params import make_sampling_params
 from jrl.sampling.tree import generate_tree
 from jrl.train.adapters import put_policy, trained_network
 from jrl.train.build import Run, policy_network, sampler_of
-from jrl.train.collect import GroupSource, TextSource
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.compiler import compiler_options
 from jrl.train.curriculum import check_curriculum
-from jrl.train.episodes import check_members, check_players, eval_parts, rollout_of
+from jrl.train.episodes import (
+    check_members,
+    check_players,
+    eval_parts,
+    held_out_rollout,
+    rollout_of,
+)
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.gather import GIB, device_memory, prepared_bytes
 from jrl.train.host_episodes import check_host, host_source
 from jrl.train.method_network import network_of, own_layout
 from jrl.train.objective import router_losses
 from jrl.train.packing import Packer
+from jrl.train.pairs import JudgedSource, sizes_of
 from jrl.train.placement import sampler_mesh
 from jrl.train.recorded import RECORDED_REWARD, RecordedSource, check_recorded
 from jrl.train.replay import check_replay
@@ -44,12 +50,15 @@ from jrl.train.resharding import (
     network_on,
     weights_program,
 )
-from jrl.train.reward_model import NAME, with_model_points
+from jrl.train.reward_model import NAME
 from jrl.train.score import policy_of
 from jrl.train.several import check_division, unstacked
+from jrl.train.sources import Source
+from jrl.train.sources_task import TaskSource
+from jrl.train.sources_text import TextSource
 from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
-from jrl.train.task_rewards import device_parts, is_own, with_own_points
+from jrl.train.task_rewards import device_parts, is_own
 from jrl.train.tree_search import check_search, line_ends, search_source
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
@@ -301,37 +310,43 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     return made(np.uint32(run.config.seed), params)
 
 
-def with_rewards(run: Run, draw: GroupSource) -> GroupSource:
-    """A draw whose groups have every reward part of the run, that of a reward model included."""
-    if run.rewards.model is None:
-        return draw
-    return with_model_points(draw, run.rewards.model, list(run.rewards.weights).index(NAME))
-
-
-def group_source(run: Run, pool: RewardPool | None, program: Any) -> GroupSource:
-    """Where the groups of a run come from: program 1 and the reward functions.
+def drawn_source(run: Run, pool: RewardPool | None, split: str = "train") -> Source:
+    """What draws the groups of a run, with the reward parts that it computes itself.
 
     Args:
       run: that draws its completions.
       pool: the reward functions on the host; None gives completions in text 0 points.
-      program: from ``train_sampler``.
+      split: "train" or "eval".
     """
-    config, mesh = run.config, drawing_mesh(run)
+    config = run.config
+    if run.data.judged:
+        return judged_source(run)
     if config.recorded is not None:
-        return recorded_source(run).draw
+        return recorded_source(run)
     if config.episodes:
-        return host_source(run, run.data.prompts["train"], config.sampling.group).draw
+        if split == "eval":
+            table, prompts = config.eval, run.data.prompts["eval"]
+            return host_source(
+                run, prompts, table.samples, split="eval", temperature=table.temperature
+            )
+        return host_source(run, run.data.prompts["train"], config.sampling.group)
+    if split == "eval":
+        return held_out_source(run, pool)
     if (search := run.method.draw.search) is not None:
-        return search_source(run, search, pool).draw
+        return search_source(run, search, pool)
+    return sampled_source(run, pool)
+
+
+def sampled_source(run: Run, pool: RewardPool | None) -> Source:
+    """Completions of one program a draw, to train on."""
+    config, mesh, program = run.config, drawing_mesh(run), train_sampler(run)
     sampling_params = jax.device_put(run.sampling_params, replicated(mesh))
+    free = program.free if isinstance(program, ReshardedSampler) else None
     if run.task is not None:
-        draw: GroupSource = partial(program, sampling_params=sampling_params)
-        if pool is not None and pool.functions and isinstance(run.task, Task):
-            names = [name for name in run.rewards.weights if name != NAME]
-            draw = with_own_points(draw, run.task, pool, names)
-        return with_rewards(run, draw)
-    source = TextSource(
-        prompts=run.data.prompts["train"],
+        draw = program.draw if isinstance(program, ReshardedSampler) else program
+        return TaskSource(run.task, tuple(run.rewards.weights), draw, sampling_params, free=free)
+    return TextSource(
+        all_prompts=run.data.prompts["train"],
         width=run.width,
         seed=config.order_seed,
         program=program,
@@ -341,8 +356,43 @@ def group_source(run: Run, pool: RewardPool | None, program: Any) -> GroupSource
         demonstrations=run.method.draw.demonstrations,
         max_new_tokens=config.sampling.max_new_tokens,
         lines=line_ends(run.tokenizer, run.network.vocab_size) if run.method.draw.lines else (),
+        free=free,
     )
-    return with_rewards(run, source.draw)
+
+
+def held_out_source(run: Run, pool: RewardPool | None) -> Source:
+    """Completions of held-out prompts or problems.
+
+    Args:
+      run: from ``as_evaluated``.
+      pool: the reward functions, in text; None where nothing judges.
+    """
+    table, sampling = run.config.eval, run.config.sampling
+    params = make_sampling_params(table.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    params = jax.device_put(params, replicated(drawing_mesh(run, "eval")))
+    program = sampler_program(run, split="eval", group=table.samples)
+    free = program.free if isinstance(program, ReshardedSampler) else None
+    if run.task is not None:
+        draw = program.draw if isinstance(program, ReshardedSampler) else program
+        parts = tuple(eval_parts(run.task))
+        return TaskSource(run.task, parts, draw, params, free=free, split="eval")
+    return TextSource(
+        all_prompts=run.data.prompts["eval"],
+        width=run.width,
+        seed=None,
+        program=program,
+        sampling_params=params,
+        pool=pool,
+        tokenizer=run.tokenizer,
+        name="eval",
+        free=free,
+    )
+
+
+def judged_source(run: Run) -> JudgedSource:
+    """The training groups of a run on ``data.pairs``."""
+    sizes = sizes_of(*run.data.judged.values())
+    return JudgedSource(run.data.judged["pairs"], sizes, run.config.order_seed)
 
 
 def recorded_source(run: Run) -> RecordedSource:
@@ -350,7 +400,7 @@ def recorded_source(run: Run) -> RecordedSource:
     sampling = run.config.sampling
     return RecordedSource(
         groups=run.data.recorded,
-        prompts=run.data.prompts["train"],
+        all_prompts=run.data.prompts["train"],
         shape=RowShape(sampling.group, run.width, sampling.max_new_tokens),
         seed=run.config.order_seed,
         weight=run.rewards.weights[RECORDED_REWARD],
@@ -393,18 +443,18 @@ def sampler_program(
         named = device_parts(name for name in weights if name != NAME)
         parts = eval_parts(run.task) if split == "eval" else {n: weights.get(n, 0.0) for n in named}
         draw: Any = partial(
-            rollout_of(run.task),
+            rollout_of(run.task) if split == "train" else held_out_rollout,
             task=run.task,
-            split=split,
             parts=parts,
             group=group,
             baseline_members=baselines,
             demonstrations=demonstrations,
-            slots=sampling.slots,
+            slots=sampling.slots if split == "train" else 0,
             **({} if tree is None else {"tree": tree}),
         )
-        # Processes that keep samples must see all of them.
-        return compiled_draw(run, draw, network, whole=jax.process_count() > 1, split=split)
+        # Processes that keep samples must see all of them, and so must an evaluation.
+        whole = split == "eval" or jax.process_count() > 1
+        return compiled_draw(run, draw, network, whole=whole, split=split)
     draw = partial(
         generate if tree is None else generate_tree,
         group=group,

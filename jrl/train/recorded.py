@@ -1,6 +1,6 @@
 """Training on sessions that ``jrl serve --record`` wrote, or on dialogues: nothing is sampled.
 
-The twin of ``collect.TextSource``: what was drawn comes from disk. Of recorded sessions the server
+The twin of ``TextSource``: what was drawn comes from disk. Of recorded sessions the server
 wrote log-probabilities and versions, too, and clients gave the points; dialogues have neither
 log-probabilities nor versions, because no policy drew them.
 """
@@ -22,8 +22,9 @@ from jrl.envs.transcript import RowShape, Transcript, common_opening, to_rollout
 from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.models.tokenizer import Tokenizer
-from jrl.train.collect import Groups, source_rows
-from jrl.types import Prompt
+from jrl.train.asks import DrawRequest
+from jrl.train.sources import Groups, entries, epoch_order
+from jrl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from jrl.envs.dialogues import DialogueCounts, Dialogues
@@ -173,29 +174,38 @@ def _fits(
 
 
 class RecordedSource(NamedTuple):
-    """Groups of recorded sessions; ``draw`` is a ``collect.GroupSource``.
+    """Groups of recorded sessions, or of dialogues; a ``Source``.
 
     Attributes:
       groups: all of them.
-      prompts: one for each.
+      all_prompts: one for each.
       shape: of the arrays.
       seed: of the order, or None for that of the files.
       weight: of the points in the statistic "paid".
     """
 
     groups: Sequence[Sequence[Transcript]]
-    prompts: Sequence[Prompt]
+    all_prompts: Sequence[Prompt]
     shape: RowShape
     seed: int | None
     weight: float
 
-    def draw(self, key: Any, params: Any, step: Any, positions: Any, version: Any = None) -> Groups:
-        """See ``GroupSource``; which groups come depends on the seed and the positions alone."""
-        del key, params, step, version
-        chosen = source_rows(self.seed, np.asarray(positions), len(self.groups))
+    def order(self, tickets: np.ndarray) -> np.ndarray:
+        """As ``Source.order``: epoch after epoch."""
+        return epoch_order(self.seed, tickets, len(self.groups))
+
+    def prompts(self, key: Any, rows: np.ndarray) -> tuple[list[Prompt], list[Prompt]]:
+        """As ``Source.prompts``; a prompt is its own subject."""
+        chosen = [self.all_prompts[i] for i in np.asarray(rows).tolist()]
+        return chosen, chosen
+
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``; only the rows are read, since nothing is drawn."""
+        _, asked = entries(request)
+        chosen = np.asarray(asked).tolist()
         rows = to_rollout([self.groups[i] for i in chosen], self.shape, [self.weight])
         turns = np.where(rows.rollout.mask, rows.ids["turn"] + 1, 0).max(axis=2)
-        prompts = [self.prompts[i] for i in chosen]
+        prompts = [self.all_prompts[i] for i in chosen]
         return Groups(
             rollout=rows.rollout,
             rewards=rows.rewards,
@@ -208,6 +218,21 @@ class RecordedSource(NamedTuple):
             },
             stats={"paid": rows.paid},
         )
+
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+        """Nothing judges other completions than the recorded ones.
+
+        Raises:
+          UserError: always.
+        """
+        raise UserError("recorded sessions and dialogues hold the rewards of their own rows alone")
+
+    def finish(self, complete: bool) -> None:
+        """Nothing is held."""
+
+    def notes(self) -> dict[str, Any]:
+        """Nothing: the next groups follow from their rows."""
+        return {}
 
 
 def check_recorded(method: Method, config: Config) -> None:

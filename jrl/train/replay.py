@@ -1,7 +1,7 @@
 """Completions that a run keeps by prompt, and trains on again: the seam ``Method.replay``.
 
-    recall = Recall(rule, draw, ...)
-    groups = recall.draw(key, params, step, positions)   # a GroupSource, some members replaced
+    recall = Recall(rule, source, ...)
+    groups = recall.draw(request)   # some members replaced
 
 The swap is between drawing and everything else, so filters, advantages and losses see a group as if
 it had been drawn so; ``recalled`` is it, a pure function.
@@ -9,8 +9,7 @@ it had been drawn so; ``recalled`` is it, a pure function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +18,11 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.methods.base import Replay
+from jrl.train.asks import DrawRequest
 from jrl.train.build import Run
-from jrl.train.collect import Groups, GroupSource, counted, to_host
-from jrl.types import Array, Params, Prompt, stream
+from jrl.train.collect import counted
+from jrl.train.sources import Around, Groups, Source, entries, take_groups, to_host
+from jrl.types import Array, stream
 
 _TOKENS = ("tokens", "mask", "sampler_logprobs", "versions")
 _NUMBERS = ("lengths", "stop", "baseline")
@@ -166,7 +167,7 @@ def _write(arrays: Mapping[str, np.ndarray], place: tuple[int, int], kept: Kept)
 # ---------------------------------------------------------------- in a run
 
 
-class Recall:
+class Recall(Around):
     """What a run keeps, around the source of its groups.
 
     Args:
@@ -182,52 +183,61 @@ class Recall:
     def __init__(
         self,
         rule: Replay,
-        source: GroupSource,
+        source: Source,
         weights: np.ndarray,
         judge: int | None = None,
         searches: bool = False,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
-        self._rule = rule
-        self._source = partial(source, apart=self._holds) if searches else source
+        super().__init__(source)
+        self._rule, self._searches = rule, searches
         self._weights, self._judge = weights, judge
         self._memory: Memory = unpacked(notes) if notes else {}
         self._next = self._memory
         self._order = jax.jit(_uniform, static_argnums=3)
 
-    def draw(self, key: Array, params: Params, step: Any, positions: Any, **version: Any) -> Groups:
-        """See ``GroupSource``; ``counts`` gains "reward", the mean score of what was drawn."""
-        found = to_host(self._source(key, params, step, positions, **version))
-        scores = found.rewards @ self._weights
-        points = scores if self._judge is None else found.rewards[:, :, self._judge]
-        drawn = counted(found.rollout)
-        order = np.asarray(self._order(key, step, positions, self._rule.each))
-        self._next, groups = recalled(self._next, found, points, self._rule, order)
-        reward = float(scores[drawn].mean()) if drawn.any() else 0.0
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``; ``counts`` gains "reward", the mean score of what was drawn."""
+        tickets, _ = entries(request)
+        drawn = to_host(self._drawn(request))
+        scores = drawn.rewards @ self._weights
+        points = scores if self._judge is None else drawn.rewards[:, :, self._judge]
+        members = counted(drawn.rollout)
+        order = np.asarray(self._order(request.key, request.step, tickets, self._rule.each))
+        self._next, groups = recalled(self._next, drawn, points, self._rule, order)
+        reward = float(scores[members].mean()) if members.any() else 0.0
         return groups._replace(counts=groups.counts | {"reward": reward})
 
-    def _holds(self, prompt: Prompt) -> bool:
-        return prompt.id in self._next
+    def _drawn(self, request: DrawRequest) -> Groups:
+        """The source's groups; those of prompts with kept completions without search."""
+        if not self._searches:
+            return self.source.draw(request)
+        (ask,) = request.asks
+        _, prompts = self.source.prompts(request.key, ask.row)
+        held = np.array([prompt.id in self._next for prompt in prompts], bool)
+        if not held.any():
+            return self.source.draw(request)
+        parts = [np.flatnonzero(~held), np.flatnonzero(held)]
+        searched, alone = (jax.tree.map(lambda x, at=at: x[at], ask) for at in parts)
+        asks = (searched, alone.replace(tree=None))
+        groups = self.source.draw(request.replace(asks=asks))
+        return take_groups(to_host(groups), np.argsort(np.concatenate(parts)))
 
-    def around(self, collect: Callable[..., Any]) -> Callable[..., Any]:
-        """``collect``, after which what it drew is kept; nothing is where it raises."""
-
-        def collect_and_keep(*args: Any, **kwargs: Any) -> Any:
-            self._next = self._memory  # what a step that failed had kept would be kept twice
-            made = collect(*args, **kwargs)
+    def finish(self, complete: bool) -> None:
+        """Keeps what the step drew; nothing where that was given up, or it would be kept twice."""
+        super().finish(complete)
+        if complete:
             self._memory = self._next
-            return made
-
-        return collect_and_keep
+        else:
+            self._next = self._memory
 
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint holds: {} or one entry, "replay"."""
-        return {"replay": packed(self._memory)} if self._memory else {}
+        """What a checkpoint holds: an entry "replay", unless nothing is kept."""
+        kept = {"replay": packed(self._memory)} if self._memory else {}
+        return super().notes() | kept
 
 
-def recall_of(
-    run: Run, rule: Replay, source: GroupSource, notes: Mapping[str, Any] | None
-) -> Recall:
+def recall_of(run: Run, rule: Replay, source: Source, notes: Mapping[str, Any] | None) -> Recall:
     """What a run keeps; ``notes`` are those of its checkpoint, or None."""
     weights = np.array(list(run.rewards.weights.values()), np.float32)
     searches = run.method.draw.search is not None

@@ -1,8 +1,8 @@
 """A layout of the sampler's own on the devices of training (``[sampling.mesh]``).
 
-    draw = ReshardedSampler(...)
-    groups = draw(key, params, ...)     # params as training divides them
-    draw.free()                         # before training continues
+    sampler = ReshardedSampler(...)
+    groups = sampler(key, params, ...)  # params as training divides them
+    sampler.free()                      # before training continues
 
 Training wants weights divided over many devices, and a batch over all; sampling reads all weights
 for every token and sends activations, so that few devices for a copy of the weights are best. Once
@@ -27,6 +27,7 @@ from jrl.mesh import RULES, replicated, tree_shardings
 from jrl.models.layers import rounded
 from jrl.models.quant import axes_in_8_bits, in_8_bits
 from jrl.train.adapters import trained_network
+from jrl.train.asks import DrawRequest
 from jrl.train.build import Run, policy_network
 from jrl.train.compiler import compiler_options
 from jrl.types import Array, Network, Params
@@ -160,8 +161,8 @@ class ReshardedSampler:
 
     Args:
       weights: from ``weights_program``.
-      program: (key, weights, ...) -> what was drawn, compiled for ``mesh``; of a network from
-        ``drawn_from_prepared``.
+      program: (key, weights, ...) or (request) -> what was drawn, compiled for ``mesh``; of a
+        network from ``drawn_from_prepared``.
       mesh: the sampler's.
       back: where results go: the mesh of training.
     """
@@ -172,15 +173,27 @@ class ReshardedSampler:
         self._source: Params = None
         self._held: Any = None
 
-    def __call__(self, key: Array, params: Params, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, key: Array, params: Params, *args: Any) -> Any:
         """What the program draws with these weights; resharded if they are not those held."""
         with jax.set_mesh(self.mesh):
-            if self._held is None or self._source is not params:
-                self.free()
-                self._held, self._source = self.weights(params), params
-            key = jax.device_put(key, replicated(self.mesh))
-            drawn = self.program(key, self._held, *args, **kwargs)
+            weights = self._weights_of(params)
+            drawn = self.program(jax.device_put(key, replicated(self.mesh)), weights, *args)
         return jax.device_put(drawn, replicated(self._back))
+
+    def draw(self, request: DrawRequest, **more: Any) -> Any:
+        """The same of a program that takes a request."""
+        with jax.set_mesh(self.mesh):
+            weights = {"policy": self._weights_of(request.weights["policy"])}
+            key = jax.device_put(request.key, replicated(self.mesh))
+            drawn = self.program(request.replace(key=key, weights=weights), **more)
+        return jax.device_put(drawn, replicated(self._back))
+
+    def _weights_of(self, params: Params) -> Any:
+        """The resharded weights, under the sampler's mesh."""
+        if self._held is None or self._source is not params:
+            self.free()
+            self._held, self._source = self.weights(params), params
+        return self._held
 
     def free(self) -> None:
         """Frees the resharded weights, once the programs that read them are done."""
@@ -189,23 +202,3 @@ class ReshardedSampler:
             if id(leaf) not in kept:
                 leaf.delete()
         self._held = self._source = None
-
-
-def freed_after(collect: Callable[..., Any], program: Any) -> Callable[..., Any]:
-    """``collect``, after which a sampler with a mesh of its own holds no weights."""
-    if not isinstance(program, ReshardedSampler):
-        return collect
-
-    def collect_and_free(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return collect(*args, **kwargs)
-        finally:
-            program.free()
-
-    return collect_and_free
-
-
-def free(program: Any) -> None:
-    """Frees what a sampler holds of its own, if it has a mesh of its own."""
-    if isinstance(program, ReshardedSampler):
-        program.free()

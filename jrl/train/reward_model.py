@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +21,11 @@ from jrl.models.transformer import transformer
 from jrl.rewards.model import ModelReward, insert_part
 from jrl.sampling.params import make_sampling_params
 from jrl.train.adapters import restore_policy, trained_network
-from jrl.train.collect import Groups, GroupSource, to_batch
+from jrl.train.asks import DrawRequest
+from jrl.train.collect import to_batch
 from jrl.train.frozen import run_shape, run_task
 from jrl.train.score import in_parts, score
+from jrl.train.sources import Around, Groups, Source
 from jrl.types import Array, Batch, Network, Params, Rollout, ValueNetwork
 
 NAME = "model"
@@ -137,15 +138,24 @@ def values(
     return in_parts(of, batch, parts if n % parts == 0 else 1)["values"]
 
 
-def with_model_points(draw: GroupSource, model: ModelReward, place: int) -> GroupSource:
-    """A draw whose groups are scored by a reward model too, as reward part number ``place``."""
+class ModelRewards(Around):
+    """A source whose groups are scored by a reward model too.
 
-    def scored(key: Array, params: Params, step: Any, positions: Any, **version: Any) -> Groups:
-        groups = draw(key, params, step, positions, **version)
-        points = model(groups.rollout)
-        return groups._replace(rewards=insert_part(groups.rewards, points, place))
+    Args:
+      source: of groups with the other reward parts.
+      model: scores rollouts.
+      column: of its part among the reward parts.
+    """
 
-    return scored
+    def __init__(self, source: Source, model: ModelReward, column: int) -> None:
+        super().__init__(source)
+        self._model, self._column = model, column
+
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``."""
+        groups = self.source.draw(request)
+        points = self._model(groups.rollout)
+        return groups._replace(rewards=insert_part(groups.rewards, points, self._column))
 
 
 def _tokenizer(config: Config) -> bytes | str:

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.data.prompts import pad_prompts
 from jrl.objectives.kl import k3
 from jrl.train import programs
 from jrl.train.build import Run
-from jrl.train.collect import compiled_stream, to_batch
-from jrl.train.resharding import free
+from jrl.train.collect import to_batch
 from jrl.train.score import policy_of, score
+from jrl.train.sources import simple_request
 from jrl.types import Array, Batch, Network, Params, Rollout, TrainState
 
 
@@ -72,21 +71,12 @@ def measure_run(run: Run, state: TrainState) -> dict[str, float]:
       state: at any step; call it under the run's mesh.
     """
     here = run._replace(rollout_mesh=None)  # where the state is
-    program, policy = programs.train_sampler(here), policy_of(state, run.network)
-    count, key = run.config.train.prompts, state.key
-    ids = np.arange(count, dtype=np.int32)
-    if run.task is not None:
-        rollout = program(
-            key, policy, np.int32(0), ids, sampling_params=run.sampling_params
-        ).rollout
-    else:
-        asked = run.data.prompts["train"]
-        tokens, lengths = pad_prompts([asked[int(i) % len(asked)] for i in ids], run.width)
-        sample_key = compiled_stream(key, "sample", np.int32(0))
-        rollout, *_ = program(
-            sample_key, policy, tokens, lengths, run.sampling_params, np.int32(0), ids
-        )
-    free(program)
+    source, policy = programs.sampled_source(here, None), policy_of(state, run.network)
+    tickets = np.arange(run.config.train.prompts, dtype=np.int32)
+    rows = source.order(tickets)
+    request = simple_request(state.key, {"policy": policy}, np.int32(0), tickets, rows=rows)
+    rollout = source.draw(request).rollout
+    source.finish(complete=True)
     measure = jax.jit(partial(rollout_difference, network=run.network))
     return {name: float(x) for name, x in measure(policy, rollout, run.sampling_params).items()}
 

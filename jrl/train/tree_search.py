@@ -8,7 +8,7 @@ several members go through is drawn once and trained once, in the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,49 +26,23 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.places import entropy
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.serving.step_rows import DrawnStep, StepAsk, StepRows
+from jrl.train.asks import DrawRequest
 from jrl.train.build import Run, sampler_of
-from jrl.train.collect import Groups, TextSource, counted, source_rows
+from jrl.train.collect import counted
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.objective import max_new_tokens
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.score import drawing_policy
-from jrl.types import Params, Prompt, Rollout, Search, StopReason, TrainState, stream
+from jrl.train.sources import Around, Groups, Source, entries
+from jrl.train.sources_task import TaskSource
+from jrl.train.sources_text import TextSource
+from jrl.types import Network, Params, Prompt, Search, StopReason, TrainState
 
 _SLOTS, _CHUNK = 64, 16
 """Slots where the configuration names none, and the most decode steps between two looks."""
 
-Judge = Callable[[Any, list[Prompt], Rollout], Groups]
-"""(what the prompts are about, N prompts, N groups) -> the groups with their rewards."""
-
-
-class Problems(NamedTuple):
-    """Where the prompts of a search come from, and what judges completions of them.
-
-    Attributes:
-      ask: (root key, positions [N]) -> what they are about, and their prompts, N.
-      judge: of completions.
-      weights: [R] float32, of the reward parts that it returns.
-    """
-
-    ask: Callable[[Any, np.ndarray], tuple[Any, list[Prompt]]]
-    judge: Judge
-    weights: np.ndarray
-
-
-class Guided(NamedTuple):
-    """The parameters that a search with a value network reads.
-
-    Attributes:
-      policy: the policy's.
-      value: the value network's.
-    """
-
-    policy: Params
-    value: Params
-
-
-Estimate = Callable[[Guided, np.ndarray, np.ndarray], Any]
-"""(parameters, prompts and paths [M, P + T] int32, their lengths [M]) -> points [M]."""
+Estimate = Callable[[Mapping[str, Params], np.ndarray, np.ndarray], Any]
+"""(weights "policy" and "value", tokens [M, P + T] int32, their lengths [M]) -> points [M]."""
 
 
 def estimates(
@@ -88,8 +62,8 @@ def estimates(
     return np.asarray(estimate(tokens, lengths), np.float64)[: len(paths)].tolist()
 
 
-class TreeSearch:
-    """Draws groups of leaves; ``draw`` is a ``GroupSource``.
+class TreeSearch(Around):
+    """A source around one that has and judges the problems: its groups are leaves of a search.
 
     Beside "prompt" it records "step" [N, G, T], how deep each token's node lies, from 0 on, "node"
     [N, G, T], the number of that node in its tree, from 1 on, and the statistic "node_value" [N, G,
@@ -98,12 +72,13 @@ class TreeSearch:
     Args:
       rows: decode slots that stop at the ends of steps and measure entropies.
       search: how.
-      problems: what is searched.
+      source: whose problems are searched, and which judges the leaves.
+      weights: [R] float, of the reward parts.
       group: G.
       width: P, tokens.
       ends: ids that end a completion.
       estimate: points of paths that have not ended, backed up as those of leaves are; ``draw`` then
-        takes ``Guided`` parameters. None to go by leaves alone.
+        reads the weights "value" too. None to go by leaves alone.
       sample: stream of the run's keys that draws are keyed by.
 
     Attributes:
@@ -114,7 +89,8 @@ class TreeSearch:
         self,
         rows: EpisodeRows,
         search: Search,
-        problems: Problems,
+        source: Source,
+        weights: np.ndarray,
         *,
         group: int,
         width: int,
@@ -122,42 +98,35 @@ class TreeSearch:
         estimate: Estimate | None = None,
         sample: str = "sample",
     ) -> None:
-        self._rows, self._search, self._problems = rows, search, problems
+        super().__init__(source)
+        self._rows, self._search, self._weights = rows, search, weights
         self._estimate, self._sample = estimate, sample
         self._group, self._ends = group, ends
         self.trees: list[Tree] = []
         self._shape = RowShape(group, width, rows.max_new_tokens)
 
-    def draw(
-        self,
-        key: Any,
-        params: Any,
-        step: Any,
-        positions: Any,
-        version: Any = None,
-        apart: Callable[[Prompt], bool] = lambda prompt: False,
-    ) -> Groups:
-        """See ``GroupSource``; the members of prompts that are ``apart`` share no steps."""
-        positions = np.asarray(positions)
-        subject, prompts = self._problems.ask(key, positions)
-        policy = params if self._estimate is None else params.policy
-        self._rows.set_weights(policy, int(step if version is None else version))
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``; entries that ask for no tree are drawn without search."""
+        tickets, rows = entries(request)
+        subject, prompts = self.source.prompts(request.key, rows)
+        self._rows.set_weights(request.weights["policy"], int(request.versions["policy"]))
         forest = _Forest(
             StepRows(
                 self._rows,
                 [p.tokens.tolist() for p in prompts],
-                prompt_seeds(key, self._sample, step, positions),
+                prompt_seeds(request.key, self._sample, request.step, tickets),
                 ends=self._ends,
                 step_tokens=self._search.tokens,
             ),
             self._search,
-            self._problems,
+            self.source,
+            self._weights,
             self._shape,
             subject,
             prompts,
-            None if self._estimate is None else partial(self._estimate, params),
+            None if self._estimate is None else partial(self._estimate, request.weights),
         )
-        forest.grow(self._group, [apart(prompt) for prompt in prompts])
+        forest.grow(self._group, drawn_alone(request))
         self._rows.release()
         self.trees = forest.trees
         return self._as_groups(forest, subject, prompts)
@@ -204,7 +173,8 @@ class _Forest:
         self,
         steps: StepRows,
         search: Search,
-        problems: Problems,
+        source: Source,
+        weights: np.ndarray,
         shape: RowShape,
         subject: Any,
         prompts: list[Prompt],
@@ -214,7 +184,8 @@ class _Forest:
         self.steps, self.trees = steps, [Tree() for _ in prompts]
         self.judged: dict[tuple[int, int], tuple[np.ndarray, bool]] = {}
         self.counts: dict[str, float] = {}
-        self._search, self._problems, self._shape = search, problems, shape
+        self._search, self._shape = search, shape
+        self._source, self._weights = source, weights
         self._subject, self._prompts = subject, prompts
 
     def grow(self, group: int, apart: Sequence[bool]) -> None:
@@ -283,7 +254,7 @@ class _Forest:
         if not isinstance(self._subject, list):
             about = jax.tree.map(lambda x: x[whose], self._subject)
         rollout = demonstration_rollout(*asked, tokens, lengths, complete, 1)
-        found = self._problems.judge(about, prompts, rollout)
+        found = self._source.judge(about, prompts, rollout)
         self.counts = {
             name: self.counts.get(name, 0.0) + found.counts.get(name, 0.0)
             for name in self.counts | found.counts
@@ -292,7 +263,7 @@ class _Forest:
         for at, points, ok in zip(leaves, found.rewards[:, 0], known, strict=True):
             self.judged[at] = points, bool(ok)
             if ok:
-                scores[at] = float(points @ self._problems.weights)
+                scores[at] = float(points @ self._weights)
         return scores
 
 
@@ -402,17 +373,15 @@ def search_source(
       pool: the reward functions, in text.
       rows: of ``search_rows``; None for its own.
     """
-    task = run.task
-    weights = np.array(list(run.rewards.weights.values()), np.float64)
-    if isinstance(task, Task):
-        problems = task_problems(task, tuple(run.rewards.weights), weights)
+    if isinstance(run.task, Task):
+        problems: Source = TaskSource(run.task, tuple(run.rewards.weights), None)
     else:
-        prompts, seed = run.data.prompts["train"], run.config.order_seed
-        problems = text_problems(run, pool, weights, prompts, seed)
+        problems = undrawn_text(run, pool, run.config.order_seed)
     return TreeSearch(
         search_rows(run, search) if rows is None else rows,
         search,
         problems,
+        np.array(list(run.rewards.weights.values()), np.float64),
         group=run.config.sampling.group,
         width=run.width,
         ends=_ends(run),
@@ -423,12 +392,12 @@ def search_source(
 def attempts_source(
     run: Run, search: Search, pool: RewardPool | None, rows: EpisodeRows, attempts: int
 ) -> TreeSearch:
-    """Groups of ``attempts`` completions, drawn apart; positions are those of ``data.train``."""
-    weights = np.array(list(run.rewards.weights.values()), np.float64)
+    """Groups of ``attempts`` completions, drawn apart, of rows of ``data.train``."""
     return TreeSearch(
         rows,
         search._replace(rounds=0),
-        text_problems(run, pool, weights, run.data.prompts["train"], None),
+        undrawn_text(run, pool, None),
+        np.array(list(run.rewards.weights.values()), np.float64),
         group=attempts,
         width=run.width,
         ends=_ends(run),
@@ -436,12 +405,27 @@ def attempts_source(
     )
 
 
-def sampled_params(run: Run) -> Callable[[TrainState], Any]:
-    """(state) -> the parameters that the run's source draws with."""
-    policy = partial(drawing_policy, network=run.network)
-    if run_estimate(run) is None and not isinstance(run.method.curriculum, WrittenProblems):
-        return policy
-    return lambda state: Guided(policy(state), state.params["value"])
+class DrawnWeights(NamedTuple):
+    """(state) -> the weights by name that the source of a run draws with.
+
+    Attributes:
+      network: the policy.
+      value: whether the value network is read too.
+    """
+
+    network: Network
+    value: bool = False
+
+    def __call__(self, state: TrainState) -> dict[str, Params]:
+        """The policy's tree, and that of "value" where it is read."""
+        policy = {"policy": drawing_policy(state, self.network)}
+        return policy | ({"value": state.params["value"]} if self.value else {})
+
+
+def drawn_weights(run: Run) -> DrawnWeights:
+    """What the source of a run draws with."""
+    written = isinstance(run.method.curriculum, WrittenProblems)
+    return DrawnWeights(run.network, run_estimate(run) is not None or written)
 
 
 def run_estimate(run: Run) -> Estimate | None:
@@ -458,12 +442,12 @@ def value_estimate(run: Run, points: Callable[[Any], Any]) -> Estimate:
     assert value is not None
 
     @jax.jit
-    def estimate(params: Guided, tokens: Any, lengths: Any) -> Any:
+    def estimate(params: Mapping[str, Params], tokens: Any, lengths: Any) -> Any:
         columns = jax.numpy.arange(tokens.shape[1], dtype=jax.numpy.int32)
         at = jax.numpy.broadcast_to(columns, tokens.shape)
         segments = (at < lengths[:, None]).astype(jax.numpy.int32)
-        hidden, _ = network.hidden(params.policy, tokens, at, segments)
-        values = value.apply(params.value, hidden, tokens, at, segments)
+        hidden, _ = network.hidden(params["policy"], tokens, at, segments)
+        values = value.apply(params["value"], hidden, tokens, at, segments)
         last = jax.numpy.take_along_axis(values, lengths[:, None] - 1, axis=1)[:, 0]
         return points(last)
 
@@ -475,58 +459,25 @@ def line_ends(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     return tuple(i for i in range(vocab_size) if "\n" in tokenizer.decode([i]))
 
 
-def text_problems(
-    run: Run,
-    pool: RewardPool | None,
-    weights: np.ndarray,
-    prompts: Sequence[Prompt],
-    seed: int | None,
-) -> Problems:
-    """Prompts of a run on text, in the order of a seed or their own."""
-    source = TextSource(
-        prompts=prompts,
+def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> TextSource:
+    """The training prompts of a run on text with their judges; a search draws from them.
+
+    Args:
+      run: on text.
+      pool: the reward functions.
+      seed: of the order, or None for the data's own.
+    """
+    return TextSource(
+        all_prompts=run.data.prompts["train"],
         width=run.width,
         seed=seed,
         program=None,
-        sampling_params=run.sampling_params,
+        sampling_params=None,
         pool=pool,
         tokenizer=run.tokenizer,
     )
 
-    def ask(key: Any, positions: np.ndarray) -> tuple[list[Prompt], list[Prompt]]:
-        chosen = source_rows(source.seed, positions, len(source.prompts))
-        prompts = [source.prompts[i] for i in chosen]
-        return prompts, prompts
 
-    return Problems(ask, lambda _, prompts, rollout: source.judge(prompts, rollout), weights)
-
-
-def task_problems(task: Task, parts: tuple[str, ...], weights: np.ndarray) -> Problems:
-    """The training problems of a procedural task, judged on the device."""
-    judges = {"verify": task.verify, "partial": task.partial}
-
-    @jax.jit
-    def make(key: Any, ids: Any) -> Any:
-        keys = jax.vmap(lambda i: stream(key, "data", i))(ids)
-        return jax.vmap(lambda k: task.generate(k, "train"))(keys)
-
-    @jax.jit
-    def points(problems: Any, tokens: Any, lengths: Any) -> Any:
-        def one(problem: Any, tokens: Any, length: Any) -> Any:
-            found = [judges[part](problem, tokens, length) for part in parts]
-            return jax.numpy.array(found, jax.numpy.float32)
-
-        return jax.vmap(jax.vmap(one, (None, 0, 0)))(problems, tokens, lengths)
-
-    def ask(key: Any, positions: np.ndarray) -> tuple[Any, list[Prompt]]:
-        made = jax.device_get(make(key, positions.astype(np.int32)))
-        rows = zip(positions.tolist(), made.tokens, made.length, strict=True)
-        return made, [Prompt(i, "", np.asarray(ids[:n], np.int32), "") for i, ids, n in rows]
-
-    def judge(problems: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
-        n = len(prompts)
-        some = np.arange(1 << (n - 1).bit_length()) % n  # few shapes, hence few programs
-        rows = jax.tree.map(lambda x: x[some], (problems, rollout.tokens, rollout.lengths))
-        return Groups(rollout, np.asarray(points(*rows))[:n], problems, {}, {})
-
-    return Problems(ask, judge, weights)
+def drawn_alone(request: DrawRequest) -> list[bool]:
+    """For each entry of a request, whether its members are drawn without search."""
+    return [ask.tree is None for ask in request.asks for _ in range(len(ask.ticket))]

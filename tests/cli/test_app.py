@@ -158,7 +158,7 @@ def test_train_gets_the_configuration_and_its_summary_is_printed(replace, tmp_pa
         echo("a line")
         return {"accuracy_before": 0.25, "accuracy_after": None, "steps": 3, "eval_after": {}}
 
-    replace("jrl.train.loop", train=train)
+    replace("jrl.run.run", train=train)
     result = jrl("train", TINY, f'run.dir="{tmp_path}"', "train.steps=3")
     assert result.exit_code == 0, result.output
     assert seen == [load_config(TINY, [f'run.dir="{tmp_path}"', "train.steps=3"])]
@@ -210,7 +210,7 @@ def test_train_without_run_dir_gets_a_new_one(replace, tmp_path, monkeypatch):
         seen.append(config.run.dir)
         return {}
 
-    replace("jrl.train.loop", train=train)
+    replace("jrl.run.run", train=train)
     (tmp_path / "my.toml").write_text("seed = 1\n")
     for arguments in (["my.toml"], ["my.toml"], ["method=rloo", "seed=2"]):
         assert jrl("train", *arguments).exit_code == 0
@@ -224,7 +224,7 @@ def test_ctrl_c_says_what_was_saved_and_ends_with_130(replace, run_dir):
             (run_dir / "checkpoints" / str(step) / "state").mkdir(parents=True)
         raise KeyboardInterrupt
 
-    replace("jrl.train.loop", train=train)
+    replace("jrl.run.run", train=train)
     result = jrl("train", run_dir)
     assert result.exit_code == 130
     assert f"step 20 is saved; `jrl train {run_dir}` resumes from it" in result.stderr

@@ -11,10 +11,10 @@ from jrl.cli import doctor
 from jrl.cli.app import app
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.run.run import train
 from jrl.train import lacks as lacking
 from jrl.train import reward_text
 from jrl.train.lacks import lacks
-from jrl.train.loop import train
 
 SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 

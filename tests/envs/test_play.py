@@ -16,9 +16,10 @@ from jrl.mesh import make_mesh, tree_shardings
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import task_rollout, to_batch
+from jrl.train.collect import to_batch
 from jrl.train.episodes import episode_rollout
 from jrl.train.score import score
+from jrl.train.sources_task import task_rollout
 from jrl.types import StopReason
 
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -24,9 +24,11 @@ from jrl.models.lora import Lora, count_trained, with_adapters
 from jrl.models.transformer import transformer
 from jrl.objectives.corrections import Correction
 from jrl.objectives.ratios import reinforce, weighted
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
 from jrl.serving.launch import served_policy
-from jrl.train import build, loop, programs
+from jrl.train import build, programs
 from jrl.train.adapters import (
     base_checksum,
     check_base,
@@ -36,7 +38,6 @@ from jrl.train.adapters import (
     without_base,
 )
 from jrl.train.frozen import frozen_params
-from jrl.train.loop import train
 from jrl.train.score import policies_of, policy_of, score
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, place_batch
@@ -254,7 +255,7 @@ def test_experts_in_8_bits_are_refused_before_anything_runs():
 
 @pytest.mark.slow
 def test_a_run_of_adapters_resumes_bit_for_bit_and_is_exported(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
     def run(name, steps, *more):
         where = f"run.dir={json.dumps(str(tmp_path / name))}"

@@ -7,14 +7,9 @@ import pytest
 from jrl.mesh import make_mesh
 from jrl.methods import GroupEditor, get_method, refill
 from jrl.objectives.advantages import mean_centred
-from jrl.train.collect import (
-    Groups,
-    TextSource,
-    _number_of,
-    answer_number,
-    collect,
-    to_batch,
-)
+from jrl.train.collect import Collector, to_batch
+from jrl.train.sources import Groups, entries, simple_request
+from jrl.train.sources_text import TextSource, answer_number
 from jrl.train.step import with_slot_use
 from jrl.types import Prompt, Rollout, StopReason
 
@@ -32,7 +27,14 @@ class Script:
         self.good, self.baseline, self.listed = set(good), baseline, listed
         self.calls = []
 
-    def __call__(self, key, params, step, positions):
+    def order(self, tickets):
+        return tickets
+
+    def finish(self, complete):
+        assert complete
+
+    def draw(self, request):
+        (positions, _), step = entries(request), request.step
         assert positions.dtype == np.int32
         assert step.dtype == np.int32
         self.calls.append((int(step), positions.tolist()))
@@ -62,10 +64,15 @@ class Script:
         return Groups(rollout, rewards, subject, counts, {"prompt": positions})
 
 
+def asked(prompts):
+    """A request for the first prompts, at step 0."""
+    tickets = np.arange(prompts, dtype=np.int32)
+    return simple_request(KEY, {"policy": None}, np.int32(0), tickets, G)
+
+
 def collected(script, method, prompts=4, step=3, cursor=100):
-    batch, groups, cursor = collect(
-        KEY, None, script, step, cursor, prompts=prompts, weights=WEIGHTS, method=method, mesh=MESH
-    )
+    collector = Collector(script, prompts, WEIGHTS, method, MESH, group=G)
+    batch, groups, cursor = collector.collect(KEY, {"policy": None}, step=step, cursor=cursor)
     return batch.check(), groups, cursor
 
 
@@ -237,13 +244,11 @@ class Letters:
 def test_completions_without_points_leave_their_group(baseline):
     """And the advantages are those of the group without them; a lost baseline takes the group."""
     nan = np.nan
-    drawn = jax.device_get(
-        Script([], baseline=baseline)(KEY, None, np.int32(0), np.arange(2, dtype=np.int32))
-    )
+    drawn = jax.device_get(Script([], baseline=baseline).draw(asked(2)))
     prompts = [Prompt(i, "?", np.zeros(P, np.int32), "1", {}) for i in range(2)]
     pool = Pool([1.0, nan, 0.5, 0.0, 1.0, nan])
     source = TextSource(prompts, P, None, None, None, pool, Letters())
-    groups = source.judge(prompts, drawn.rollout)
+    groups = source.judge(prompts, prompts, drawn.rollout)
     batch = to_batch(groups.rollout, groups.rewards, np.ones(1, np.float32))
     if baseline:
         assert batch.members.tolist() == [[True, False, False], [False, False, False]]
@@ -262,14 +267,14 @@ def test_answers_are_told_apart_by_what_they_say():
     numbers = [answer_number(text) for text in said]
     assert numbers[0] == numbers[1] == numbers[2]
     assert len({*numbers}) == 4
-    assert all(0 <= x < 2**24 and np.float32(x) == x for x in numbers)
+    assert all(0 <= x < 2**31 for x in numbers)
 
 
 def test_completions_of_tasks_are_told_apart_by_their_tokens():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 12, (4096, 4)).astype(np.int32)
     lengths = rng.integers(0, 5, 4096).astype(np.int32)
-    found = np.asarray(jax.vmap(_number_of)(tokens, lengths))
+    found = np.asarray(jax.vmap(completion_number)(tokens, lengths))
     known = {}
     for row, length, number in zip(tokens.tolist(), lengths.tolist(), found.tolist(), strict=True):
         known.setdefault(tuple(row[:length]), set()).add(number)
@@ -281,12 +286,12 @@ def test_completions_of_tasks_are_told_apart_by_their_tokens():
 def test_lines_of_a_text_are_steps_where_a_method_wants_it(lines):
     """By hand, with two ids that end a line; each belongs to the line that it ends."""
     prompts = [Prompt(0, "?", np.zeros(P, np.int32), "1", {})]
-    drawn = jax.device_get(Script([])(KEY, None, np.int32(0), np.zeros(1, np.int32))).rollout
+    drawn = jax.device_get(Script([]).draw(asked(1))).rollout
     tokens = np.array([[[5, 4, 4, 6, 7, 5][: drawn.tokens.shape[2]]] * drawn.tokens.shape[1]])
     drawn = drawn.replace(tokens=tokens)
     program = lambda *asked: (drawn, np.int32(1))  # noqa: E731
     source = TextSource(prompts, P, None, program, None, None, Letters(), lines=lines)
-    ids = source.draw(KEY, None, np.int32(0), np.zeros(1, np.int64)).ids
+    ids = source.draw(asked(1)).ids
     wanted = [0, 0, 1, 2, 2, 3][: tokens.shape[2]]
     assert ("step" in ids) == bool(lines)
     assert not lines or ids["step"].tolist() == [[wanted] * tokens.shape[1]]

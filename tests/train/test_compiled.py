@@ -13,7 +13,7 @@ from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import Draw, GroupEditor, find_method, get_method
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import collect, task_rollout
+from jrl.train.collect import Collector
 from jrl.train.compiled import (
     held_out,
     iterate,
@@ -23,7 +23,9 @@ from jrl.train.compiled import (
     warm_start,
     with_policy,
 )
+from jrl.train.loop import policy_weights
 from jrl.train.optimizer import make_optimizer
+from jrl.train.sources_task import TaskSource, task_rollout
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, with_slot_use
 
@@ -66,7 +68,6 @@ def test_host_and_compiled_agree(network, task, quick_jit):
             task_rollout,
             sampling_params=SAMPLING,
             task=task,
-            split="train",
             parts=tuple(WEIGHTS),
             network=network,
             group=GROUP,
@@ -75,22 +76,20 @@ def test_host_and_compiled_agree(network, task, quick_jit):
         )
     )
     log, drawn, asked, cursor = [], [], [], 0
+    collector = Collector(
+        source=TaskSource(task, tuple(WEIGHTS), draw),
+        prompts=PROMPTS,
+        reward_weights=np.array(list(WEIGHTS.values()), np.float32),
+        method=method,
+        mesh=mesh,
+    )
     with jax.set_mesh(mesh):
         shardings = state_shardings(jax.eval_shape(fresh), mesh, network=network)
         state = jax.jit(fresh, out_shardings=shardings)()
         train = compile_step(step, shardings, mesh)
         for i in range(STEPS):
-            batch, groups, cursor = collect(
-                state.key,
-                state.params["policy"],
-                draw,
-                i,
-                cursor,
-                prompts=PROMPTS,
-                weights=np.array(list(WEIGHTS.values()), np.float32),
-                method=method,
-                mesh=mesh,
-            )
+            weights = policy_weights(state)
+            batch, groups, cursor = collector.collect(state.key, weights, step=i, cursor=cursor)
             drawn.append(groups.rollout.tokens)
             asked.append(batch.ids["prompt"])
             state, metrics = train(state, batch, SAMPLING)

@@ -17,11 +17,12 @@ from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.sampling.params import sampling_logprobs
-from jrl.train import build, loop
+from jrl.train import build
 from jrl.train import programs as compiled
 from jrl.train.collect import to_batch
-from jrl.train.loop import train
 from jrl.train.score import policy_of
 from jrl.types import Batch
 
@@ -414,7 +415,7 @@ def observe(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
 
 ALL = ON_TASK | ON_TEXT | MORE_ON_TASK | MORE_ON_TEXT

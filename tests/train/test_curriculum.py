@@ -13,13 +13,13 @@ from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import HardProblems, WrittenProblems
 from jrl.metrics import CLOCKS, read_jsonl
-from jrl.train import loop
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.train.build import setup
-from jrl.train.collect import Groups
 from jrl.train.curriculum import CurrentPrompts, HardRounds, WrittenRounds
 from jrl.train.host_play import BY_TIMING
-from jrl.train.loop import train
 from jrl.train.programs import check_trainable
+from jrl.train.sources import Groups
 from jrl.train.tree_search import Guided
 from jrl.types import Prompt, StopReason
 
@@ -241,7 +241,7 @@ def records_of(directory):
 def test_a_run_searches_hard_problems_and_trains_on_what_it_found(
     tmp_path, monkeypatch, letters_model
 ):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     train(settings(tmp_path, letters_model, "whole"), echo=lambda line: None)
     records = records_of(tmp_path / "whole")
     hard = [r["hard_problems"] for r in records]

@@ -13,8 +13,8 @@ import pytest
 from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.metrics import CLOCKS, read_jsonl
-from jrl.train import loop
-from jrl.train.loop import train
+from jrl.run import run as running
+from jrl.run.run import train
 
 RUN = (
     *("data.task=sequence", "data.difficulty=1", "sampling.group=4", "train.prompts=4"),
@@ -27,7 +27,7 @@ RUN = (
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
 
 def settings(directory, *changes):

@@ -14,9 +14,10 @@ from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
-from jrl.train import build, loop, programs
+from jrl.run import run as running
+from jrl.run.run import train
+from jrl.train import build, programs
 from jrl.train.lacks import lacks
-from jrl.train.loop import train
 
 SHAPE = ModelConfig(
     vocab_size=257, layers=1, embed_dim=16, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
@@ -78,7 +79,7 @@ def lines(path):
 
 @pytest.mark.parametrize("method", ["ilql", "filtered_bc", "sft", "mc_returns", "awr"])
 def test_a_run_trains_on_a_file(method, model, talks, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     said = []
     more = [f"method={method}", f'run.dir="{tmp_path}/run"', "log.samples_every=1"]
     train(config_of(model, talks, *more), echo=said.append)
@@ -100,7 +101,7 @@ def test_a_run_trains_on_a_file(method, model, talks, tmp_path, monkeypatch):
 def test_the_loss_of_sft_is_the_likelihood_of_the_assistants_words(
     model, weights, talks, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     more = ["method=sft", f'run.dir="{tmp_path}/run"', "train.steps=1", "model.dtype=float32"]
     train(config_of(model, talks, *more), echo=lambda line: None)
     (step,) = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "grad_norm" in r]
@@ -120,7 +121,7 @@ def test_the_loss_of_sft_is_the_likelihood_of_the_assistants_words(
 
 
 def test_a_run_that_was_stopped_resumes_where_it_was(model, talks, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
     def run(name, *more):
         base = ["method=filtered_bc", f'run.dir="{tmp_path}/{name}"', "train.prompts=1"]

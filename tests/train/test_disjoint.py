@@ -18,8 +18,11 @@ from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
 from jrl.metrics import CLOCKS, read_jsonl
-from jrl.train import build, disjoint, loop
-from jrl.train.collect import Groups, StepGroups
+from jrl.run import loops
+from jrl.run import run as running
+from jrl.run.run import train
+from jrl.train import build, disjoint
+from jrl.train.collect import StepGroups
 from jrl.train.disjoint import (
     AdapterHandover,
     Ahead,
@@ -29,8 +32,9 @@ from jrl.train.disjoint import (
     restored,
     stored,
 )
-from jrl.train.loop import train, train_steps
+from jrl.train.loop import train_steps
 from jrl.train.placement import make_meshes
+from jrl.train.sources import Groups
 from jrl.types import Prompt, Rollout
 
 AXES = {"w": ("layers", "embed", "heads", None), "b": ("vocab", "embed"), "s": (None,)}
@@ -370,7 +374,7 @@ POLICIES = {
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
 
 def go(directory, *changes):
@@ -467,14 +471,14 @@ def test_a_stale_run_resumes_bit_for_bit_from_where_a_signal_stopped_it(
     assert [r["staleness_max"] for r in records] == [0, *[1] * (len(records) - 1)]
     assert all(0.5 < r["correction_weight"] < 2 for r in records)
     with monkeypatch.context() as patch:
-        step = loop.Progress.step
+        step = loops.Progress.step
 
         def stop(self, done, record):
             step(self, done, record)
             if done == last:
                 signal.raise_signal(signal.SIGTERM)
 
-        patch.setattr(loop.Progress, "step", stop)
+        patch.setattr(loops.Progress, "step", stop)
         with pytest.raises(KeyboardInterrupt, match=f"stopped after step {last}; saved in"):
             go(tmp_path / "broken", *stale)
     theirs, drawn, end = go(tmp_path / "broken", *stale)

@@ -16,9 +16,12 @@ from jrl.methods import get_method
 from jrl.objectives.transforms import completion_tokens, overlong_penalty, paid
 from jrl.samples import samples_of
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import collect, to_batch
+from jrl.train.collect import Collector, to_batch
 from jrl.train.compiled import held_out, iterate, make_iteration, make_run, solution_batch
 from jrl.train.episodes import check_players, episode_rollout
+from jrl.train.loop import policy_weights
+from jrl.train.sources import simple_request
+from jrl.train.sources_task import TaskSource
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, with_slot_use
 
@@ -40,7 +43,6 @@ def draw(network, quick_jit):
             episode_rollout,
             sampling_params=SAMPLING,
             task=ENV,
-            split="train",
             parts=WEIGHTS,
             network=network,
             group=GROUP,
@@ -61,22 +63,20 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
     common = {"network": network, "objective": method.objective, "optimizer": optax.sgd(0.3)}
     step, fresh = make_step(**common), partial(init_state, KEY, **common)
     mesh, log, drawn, cursor = make_mesh({}, jax.devices()[:1]), [], [], 0
+    collector = Collector(
+        source=TaskSource(ENV, tuple(WEIGHTS), draw),
+        prompts=PROMPTS,
+        reward_weights=np.array(list(WEIGHTS.values()), np.float32),
+        method=method,
+        mesh=mesh,
+    )
     with jax.set_mesh(mesh):
         shardings = state_shardings(jax.eval_shape(fresh), mesh, network=network)
         state = jax.jit(fresh, out_shardings=shardings)()
         train = compile_step(step, shardings, mesh)
         for i in range(STEPS):
-            batch, groups, cursor = collect(
-                state.key,
-                state.params["policy"],
-                draw,
-                i,
-                cursor,
-                prompts=PROMPTS,
-                weights=np.array(list(WEIGHTS.values()), np.float32),
-                method=method,
-                mesh=mesh,
-            )
+            weights = policy_weights(state)
+            batch, groups, cursor = collector.collect(state.key, weights, step=i, cursor=cursor)
             drawn.append(batch.tokens)
             state, metrics = train(state, batch, SAMPLING)
             log.append(with_slot_use(jax.device_get(metrics | groups.counts)))
@@ -107,7 +107,8 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
 @pytest.fixture(scope="module")
 def groups(network, draw):
     params = network.init(jax.random.key(0))
-    return draw(KEY, params, jnp.int32(1), jnp.arange(8, dtype=jnp.int32))
+    tickets = jnp.arange(8, dtype=jnp.int32)
+    return draw(simple_request(KEY, {"policy": params}, jnp.int32(1), tickets, GROUP))
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +235,6 @@ def test_methods_with_demonstrations_are_refused(network):
             jnp.arange(2),
             sampling_params=SAMPLING,
             task=ENV,
-            split="train",
             parts=WEIGHTS,
             network=network,
             group=2,

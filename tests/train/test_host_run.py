@@ -23,9 +23,10 @@ from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.train import loop
+from jrl.run import loops
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.train.host_play import BY_TIMING
-from jrl.train.loop import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GSM8K = CONFIGS / "gsm8k.toml"
@@ -221,7 +222,7 @@ APART = ("sampling.mesh.data=1", "data.turns=2", "data.eval=", "optimizer.learni
 
 
 def test_episodes_on_devices_of_their_own_are_the_synchronous_run(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     same, apart = tmp_path / "same", tmp_path / "apart"
     train(settings(place, same, "talk", *APART[1:]), echo=lambda line: None)
     train(settings(place, apart, "talk", *APART, "placement={}"), echo=lambda line: None)
@@ -235,7 +236,7 @@ def test_episodes_on_devices_of_their_own_are_the_synchronous_run(place, tmp_pat
 
 @pytest.mark.slow
 def test_the_sampler_of_episodes_may_have_a_mesh_of_its_own(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     more = (*APART[1:2], "mesh.fsdp=2", "eval.problems=2", "optimizer.learning_rate=0.01")
     own = "sampling.mesh.data=1", "sampling.mesh.fsdp=1", "sampling.mesh.tensor=2"
     tensor = "model.path=" + json.dumps(str(place / "wide"))
@@ -254,7 +255,7 @@ def test_the_sampler_of_episodes_may_have_a_mesh_of_its_own(place, tmp_path, mon
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_weights_change_between_the_turns_of_a_run(place, tmp_path, monkeypatch, in_flight):
     """The second batch's episodes wait between their turns for the first training step."""
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     go = place / "go"
     go.unlink(missing_ok=True)
     more = ("placement.staleness=1", "objective={correction='tis'}")
@@ -262,13 +263,13 @@ def test_weights_change_between_the_turns_of_a_run(place, tmp_path, monkeypatch,
     config = settings(place, tmp_path / "run", "gated", *APART[:1], *APART[2:], *more)
     if not in_flight:
         go.touch()
-    step = loop.Progress.step
+    step = loops.Progress.step
 
     def after(self, done, record):
         step(self, done, record)
         go.touch()
 
-    monkeypatch.setattr(loop.Progress, "step", after)
+    monkeypatch.setattr(loops.Progress, "step", after)
     train(config, echo=lambda line: None)
     first, second = records_of(tmp_path / "run")
     assert (first["staleness"], first["staleness_max"], second["staleness_max"]) == (0, 0, 1)
@@ -348,7 +349,7 @@ WRITTEN = (
 
 
 def test_tasks_are_written_at_the_start_of_a_phase(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     two = (place / "train.jsonl").read_text().splitlines()[:2]
     (tmp_path / "two.jsonl").write_text("\n".join(two))
     data = f"data.train={json.dumps(str(tmp_path / 'two.jsonl'))}"
@@ -426,7 +427,7 @@ def test_groups_of_episodes_are_the_leaves_of_a_search(place, tmp_path, tree):
 @pytest.mark.slow
 def test_proofs_are_searched_by_an_expert_and_trained_on_again(place, tmp_path, monkeypatch):
     """On an environment whose turns are easily won; the theorem prover's turns are not."""
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     coefficients = "objective={round_steps=2, restart_rounds=2, replayed=0.5, success=1.0}"
     more = (*SEARCHED, "method=bfs_prover", coefficients, "train.prompts=8", "rewards={success={}}")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -487,19 +488,19 @@ def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
 )
 def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch, env, more):
     """Four steps at once, and as many with a signal after the second."""
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     more = (*more, "data.eval=", "train.steps=4", "optimizer.schedule=constant")
     train(settings(place, tmp_path / "whole", env, *more), echo=lambda line: None)
     broken = settings(place, tmp_path / "broken", env, *more)
     with monkeypatch.context() as patch:
-        step = loop.Progress.step
+        step = loops.Progress.step
 
         def stop(self, done, record):
             step(self, done, record)
             if done == 2:
                 signal.raise_signal(signal.SIGTERM)
 
-        patch.setattr(loop.Progress, "step", stop)
+        patch.setattr(loops.Progress, "step", stop)
         with pytest.raises(KeyboardInterrupt, match="stopped after step 2; saved in"):
             train(broken, echo=lambda line: None)
     train(broken, echo=lambda line: None)

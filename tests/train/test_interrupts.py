@@ -25,8 +25,9 @@ from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.train import loop
-from jrl.train.loop import train
+from jrl.run import loops
+from jrl.run import run as running
+from jrl.run.run import train
 
 JRL = "from jrl.cli.app import main; main()"
 ENDLESS = "train.steps=1000000"
@@ -41,7 +42,7 @@ TASK = (
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
 
 def settings(directory, *changes):
@@ -218,9 +219,9 @@ def test_a_signal_before_the_first_step_keeps_the_warm_start(tmp_path, unbroken)
 
 
 def test_a_compiled_run_without_periods_hears_a_signal(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "SEGMENT", 4)
+    monkeypatch.setattr(loops, "SEGMENT", 4)
     monkeypatch.setattr(
-        loop.Progress,
+        loops.Progress,
         "step",
         lambda self, done, record: signal.raise_signal(signal.SIGINT) if done == 2 else None,
     )
@@ -478,21 +479,21 @@ def test_rewards_that_all_time_out_end_the_run(text, tmp_path):
 def test_a_reward_that_raises_saves_before_it_ends_the_run(text, tmp_path, monkeypatch):
     """And the steps after it are those of an unbroken run."""
     (text / "raise").unlink(missing_ok=True)
-    show = loop.Progress.step
+    show = loops.Progress.step
 
     def told(self, done, record):
         show(self, done, record)
         if done == 2:
             (text / "raise").touch()
 
-    monkeypatch.setattr(loop.Progress, "step", told)
+    monkeypatch.setattr(loops.Progress, "step", told)
     run = tmp_path / "run"
     config = load_config(None, text_settings(text, run, "raises_when_told", "train.steps=4"))
     with pytest.raises(UserError, match="raised RuntimeError: out of luck"):
         train(config, echo=lambda line: None)
     assert checkpoints(run).steps() == [2]
     monkeypatch.undo()
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     (text / "raise").unlink()
     assert train(config, echo=lambda line: None)["steps"] == 4
     assert steps_logged(run) == [1, 2, 3, 4]
@@ -515,7 +516,7 @@ def test_a_signal_during_a_reward_that_hangs_saves_the_step_before(text, tmp_pat
     """The reward runs in the trainer, without a limit of its own."""
     monkeypatch.setattr(signals, "STEP_SECONDS", 0.5)
     (text / "hang").unlink(missing_ok=True)
-    show = loop.Progress.step
+    show = loops.Progress.step
 
     def told(self, done, record):
         show(self, done, record)
@@ -523,7 +524,7 @@ def test_a_signal_during_a_reward_that_hangs_saves_the_step_before(text, tmp_pat
             (text / "hang").touch()
             threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
 
-    monkeypatch.setattr(loop.Progress, "step", told)
+    monkeypatch.setattr(loops.Progress, "step", told)
     run = tmp_path / "run"
     overrides = text_settings(text, run, "hangs_when_told", "reward_pool.workers=0", ENDLESS)
     try:
@@ -558,14 +559,14 @@ def test_a_reward_that_hangs_beyond_the_limit_saves_and_ends_the_run(text, tmp_p
     """In the trainer, where nothing else would end it; and it says what it waits for."""
     monkeypatch.setattr(waits, "SAY_SECONDS", 1.0)
     (text / "hang").unlink(missing_ok=True)
-    show = loop.Progress.step
+    show = loops.Progress.step
 
     def told(self, done, record):
         show(self, done, record)
         if done == 2:
             (text / "hang").touch()
 
-    monkeypatch.setattr(loop.Progress, "step", told)
+    monkeypatch.setattr(loops.Progress, "step", told)
     run, lines = tmp_path / "run", []
     more = ("reward_pool.workers=0", "train.wait_seconds=3", ENDLESS)
     try:

@@ -13,8 +13,9 @@ from jrl.config import load_config
 from jrl.data.tasks import TASKS
 from jrl.evaluate import load_policy
 from jrl.metrics import CLOCKS, read_jsonl
-from jrl.train import build, loop, programs
-from jrl.train.loop import train
+from jrl.run import run as running
+from jrl.run.run import train
+from jrl.train import build, programs
 
 SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 BASE = (
@@ -65,7 +66,7 @@ def host(tmp_path_factory):
 
 @pytest.fixture
 def no_report(monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
 
 def test_a_run_directory_holds_what_scripts_rely_on(host):

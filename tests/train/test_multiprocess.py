@@ -17,7 +17,7 @@ import time
 import pytest
 
 from jrl.config import load_config
-from jrl.train import loop
+from jrl.run import run as running
 
 HALVES = """
 import sys
@@ -25,10 +25,10 @@ from jrl.processes import start
 path, folder, port, process, *changes = sys.argv[1:]
 start(f"127.0.0.1:{port}", 2, int(process))
 from jrl.config import load_config
-from jrl.train import loop
-loop.write_report = lambda directory: directory
+from jrl.run import run as running
+running.write_report = lambda directory: directory
 for steps in (2, 4):
-    loop.train(load_config(path, [f"run.dir={folder}", f"train.steps={steps}", *changes]))
+    running.train(load_config(path, [f"run.dir={folder}", f"train.steps={steps}", *changes]))
 """
 CONFIG = """
 method = "grpo"
@@ -120,9 +120,9 @@ def test_two_processes_train_sample_save_and_resume_as_one_does(
 ):
     """The second half of the run of two resumes from the checkpoint of its first half."""
     one, two = tmp_path / "one", tmp_path / "two"
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     overrides = [f"run.dir={json.dumps(str(one))}", *changes]
-    loop.train(load_config(config, overrides), echo=lambda line: None)
+    running.train(load_config(config, overrides), echo=lambda line: None)
     port = free_port()
     arguments = [[config, two, port, i, *changes] for i in range(2)]
     for code, output in ended([start(["-c", HALVES, *map(str, a)], 4) for a in arguments]):
@@ -148,9 +148,9 @@ path, folder, port, count, process, steps, *changes = sys.argv[1:]
 if int(count) > 1:
     start(f"127.0.0.1:{port}", int(count), int(process))
 from jrl.config import load_config
-from jrl.train import loop
-loop.write_report = lambda directory: directory
-loop.train(load_config(path, [f"run.dir={folder}", f"train.steps={steps}", *changes]))
+from jrl.run import run as running
+running.write_report = lambda directory: directory
+running.train(load_config(path, [f"run.dir={folder}", f"train.steps={steps}", *changes]))
 """
 
 
@@ -159,8 +159,8 @@ loop.train(load_config(path, [f"run.dir={folder}", f"train.steps={steps}", *chan
 def test_a_run_resumes_with_another_number_of_processes(counts, config, tmp_path, monkeypatch):
     """Eight devices throughout, and in the second half of one process a single one."""
     one, run = tmp_path / "one", tmp_path / "run"
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
-    loop.train(load_config(config, [f"run.dir={json.dumps(str(one))}"]), echo=lambda line: None)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
+    running.train(load_config(config, [f"run.dir={json.dumps(str(one))}"]), echo=lambda line: None)
     for count, steps in zip(counts, (2, 4), strict=True):
         alone = steps == 4 and count == 1
         changes = ("mesh.data=1", "mesh.fsdp=1") if alone else ()

@@ -14,8 +14,9 @@ from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.train import build, loop, programs
-from jrl.train.loop import train
+from jrl.run import run as running
+from jrl.run.run import train
+from jrl.train import build, programs
 from jrl.train.pairs import BatchSizes, JudgedEvaluator, JudgedSource, sizes_of
 from jrl.train.reward_model import load_reward_model
 from jrl.types import StopReason
@@ -138,7 +139,7 @@ def test_what_was_trained_on_is_among_the_samples(dpo):
 
 
 def test_a_resumed_run_is_the_unbroken_run(place, dpo, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     for steps in (3, 6):
         more = (f"train.steps={steps}", "optimizer={name='adam', learning_rate=1e-2}")
         config = settings(place, tmp_path / "run", "dpo.toml", *more, "optimizer.schedule=constant")

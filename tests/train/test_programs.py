@@ -2,7 +2,7 @@
 
 from jrl.compiles import CompileCounter
 from jrl.config import load_config
-from jrl.train.loop import train
+from jrl.run.run import train
 
 TASK = (
     *("data.task=sequence", "data.difficulty=1", "rewards={verify={}, partial={weight=0.5}}"),

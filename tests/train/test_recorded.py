@@ -12,13 +12,14 @@ from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.serving.engine import Engine
 from jrl.serving.launch import served_policy
 from jrl.serving.openai_requests import parse
 from jrl.serving.record import Recorder
-from jrl.train import build, loop, programs
+from jrl.train import build, programs
 from jrl.train.lacks import lacks
-from jrl.train.loop import train
 
 SHAPE = ModelConfig(
     vocab_size=257, layers=1, embed_dim=16, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
@@ -103,7 +104,7 @@ def rewarded(sessions):
 
 @pytest.mark.parametrize("method", ["grpo", "filtered_bc", "sft", "ilql"])
 def test_a_run_trains_on_what_was_drawn(method, model, sessions, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     said = []
     more = [f"method={method}", f'run.dir="{tmp_path}/run"', "log.samples_every=1"]
     train(config_of(model, sessions, *more), echo=said.append)

@@ -18,10 +18,12 @@ from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.errors import RunStopped, StorageError, UserError
 from jrl.metrics import read_jsonl
+from jrl.run import loops
+from jrl.run import run as running
+from jrl.run.records import NonFinite, RunRecords
+from jrl.run.run import run_config, train
 from jrl.run_lock import run_lock
-from jrl.train import loop, programs
-from jrl.train.loop import run_config, train
-from jrl.train.records import NonFinite, RunRecords
+from jrl.train import programs
 
 TASK = (
     *("data.task=sequence", "data.difficulty=1", "sampling.group=2", "train.prompts=2"),
@@ -36,7 +38,7 @@ EXPLODES = (
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
 
 def go(directory, *changes):
@@ -54,14 +56,14 @@ def saved(directory):
 
 def at_step(monkeypatch, step, call):
     """Calls something when a step has been logged."""
-    show = loop.Progress.step
+    show = loops.Progress.step
 
     def watched(self, done, record):
         show(self, done, record)
         if done == step:
             call()
 
-    monkeypatch.setattr(loop.Progress, "step", watched)
+    monkeypatch.setattr(loops.Progress, "step", watched)
 
 
 # ---------------------------------------------------------------- numbers that are not finite
@@ -118,7 +120,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mode", ["host", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_a_limit_of_ones_own_saves_and_stops(tmp_path, mode, monkeypatch):
     """In a compiled run where its segment ends, which is a short one."""
-    monkeypatch.setattr(loop, "WATCHED_SEGMENT", 3)
+    monkeypatch.setattr(loops, "WATCHED_SEGMENT", 3)
     limit = 'watch.entropy={below=1e9, steps=2, action="stop"}'
     run, more = tmp_path / "run", ("train.steps=9", "checkpoint.every=0", f"train.mode={mode}")
     with pytest.raises(
@@ -210,7 +212,7 @@ def test_an_evaluation_that_raises_costs_no_step(tmp_path, monkeypatch):
     assert raised.value.exit_code == 2
     assert (saved(run), steps_logged(run)) == ([2], [1, 2])
     monkeypatch.undo()
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     assert go(run, *more)["steps"] == 3
     assert steps_logged(run) == [1, 2, 3]
 
@@ -231,7 +233,7 @@ def test_a_signal_during_the_last_save_loses_nothing(tmp_path, monkeypatch):
         go(tmp_path / "run", "train.steps=2")
     assert saved(tmp_path / "run") == [2]
     monkeypatch.undo()
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     assert go(tmp_path / "run", "train.steps=2")["steps"] == 2
 
 
@@ -243,7 +245,7 @@ def test_a_signal_during_the_report_ends_at_once_with_all_saved(tmp_path, monkey
         signal.raise_signal(number)
         time.sleep(60)
 
-    monkeypatch.setattr(loop, "write_report", slow)
+    monkeypatch.setattr(running, "write_report", slow)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path / "run", "train.steps=1")
@@ -317,7 +319,7 @@ def test_logs_that_cannot_be_written_end_the_run_and_lose_no_record(tmp_path, mo
         (run / f"{name}.kept").replace(run / name)
     assert steps_logged(run) == [1]
     monkeypatch.undo()
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     go(run, *more)
     assert steps_logged(run) == [1, 2, 3]
     sampled = [r["step"] for r in read_jsonl(run / "samples.jsonl")]

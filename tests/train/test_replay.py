@@ -13,8 +13,9 @@ from jrl.methods import get_method
 from jrl.methods.base import replay_successes
 from jrl.objectives import combine_terms, compute_advantages, policy_loss
 from jrl.train import build, programs
-from jrl.train.collect import Groups, to_batch
+from jrl.train.collect import to_batch
 from jrl.train.replay import Recall, check_replay, packed, recalled, unpacked
+from jrl.train.sources import Groups
 from jrl.types import Branching, Rollout, StopReason
 
 G, P, T = 3, 2, 4

@@ -15,7 +15,8 @@ from jrl.evaluate import evaluate_run
 from jrl.mesh import make_mesh
 from jrl.metrics import read_jsonl
 from jrl.plan.costs import program_costs
-from jrl.train import build, loop, programs
+from jrl.run import run as running
+from jrl.train import build, programs
 from jrl.train.placement import sampler_mesh
 from jrl.train.resharding import ReshardedSampler, network_on, weights_program
 
@@ -33,7 +34,7 @@ APART = ("mesh.fsdp=8", "sampling.mesh.data=4", "sampling.mesh.tensor=2")
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
 
 def config(*changes, directory=None):
@@ -42,7 +43,7 @@ def config(*changes, directory=None):
 
 
 def go(directory, *changes):
-    summary = loop.train(config(*changes, directory=directory), echo=lambda line: None)
+    summary = running.train(config(*changes, directory=directory), echo=lambda line: None)
     records = read_jsonl(directory / "metrics.jsonl")[1:]
     samples = read_jsonl(directory / "samples.jsonl")
     return records, [s["completion"] for s in samples], summary

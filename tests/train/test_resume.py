@@ -15,8 +15,9 @@ import pytest
 from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.metrics import CLOCKS, read_jsonl
-from jrl.train import loop
-from jrl.train.loop import train
+from jrl.run import loops
+from jrl.run import run as running
+from jrl.run.run import train
 
 SHARED = (
     "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
@@ -44,8 +45,8 @@ KINDS = {
 @pytest.fixture
 def go(monkeypatch):
     """Trains, and stops by a signal after a step; what a run leaves."""
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
-    step = loop.Progress.step
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
+    step = loops.Progress.step
 
     def of(directory, changes, stop_at=None):
         def stop(self, done, record):
@@ -53,7 +54,7 @@ def go(monkeypatch):
             if done == stop_at:
                 signal.raise_signal(signal.SIGTERM)
 
-        monkeypatch.setattr(loop.Progress, "step", stop)
+        monkeypatch.setattr(loops.Progress, "step", stop)
         place = f"run.dir={json.dumps(str(directory))}"
         train(load_config(None, [*SHARED, *changes, place]), echo=lambda line: None)
 
@@ -83,7 +84,7 @@ def left(directory):
     "kind", ["an environment", *(pytest.param(k, marks=pytest.mark.slow) for k in [*KINDS][1:])]
 )
 def test_a_stopped_run_resumes_bit_for_bit(kind, go, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "SEGMENT", 2)  # of a compiled run, which hears signals between them
+    monkeypatch.setattr(loops, "SEGMENT", 2)  # of a compiled run, which hears signals between them
     changes = KINDS[kind]
     go(tmp_path / "whole", changes)
     with pytest.raises(KeyboardInterrupt, match="stopped after step 2; saved in"):

@@ -11,10 +11,11 @@ from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.metrics import CLOCKS, read_jsonl
-from jrl.train import loop, programs
+from jrl.run import run as running
+from jrl.run.run import run_config, train
+from jrl.train import programs
 from jrl.train.build import setup
 from jrl.train.collect import collect
-from jrl.train.loop import run_config, train
 
 SIZES = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 ROUNDS = "objective={round_steps=2, restart_rounds=2, success=0.1, tree='none'}"
@@ -51,7 +52,7 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_host(place):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "write_report", lambda directory: directory)
+        patch.setattr(running, "write_report", lambda directory: directory)
         return run_config(settings(place / "host"), echo=lambda line: None)
 
 

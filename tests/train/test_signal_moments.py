@@ -60,8 +60,8 @@ if (place / "boot").exists():
 
 elif any((place / name).exists() for name in ("step", "save", "report", "evaluation")):
     from jrl.checkpoint import Checkpoints
-    from jrl.train import loop
-    from jrl.train.records import RunRecords
+    from jrl.run import run as running
+    from jrl.run.records import RunRecords
 
     save, after_step = Checkpoints.save, RunRecords.after_step
 
@@ -80,7 +80,7 @@ elif any((place / name).exists() for name in ("step", "save", "report", "evaluat
 
     Checkpoints.save, RunRecords.after_step = slow_save, slow_step
     if (place / "report").exists():
-        loop.write_report = for_ever
+        running.write_report = for_ever
     if (place / "evaluation").exists():
         RunRecords._evaluate = for_ever
 

@@ -5,8 +5,9 @@ import pytest
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.metrics import read_jsonl
-from jrl.train import build, loop, programs
-from jrl.train.loop import train
+from jrl.run import run as running
+from jrl.run.run import train
+from jrl.train import build, programs
 from jrl.train.task_rewards import device_parts
 
 REWARDS = """
@@ -35,7 +36,7 @@ def rewards(place, *names, **more):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     (tmp_path / "mine.py").write_text(REWARDS)
     return tmp_path
 

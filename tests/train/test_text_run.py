@@ -22,8 +22,9 @@ from jrl.export import export_run
 from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.transformer import transformer
-from jrl.train import build, loop, programs
-from jrl.train.loop import train
+from jrl.run import run as running
+from jrl.run.run import train
+from jrl.train import build, programs
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -181,7 +182,7 @@ def base(place, tmp_path_factory):
 @pytest.fixture
 def quick(place, tmp_path, monkeypatch):
     """Runs a variant in this process, without evaluations and without a report."""
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
     def run(*more):
         config = settings(
@@ -428,9 +429,9 @@ from jrl.processes import start
 port, process, config = sys.argv[1:]
 start(f"127.0.0.1:{port}", 2, int(process))
 from jrl.config import build_config
-from jrl.train import loop
-loop.write_report = lambda directory: directory
-loop.train(build_config(json.loads(config)))
+from jrl.run import run as running
+running.write_report = lambda directory: directory
+running.train(build_config(json.loads(config)))
 """
 
 

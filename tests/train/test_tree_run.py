@@ -17,13 +17,14 @@ from jrl.models.config import ModelConfig
 from jrl.models.heads import value_head
 from jrl.models.transformer import transformer
 from jrl.objectives.transforms import over_branches
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
-from jrl.train import loop
-from jrl.train.collect import task_rollout, to_batch
+from jrl.train.collect import to_batch
 from jrl.train.compiled import iterate, make_iteration
 from jrl.train.frozen import run_task
-from jrl.train.loop import train
 from jrl.train.objective import method_of
+from jrl.train.sources_task import task_rollout
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Branching
@@ -110,7 +111,7 @@ def test_a_run_on_text_shares_the_past(tmp_path, monkeypatch):
     import tokenizers
     from tokenizers import models, pre_tokenizers
 
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     words = ["<stop>", *"abcdefghijklmnopqrstuvwxyz? "]
     backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -18,16 +18,17 @@ from jrl.metrics import read_jsonl
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.objectives.policy import compute_advantages
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.places import entropy
 from jrl.serving.episode_rows import EpisodeRows
-from jrl.train import loop
 from jrl.train.build import setup
-from jrl.train.collect import Groups, to_batch
+from jrl.train.collect import to_batch
 from jrl.train.frozen import run_task
-from jrl.train.loop import train
 from jrl.train.objective import method_of
 from jrl.train.replay import Recall, unpacked
+from jrl.train.sources import Groups
 from jrl.train.tree_search import Guided, Problems, TreeSearch, run_estimate
 from jrl.types import Branching, Prompt, Search, StopReason
 
@@ -388,7 +389,7 @@ TASK = (
 
 @pytest.mark.parametrize("method", ["deepsearch", "alphamath"])
 def test_a_run_on_a_task_searches(method, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     tree = "{tree_tokens=2,tree_width=3}" if method == "deepsearch" else "{tree='puct'}"
     config = load_config(
         None,
@@ -431,7 +432,7 @@ def test_a_path_is_worth_what_the_value_head_says_behind_its_last_token():
 
 @pytest.mark.slow
 def test_a_search_resumes_bit_for_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
 
     def run(name, steps):
         config = load_config(
@@ -452,7 +453,7 @@ def test_a_search_resumes_bit_for_bit(tmp_path, monkeypatch):
 
 
 def test_a_run_on_text_searches_by_its_rewards(tmp_path, monkeypatch, letters_model):
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     (tmp_path / "own.py").write_text(
         "def vowels(samples):\n"
         "    return [sum(c in 'aeiou' for c in s.completion) / 9 for s in samples]\n"

@@ -15,9 +15,11 @@ from jrl.config.tables import WatchTable
 from jrl.errors import RunStopped, UserError
 from jrl.methods import get_method
 from jrl.metrics import read_jsonl
+from jrl.run import loops
+from jrl.run import run as running
+from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
-from jrl.train import loop, programs
-from jrl.train.loop import train
+from jrl.train import programs
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.train.watch import COMPILED, LIMITS, MEMORY, Watch, resident_bytes, skip_rule
@@ -229,9 +231,9 @@ TASK = (
 @pytest.fixture
 def go(tmp_path, monkeypatch):
     """Trains with faults planted before some steps; the run directory and what was said."""
-    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
     notes = []
-    monkeypatch.setattr(loop.Progress, "note", lambda self, text: notes.append(text))
+    monkeypatch.setattr(loops.Progress, "note", lambda self, text: notes.append(text))
     make = programs.group_source
 
     def of(faults, *changes):

@@ -16,21 +16,22 @@ from jrl.checkpoint import Checkpoints
 from jrl.compiles import CompileCounter
 from jrl.errors import Overdue, RunStopped, StorageError, UserError, choose
 from jrl.evaluate import Evaluator
+from jrl.evaluate.pairs import JudgedEvaluator
 from jrl.integrity import first_nonfinite
 from jrl.metrics import RunWriter, check_run_dir
 from jrl.processes import first_says
 from jrl.rewards.pool import RewardPool
+from jrl.run.metric_names import asked_of_evaluations
 from jrl.run_lock import run_lock
 from jrl.samples import samples_of
 from jrl.signals import Stopping
 from jrl.step_files import what_is_saved
 from jrl.train.adapters import check_base, keep_base, with_base, with_kept_base, without_base
 from jrl.train.build import Run
-from jrl.train.collect import Groups
-from jrl.train.pairs import JudgedEvaluator, sizes_of
+from jrl.train.pairs import sizes_of
 from jrl.train.reward_model import trains_reward
 from jrl.train.score import policy_of
-from jrl.train.shapes import asked_of_evaluations
+from jrl.train.sources import Groups
 from jrl.train.state import free_memory, rolled_back
 from jrl.train.step import with_slot_use
 from jrl.train.utilisation import utilisation

@@ -1,0 +1,108 @@
+"""Held-out judged completions: the loss and the metrics of a method on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jrl.data.pairs import judged_batch
+from jrl.evaluate.statistics import wilson
+from jrl.mesh import replicated
+from jrl.objectives.policy import combine_terms, compute_advantages, policy_loss
+from jrl.sampling.params import SamplingParams
+from jrl.train.build import Run
+from jrl.train.pairs import BatchSizes
+from jrl.train.score import in_parts, policies_of
+from jrl.train.step import Pairs, Parts, complete, live_statistics, place_batch, summarise
+from jrl.types import Array, Batch, TrainState
+
+Measure = Callable[[TrainState, Batch, SamplingParams], Pairs]
+"""(state, batch, distribution) -> (sum, count) by name."""
+
+SHOWN = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
+"""What is reported of held-out groups, where the method has it."""
+
+
+def make_measure(parts: Parts) -> Measure:
+    """The loss and the metrics of a batch as a pure function of (state, batch, distribution).
+
+    Args:
+      parts: those of the training step; its optimizer is not read.
+
+    Returns:
+      The function. It returns (sum, count) by name, which add up over batches: "loss" over
+      batches, the surrogate's metrics over tokens, sequences or groups. No gradient is computed.
+    """
+    objective, at_once = parts.objective, parts.minibatches * parts.microbatches
+
+    def measure(state: TrainState, batch: Batch, sampling_params: SamplingParams) -> Pairs:
+        batch = complete(parts, state, batch.check(), sampling_params)
+        advantages, batch, _, _ = compute_advantages(objective, batch, state.method)
+        policies = policies_of(state.params, state.frozen, parts.network)
+        scoring = partial(_score, parts, policies, sampling_params)
+        stats = batch.stats | in_parts(scoring, batch, at_once)
+        terms, sums = policy_loss(objective, stats, batch, advantages, state.method)
+        loss = combine_terms(objective, terms, state.method)
+        return sums | {"loss": (loss, jnp.float32(1))}
+
+    return measure
+
+
+def _score(
+    parts: Parts, params: Any, sampling_params: SamplingParams, batch: Batch
+) -> dict[str, Array]:
+    return live_statistics(parts)(params, batch, sampling_params)
+
+
+class JudgedEvaluator:
+    """Measures a run's method on its held-out groups, all of them, always the same ones.
+
+    Args:
+      run: from ``setup``, with held-out groups.
+      sizes: of a batch.
+    """
+
+    def __init__(self, run: Run, sizes: BatchSizes) -> None:
+        train = run.config.train
+        parts = Parts(
+            network=run.network,
+            objective=run.method.objective,
+            optimizer=optax.identity(),
+            value=run.value,
+            networks=run.networks,
+            minibatches=train.minibatches,
+            microbatches=train.microbatches,
+        )
+        everywhere = replicated(run.mesh)
+        self.run, self.sizes = run, sizes
+        self._measure = jax.jit(make_measure(parts), out_shardings=everywhere)
+        self._sampling_params = jax.device_put(run.sampling_params, everywhere)
+
+    def __call__(self, state: TrainState) -> dict[str, float]:
+        """Loss, pair_accuracy with its 95 % interval, margin, and pairs, under the run's mesh."""
+        judged, size = self.run.data.judged["eval"], self.run.config.train.prompts
+        totals: dict[str, Any] = {}
+        for start in range(0, len(judged), size):
+            part = judged[start : start + size]
+            filled = [*part, *(judged[0] for _ in range(size - len(part)))]
+            batch: Any = judged_batch(filled, **self.sizes._asdict())
+            there = np.arange(size) < len(part)
+            batch = batch.replace(
+                members=batch.members & there[:, None], mask=batch.mask & there[:, None, None]
+            )
+            sums = self._measure(state, place_batch(batch, self.run.mesh), self._sampling_params)
+            for name, pair in sums.items():
+                totals[name] = jax.tree.map(jnp.add, totals.get(name, (0.0, 0.0)), pair)
+        found = {name: float(x) for name, x in summarise(totals).items() if name in SHOWN}
+        found["pairs"] = float(len(judged))
+        if "accuracy" in found:  # of pairs; that of a task's problems has the name for itself
+            accuracy = found["pair_accuracy"] = found.pop("accuracy")
+            low, high = wilson(accuracy * len(judged), len(judged))
+            found |= {"pair_accuracy_low": low, "pair_accuracy_high": high}
+        return found

@@ -1,0 +1,217 @@
+"""The two ways in which a run makes its steps: on the host, or many in one program."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from jrl.mesh import replicated
+from jrl.processes import stop_requested
+from jrl.progress import Progress
+from jrl.rewards.pool import RewardPool
+from jrl.run.records import RunRecords, all_heard
+from jrl.signals import Stopping
+from jrl.train import programs
+from jrl.train.batches import training_batches
+from jrl.train.build import Run
+from jrl.train.collect import Batches
+from jrl.train.compiled import iterate
+from jrl.train.loop import train_steps
+from jrl.train.sources import Groups
+from jrl.train.step import Metrics
+from jrl.train.tree_search import drawn_weights
+from jrl.types import Array, Batch, Params, TrainState
+from jrl.waits import waiting
+
+SEGMENT = 100
+"""Steps that a compiled run makes at most before it looks whether a signal asks it to stop."""
+
+WATCHED_SEGMENT = 10
+"""The same where a limit of [watch] can end the run or roll it back, which it does between two."""
+
+
+class Training(NamedTuple):
+    """A run under way.
+
+    Attributes:
+      run: its parts.
+      shardings: of its state.
+      records: what it writes, and where it is.
+      stopping: whether it shall stop.
+      pool: the reward functions on the host, or None.
+      echo: where lines for a person go.
+    """
+
+    run: Run
+    shardings: TrainState
+    records: RunRecords
+    stopping: Stopping
+    pool: RewardPool | None
+    echo: Callable[[str], object]
+
+
+# ---------------------------------------------------------------- batches made on the host
+
+
+def train_on_host(training: Training, state: TrainState, notes: Mapping[str, Any]) -> TrainState:
+    """Two programs a step, with reward functions on the host between them.
+
+    Args:
+      training: the run.
+      state: after the steps that are done.
+      notes: of the checkpoint that it is from; {} for a new run.
+    """
+    run, records, stopping = training.run, training.records, training.stopping
+    with contextlib.ExitStack() as stack:
+        cursor = records.position.cursor
+        batches = stack.enter_context(training_batches(run, training.pool, cursor, notes, stopping))
+        records.batch_notes = batches.notes
+        progress = Progress("train", total=run.config.train.steps, start=int(state.step))
+        stack.enter_context(progress)
+        records.start_clock()
+        if stop_requested(stopping):
+            return state
+        loop = HostLoop(records, stopping, batches, progress, state)
+        train_step = programs.train_program(run, training.shardings)
+        sampling_params = jax.device_put(run.sampling_params, replicated(run.mesh))
+        while True:
+            state = train_steps(
+                state,
+                loop,
+                train_step,
+                sampling_params,
+                run.config.train.steps,
+                cursor=records.position.cursor,
+                weights=drawn_weights(run),
+                on_step=loop.after_step,
+            )
+            if not records.rolls_back:
+                break
+            batches.forget(records.position.cursor)
+            loop.state = state = records.roll_back(state, progress.note)
+        if stopping.is_set() or stopping.late:
+            records.save(state)  # before what is drawn ahead is waited for
+    return state
+
+
+class HostLoop:
+    """What stands around each step on the host: interrupts, records, saves.
+
+    Args:
+      records: of the run.
+      stopping: whether it shall stop.
+      batches: hops 1 to 4.
+      progress: the line on a terminal.
+      state: after the steps that are done.
+
+    Attributes:
+      state: of the last whole step; saved where the next one cannot be made.
+    """
+
+    def __init__(
+        self,
+        records: RunRecords,
+        stopping: Stopping,
+        batches: Batches,
+        progress: Progress,
+        state: TrainState,
+    ) -> None:
+        self._records, self._stopping = records, stopping
+        self._batches, self._progress = batches, progress
+        self.state = state
+
+    def collect(
+        self, key: Array, weights: Mapping[str, Params], *, step: int, cursor: int
+    ) -> tuple[Batch, Groups, int]:
+        """As ``Batches.collect``; what is interrupted or fails leaves the step before saved."""
+        stopping = self._stopping
+        try:
+            with waiting("rollout", of=f"step {step + 1}"), stopping.interruptible():
+                return self._batches.collect(key, weights, step=step, cursor=cursor)
+        except (Exception, KeyboardInterrupt) as error:
+            if stopping.gave_up if isinstance(error, KeyboardInterrupt) else all_heard(error):
+                self._records.save_if_whole(self.state)
+            raise
+
+    def after_step(
+        self, done: int, state: TrainState, metrics: Metrics, groups: Groups, cursor: int
+    ) -> bool:
+        """Writes, says and saves what is due after a step; whether the loop shall end."""
+        self.state, records = state, self._records
+        shown = metrics.pop("advantages", None)
+        with waiting("training", of=f"step {done}"):
+            record = records.after_step(done, state, metrics | groups.counts, cursor)
+        self._progress.step(done, record)
+        for line in records.check(done, record):
+            self._progress.note(f"warning: {line}")
+        records.write_samples_if_due(done, groups, shown)
+        if not records.rolls_back:
+            records.save_if_due(done, state)
+        records.end_if_broken(state)
+        if jax.process_count() > 1:
+            self._batches.wait()  # what all processes do together wants all devices idle
+        return stop_requested(self._stopping) or records.rolls_back
+
+
+# ---------------------------------------------------------------- all of it in one program
+
+
+def train_compiled(training: Training, state: TrainState) -> TrainState:
+    """Segments of many steps, each one program; between them records are written."""
+    run, shardings = training.run, training.shardings
+    records, stopping = training.records, training.stopping
+    config = run.config
+    iteration = programs.make_train_iteration(run)
+    sampling_params = jax.device_put(run.sampling_params, replicated(run.mesh))
+    compiled: dict[int, Any] = {}
+    # A segment ends where a checkpoint or an evaluation is due.
+    stops = [e for e in (config.checkpoint.every, config.eval.every, config.train.steps) if e]
+    with Progress("train", total=config.train.steps, start=int(state.step)) as progress:
+        records.start_clock()
+        while (done := int(state.step)) < config.train.steps and not stop_requested(stopping):
+            until = min(config.train.steps, *(e * (done // e + 1) for e in stops))
+            steps = _segment(until - done, WATCHED_SEGMENT if records.acts else SEGMENT)
+            if steps not in compiled:
+                segment = jax.jit(
+                    partial(iterate, iteration, steps=steps),
+                    out_shardings=(shardings, replicated(run.mesh)),
+                    donate_argnums=0,
+                )
+                # Before the clock runs, so that the steps' time is their own.
+                compiled[steps] = segment.lower(state, sampling_params).compile()
+                records.start_clock()
+                if stop_requested(stopping):  # a signal came meanwhile
+                    break
+            state, curves = compiled[steps](state, sampling_params)
+            with waiting("training", of=f"steps {done + 1} to {done + steps}"):
+                curves = jax.device_get(curves)
+            seconds = records.lap() / steps
+            for i in range(steps):
+                metrics = {name: curve[i] for name, curve in curves.items()}
+                number = done + i + 1
+                cursor = number * config.train.prompts
+                record = records.after_step(number, state, metrics, cursor, seconds)
+                progress.step(number, record)
+                for line in records.check(number, record):
+                    progress.note(f"warning: {line}")
+            if records.rolls_back:
+                state = records.roll_back(state, progress.note)
+            records.save_if_due(int(state.step), state)
+            records.end_if_broken(state)
+    return state
+
+
+def _segment(left: int, most: int) -> int:
+    """Steps of the next segment: at most so many, and a part of what is left that recurs.
+
+    >>> _segment(50, 10), _segment(25, 10), _segment(11, 10), _segment(7, 100)
+    (10, 5, 10, 7)
+    """
+    if left <= most:
+        return left
+    # Other lengths are other programs, which take long to compile.
+    return next((n for n in range(most, most // 2 - 1, -1) if left % n == 0), most)

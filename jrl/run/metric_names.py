@@ -1,0 +1,80 @@
+"""Which metrics a run will have, checked before anything is drawn."""
+
+from __future__ import annotations
+
+import jax
+
+from jrl.config import Config
+from jrl.config.unions import EnvData, EpisodeData, RecordedData
+from jrl.errors import UserError, choose
+from jrl.evaluate import evaluation_names
+from jrl.metrics import CLOCKS
+from jrl.train import build, programs
+from jrl.train.shapes import abstract_batch
+
+RECORDED = CLOCKS | {
+    *("prompts", "kl", "slot_use", "skipped_steps", "rollbacks", "staleness", "staleness_max"),
+    *("reward_failures", "reward_timeouts", "reward_errors", "env_failures"),
+    *("tree_shared_tokens", "rounds", "groups_kept", "groups_missing", "groups_redrawn"),
+    *("search_nodes", "search_leaves", "read_tokens", "reread_tokens", "replayed"),
+}
+"""Metrics that a record has beside those of the training step, in runs of one kind or another."""
+
+
+def check_metric_names(run: build.Run) -> None:
+    """Raises UserError for a metric in [watch] or checkpoint.best that no record will have.
+
+    The step is traced for it, not compiled. Environments and judged data have metrics of their own:
+    there a wrong name is found at the first step.
+
+    Args:
+      run: from ``build.setup``.
+    """
+    _check_evaluations(run)
+    config = run.config
+    best = (config.checkpoint.best or "").removeprefix("-")
+    asked = [("watch", name) for name in config.watch]
+    asked += [("checkpoint.best", best)] if best else []
+    parts = {f"reward/{name}" for name in run.rewards.weights}
+    open_names = [
+        (key, name)
+        for key, name in asked
+        if not name.startswith("eval/") and name not in RECORDED | parts
+    ]
+    own = isinstance(config.data, EnvData | EpisodeData | RecordedData)
+    if not open_names or own or run.data.judged:
+        return
+    step, (make, _) = programs.make_train_step(run), programs.state_layout(run)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    frozen = {name: jax.eval_shape(net.init, key) for name, net in run.networks.items()}
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.params)
+    with jax.set_mesh(run.mesh):
+        state = jax.eval_shape(make, key, params, frozen)
+        _, metrics = jax.eval_shape(step, state, abstract_batch(run), run.sampling_params)
+    known = {name for name, value in metrics.items() if not value.shape} | RECORDED | parts
+    for key, name in open_names:
+        if name not in known:
+            raise choose(key, name, known)
+
+
+def asked_of_evaluations(config: Config) -> list[tuple[str, str]]:
+    """(key, metric without "eval/") of what [watch] and retention read of evaluations."""
+    best = (config.checkpoint.best or "").removeprefix("-")
+    asked = [("watch", name) for name, limit in config.watch.items() if limit.action != "none"]
+    asked += [("checkpoint.best", best)]
+    return [(key, n.removeprefix("eval/")) for key, n in asked if n.startswith("eval/")]
+
+
+def _check_evaluations(run: build.Run) -> None:
+    """Raises UserError for a metric of evaluations that none will have."""
+    config, data = run.config, run.data
+    asked = asked_of_evaluations(config)
+    if asked and run.task is None and not data.prompts.get("eval") and "eval" not in data.judged:
+        key, name = asked[0]
+        raise UserError(f"{key} = 'eval/{name}' needs held-out prompts; set data.eval")
+    names = evaluation_names(run)
+    if names is None or data.judged:
+        return  # known with the first evaluation, which comes before the first step
+    for key, name in asked:
+        if name not in names:
+            raise choose(key, f"eval/{name}", (f"eval/{each}" for each in names))

@@ -1,0 +1,237 @@
+"""A run: begins or resumes, trains, records what it does, and ends cleanly whatever happens.
+
+summary = train(load_config("configs/tiny.toml"))
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from jrl.compile_notes import CompileNotes
+from jrl.compiles import enable_compile_cache, return_compiler_memory
+from jrl.config import Config, flatten
+from jrl.devices import find_devices
+from jrl.errors import Overdue, UserError
+from jrl.processes import check_same
+from jrl.report.page import write_report
+from jrl.rewards.pool import RewardPool
+from jrl.run.loops import Training, train_compiled, train_on_host
+from jrl.run.metric_names import check_metric_names
+from jrl.run.records import RunRecords
+from jrl.signals import Stopping
+from jrl.step_files import what_is_saved
+from jrl.train import build, programs
+from jrl.train.adapters import has_base, with_kept_base
+from jrl.train.build import Run
+from jrl.train.compiled import warm_start, with_policy
+from jrl.train.lacks import with_others
+from jrl.train.objective import sampler_differs
+from jrl.train.pins import pinned
+from jrl.train.reward_text import check_reward_columns, missing_math, probe_rewards, reward_text
+from jrl.train.sampler_difference import difference_text
+from jrl.train.score import policy_of
+from jrl.types import TrainState
+from jrl.waits import Waits, moved, waiting
+
+
+class Trained(NamedTuple):
+    """What a finished run is.
+
+    Attributes:
+      run: its parts, without the weights that it started from.
+      state: after the last step.
+      summary: what ``summary.json`` holds.
+    """
+
+    run: Run
+    state: TrainState
+    summary: dict[str, Any]
+
+
+def train(config: Config, *, echo: Callable[[str], object] = print) -> dict[str, Any]:
+    """Runs a configuration from beginning to end, or resumes where an earlier call stopped.
+
+    Args:
+      config: with ``run.dir`` set.
+      echo: where lines for a person go.
+
+    Returns:
+      What ``summary.json`` holds: accuracy_before, accuracy_after, steps, train_seconds,
+      tokens_per_second, and more.
+
+    Raises:
+      UserError: bad input, named.
+      RunStopped: the run ended itself; NonFinite when a gradient was not finite.
+      StorageError: what is written cannot be written any more.
+      KeyboardInterrupt: after SIGINT, SIGTERM or SIGHUP, when the state has been saved.
+    """
+    return run_config(config, echo=echo).summary
+
+
+def run_config(
+    config: Config,
+    *,
+    echo: Callable[[str], object] = print,
+    on_record: Callable[[dict[str, Any]], object] | None = None,
+) -> Trained:
+    """``train``, with all that is left when it has finished.
+
+    Args:
+      config: with ``run.dir`` set.
+      echo: where lines for a person go.
+      on_record: called with the record of each step.
+    """
+    echo = ignore_echo_errors(echo)
+    return_compiler_memory()
+    enable_compile_cache()
+    find_devices(echo)
+    with contextlib.ExitStack() as stack:
+        # Processes stop together: none may leave a rollout that the others are in.
+        stopping = stack.enter_context(Stopping(patient=jax.process_count() > 1))
+        stopping.saved = partial(what_is_saved, config.run.dir or "")
+        stack.enter_context(Waits(config.train.wait_seconds, echo, partial(_overdue, stopping)))
+        with stopping.at_once():
+            try:
+                with waiting("model and the data", moved):
+                    config = pinned(config)
+                    check_same("configuration", flatten(config))
+                    run, pool = _set_up(config, stack, echo)
+            except UserError as error:
+                if type(error) is not UserError:
+                    raise
+                raise with_others(error, config) from error
+            notes = stack.enter_context(CompileNotes(echo))
+            records = stack.enter_context(
+                RunRecords(run._replace(params=None), pool, stopping, on_record)
+            )
+            stopping.at_rest = lambda: notes.compiling and records.at_rest()
+            state, shardings = programs.new_state(run)
+            run = records.run  # without the checkpoint's weights on the host, which are done with
+            if said := records.check_space(state):
+                echo(said)
+        try:
+            return _run(Training(run, shardings, records, stopping, pool, echo), state)
+        except UserError as error:
+            kept = what_is_saved(records.dir)
+            if kept in str(error):
+                raise
+            first, *more = str(error).split("\n")
+            raise type(error)("\n".join([f"{first}; {kept}", *more])) from error
+        except Exception as error:
+            error.add_note(what_is_saved(records.dir))
+            raise
+
+
+def _overdue(stopping: Stopping, said: str) -> None:
+    stopping.overdue(f"{said}; train.wait_seconds is the limit")
+
+
+def ignore_echo_errors(echo: Callable[[str], object]) -> Callable[[str], object]:
+    """``echo`` that ignores a closed terminal or a full disk."""
+
+    def say(line: str) -> None:
+        with contextlib.suppress(OSError):
+            echo(line)
+
+    return say
+
+
+def _set_up(
+    config: Config, stack: contextlib.ExitStack, echo: Callable[[str], object]
+) -> tuple[Run, RewardPool | None]:
+    """What is trained, and the processes that judge it."""
+    run = build.setup(config)
+    programs.check_trainable(run)
+    check_reward_columns(run.config, run.data.prompts.get("train") or ())
+    check_metric_names(run)
+    if run.method.unsupported:
+        echo(f"{config.method}: the objective alone is trained; {run.method.unsupported}")
+    for split, counts in run.data.counts.items():
+        echo(f"data.{split}: {counts}")
+    if said := reward_text(run):
+        echo(said)
+    if said := missing_math(config):
+        echo(said)
+    # Before the run directory, so that a typo in [rewards] does not leave one behind.
+    pool = None if run.data.judged else stack.enter_context(build.reward_pool(config))
+    if pool is not None:
+        probe_rewards(run, pool)
+    stack.enter_context(jax.set_mesh(run.mesh))
+    return run, pool
+
+
+def _run(training: Training, state: TrainState) -> Trained:
+    """Begins or resumes, trains to the last step, and finishes."""
+    run, records, stopping = training.run, training.records, training.stopping
+    with stopping.interruptible():
+        state, notes = _begin(training, state)
+    if sampler_differs(run.config) and run.method.draw.own:
+        training.echo(difference_text(run, state))
+    if run.config.train.mode == "compiled":
+        state = train_compiled(training, state)
+    else:
+        state = train_on_host(training, state, notes)
+    records.save(state)
+    records.checkpoints.wait()
+    if stopping.late and not stopping.is_set():
+        raise Overdue(stopping.late)
+    if stopping.is_set():
+        raise KeyboardInterrupt(
+            f"stopped after step {int(state.step)}; saved in {records.checkpoints.directory}; "
+            "run the same command again to resume"
+        )
+    with contextlib.ExitStack() as stack:
+        if jax.process_count() == 1:
+            stack.enter_context(stopping.at_once())  # all is saved; the same command finishes later
+        summary = records.finish(state)
+        first = jax.process_index() == 0
+        summary["report"] = _report(records.dir, training.echo) if first else None
+    return Trained(run, state, summary)
+
+
+def _begin(training: Training, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """The newest checkpoint with its notes, or the warm start and the first evaluation."""
+    run, records = training.run, training.records
+    if (resumed := records.restore(state)) is not None:
+        training.echo(f"resuming from step {int(resumed[0].step)} of {records.dir}")
+        return resumed
+    if run.network.extras.split is not None and has_base(run.config):
+        state = with_kept_base(run.config, run.network, state)  # was stopped before a checkpoint
+    elif run.config.warmup.steps:
+        state = _warmed_up(run, state, training.echo)
+    records.begin(state)
+    return state, {}
+
+
+def _warmed_up(run: Run, state: TrainState, echo: Callable[[str], object]) -> TrainState:
+    """The state after supervised training on the task's solutions."""
+    assert run.task is not None, "the configuration makes sure that a warm start has a task"
+    warmup, policy = run.config.warmup, policy_of(state, run.network)
+    warm = jax.jit(
+        partial(
+            warm_start,
+            task=run.task,
+            network=run.network,
+            steps=warmup.steps,
+            batch=warmup.batch,
+            learning_rate=warmup.learning_rate,
+        ),
+        out_shardings=(jax.tree.map(lambda x: x.sharding, policy), None),
+    )
+    policy, losses = warm(state.key, policy)
+    echo(f"warm start: {warmup.steps} supervised steps, loss {float(losses[-1]):.3f}")
+    return with_policy(state, policy, run.optimizer, network=run.network, given=run.networks)
+
+
+def _report(directory: str, echo: Callable[[str], object]) -> str | None:
+    """The page of the run; a run that is done does not fail for want of it."""
+    try:
+        return str(write_report(directory))
+    except UserError as error:
+        echo(f"no report: {error}")
+        return None

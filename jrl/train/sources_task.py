@@ -1,0 +1,223 @@
+"""Groups of problems that the device makes: procedural tasks, and environments on the device.
+
+``task_rollout`` is problems, completions and rewards in one program; its twin for environments is
+``episodes.episode_rollout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrl.data.tasks import Task
+from jrl.envs import Env
+from jrl.errors import UserError, choose
+from jrl.sampling.generate import generate
+from jrl.sampling.params import SamplingParams
+from jrl.sampling.tree import generate_tree
+from jrl.train.asks import DrawRequest
+from jrl.train.demonstrations import demonstration_rollout, join_members, task_solution
+from jrl.train.sources import Groups, counted_draw, entries
+from jrl.types import Array, Branching, Network, Prompt, Rollout, stream
+
+
+def task_rollout(
+    request: DrawRequest,
+    *,
+    sampling_params: SamplingParams,
+    task: Task,
+    parts: Sequence[str],
+    network: Network,
+    group: int,
+    baseline_members: int = 0,
+    demonstrations: int = 0,
+    slots: int = 0,
+    chunk: int = 4,
+    tree: Branching | None = None,
+) -> Groups:
+    """Problems, completions and rewards in one program; the same function in every mode.
+
+    The problem in row i of a run is a function of (key, i) alone; the completions of a ticket at a
+    step are a function of that, the weights, and (key, step, ticket).
+
+    Args:
+      request: tickets and rows [N] int32, and the weights to draw with.
+      sampling_params: scalars.
+      task: the procedural task.
+      parts: reward parts, of "verify" and "partial".
+      network: the policy.
+      group: members drawn from the distribution; 0 draws nothing at all.
+      baseline_members: further members drawn greedily.
+      demonstrations: last members, each the task's own solution.
+      slots: completions decoded at a time; 0 takes all.
+      chunk: decode steps between slot refills.
+      tree: how members branch off one another; None draws them apart. With it ``ids`` gains "node",
+        and no members may stand beside the group's.
+
+    Returns:
+      The groups; their subject is the problems, with N rows. ``ids`` holds "answer" [N, G], a
+      number for the whole completion: equal numbers, equal completions.
+    """
+    tickets, rows = entries(request)
+    problems = task_problems(task, request.key, rows, request.split)
+    members: list[Rollout] = []
+    counts: dict[str, Any] = {}
+    labels: dict[str, Any] = {}
+    if group:
+        drawing: Any = partial(generate, baseline_members=baseline_members, chunk=chunk)
+        if tree is not None:
+            assert baseline_members == demonstrations == 0
+            drawing = partial(generate_tree, branching=tree)
+        drawn, labels, counts = counted_draw(
+            drawing(
+                stream(request.key, SAMPLE_STREAMS[request.split], request.step),
+                request.weights["policy"],
+                problems.tokens,
+                problems.length,
+                sampling_params,
+                request.versions["policy"],
+                tickets,
+                network=network,
+                group=group,
+                max_new_tokens=task.completion_tokens,
+                stop_tokens=(task.stop_id,),
+                slots=slots,
+            )
+        )
+        members.append(drawn)
+    if demonstrations:
+        solutions = jax.vmap(partial(task_solution, task))(problems)
+        members.append(
+            demonstration_rollout(problems.tokens, problems.length, *solutions, demonstrations)
+        )
+    rollout = members[0] if len(members) == 1 else join_members(members)
+    rewards = judge_problems(task, parts, problems, rollout.tokens, rollout.lengths)
+    answer = jax.vmap(jax.vmap(completion_number))(rollout.tokens, rollout.lengths)
+    ids = {"prompt": rows, "answer": answer, **labels}
+    return Groups(rollout, rewards, problems, counts, ids)
+
+
+DATA_STREAMS = {"train": "data", "eval": "eval_data"}
+"""Split -> stream of the run's keys that problems are made from."""
+SAMPLE_STREAMS = {"train": "sample", "eval": "eval"}
+"""Split -> stream of the run's keys that members are drawn with."""
+
+
+def task_problems(task: Task | Env, key: Array, rows: Array, split: str) -> Any:
+    """The problems in rows [N] int32 of a split; a pytree with N rows."""
+    keys = jax.vmap(lambda i: stream(key, DATA_STREAMS[split], i))(rows)
+    return jax.vmap(lambda k: task.generate(k, split))(keys)
+
+
+def judge_problems(
+    task: Task, parts: Sequence[str], problems: Any, tokens: Array, lengths: Array
+) -> Array:
+    """[N, G, R] float32, points of completions by the task's own judges.
+
+    Args:
+      task: that made the problems.
+      parts: reward parts, of "verify" and "partial".
+      problems: a pytree with N rows.
+      tokens: [N, G, T] int32.
+      lengths: [N, G] int32, tokens.
+    """
+    judges = {"verify": task.verify, "partial": task.partial}
+    for part in parts:
+        if part not in judges:
+            raise choose("rewards", part, judges)
+
+    def judge(problem: Any, tokens: Array, length: Array) -> Array:
+        return jnp.array([judges[part](problem, tokens, length) for part in parts], jnp.float32)
+
+    of_group = jax.vmap(judge, in_axes=(None, 0, 0))
+    return jax.vmap(of_group)(problems, tokens, lengths)
+
+
+def completion_number(tokens: Array, length: Array) -> Array:
+    """[] int32, at least 0, for the first ``length`` tokens of ONE completion."""
+    odd = jnp.uint32(0x9E3779B1)
+    powers = jnp.cumprod(jnp.full(tokens.shape, odd, jnp.uint32))
+    live = jnp.arange(tokens.shape[0]) < length
+    total = jnp.sum(jnp.where(live, (tokens.astype(jnp.uint32) + 1) * powers, 0), dtype=jnp.uint32)
+    return (total >> 1).astype(jnp.int32)
+
+
+class TaskSource:
+    """Problems of a procedural task, or starts of an environment on the device.
+
+    Row i is the problem made from key number i, so there is no end of them.
+
+    Args:
+      task: which.
+      parts: reward parts that the device computes.
+      program: (request) -> groups, compiled; of ``task_rollout`` or ``episode_rollout``. None
+        where nothing is drawn.
+      sampling_params: the argument of that name of ``program``; None where it has its own.
+      free: frees what ``program`` holds between draws.
+      split: "train" or "eval", of the rows that ``prompts`` makes.
+    """
+
+    def __init__(
+        self,
+        task: Task | Env,
+        parts: Sequence[str],
+        program: Callable[..., Groups] | None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        free: Callable[[], None] | None = None,
+        split: str = "train",
+    ) -> None:
+        self.task, self._parts, self._free, self._split = task, tuple(parts), free, split
+        # The compiled program itself, so that no frame stands between it and who collects.
+        self.draw: Any = program
+        if sampling_params is not None and program is not None:
+            self.draw = partial(program, sampling_params=sampling_params)
+        self._make = jax.jit(self._problems)
+        self._judge = jax.jit(self._rewards)
+
+    def _problems(self, key: Array, rows: Array) -> Any:
+        return task_problems(self.task, key, rows, self._split)
+
+    def _rewards(self, problems: Any, tokens: Array, lengths: Array) -> Array:
+        assert isinstance(self.task, Task)
+        return judge_problems(self.task, self._parts, problems, tokens, lengths)
+
+    def order(self, tickets: np.ndarray) -> np.ndarray:
+        """The rows with the tickets' numbers: a problem is used once."""
+        return tickets
+
+    def prompts(self, key: Any, rows: np.ndarray) -> tuple[Any, list[Prompt]]:
+        """As ``Source.prompts``; the problems are on the host, and prompts have no text."""
+        made = jax.device_get(self._make(key, np.asarray(rows, np.int32)))
+        parts = zip(np.asarray(rows).tolist(), made.tokens, made.length, strict=True)
+        return made, [Prompt(i, "", np.asarray(ids[:n], np.int32), "") for i, ids, n in parts]
+
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+        """As ``Source.judge``, by the task's own judges.
+
+        Raises:
+          UserError: an environment, which judges what it plays itself.
+        """
+        if not isinstance(self.task, Task):
+            raise UserError(
+                f"data.env = {self.task.name!r}: episodes are judged as they are played"
+            )
+        n = len(prompts)
+        some = np.arange(1 << (n - 1).bit_length()) % n  # few shapes, hence few programs
+        rows = jax.tree.map(lambda x: x[some], (subject, rollout.tokens, rollout.lengths))
+        ids = {"prompt": np.array([prompt.id for prompt in prompts], np.int32)}
+        return Groups(rollout, np.asarray(self._judge(*rows))[:n], subject, {}, ids)
+
+    def finish(self, complete: bool) -> None:
+        """As ``Source.finish``."""
+        if self._free is not None:
+            self._free()
+
+    def notes(self) -> dict[str, Any]:
+        """Nothing: the next problems follow from their rows."""
+        return {}

@@ -1,0 +1,185 @@
+"""Groups of prompts in text, judged by reward functions on the host."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jrl.data.prompts import pad_prompts
+from jrl.models.tokenizer import Tokenizer
+from jrl.processes import deal
+from jrl.rewards.exact import final_answer
+from jrl.rewards.pool import RewardPool, Sample
+from jrl.sampling.params import SamplingParams
+from jrl.train.asks import DrawRequest
+from jrl.train.demonstrations import demonstration_rollout, join_members, pad_solutions
+from jrl.train.sources import Groups, counted_draw, entries, epoch_order
+from jrl.types import Array, Prompt, Rollout, StopReason, stream
+
+compiled_stream = jax.jit(stream, static_argnums=1)
+"""``stream`` as one program, for use outside of others."""
+
+
+def root_key(request: DrawRequest) -> Any:
+    """The key that draws of text and of episodes begin with: evaluations have one of their own."""
+    if request.split == "eval":
+        return compiled_stream(request.key, "eval", np.int32(0))
+    return request.key
+
+
+class TextSource(NamedTuple):
+    """Prompts in text, a compiled sampler, and reward functions on the host; a ``Source``.
+
+    Attributes:
+      all_prompts: in the data's order.
+      width: P, tokens.
+      seed: of the order, or None for the data's own order.
+      program: ``jax.jit`` of ``generate`` with its keyword arguments bound; None draws
+        nothing.
+      sampling_params: scalars.
+      pool: the reward functions; None gives every completion 0 points.
+      tokenizer: turns completions into text for them.
+      demonstrations: last members of each group, each the prompt's own solution.
+      max_new_tokens: T, where a solution is cut.
+      lines: ids that end a line, where lines are steps, the label "step"; () for no label.
+      name: of what is drawn for, where several processes share the judging.
+      free: frees what ``program`` holds between draws.
+    """
+
+    all_prompts: Sequence[Prompt]
+    width: int
+    seed: int | None
+    program: Callable[..., tuple[Rollout, Array]] | None
+    sampling_params: SamplingParams | None
+    pool: RewardPool | None
+    tokenizer: Tokenizer
+    demonstrations: int = 0
+    max_new_tokens: int = 0
+    lines: Sequence[int] = ()
+    name: str = "train"
+    free: Callable[[], None] | None = None
+
+    def order(self, tickets: np.ndarray) -> np.ndarray:
+        """As ``Source.order``: epoch after epoch."""
+        return epoch_order(self.seed, tickets, len(self.all_prompts))
+
+    def prompts(self, key: Any, rows: np.ndarray) -> tuple[list[Prompt], list[Prompt]]:
+        """As ``Source.prompts``; a prompt is its own subject."""
+        chosen = [self.all_prompts[i] for i in np.asarray(rows).tolist()]
+        return chosen, chosen
+
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``."""
+        tickets, rows = entries(request)
+        chosen, _ = self.prompts(request.key, rows)
+        tokens, lengths = pad_prompts(chosen, self.width)
+        members: list[Rollout] = []
+        counts: dict[str, Any] = {}
+        labels: dict[str, Any] = {}
+        if self.program is not None:
+            drawn = self.program(
+                compiled_stream(root_key(request), "sample", request.step),
+                request.weights["policy"],
+                tokens,
+                lengths,
+                self.sampling_params,
+                request.versions["policy"],
+                tickets,
+            )
+            rollout, labels, counts = counted_draw(jax.device_get(drawn))
+            members.append(rollout)
+        if self.demonstrations:
+            solutions = pad_solutions(chosen, self.max_new_tokens)
+            members.append(demonstration_rollout(tokens, lengths, *solutions, self.demonstrations))
+        rollout = members[0] if len(members) == 1 else join_members(members)
+        if len(self.lines):
+            ends = np.isin(rollout.tokens, self.lines)
+            labels = labels | {"step": (np.cumsum(ends, axis=2) - ends).astype(np.int32)}
+        groups = self.judge(chosen, chosen, rollout)
+        return groups._replace(counts=groups.counts | counts, ids=groups.ids | labels)
+
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+        """Rewards of completions, all reward functions at once.
+
+        Each process judges a share of the prompts and gets the other points from the others, so all
+        hold the same points even if a reward function is not deterministic. ``ids`` holds "answer"
+        [N, G], a number for each final answer: equal answers have equal numbers.
+        """
+        n, g, _ = rollout.tokens.shape
+        ids = {"prompt": np.array([prompt.id for prompt in prompts], np.int32)}
+        if self.pool is None:
+            return Groups(rollout, np.zeros((n, g, 1), np.float32), prompts, {}, ids)
+        begin = time.perf_counter()
+        # Text is decoded and judged where it is a process's turn; numbers travel, texts do not.
+        judging = _Judging(self.pool, self.tokenizer, prompts, rollout)
+        (points, ids["answer"]), counts = deal(self.name, n, judging.share)
+        counts["reward_seconds"] = time.perf_counter() - begin
+        if np.isnan(points).any():
+            rollout, points, counts["reward_dropped"] = _without_unjudged(rollout, points)
+        return Groups(rollout, points, prompts, counts, ids)
+
+    def finish(self, complete: bool) -> None:
+        """As ``Source.finish``."""
+        if self.free is not None:
+            self.free()
+
+    def notes(self) -> dict[str, Any]:
+        """Nothing: the next prompts follow from their rows."""
+        return {}
+
+
+class _Judging(NamedTuple):
+    """Completions of N prompts that are judged a share at a time."""
+
+    pool: RewardPool
+    tokenizer: Tokenizer
+    prompts: list[Prompt]
+    rollout: Rollout
+
+    def share(self, rows: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, float]]:
+        """(points [n, G, R] float32, answer numbers [n, G] int32) of some prompts, and counts."""
+        rollout, g = self.rollout, self.rollout.tokens.shape[1]
+        samples = [
+            Sample(
+                prompt=self.prompts[i],
+                completion=self.tokenizer.decode(tokens.tolist()),
+                tokens=tokens,
+                stop=StopReason(int(rollout.stop[i, j])).name.lower(),
+            )
+            for i in rows
+            for j in range(g)
+            for tokens in [np.asarray(rollout.tokens[i, j, : rollout.lengths[i, j]])]
+        ]
+        points, counts = self.pool.scores(samples, group=g)
+        answers = np.array([answer_number(s.completion) for s in samples], np.int32)
+        return (
+            points.reshape(len(rows), g, points.shape[1]),
+            answers.reshape(len(rows), g),
+        ), counts
+
+
+def answer_number(text: str) -> int:
+    """A number below 2**31 for the final answer of a text.
+
+    That is what ``rewards.exact.final_answer`` finds, else the whole text.
+    """
+    return zlib.crc32((final_answer(text) or text).strip().encode()) & 0x7FFFFFFF
+
+
+def _without_unjudged(rollout: Rollout, points: np.ndarray) -> tuple[Rollout, np.ndarray, float]:
+    """Takes completions with NaN points out of their groups, and whole groups with their baseline.
+
+    Returns:
+      (the rollout, where those have ended as ABORTED; points [N, G, R] float32 without NaN; how
+      many completions were taken out).
+    """
+    out = np.isnan(points).any(axis=2)
+    out |= (out & rollout.baseline).any(axis=1, keepdims=True)  # nothing is left to compare with
+    stop = np.where(out, np.int32(StopReason.ABORTED), rollout.stop)
+    points = np.where(out[:, :, None], np.float32(0), points)
+    return rollout.replace(stop=stop), points, float(out.sum())
