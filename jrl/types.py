@@ -296,8 +296,9 @@ STREAMS = (
     *("data", "sample", "train", "eval_data", "eval", "warmup", "tie_breaker", "replay"),
     *("curriculum", "plan", "edit"),
 )
-"""What random numbers are drawn for; each use has a stream of keys of its own. A stream's key is its
-index, so new ones come last."""
+"""What random numbers are drawn for; each use has a stream of keys of its own.
+
+A stream's key is its index, so new ones come last."""
 
 
 def stream(key: Array, name: str, index: Array | int) -> Array:

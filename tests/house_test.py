@@ -34,8 +34,9 @@ from jrl.rewards.pool import RewardPool
 from jrl.run.run import train
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import Collector, to_batch
+from jrl.train.collect import Collector
 from jrl.train.compiled import held_out
+from jrl.train.groups import to_batch
 from jrl.train.loop import policy_weights, train_steps
 from jrl.train.optimizer import make_optimizer
 from jrl.train.score import score

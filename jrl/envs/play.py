@@ -32,7 +32,7 @@ from jrl.sampling.generate import (
 )
 from jrl.sampling.params import SamplingParams, at_most
 from jrl.sampling.queue import Queue, Results, finish
-from jrl.sampling.slots import decode, extend, sequences_of
+from jrl.sampling.slots import Members, decode, extend, sequences_of
 from jrl.types import Array, Network, Params, Rollout, Several, StopReason
 
 
@@ -81,10 +81,11 @@ def play(
     sampling_params: SamplingParams,
     version: Array,
     ids: Array,
+    members: Members | None = None,
     *,
     env: Env,
     network: Network,
-    group: int,
+    group: int = 0,
     baseline_members: int = 0,
     slots: int = 0,
     block: int = 0,
@@ -101,9 +102,10 @@ def play(
       sampling_params: scalars.
       version: [] int32, the policy's version.
       ids: [N] int32; an episode's draws depend on (key, its start's id, its member) alone.
+      members: as in ``generate``; limits are the environment's.
       env: the environment.
       network: the policy.
-      group: members drawn from the distribution.
+      group: members drawn from the distribution; not read with ``members``.
       baseline_members: further members drawn greedily.
       slots: episodes played at a time; 0 takes all.
       block: members of a group that leave their slots together; see ``generate``.
@@ -118,6 +120,8 @@ def play(
     Raises:
       UserError: an episode does not fit the network, or the slots no block.
     """
+    assert members is None or not baseline_members, "greedy members have temperature 0"
+    group = group if members is None else members.number.shape[1]
     n, g, width = ids.shape[0], group + baseline_members, env.completion_tokens
     check_room(env, network)
     several = network.extras.several if step is not None else None
@@ -133,13 +137,14 @@ def play(
         env=env,
         network=network,
         sizes=sizes,
-        members=(group, baseline_members),
+        sampled=(group, baseline_members),
         chunk=chunk,
         several=several,
     )
-    own = (False, False, True, False, False, True, False)
+    own = (False, False, True, False, False, True, False, True)
+    number = jnp.int32(0) if step is None else step
     results, log, steps, of_prompts = each_by_itself(run, axes, own)(
-        key, weights, starts, sampling_params, version, ids, jnp.int32(0) if step is None else step
+        key, weights, starts, sampling_params, version, ids, number, members
     )
     tokens = {name: x.reshape(n, g, width) for name, x in log.by_token(width).items()}
     lengths = results.lengths.reshape(n, g)
@@ -183,23 +188,25 @@ def _play(
     version: Array,
     ids: Array,
     step: Array,
+    members: Members | None,
     *,
     env: Env,
     network: Network,
     sizes: SlotSizes,
-    members: tuple[int, int],
+    sampled: tuple[int, int],
     chunk: int,
     several: Several | None,
 ) -> tuple[Results, TurnLog, Array, Array | None]:
     """Episodes through the queue: results, turns, slot-steps [1], the prompts' routing."""
     width, recorded = env.completion_tokens, network.extras.recorded
+    chosen = sampled if members is None else members
     sequences = sequences_of(
-        key, weights, starts.tokens, starts.length, sampling_params, ids, members, network
+        key, weights, starts.tokens, starts.length, sampling_params, ids, chosen, network
     )
     rows = sequences.keys.shape[0]
     queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
     table = EpisodeTable(
-        state=pick(starts.state, jnp.arange(rows) // sum(members)),
+        state=pick(starts.state, jnp.arange(rows) // sum(sampled)),
         keys=sequences.keys,
         begin=jnp.zeros(rows, jnp.int32),
         log=empty_log(env, rows),

@@ -19,9 +19,9 @@ from jrl.sampling.params import make_sampling_params
 from jrl.serving.search import Path, Scorer, by_likelihood
 from jrl.train import programs
 from jrl.train.build import Run
-from jrl.train.collect import to_batch
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.frozen import run_task
+from jrl.train.groups import to_batch
 from jrl.train.objective import max_new_tokens, method_of
 from jrl.train.reward_model import model_of, trains_reward
 from jrl.train.score import score

@@ -15,15 +15,16 @@ from types import MappingProxyType
 from typing import Any
 
 from jrl.errors import UserError, choose
-from jrl.methods.base import Draw, GroupEditor, Method, Schedule, refill
+from jrl.methods.base import Method, Schedule
 from jrl.methods.definition import Published, published, variant
+from jrl.methods.edit import refill
+from jrl.methods.plan import Plan
 from jrl.own import FORMS, check_options, load, made_by, parameters_of
 
 __all__ = [
-    "Draw",
-    "GroupEditor",
     "Method",
     "OwnMethod",
+    "Plan",
     "Published",
     "Schedule",
     "all_methods",

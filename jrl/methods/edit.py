@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrl.methods.plan import Plan, StepView, new
+from jrl.train.asks import Asks
 from jrl.types import Array
 
 
@@ -136,6 +138,46 @@ def fill_groups(groups: Any, where: Array, rows: Any, found: Array) -> Any:
     members = filled[:, None] & merged["kept"]
     groups = with_members(groups, merged, members)
     return groups.replace(ticket=jnp.where(filled, STORED, groups.ticket))
+
+
+# ---------------------------------------------------------------- groups that differ
+
+
+def differing(groups: Any, min_std: float) -> Array:
+    """[m] bool: groups whose members' scores have a standard deviation above ``min_std`` points.
+
+    A group with fewer than two members has none. One with a NaN counts, so that it comes to light.
+    """
+    members = groups.members()
+    scores = groups.score()
+    live = jnp.maximum(members.sum(axis=1, keepdims=True), 1)
+    mean = jnp.where(members, scores, 0.0).sum(axis=1, keepdims=True) / live
+    squares = jnp.where(members, jnp.square(scores - mean), 0.0).sum(axis=1)
+    return ~(jnp.sqrt(squares / live[:, 0]) <= min_std) & groups.live()
+
+
+def refill(min_std: float = 1e-6, max_rounds: int = 10) -> dict[str, Any]:
+    """The plan and the edits of dynamic sampling: ``base.with_(**refill())``.
+
+    Drops groups whose rewards do not differ, and draws N others until the batch is full, as
+    ``dapo`` does, which keeps groups with some but not all answers right.
+
+    Args:
+      min_std: points; see ``differing``.
+      max_rounds: how many times to draw at most, the first included; what is still missing then is
+        masked out.
+    """
+
+    def further(groups: Any, view: StepView) -> Asks:
+        short = differing(groups, min_std).sum() < view.prompts
+        return (new(jnp.where(short, view.prompts, 0), view.prompts, view.group),)
+
+    def drop(groups: Any, view: EditView) -> Any:
+        return only(groups, differing(groups, min_std)[:, None])
+
+    rounds = max_rounds - 1
+    plan = Plan(next=further, rounds=rounds, prompts=lambda prompts: rounds * prompts)
+    return {"plan": plan if rounds else Plan(), "edits": (edit_of(drop),)}
 
 
 # ---------------------------------------------------------------- what is recorded, by name

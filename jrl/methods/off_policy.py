@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.methods.actor_critic import CORRECTION
-from jrl.methods.base import CENTRED, Draw, Method, Schedule, replay_successes
+from jrl.methods.base import CENTRED, Method, Schedule
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -30,8 +30,10 @@ from jrl.methods.domains import (
     is_zero,
 )
 from jrl.methods.group_relative import grpo
+from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.ratios import CLIPS
 from jrl.methods.reinforce import reinforce
+from jrl.methods.stores import replay_successes
 from jrl.objectives import aggregates, ratios
 from jrl.objectives.kl import bounded_exp, estimator
 from jrl.objectives.members import first_token
@@ -224,7 +226,7 @@ def arpo_replay(
     environment here), and clips twice, at 3 (``dual_clip``). The paper's choice of tasks, those
     that the first policy solves at least once, is a choice of ``data.train``.
     """
-    return base.with_(replay=replay_successes(above, each, kept_prompts))
+    return base.with_(edits=(replay_successes(above, each, kept_prompts),))
 
 
 def base_share(step: Array) -> Array:
@@ -439,6 +441,6 @@ def a_lol(
             aggregates.sequence_sum,
             (start_value_loss(value_coef), *held),
         ),
-        draw=Draw(demonstrations=1, own=False),
+        plan=Plan(demonstrated(1, alone=True)),
         schedule=Schedule(epochs),
     )

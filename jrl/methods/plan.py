@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.methods.curriculum import unchanged
-from jrl.train.asks import Ask, Asks
-from jrl.types import Array, Params, TrainState
+from jrl.train.asks import BASELINE, Ask, Asks, Tokens
+from jrl.types import Array, Branching, Params, Search, TrainState
 
 
 def same_version(step: Any) -> Any:
@@ -81,6 +81,9 @@ class Plan(NamedTuple):
       members: G -> the most members that ``next`` adds to a group, a static bound.
       prompts: N -> the most groups that ``next`` adds to the step, a static bound.
       policies: those that draw besides the policy.
+      tree: how the members that the run asks for branch off one another, or are searched for.
+      estimate: (the value network's number) -> points of a path that has not ended, by which a
+        search goes, too; None to go by finished paths alone.
     """
 
     first: Callable[[Asks, StepView], Asks] = unchanged
@@ -89,6 +92,8 @@ class Plan(NamedTuple):
     members: Callable[[int], int] = nothing
     prompts: Callable[[int], int] = nothing
     policies: tuple[Policy, ...] = ()
+    tree: Branching | Search | None = None
+    estimate: Callable[[Array], Array] | None = None
 
 
 # ---------------------------------------------------------------- pieces
@@ -151,3 +156,48 @@ def new(count: Any, entries: int, group: int, **how: Any) -> Ask:
     zeros = jnp.zeros(entries, jnp.int32)
     members = jnp.where(live, group, 0).astype(jnp.int32)
     return Ask(**{"ticket": None, "row": None, **how}, first=zeros, count=members, width=group)
+
+
+def greedy_baseline(asks: Asks, view: StepView) -> Asks:
+    """A ``Plan.first`` that adds one greedy completion, which is compared with and not trained on.
+
+    The baseline of ReMax.
+    """
+    cold = asks[0].count * np.float32(0)
+    return (*asks, also(asks, 1, temperature=cold, use=BASELINE))
+
+
+class demonstrated(NamedTuple):
+    """A ``Plan.first`` that adds the data's own solutions as members.
+
+    Attributes:
+      count: members of each prompt, all alike.
+      alone: whether the policy draws nothing, as for supervised methods.
+    """
+
+    count: int
+    alone: bool = False
+
+    def __call__(self, asks: Asks, view: StepView) -> Asks:
+        """The asks with the demonstrations'."""
+        if not self.count:
+            return asks
+        solutions = view.tools.solutions(asks)
+        ask = also(asks, self.count, prefix=solutions, prefix_as="given")
+        if not self.alone:
+            return (*asks, ask)
+        return (ask.replace(first=ask.first * 0),)
+
+
+class _DryTools:
+    """What a plan may read where it is only looked at."""
+
+    def solutions(self, asks: Asks) -> Tokens:
+        """One token for each entry."""
+        entries = asks[0].count.shape[0]
+        return Tokens(np.zeros((entries, 1), np.int32), np.ones(entries, np.int32))
+
+
+def dry_view() -> StepView:
+    """A view for looking at what ``Plan.first`` asks for, without a run."""
+    return StepView(np.int32(0), 0, None, 1, 1, (), (), _DryTools())  # type: ignore[arg-type]

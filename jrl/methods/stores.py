@@ -11,6 +11,7 @@ shapes; on the host (shapes None) rows have no padding, and the same functions c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jrl.methods.edit import groups_of, members_of
+from jrl.methods.edit import Edit, EditView, fill, groups_of, members_of
 from jrl.types import NOTHING, Array
 
 FREE = -1
@@ -137,7 +138,7 @@ def pick_of_prompt(
 
 
 def pick_at_random(slots: Slots, count: int, key: Array, power: float) -> tuple[Array, Array]:
-    """(slots [count] int32, found [count]): different rows, by priority to the power of ``power``."""
+    """(slots [count] int32, found [count]): different rows, by priority to a power."""
     held = slots.age != FREE
     order = jnp.argsort(jnp.where(held, slots.age, jnp.iinfo(jnp.int32).max), stable=True)
     noise = jax.random.gumbel(key, held.shape)  # by age, so that slots do not matter
@@ -264,6 +265,98 @@ def group_store(shapes: Any, capacity: int) -> Any:
     return _new_store(shapes, empty_slots(capacity), True)
 
 
+# ---------------------------------------------------------------- edits that replay by prompt
+
+Rule = Callable[[Array, Array], Array]
+"""(success [m, M] points, members [m, M] bool) -> [m, M] bool, which members."""
+
+
+def replay(keep: Rule, replace: Rule, each: int, prompts: int) -> Edit:
+    """Keeps completions by prompt; in later steps they take the places of members.
+
+    A completion takes a member's place with all that was recorded of it: tokens, log-probabilities
+    of the policy that drew it, versions and rewards. It does so where the group opens with the same
+    tokens. What is stored of a step is what was sampled, and takes nobody's place in that step.
+
+    Args:
+      keep: completions to store.
+      replace: members whose places stored completions take, as far as there are any.
+      each: completions held of one prompt, the newest.
+      prompts: prompts of which any are held; the one that was added to longest ago goes first.
+    """
+
+    def apply(store: Any, groups: Any, view: EditView) -> tuple[Any, Any]:
+        success, members = groups.success(), groups.members()
+        count = min(each, members.shape[1])
+        rows, found = store.of_prompt(groups, count, view.group_keys)
+        filled = fill(groups, replace(success, members), rows, found)
+        return filled, store.put(groups, keep(success, members))
+
+    return Edit(partial(member_store, capacity=each * prompts, each=each, prompts=prompts), apply)
+
+
+def is_by_prompt(edit: Edit) -> bool:
+    """Whether an edit stores completions for groups of the same prompt, as ``replay`` does."""
+    return isinstance(edit.init, partial) and bool(edit.init.keywords.get("each"))
+
+
+def replay_successes(above: float, each: int, prompts: int) -> Edit:
+    """Keeps successes; one of them takes the first member's place in a group without any.
+
+    Args:
+      above: points; a completion with more is a success. A NaN is none, and leaves its group alone.
+      each: as for ``replay``.
+      prompts: as for ``replay``.
+    """
+
+    def replace(success: Array, members: Array) -> Array:
+        failed = (~members | (success <= above)).all(axis=1, keepdims=True)
+        return failed & (jnp.arange(success.shape[1]) == 0)[None]
+
+    return replay(lambda success, members: members & (success > above), replace, each, prompts)
+
+
+def replay_share(above: float, share: float, each: int, prompts: int) -> Edit:
+    """Keeps successes; in every group they take the places of the first members, as far as kept.
+
+    Args:
+      above: points; a completion with more is a success.
+      share: of a group's members, rounded down.
+      each: as for ``replay``.
+      prompts: as for ``replay``.
+    """
+    keep = lambda success, members: members & (success > above)  # noqa: E731
+    return replay(keep, _first_share(share), each, prompts)
+
+
+def replay_rare(above: float, most: float, each: int, prompts: int) -> Edit:
+    """Keeps successes of groups that mostly failed; they take the places of the first members.
+
+    Args:
+      above: points; a completion with more is a success.
+      most: share of a group's members that are successes, above which none of them is kept.
+      each: as for ``replay``.
+      prompts: as for ``replay``.
+    """
+
+    def keep(success: Array, members: Array) -> Array:
+        right = members & (success > above)
+        few = right.sum(axis=1) <= most * members.sum(axis=1)
+        return right & few[:, None]
+
+    return replay(keep, _first_share(1.0), each, prompts)
+
+
+def _first_share(share: float) -> Rule:
+    """The first members of each group, this share of them rounded down."""
+
+    def replace(success: Array, members: Array) -> Array:
+        first = jnp.arange(success.shape[1]) < int(share * success.shape[1])
+        return jnp.broadcast_to(first[None], success.shape)
+
+    return replace
+
+
 # ---------------------------------------------------------------- on the host
 
 
@@ -292,7 +385,9 @@ class HostStore:
         """See ``Store.put``."""
         prompt, recorded = jax.device_get(_recorded(groups, self.groups))
         flat = None if priority is None else np.asarray(priority).reshape(-1)
-        slots, at = jax.device_get(insert(self.slots, prompt, np.asarray(which).reshape(-1), flat))
+        slots, at = jax.device_get(
+            _compiled_insert(self.slots, prompt, np.asarray(which).reshape(-1), flat)
+        )
         rows = dict(self.rows)
         for i in np.flatnonzero(at < len(self._age)):
             rows[int(at[i])] = self._trimmed({n: x[i] for n, x in recorded.items()})
@@ -309,17 +404,17 @@ class HostStore:
         for slot, row in self.rows.items():
             for n in np.flatnonzero(ids == self._prompts[slot]):
                 fits[n, slot] = np.array_equal(row["prompt"], tokens[n, : lengths[n]])
-        at, found = jax.device_get(pick_of_prompt(self.slots, ids, fits, count, keys))
+        at, found = jax.device_get(_compiled_pick_of_prompt(self.slots, ids, fits, count, keys))
         return self._padded(at), found
 
     def sample(self, count: int, key: Array, power: float = 0.0) -> tuple[Any, np.ndarray]:
         """See ``Store.sample``."""
-        at, found = jax.device_get(pick_at_random(self.slots, count, key, power))
+        at, found = jax.device_get(_compiled_pick_at_random(self.slots, count, key, power))
         return self._padded(at), found
 
     def pop(self, count: int) -> tuple[HostStore, Any, np.ndarray]:
         """See ``Store.pop``."""
-        slots, at, found = jax.device_get(take_oldest(self.slots, count))
+        slots, at, found = jax.device_get(_compiled_take_oldest(self.slots, count))
         rows = self._padded(at)
         return HostStore(slots, _held(self.rows, slots), self.groups, self.shapes), rows, found
 
@@ -347,7 +442,7 @@ class HostStore:
         return name.startswith(("rollout.", "ids.", "stats.")) and x.ndim > int(self.groups)
 
     def _padded(self, at: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows [*at.shape, ...] by name; slots that hold nothing give zeros. {} without any rows."""
+        """Rows [*at.shape, ...] by name, zeros for free slots; {} before any row was held."""
         padded = {}
         for name, like in self.shapes.items():
             out = np.zeros((at.size, *like.shape), like.dtype)
@@ -395,6 +490,10 @@ class HostStore:
         return HostStore(self.slots.replace(**arrays), rows, self.groups, shapes)
 
 
+_compiled_insert = jax.jit(insert)
+_compiled_pick_of_prompt = jax.jit(pick_of_prompt, static_argnums=3)
+_compiled_pick_at_random = jax.jit(pick_at_random, static_argnums=(1, 3))
+_compiled_take_oldest = jax.jit(take_oldest, static_argnums=1)
 _SLOT_ARRAYS = ("prompt", "age", "priority", "count")
 
 

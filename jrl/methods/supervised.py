@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.methods.base import Draw, Method, Schedule, refill, replay_share
+from jrl.methods.base import Method, Schedule
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -25,6 +25,9 @@ from jrl.methods.domains import (
     Whole,
     is_zero,
 )
+from jrl.methods.edit import refill
+from jrl.methods.plan import Plan, demonstrated
+from jrl.methods.stores import replay_share
 from jrl.objectives import aggregates, distill, ratios, segments, transforms
 from jrl.objectives.branches import by_branch, of_members
 from jrl.objectives.kl import bounded_exp
@@ -59,8 +62,8 @@ def sft(weigh: Weigh = "tokens") -> Method:
     means instead; the paper does not say which it uses.
     """
     mean = aggregates.token_mean if weigh == "tokens" else aggregates.sequence_mean
-    given = Draw(demonstrations=1, own=False)
-    return Method(Objective(transforms.identity(), ratios.nll(), mean), draw=given)
+    given = Plan(demonstrated(1, alone=True))
+    return Method(Objective(transforms.identity(), ratios.nll(), mean), plan=given)
 
 
 @variant(sft)
@@ -219,10 +222,10 @@ def bfs_prover(
     Departures: the paper starts anew where progress has stopped, and filters harder then. Not
     known: the band, a tenth at either end being a guess, and how many steps and rounds.
     """
-    rule = None
+    edits = ()
     if not is_zero(replayed):
         below = float(np.nextafter(np.float32(success), np.float32(0)))  # points are float32
-        rule = replay_share(below, replayed, each, kept_prompts)
+        edits = (replay_share(below, replayed, each, kept_prompts),)
     keeps = ("expert", "first")[: (round_steps > 0) + (restart_rounds > 0)]
     if restart_rounds and not round_steps:
         raise UserError(
@@ -230,12 +233,13 @@ def bfs_prover(
             " objective.round_steps above 0"
         )
     return base.with_(
-        draw=Draw(search=Search("best_first"), lines=True),
+        plan=Plan(tree=Search("best_first")),
+        needs=frozenset({"lines"}),
         advantage=middle_steps(low, high, success),
         surrogate=ratios.reinforce(),
         schedule=Schedule(round_steps=round_steps, restart_rounds=restart_rounds),
         keeps=frozenset(keeps),
-        replay=rule,
+        edits=edits,
     )
 
 
@@ -286,7 +290,7 @@ def alphamath(base: Method, beta: Positive = 0.01, correct: Positive = 0.5) -> M
     2, for steps with which no path ends, and the reward for others.
     """
     return base.with_(
-        draw=Draw(guide=lambda number: (1 + jnp.tanh(number)) / 2),
+        plan=Plan(estimate=lambda number: (1 + jnp.tanh(number)) / 2),
         advantage=tree_targets(correct),
         surrogate=ratios.reinforce(),
         regularizers=(bounded_value_loss(beta),),
@@ -381,7 +385,7 @@ def nft(
     mean = aggregates.constant_norm(max_tokens) if level == "token" else aggregates.sequence_mean
     return Method(
         Objective(nft_labels(prompt_weight, negative_weight, above), nft_loss(level, floor), mean),
-        groups=refill(),
+        **refill(),
         schedule=Schedule(epochs),
         min_group=2,
     )

@@ -49,13 +49,13 @@ def generate(
     sampling_params: SamplingParams,
     version: Array,
     ids: Array,
+    members: Members | None = None,
     *,
     network: Network,
-    group: int,
+    group: int = 0,
     max_new_tokens: int,
     stop_tokens: Sequence[int],
     baseline_members: int = 0,
-    members: Members | None = None,
     slots: int = 0,
     block: int = 0,
     chunk: int = 4,
@@ -71,13 +71,12 @@ def generate(
       sampling_params: scalars; the bias, if any, [V].
       version: [] int32, the policy's version.
       ids: [N] int32; a sequence's draws depend on (key, its prompt's id, its member) alone.
+      members: [N, G], which members are drawn and how; None for numbers 0 to ``group`` - 1.
       network: the policy.
-      group: members drawn from the distribution.
+      group: members drawn from the distribution; not read with ``members``.
       max_new_tokens: T.
       stop_tokens: ids that end a sequence.
       baseline_members: further members drawn greedily, flagged in ``Rollout.baseline``.
-      members: [N, group], which members are drawn and how, where not all are; None for numbers 0 to
-        ``group`` - 1 of each prompt.
       slots: S, sequences decoded at a time, by each device where ``mesh.lone_axes`` divide the
         prompts, else by all together; 0 takes all.
       block: members of a group that share one copy of their prompt's cache and leave their slots
@@ -95,6 +94,8 @@ def generate(
       UserError: prompt and completion do not fit the network, or the slots no block.
     """
     chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
+    assert members is None or not baseline_members, "greedy members have temperature 0"
+    group = group if members is None else members.number.shape[1]
     (n, p), g, t = prompt_tokens.shape, group + baseline_members, max_new_tokens
     check_length(network, p, t)
     # Once: the loop over tokens would slice layers out of their stacks again for every token.
@@ -104,7 +105,8 @@ def generate(
         shrink = shrinking_pays(t, stop_tokens, alone=parts > 1 or not divided())
     sizes = slot_sizes(n // parts * g, g, slots, block, shrink=shrink)
 
-    assert members is None or not baseline_members, "greedy members have temperature 0"
+    if members is not None and members.limit is not None:
+        members = members.replace(limit=jnp.minimum(members.limit, t))
     chosen = (group, baseline_members) if members is None else members
     recorded = network.extras.recorded
     if sizes.slots == n * g and not sizes.smaller:

@@ -54,7 +54,7 @@ class Ask(struct.PyTreeNode):
       keep: static, whether members are also trained under the context that they were drawn under.
       prefix_as: static; "past": nobody is trained on the prefix. "given": it is a demonstration,
         trained on, of no policy's version.
-      policy: static, 0 for the policy, i for the i-th of ``Plan.policies``.
+      policy: static, the name of the weights that draw, "policy" or one of ``Plan.policies``.
       tree: static, how the entry's members branch off one another or are searched for.
     """
 
@@ -70,7 +70,7 @@ class Ask(struct.PyTreeNode):
     use: int = struct.field(pytree_node=False, default=TRAIN)
     keep: bool = struct.field(pytree_node=False, default=False)
     prefix_as: Literal["past", "given"] = struct.field(pytree_node=False, default="past")
-    policy: int = struct.field(pytree_node=False, default=0)
+    policy: str = struct.field(pytree_node=False, default="policy")
     tree: Branching | Search | None = struct.field(pytree_node=False, default=None)
 
 

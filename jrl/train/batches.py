@@ -6,12 +6,14 @@ A reader finds here, in one list, what stands between the training loop and the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from jrl.data.tasks import Task
+from jrl.methods.curriculum import Curriculum, Table
 from jrl.rewards.pool import RewardPool
 from jrl.signals import Stopping
 from jrl.train import programs
@@ -19,7 +21,8 @@ from jrl.train.build import Run
 from jrl.train.collect import Batches, Collector
 from jrl.train.curriculum import rounds_of
 from jrl.train.disjoint import draw_ahead, restored
-from jrl.train.replay import recall_of
+from jrl.train.plan import Setting
+from jrl.train.plan_tools import TaskTools, TextTools
 from jrl.train.reward_model import NAME, ModelRewards
 from jrl.train.sources import Source
 from jrl.train.task_rewards import OwnRewards
@@ -46,9 +49,43 @@ def run_source(
         source = OwnRewards(source, run.task, pool, names)
     if rewards.model is not None and (trains or (pool is not None and run.task is None)):
         source = ModelRewards(source, rewards.model, list(rewards.weights).index(NAME))
-    if trains and run.method.replay is not None:
-        source = recall_of(run, run.method.replay, source, notes.get("replay"))
     return source
+
+
+def setting_of(run: Run, order: Callable[[Any], Any]) -> Setting:
+    """What collecting the groups of a run needs to know.
+
+    Args:
+      run: from ``build.setup``.
+      order: tickets -> rows of the data, where no curriculum chooses.
+    """
+    curriculum = run.method.curriculum
+    return Setting(
+        method=run.method,
+        prompts=run.config.train.prompts,
+        group=run.config.sampling.group,
+        weights=np.array(list(run.rewards.weights.values()), np.float32),
+        judge=run.rewards.judged,
+        order=order,
+        tools=tools_of(run),
+        table=table_of(run, curriculum) if isinstance(curriculum, Curriculum) else None,
+    )
+
+
+def table_of(run: Run, curriculum: Curriculum) -> Table:
+    """The problems that a run's curriculum chooses from."""
+    rows = curriculum.pool if run.task is not None else len(run.data.prompts["train"])
+    return Table(rows, 1, np.zeros(rows, np.int32))
+
+
+def tools_of(run: Run) -> Callable[[Any], Any] | None:
+    """What the data of a run offers to plans."""
+    if isinstance(run.task, Task):
+        return partial(TaskTools, run.task)
+    if run.task is not None or run.data.judged or run.config.recorded is not None:
+        return None
+    tools = TextTools(run.data.prompts["train"], run.config.sampling.max_new_tokens)
+    return lambda key: tools
 
 
 @contextlib.contextmanager
@@ -67,16 +104,10 @@ def training_batches(
     packer = programs.packer(run)
     if packer is not None and "packing" in notes:
         packer.resume(notes["packing"])
-    collector = Collector(
-        source=run_source(run, pool, notes),
-        prompts=run.config.train.prompts,
-        reward_weights=np.array(list(run.rewards.weights.values()), np.float32),
-        method=run.method,
-        mesh=run.mesh,
-        pack=packer,
-        sampled=not run.data.judged,
-        group=run.config.sampling.group,
-    )
+    source = run_source(run, pool, notes)
+    setting = setting_of(run, source.order)
+    sampled = not run.data.judged
+    collector = Collector(source, setting, run.mesh, pack=packer, sampled=sampled, notes=notes)
     if run.rollout_mesh is None:
         yield collector
         return

@@ -14,24 +14,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 
 from jrl.data.tasks import Task
 from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import Method
+from jrl.methods.curriculum import Curriculum, Table
 from jrl.models.several import one_of, stacked
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
-from jrl.train.collect import to_batch
-from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
+from jrl.train.asks import Asks, DrawRequest
+from jrl.train.episodes import check_players, eval_parts, rollout_of, scripted_batch
+from jrl.train.groups import batch_of, widened
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
-from jrl.train.score import drawing_policy, policy_of
+from jrl.train.plan import (
+    CollectState,
+    Now,
+    Setting,
+    edit_counts,
+    edited,
+    learned,
+    mean_sizes,
+    new_collected,
+    outcome_of,
+    sample_step,
+    traced_rounds,
+)
+from jrl.train.plan_tools import TaskTools
+from jrl.train.score import drawn_trees, policy_of
 from jrl.train.sources import Groups, simple_request
 from jrl.train.state import init_state
 from jrl.train.step import Metrics, Step, check_value, make_step, with_slot_use
@@ -46,7 +63,29 @@ from jrl.types import (
     stream,
 )
 
-Iterate = Callable[[TrainState, SamplingParams], tuple[TrainState, Metrics]]
+
+class Carried(struct.PyTreeNode):
+    """The two records that a compiled run carries from step to step.
+
+    Attributes:
+      train: what the step reads and writes.
+      collect: what drawing carries: tickets issued, the curriculum's state, those of the edits.
+    """
+
+    train: TrainState
+    collect: CollectState
+
+
+class Iteration(NamedTuple):
+    """One iteration, prompt to gradient.
+
+    Attributes:
+      begin: (state at step 0) -> what is carried.
+      step: (carried, distribution) -> (carried, metrics).
+    """
+
+    begin: Callable[[TrainState], Carried]
+    step: Callable[[Carried, SamplingParams], tuple[Carried, Metrics]]
 
 
 def make_iteration(
@@ -61,12 +100,13 @@ def make_iteration(
     slots: int = 0,
     chunk: int = 4,
     sampler: Network | None = None,
-) -> Iterate:
-    """One iteration, prompt to gradient, as a pure function of (state, distribution).
+    judge: int | None = None,
+) -> Iteration:
+    """One iteration, prompt to gradient, as pure functions.
 
     Args:
-      step: from ``step.make_step``.
-      method: its sampler seam is used here; its group editor must keep every group.
+      step: from ``step.make_step``; with a curriculum its ``shown`` is all groups.
+      method: its curriculum, plan and edits are used here.
       task: the procedural task, or the environment.
       network: the policy.
       weights: reward part ("verify", "partial"; "reward", "success" of an environment) -> weight.
@@ -75,14 +115,83 @@ def make_iteration(
       slots: completions decoded at a time; 0 takes all.
       chunk: decode steps between slot refills.
       sampler: the policy as completions are drawn from it; None for ``network``.
-
-    Returns:
-      (state, distribution) -> (state, metrics).
+      judge: the column of the reward part that says what is right; None for the score.
 
     Raises:
-      UserError: the method draws groups anew until they are good, which takes a host.
+      UserError: the method has work for a host.
     """
-    if on_host := {"prompts", "rewards", "groups", "replay"} & set(method.seams):
+    check_compiled(method, task)
+    if (tree := method.draw.tree) is not None:
+        tree = check_branching(tree, group, slots)
+        method = method._replace(plan=method.plan._replace(tree=tree))
+    curriculum = method.curriculum if isinstance(method.curriculum, Curriculum) else None
+    table = None if curriculum is None else pool_table(curriculum.pool)
+    setting = Setting(
+        method=method,
+        prompts=prompts,
+        group=group,
+        weights=jnp.array(list(weights.values()), jnp.float32),
+        judge=judge,
+        order=lambda tickets: tickets,
+        tools=partial(TaskTools, task) if isinstance(task, Task) else None,
+        table=table,
+    )
+    drawing = network if sampler is None else sampler
+    rollout = partial(
+        rollout_of(task), task=task, parts=weights, network=drawing, slots=slots, chunk=chunk
+    )
+
+    def sample(state: TrainState, collected: CollectState, setting: Setting, params: Any) -> Any:
+        trees = drawn_trees(state, drawing, method.plan.policies)
+        made = {"policy": method.schedule.drawn_by(state.step)}
+        made |= {policy.name: policy.version(state.step) for policy in method.plan.policies}
+
+        def draw(asks: Asks) -> Groups:
+            request = DrawRequest(state.key, trees, made, state.step, asks)
+            return rollout(request, sampling_params=params)
+
+        return sample_step(draw, collected, Now(state.key, state.step), setting, traced_rounds)
+
+    def begin(state: TrainState) -> Carried:
+        shapes = None
+        if method.edits:
+            bare = setting._replace(method=method._replace(edits=()))
+            params = make_sampling_params()
+            collected = new_collected(bare).replace(cursor=jnp.int32(0))
+            shapes = jax.eval_shape(lambda s: sample(s, collected, bare, params)[0], state)
+            extra = sum(edit.extra(prompts) for edit in method.edits)
+            m, size = shapes.use.shape
+            shapes = jax.eval_shape(lambda g: widened(g, m + extra, size), shapes)
+        collected = new_collected(setting, shapes)
+        return Carried(state, collected.replace(cursor=jnp.asarray(collected.cursor, jnp.int32)))
+
+    def one(carried: Carried, sampling_params: SamplingParams) -> tuple[Carried, Metrics]:
+        state = carried.train
+        groups, collected, counts = sample(state, carried.collect, setting, sampling_params)
+        trained, more = groups, {}
+        if method.edits or method.plan.next is not None:
+            now = Now(state.key, state.step)
+            trained, collected, share = edited(groups, collected, now, setting)
+            more = edit_counts(groups, trained, share, setting)
+        batch = batch_of(trained, own=method.draw.own)
+        state, metrics = step(state, batch, sampling_params)
+        if curriculum is not None:
+            assert table is not None
+            sizes = mean_sizes(metrics.pop("advantages"), batch.mask)
+            outcome = outcome_of(groups, trained, sizes, carried.train.step, table)
+            collected = learned(curriculum, collected, outcome)
+        return Carried(state, collected), metrics | with_slot_use(counts) | more
+
+    return Iteration(begin, one)
+
+
+def check_compiled(method: Method, task: Task | Env) -> None:
+    """Raises UserError for what a method needs a host for, or an environment does not offer."""
+    curriculum = method.curriculum
+    on_host = {"rewards"} & set(method.seams)
+    if curriculum is not None and not isinstance(curriculum, Curriculum):
+        on_host |= {"curriculum"}
+    if on_host:
         raise UserError(
             f"train.mode = 'compiled': the method edits {', '.join(sorted(on_host))} on the host, "
             "between the two programs; set train.mode to 'host'"
@@ -92,58 +201,32 @@ def make_iteration(
             "train.mode = 'compiled': objective.tree searches, which takes a host; set train.mode"
             " to 'host', or objective.tree to 'none'"
         )
-    if method.draw.tree is not None:
-        if isinstance(task, Env):
-            raise UserError(
-                "objective.tree: completions branch, and episodes in an environment on the device"
-                " do not; use a task, or a method that draws members apart"
-            )
-        tree = check_branching(method.draw.tree, group, slots)
-        method = method._replace(draw=method.draw._replace(tree=tree))
-    part_weights = jnp.array(list(weights.values()), jnp.float32)
+    if method.draw.tree is not None and isinstance(task, Env):
+        raise UserError(
+            "objective.tree: completions branch, and episodes in an environment on the device"
+            " do not; use a task, or a method that draws members apart"
+        )
+    if isinstance(task, Env) and task.players > 1 and method.plan.next is not None:
+        check_players(task, method)
 
-    def iteration(state: TrainState, sampling_params: SamplingParams) -> tuple[TrainState, Metrics]:
-        tickets = state.step * prompts + jnp.arange(prompts, dtype=jnp.int32)
-        request = simple_request(
-            state.key,
-            {"policy": drawing_policy(state, network if sampler is None else sampler)},
-            state.step,
-            tickets,
-            group,
-            version=method.schedule.drawn_by(state.step),
-        )
-        groups = rollout_of(task)(
-            request,
-            sampling_params=sampling_params,
-            task=task,
-            parts=weights,
-            network=network if sampler is None else sampler,
-            group=group if method.draw.own else 0,
-            baseline_members=method.draw.baseline_members,
-            demonstrations=method.draw.demonstrations,
-            slots=slots,
-            chunk=chunk,
-            **({} if method.draw.tree is None else {"tree": method.draw.tree}),
-        )
-        batch = to_batch(
-            groups.rollout,
-            groups.rewards,
-            part_weights,
-            groups.ids,
-            groups.stats,
-            own=method.draw.own,
-        )
-        state, metrics = step(state, batch, sampling_params)
-        return state, metrics | with_slot_use(groups.counts)
 
-    return iteration
+def shown_in_compiled(method: Method, prompts: int) -> int:
+    """Groups whose advantages a compiled run's step returns: all, for a curriculum, or none."""
+    if not isinstance(method.curriculum, Curriculum):
+        return 0
+    return prompts + sum(edit.extra(prompts) for edit in method.edits)
+
+
+def pool_table(rows: int) -> Table:
+    """The problems of a procedural task that a curriculum chooses from."""
+    return Table(rows, 1, jnp.zeros(rows, jnp.int32))
 
 
 def iterate(
-    iteration: Iterate, state: TrainState, sampling_params: SamplingParams, steps: int
-) -> tuple[Any, Metrics]:
+    iteration: Iteration, carried: Carried, sampling_params: SamplingParams, steps: int
+) -> tuple[Carried, Metrics]:
     """``steps`` iterations as one scan; metrics come back with a leading [steps]."""
-    return jax.lax.scan(lambda s, _: iteration(s, sampling_params), state, length=steps)
+    return jax.lax.scan(lambda c, _: iteration.step(c, sampling_params), carried, length=steps)
 
 
 def solution_batch(key: Array, *, task: Task | Env, count: int) -> Batch:
@@ -259,7 +342,6 @@ def held_out(
         task=task,
         parts=eval_parts(task),
         network=network,
-        group=samples,
     )
 
 
@@ -332,6 +414,7 @@ def make_run(
             optimizer=rate,
             value=value,
             networks=networks,
+            shown=shown_in_compiled(used, prompts),
             **(used.schedule._asdict() | dict(splits or {})),
         )
 
@@ -350,7 +433,9 @@ def make_run(
             prompts=prompts,
             group=group,
         )
-        state, curves = iterate(iteration, state, chosen.sampling_params, steps)
+        carried = iteration.begin(state)
+        carried, curves = iterate(iteration, carried, chosen.sampling_params, steps)
+        state = carried.train
         after = accuracy(state.key, policy_of(state, network)).rewards[..., 0].mean()
         return state, curves | {"accuracy_before": before, "accuracy_after": after}
 

@@ -26,7 +26,7 @@ from jrl.methods.base import HardProblems, WrittenProblems
 from jrl.rewards.pool import RewardPool
 from jrl.train.asks import DrawRequest, new_ask
 from jrl.train.build import Run
-from jrl.train.collect import counted
+from jrl.train.groups import counted
 from jrl.train.host_episodes import host_source
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.sources import Around, Groups, Source

@@ -16,10 +16,11 @@ from jrl.envs import Env, Start
 from jrl.envs.play import Episodes, check_room, play, scripted
 from jrl.envs.self_play import rows_of_players
 from jrl.errors import UserError, choose
-from jrl.methods.base import GroupEditor, keep_all
+from jrl.methods.base import Method
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.slots import check_length
-from jrl.train.asks import DrawRequest
+from jrl.train.asks import Asks, DrawRequest
+from jrl.train.members import flagged, members_of
 from jrl.train.sources import Groups, entries
 from jrl.train.sources_task import SAMPLE_STREAMS, task_problems, task_rollout
 from jrl.types import Array, Batch, Network, stream
@@ -57,9 +58,6 @@ def episode_rollout(
     task: Env,
     parts: Mapping[str, float],
     network: Network,
-    group: int,
-    baseline_members: int = 0,
-    demonstrations: int = 0,
     slots: int = 0,
     chunk: int = 4,
 ) -> Groups:
@@ -69,14 +67,11 @@ def episode_rollout(
     are a function of that, the weights, and (key, step, ticket).
 
     Args:
-      request: tickets and rows [N] int32, and the weights to play with.
+      request: asks of the same N tickets, and the weights to play with.
       sampling_params: scalars.
       task: the environment.
       parts: reward part, of ``EPISODE_REWARDS`` -> weight.
       network: the policy.
-      group: members drawn from the distribution.
-      baseline_members: further members drawn greedily.
-      demonstrations: must be 0.
       slots: episodes played at a time; 0 takes all.
       chunk: decode steps after which ended turns are answered.
 
@@ -86,25 +81,26 @@ def episode_rollout(
       weighted points "paid" [N, G, T]. Where the policy plays R players, training gets N * R
       groups, a player of a start each (``rows_of_players``).
     """
-    check_members(task, group, demonstrations)
+    check_asks(task, request.asks)
     (tickets, rows), split = entries(request), request.split
     starts = task_problems(task, request.key, rows, split)
     own_policies = split == "train" and network.extras.several is not None
+    drawing = request.asks[0].policy
     played, slot_steps = play(
         stream(request.key, SAMPLE_STREAMS[split], request.step),
-        request.weights["policy"],
+        request.weights[drawing],
         starts,
         sampling_params,
-        request.versions["policy"],
+        request.versions[drawing],
         tickets,
+        members_of(request.asks, sampling_params.temperature),
         env=task,
         network=network,
-        group=group,
-        baseline_members=baseline_members,
         slots=slots,
         chunk=chunk,
         step=request.step if own_policies else None,
     )
+    played = played._replace(rollout=flagged(played.rollout, request.asks))
     if task.players > 1:
         played, starts, rows = _by_role(played, starts, rows, task, split)
     points = {"reward": played.paid.sum(2), "success": played.success.astype(jnp.float32)}
@@ -147,9 +143,19 @@ def check_members(env: Env, group: int, demonstrations: int) -> None:
         )
 
 
-def check_players(env: Env, editor: GroupEditor) -> None:
+def check_asks(env: Env, asks: Asks) -> None:
+    """Raises UserError for asks that an environment cannot play."""
+    check_members(env, 1, sum(ask.prefix is not None for ask in asks))
+    if any(ask.context is not None for ask in asks):
+        raise UserError(
+            "data.env: the method samples under other prompts than the data's, and the environment"
+            f" {env.name!r} opens its episodes itself; choose a procedural task, or data.train"
+        )
+
+
+def check_players(env: Env, method: Method) -> None:
     """Raises UserError where groups are dropped or redrawn that hold one player of an episode."""
-    if env.players > 1 and editor.keep is not keep_all:
+    if env.players > 1 and (method.edits or method.plan.next is not None):
         raise UserError(
             f"data.env: the method keeps some groups and drops others, and of {env.name!r} each "
             f"start makes {env.players}, one for a player; choose a method that keeps every group"

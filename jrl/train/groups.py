@@ -2,7 +2,7 @@
 
     groups = empty_groups(like, places, members)      # or ``placed`` of the first draw
     groups = put_members(groups, rollout, ...)        # what a further round sampled
-    batch = to_batch(groups)
+    batch = batch_of(groups)
 
 A place is a ticket of the step and a column is a member's number, so the same members stand in the
 same places however many rounds there were, on the host and in a compiled run.
@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 
 from jrl.train.asks import TRAIN
-from jrl.types import Array, Batch, Rollout, StopReason
+from jrl.types import NOTHING, Array, Batch, Rollout, StopReason
 
 EMPTY = -1
 """The ticket of a place that no group has."""
@@ -263,33 +263,55 @@ def take(groups: PlacedGroups, places: Any) -> PlacedGroups:
     return picked.replace(weights=weights)
 
 
-def to_batch(groups: PlacedGroups, *, own: bool = True) -> Batch:
+def to_batch(
+    rollout: Rollout,
+    rewards: Array,
+    weights: Array,
+    ids: Mapping[str, Array] = NOTHING,
+    recorded: Mapping[str, Array] | None = None,
+    members: Any = None,
+    prior: Mapping[str, Array] = NOTHING,
+    *,
+    own: bool = True,
+) -> Batch:
     """What the training step reads; pure, so that compiled runs use it too.
 
     Args:
-      groups: their members that are trained on become the batch's.
+      rollout: from the sampler.
+      rewards: [N, G, R] float32, points.
+      weights: [R] float32.
+      ids: of ``Groups``.
+      recorded: ``Groups.stats``.
+      members: [N, G] bool, those trained on; None for all that count in their group.
+      prior: [N] float32 by name, what a curriculum knew of each problem.
       own: False when the policy drew nothing; there are no ``sampler_logprobs`` then.
     """
-    rollout, members = groups.rollout, groups.members()
-    stats = {"external": external(rollout).astype(np.float32), **groups.stats}
+    stats = {"external": external(rollout).astype(np.float32), **(recorded or {})}
     if own:
         stats["sampler_logprobs"] = rollout.sampler_logprobs
+    members = counted(rollout) if members is None else members
     return Batch(
         prompt_tokens=rollout.prompt_tokens,
         prompt_lengths=rollout.prompt_lengths,
         tokens=rollout.tokens,
         lengths=rollout.lengths,
         mask=rollout.mask & members[:, :, None],
-        rewards=groups.rewards,
-        reward_weights=groups.weights,
+        rewards=rewards,
+        reward_weights=weights,
         members=members,
         baseline=rollout.baseline,
         truncated=(rollout.stop == StopReason.LENGTH) | (rollout.stop == StopReason.TURNS),
         stats=stats,
-        ids=dict(groups.ids),
-        prior=dict(groups.prior),
+        ids=dict(ids),
+        prior=dict(prior),
         routing=rollout.routing,
     )
+
+
+def batch_of(groups: PlacedGroups, *, own: bool = True) -> Batch:
+    """The batch of groups at their places; ``own`` as for ``to_batch``."""
+    rows = groups.rollout, groups.rewards, groups.weights, groups.ids, groups.stats
+    return to_batch(*rows, groups.members(), groups.prior, own=own)
 
 
 def external(rollout: Rollout) -> Any:

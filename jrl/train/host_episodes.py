@@ -26,7 +26,6 @@ from jrl.envs.host import EnvError, HostEnv, format_of, nothing_shared
 from jrl.envs.transcript import RowShape, Transcript, rows_of_players, to_rollout
 from jrl.errors import UserError
 from jrl.mesh import replicated
-from jrl.methods.base import keep_all
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.places import entropy
 from jrl.serving.episode_rows import EpisodeRows
@@ -40,7 +39,7 @@ from jrl.train.placement import sampler_mesh
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.resharding import drawn_from_prepared, network_on, weights_program
 from jrl.train.several import check_division
-from jrl.train.sources import Groups, entries, epoch_order
+from jrl.train.sources import Groups, all_entries, epoch_order
 from jrl.train.sources_text import answer_number, root_key
 from jrl.train.tree_search import Estimate, drawn_alone, estimates, run_estimate
 from jrl.types import Params, Prompt, Rollout, Several
@@ -151,7 +150,7 @@ class HostEpisodes:
         """
         self._open_calls()
         key, step, params = root_key(request), request.step, request.weights["policy"]
-        tickets, order = entries(request)
+        tickets, order = all_entries(request)
         self._env.begin(int(step), "eval" if self._sample == "eval" else "train")
         problems, _ = self.prompts(key, order)
         chosen = [self._asked(prompt, k) for prompt in problems for k in range(self._asks)]
@@ -418,7 +417,7 @@ def _check_players(run: Run, env: HostEnv) -> None:
             f"data.env: episodes of {env.players} players do not branch; set objective.tree to"
             " 'none'"
         )
-    if run.method.groups.keep is not keep_all:
+    if run.method.edits or run.method.plan.next is not None:
         raise UserError(
             f"data.env: method = {run.config.method!r} keeps some groups and drops others, and"
             f" each problem makes {groups}; choose a method that keeps every group"

@@ -20,8 +20,8 @@ from jrl.sampling.slots import Members
 from jrl.train.asks import BASELINE, Ask, Asks, Tokens
 from jrl.types import Array, Rollout, RoutingRecord, StopReason
 
-Sample = Callable[[Tokens, Members, Any], tuple[Rollout, dict[str, Any], dict[str, Any]]]
-"""(prompts, members, tree) -> (rollout, labels of members, counts)."""
+Sample = Callable[[Tokens, Members, Ask], tuple[Rollout, dict[str, Any], dict[str, Any]]]
+"""(prompts, members, an ask that says by which policy and tree) -> (rollout, labels, counts)."""
 
 
 def draw_members(
@@ -40,9 +40,11 @@ def draw_members(
       The rollout [N, sum of widths, T], labels by name, and counts, which add up.
     """
     plain = [ask for ask in asks if is_plain(ask)]
+    like = [(ask.policy, ask.tree) for ask in plain]
+    assert len(set(like)) < 2, "asks by several policies, or trees, are requests of their own"
     parts: dict[int, tuple[Rollout, dict[str, Any], dict[str, Any]]] = {}
     if plain:
-        together = sample(prompts, _members(plain, temperature, limit), plain[0].tree)
+        together = sample(prompts, members_of(plain, temperature), plain[0])
         at = 0
         for i, ask in enumerate(asks):
             if is_plain(ask):
@@ -51,9 +53,10 @@ def draw_members(
     for i, ask in enumerate(asks):
         if not is_plain(ask):
             parts[i] = _with_text(ask, sample, prompts, temperature, limit)
-    found = [_labelled(ask, parts[i]) for i, ask in enumerate(asks)]
+    found = [parts[i] for i in range(len(asks))]
     rollout = found[0][0] if len(found) == 1 else join_members([part[0] for part in found])
     rollout = rollout.replace(prompt_tokens=prompts.ids, prompt_lengths=prompts.lengths)
+    rollout = flagged(rollout, asks)
     counts: dict[str, Any] = {}
     for _, _, more in found:
         counts = {n: counts.get(n, 0) + more.get(n, 0) for n in {**counts, **more}}
@@ -88,8 +91,8 @@ def _numbers(ask: Ask) -> tuple[Any, Any]:
     return ask.first[:, None] + column, column < ask.count[:, None]
 
 
-def _members(asks: Sequence[Ask], temperature: Any, limit: int) -> Members:
-    """The members of asks that are sampled together."""
+def members_of(asks: Sequence[Ask], temperature: Any) -> Members:
+    """The members of asks that are sampled together; ``temperature`` is the run's."""
     parts = [_numbers(ask) for ask in asks]
     xp: Any = np if isinstance(parts[0][0], np.ndarray) else jnp
 
@@ -108,7 +111,7 @@ def _members(asks: Sequence[Ask], temperature: Any, limit: int) -> Members:
         number=xp.concatenate([number for number, _ in parts], axis=1),
         live=xp.concatenate([live for _, live in parts], axis=1),
         temperature=each("temperature", temperature),
-        limit=each("limit", np.int32(limit)),
+        limit=each("limit", np.int32(np.iinfo(np.int32).max)),
     )
 
 
@@ -124,11 +127,10 @@ def _columns(part: tuple[Any, ...], columns: slice, *, counts: bool) -> tuple[An
     return picked, {n: x[:, columns] for n, x in labels.items()}, numbers if counts else {}
 
 
-def _labelled(ask: Ask, part: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    rollout, labels, counts = part
-    if ask.use == BASELINE:
-        rollout = rollout.replace(baseline=rollout.baseline | True)
-    return rollout, labels, counts
+def flagged(rollout: Rollout, asks: Asks) -> Rollout:
+    """The rollout with its baseline members marked."""
+    use = uses(asks) == BASELINE
+    return rollout.replace(baseline=rollout.baseline | use[None]) if use.any() else rollout
 
 
 def _joined_labels(parts: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
@@ -153,20 +155,20 @@ def _with_text(
     """The members of an ask with a context or a prefix of its own."""
     under = prompts if ask.context is None else ask.context
     if ask.prefix is None:
-        return sample(under, _members([ask], temperature, limit), ask.tree)
+        return sample(under, members_of([ask], temperature), ask)
     if ask.prefix_as == "given":
         return given_rollout(under, ask, limit), {}, {}
-    members = _members([ask], temperature, limit)
+    members = members_of([ask], temperature)
     room = jnp.maximum(limit - ask.prefix.lengths, 0)[:, None]
     most = room if members.limit is None else jnp.minimum(members.limit, room)
     members = members.replace(limit=jnp.broadcast_to(most, members.number.shape))
-    rollout, labels, counts = sample(appended(under, ask.prefix), members, ask.tree)
+    rollout, labels, counts = sample(appended(under, ask.prefix), members, ask)
     return behind_prefix(rollout, ask.prefix), labels, counts
 
 
 def appended(prompts: Tokens, more: Tokens) -> Tokens:
     """Prompts [N, P + W] that go on with further tokens."""
-    (n, p), w = prompts.ids.shape, more.ids.shape[1]
+    p, w = prompts.ids.shape[1], more.ids.shape[1]
     column = jnp.arange(p + w)[None]
     start = prompts.lengths[:, None]
     wide = jnp.pad(jnp.asarray(prompts.ids), ((0, 0), (0, w)))

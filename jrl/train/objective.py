@@ -13,7 +13,7 @@ from jrl.envs import Env
 from jrl.envs.tree import SEARCHES
 from jrl.errors import Mistakes, UserError
 from jrl.methods import OwnMethod, Published, find_method
-from jrl.methods.base import Draw, Method
+from jrl.methods.base import Method
 from jrl.methods.domains import Choice, Coefficient, Range, Switch
 from jrl.objectives.corrections import CORRECTIONS, named_correction
 from jrl.objectives.ratios import weighted
@@ -99,11 +99,10 @@ def _in_trees(
     Raises:
       UserError: a tree that no run of this kind grows, or that does not fit.
     """
-    draw = _asked_draw(config, method.draw, common)
-    method = method._replace(draw=draw)
-    if draw.search is not None:
-        return _searched(config, task, method, draw.search, common)
-    tree = draw.tree
+    tree = _asked_tree(config, method.plan.tree, common)
+    method = method._replace(plan=method.plan._replace(tree=tree))
+    if isinstance(tree, Search):
+        return _searched(config, task, method, tree, common)
     if tree is None:
         return method
     named = f"objective.tree = {tree.at!r}"
@@ -117,11 +116,13 @@ def _in_trees(
     if (reason := _without_trees(config, task, method)) is not None:
         raise UserError(f"{named}: {reason}")
     tree = check_branching(tree, config.sampling.group, config.sampling.slots)
-    return method._replace(draw=draw._replace(tree=tree)).after(over_branches())
+    return method._replace(plan=method.plan._replace(tree=tree)).after(over_branches())
 
 
-def _asked_draw(config: Config, draw: Draw, common: Mapping[str, Any]) -> Draw:
-    """The method's draw with the tree that ``objective`` asks for, or with its own.
+def _asked_tree(
+    config: Config, tree: Branching | Search | None, common: Mapping[str, Any]
+) -> Branching | Search | None:
+    """The tree that ``objective`` asks for, or the method's own.
 
     Raises:
       UserError: a number that no tree reads, or not this one.
@@ -129,24 +130,24 @@ def _asked_draw(config: Config, draw: Draw, common: Mapping[str, Any]) -> Draw:
     asked = {name: common[name] for name in COMMON if name.startswith("tree") and name in common}
     at = asked.pop("tree", None)
     numbers = {name.removeprefix("tree_"): value for name, value in asked.items()}
-    if at is None and draw.search is not None and config.given_completions and not asked:
-        return draw._replace(search=None)  # the method's own, for groups that are drawn
-    if at is None and draw.search is not None:
-        _check_read(numbers, Search, draw.search.by)
-        return draw._replace(search=draw.search._replace(**numbers))
+    if at is None and isinstance(tree, Search):
+        if config.given_completions and not asked:
+            return None  # the method's own, for groups that are drawn
+        _check_read(numbers, Search, tree.by)
+        return tree._replace(**numbers)
     if at in SEARCHES:
         _check_read(numbers, Search, at)
-        return draw._replace(tree=None, search=Search(at, **numbers))
+        return Search(at, **numbers)
     if at in PLACES:
         _check_read(numbers, Branching, at)
-        return draw._replace(tree=Branching(at, **numbers), search=None)
+        return Branching(at, **numbers)
     if asked:
         name = next(iter(asked))
         raise UserError(
             f"objective.{name} = {asked[name]}: members branch with objective.tree alone; set it to"
             f" one of {', '.join((*PLACES, *SEARCHES))}"
         )
-    return draw if at is None else draw._replace(tree=None, search=None)
+    return tree if at is None else None
 
 
 def _check_read(numbers: Mapping[str, Any], kind: Any, at: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from flax import struct
 
 from jrl.methods.base import Method
-from jrl.methods.curriculum import Choice, Outcome, Query, Table
+from jrl.methods.curriculum import Choice, Curriculum, Outcome, Query, Table, unchanged
 from jrl.methods.edit import EditView
 from jrl.methods.plan import StepView
 from jrl.train.asks import Ask, Asks, Tokens, new_ask
@@ -64,7 +64,7 @@ class Setting(NamedTuple):
       weights: [R] float32, of the reward parts.
       judge: the column of the reward part that says what is right; None for the score.
       order: tickets [n] -> rows [n], the data's own order, where there is no curriculum.
-      tools: for plans.
+      tools: (root key) -> what the data offers to plans; None where it offers nothing.
       table: the problems, for a curriculum.
     """
 
@@ -74,8 +74,14 @@ class Setting(NamedTuple):
     weights: Any
     judge: int | None
     order: Callable[[Any], Any]
-    tools: Any = None
+    tools: Callable[[Any], Any] | None = None
     table: Table | None = None
+
+    @property
+    def curriculum(self) -> Curriculum | None:
+        """The method's curriculum."""
+        rule = self.method.curriculum
+        return rule if isinstance(rule, Curriculum) else None
 
 
 class Now(NamedTuple):
@@ -95,14 +101,44 @@ Draw = Callable[[Asks], Any]
 Rounds = Callable[..., tuple[PlacedGroups, CollectState, Any, Any]]
 
 
-def sample_step(
-    draw: Draw, collected: CollectState, now: Now, setting: Setting, rounds: Rounds
+class First(NamedTuple):
+    """The first draw of a step.
+
+    Attributes:
+      asks: all of the same N tickets.
+      origin: where their members belong.
+      collected: what is carried behind it.
+      used: [rows] bool, problems that a curriculum chose; None without one.
+    """
+
+    asks: Asks
+    origin: Origin
+    collected: CollectState
+    used: Any
+
+
+def first_asks(collected: CollectState, now: Now, setting: Setting) -> First:
+    """What a step samples first."""
+    plan, n = setting.method.plan, setting.prompts
+    issued, after, used = issue(n, n, None, collected, now, setting)
+    ask = new_ask(issued.ticket, issued.choice.row, setting.group, tree=plan.tree)
+    asks: Asks = (_as_chosen(ask, issued.choice),)
+    if plan.first is not unchanged:
+        asks = plan.first(asks, view_of(0, after, now, setting))
+    origin = Origin(ask.ticket, ask.row, numbers(asks), uses(asks), np.int32(0), issued.prior)
+    return First(asks, origin, after, used)
+
+
+def rest_of_step(
+    first: First, drawn: Any, draw: Draw, base: Any, now: Now, setting: Setting, rounds: Rounds
 ) -> tuple[PlacedGroups, CollectState, dict[str, Any]]:
     """The groups of a step at their places, before the edits.
 
     Args:
+      first: asks of the first draw.
+      drawn: what it gave.
       draw: the source, for this step.
-      collected: before the step.
+      base: [] int32, the step's first ticket.
       now: the step.
       setting: of the run.
       rounds: ``host_rounds`` or ``traced_rounds``.
@@ -111,20 +147,21 @@ def sample_step(
       (groups, what is carried, counts). With ``Plan.next`` the places and columns are the bounds in
       a compiled run, and what was asked for on the host.
     """
-    plan, base = setting.method.plan, collected.cursor
-    issued, collected, used = issue(setting.prompts, setting.prompts, None, collected, now, setting)
-    ask = new_ask(issued.ticket, issued.choice.row, setting.group)
-    ask = _as_chosen(ask, issued.choice)
-    asks = plan.first((ask,), view_of(0, collected, now, setting))
-    drawn = draw(asks)
-    origin = Origin(ask.ticket, ask.row, numbers(asks), uses(asks), np.int32(0), issued.prior)
-    groups = place(drawn, origin, setting.weights, setting.judge)
-    if plan.next is None:
-        return groups, collected, drawn.counts
-    groups, collected, counts, done = rounds(
-        draw, groups, drawn.counts, collected, base, used, now, setting
-    )
+    groups = place(drawn, first.origin, setting.weights, setting.judge)
+    if setting.method.plan.next is None:
+        return groups, first.collected, drawn.counts
+    state = drawn.counts, first.collected, base, first.used, now, setting
+    groups, collected, counts, done = rounds(draw, groups, *state)
     return groups, collected, counts | {"rounds": done + 1.0}
+
+
+def sample_step(
+    draw: Draw, collected: CollectState, now: Now, setting: Setting, rounds: Rounds
+) -> tuple[PlacedGroups, CollectState, dict[str, Any]]:
+    """``first_asks``, their draw, and ``rest_of_step``."""
+    first = first_asks(collected, now, setting)
+    state = collected.cursor, now, setting, rounds
+    return rest_of_step(first, draw(first.asks), draw, *state)
 
 
 # ---------------------------------------------------------------- tickets
@@ -154,7 +191,7 @@ def issue(
     Returns:
       (tickets, what is carried, rows used in this step).
     """
-    curriculum = setting.method.curriculum
+    curriculum = setting.curriculum
     xp: Any = np if isinstance(collected.cursor, int | np.integer | np.ndarray) else jnp
     tickets = (collected.cursor + xp.arange(entries)).astype(np.int32)
     after = collected.replace(cursor=xp.asarray(collected.cursor + count, np.int32))
@@ -183,7 +220,8 @@ def view_of(number: Any, collected: CollectState, now: Now, setting: Setting) ->
     key = jax.random.fold_in(stream(now.key, "plan", now.step), number)
     size = setting.prompts, setting.group
     states = collected.curriculum, collected.edits
-    return StepView(now.step, number, key, *size, *states, setting.tools)
+    tools = None if setting.tools is None else setting.tools(now.key)
+    return StepView(now.step, number, key, *size, *states, tools)
 
 
 # ---------------------------------------------------------------- rounds
@@ -367,8 +405,13 @@ def _live_entries(asks: Asks, prior: Mapping[str, Any]) -> tuple[Asks, dict[str,
 
 def edited(
     groups: PlacedGroups, collected: CollectState, now: Now, setting: Setting
-) -> tuple[PlacedGroups, CollectState]:
-    """The groups that are trained on: N and those that edits added, live ones first."""
+) -> tuple[PlacedGroups, CollectState, Any]:
+    """The groups that are trained on: N and those that edits added, live ones first.
+
+    Returns:
+      (groups, what is carried, [] float32: the share of the sampled groups that the edits leave any
+      members of).
+    """
     method, (m, size) = setting.method, groups.use.shape
     extra = [edit.extra(setting.prompts) for edit in method.edits]
     groups = widened(groups, m + sum(extra), size)
@@ -386,7 +429,37 @@ def edited(
         states.append(state)
         begin += count
     collected = collected.replace(edits=tuple(states))
-    return _trimmed(groups, setting.prompts, m, sum(extra)), collected
+    sampled = groups.live()[:m]
+    left = groups.members().any(axis=1)[:m] & sampled
+    share = left.sum() / jnp.maximum(sampled.sum(), 1)
+    return _trimmed(groups, setting.prompts, m, sum(extra)), collected, share
+
+
+def edit_counts(
+    groups: PlacedGroups, trained: PlacedGroups, share: Any, setting: Setting
+) -> dict[str, Any]:
+    """What a step reports of its rounds and edits, [] float32 by name.
+
+    Args:
+      groups: all of them, before the edits.
+      trained: those that are trained on.
+      share: of the sampled groups, those that the edits left any members of.
+      setting: of the run.
+
+    Returns:
+      reward (points, over all members sampled to be trained on, kept or not); with further rounds
+      groups_kept (``share``) and groups_missing (groups that a batch lacks); with a store replayed
+      (members that come from it).
+    """
+    drawn, members = groups.drawn(), trained.members()
+    mean = jnp.where(drawn, groups.score(), 0.0).sum() / jnp.maximum(drawn.sum(), 1)
+    counts: dict[str, Any] = {"reward": mean}
+    if setting.method.plan.next is not None:
+        missing = setting.prompts - members.any(axis=1).sum()
+        counts |= {"groups_kept": share, "groups_missing": jnp.maximum(missing, 0)}
+    if "replayed" in trained.ids:
+        counts["replayed"] = (trained.ids["replayed"] * members).sum()
+    return {name: jnp.asarray(x, jnp.float32) for name, x in counts.items()}
 
 
 def _trimmed(groups: PlacedGroups, prompts: int, places: int, extra: int) -> PlacedGroups:
@@ -430,10 +503,9 @@ def outcome_of(
     )
 
 
-def learned(method: Method, collected: CollectState, outcome: Outcome) -> CollectState:
+def learned(curriculum: Curriculum, collected: CollectState, outcome: Outcome) -> CollectState:
     """What is carried after a step, the curriculum updated."""
-    assert method.curriculum is not None
-    return collected.replace(curriculum=method.curriculum.update(collected.curriculum, outcome))
+    return collected.replace(curriculum=curriculum.update(collected.curriculum, outcome))
 
 
 def mean_sizes(advantages: Any, mask: Any) -> Any:
@@ -446,8 +518,8 @@ def new_collected(setting: Setting, shapes: Any = None) -> CollectState:
     """What is carried at the start of a run; ``shapes`` of a step's groups in a compiled run."""
     method = setting.method
     state: Any = ()
-    if method.curriculum is not None:
+    if (curriculum := setting.curriculum) is not None:
         assert setting.table is not None
-        state = method.curriculum.init(setting.table)
+        state = curriculum.init(setting.table)
     cursor: Any = np.int32(0) if shapes is None else jnp.int32(0)
     return CollectState(cursor, state, tuple(edit.init(shapes) for edit in method.edits))

@@ -17,6 +17,7 @@ from jrl.envs.transcript import RowShape
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.base import Method
+from jrl.methods.curriculum import Curriculum
 from jrl.models import hf
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
@@ -24,7 +25,8 @@ from jrl.sampling.params import make_sampling_params
 from jrl.sampling.tree import generate_tree
 from jrl.train.adapters import put_policy, trained_network
 from jrl.train.build import Run, policy_network, sampler_of
-from jrl.train.compiled import Iterate, make_iteration
+from jrl.train.check_plan import check_plan
+from jrl.train.compiled import Iteration, make_iteration, shown_in_compiled
 from jrl.train.compiler import compiler_options
 from jrl.train.curriculum import check_curriculum
 from jrl.train.episodes import (
@@ -43,7 +45,6 @@ from jrl.train.packing import Packer
 from jrl.train.pairs import JudgedSource, sizes_of
 from jrl.train.placement import sampler_mesh
 from jrl.train.recorded import RECORDED_REWARD, RecordedSource, check_recorded
-from jrl.train.replay import check_replay
 from jrl.train.resharding import (
     ReshardedSampler,
     drawn_from_prepared,
@@ -77,7 +78,7 @@ def check_trainable(run: Run) -> None:
     if isinstance(run.task, Env):
         draw = run.method.draw
         check_members(run.task, draw.own * config.sampling.group, draw.demonstrations)
-        check_players(run.task, run.method.groups)
+        check_players(run.task, run.method)
     check_frozen(run.method.objective, run.networks, config.method)
     check_named(config, run.method.objective.frozen)
     if config.sampling.temperature == 0:
@@ -91,7 +92,7 @@ def check_trainable(run: Run) -> None:
         check_recorded(run.method, config)
     _check_rounds(run)
     check_curriculum(run)
-    check_replay(run)
+    check_plan(run)
     if run.method.draw.search is not None:
         check_search(run)
     state_layout(run)
@@ -345,6 +346,7 @@ def sampled_source(run: Run, pool: RewardPool | None) -> Source:
     if run.task is not None:
         draw = program.draw if isinstance(program, ReshardedSampler) else program
         return TaskSource(run.task, tuple(run.rewards.weights), draw, sampling_params, free=free)
+    by_line = "lines" in run.method.needs
     return TextSource(
         all_prompts=run.data.prompts["train"],
         width=run.width,
@@ -353,9 +355,9 @@ def sampled_source(run: Run, pool: RewardPool | None) -> Source:
         sampling_params=sampling_params,
         pool=pool,
         tokenizer=run.tokenizer,
-        demonstrations=run.method.draw.demonstrations,
         max_new_tokens=config.sampling.max_new_tokens,
-        lines=line_ends(run.tokenizer, run.network.vocab_size) if run.method.draw.lines else (),
+        temperature=config.sampling.temperature,
+        lines=line_ends(run.tokenizer, run.network.vocab_size) if by_line else (),
         free=free,
     )
 
@@ -413,14 +415,7 @@ def train_sampler(run: Run) -> Any:
     group = run.config.sampling.group if draw.own else 0
     if (run.task is None and not group) or run.config.recorded is not None:
         return None
-    return sampler_program(
-        run,
-        split="train",
-        group=group,
-        baselines=draw.baseline_members,
-        demonstrations=draw.demonstrations,
-        tree=draw.tree,
-    )
+    return sampler_program(run, split="train", group=group, tree=draw.tree)
 
 
 def sampler_program(
@@ -428,14 +423,9 @@ def sampler_program(
     *,
     split: str,
     group: int,
-    baselines: int = 0,
-    demonstrations: int = 0,
     tree: Branching | None = None,
 ) -> Any:
-    """Program 1, compiled: ``task_rollout`` for a task, episodes, or ``generate`` for text.
-
-    Demonstrations in text are joined to the groups on the host, by ``TextSource``.
-    """
+    """Program 1, compiled: ``task_rollout`` for a task, episodes, or ``generate`` for text."""
     sampling, own = run.config.sampling, sampler_mesh(run.config, run.mesh)
     network = sampler_of(run, network_on(run, own)) if split == "train" else evaluated(run)
     if run.task is not None:
@@ -446,22 +436,16 @@ def sampler_program(
             rollout_of(run.task) if split == "train" else held_out_rollout,
             task=run.task,
             parts=parts,
-            group=group,
-            baseline_members=baselines,
-            demonstrations=demonstrations,
             slots=sampling.slots if split == "train" else 0,
-            **({} if tree is None else {"tree": tree}),
         )
         # Processes that keep samples must see all of them, and so must an evaluation.
         whole = split == "eval" or jax.process_count() > 1
         return compiled_draw(run, draw, network, whole=whole, split=split)
     draw = partial(
-        generate if tree is None else generate_tree,
-        group=group,
+        generate if tree is None else partial(generate_tree, group=group, branching=tree),
         max_new_tokens=sampling.max_new_tokens,
         stop_tokens=run.tokenizer.stop_ids,
         slots=sampling.slots,
-        **({"baseline_members": baselines} if tree is None else {"branching": tree}),
     )
     # Replicated, because every host judges a share of the text.
     return compiled_draw(run, draw, network, whole=True, split=split)
@@ -520,7 +504,12 @@ def train_program(run: Run, shardings: TrainState) -> Step:
 def shown_groups(run: Run) -> int:
     """Groups of a batch that samples.jsonl keeps, whole: of ``LogTable.KEPT`` members or more."""
     draw, group = run.method.draw, run.config.sampling.group
-    if run.data.judged or not run.config.log.samples_every:
+    if run.data.judged:
+        return 0
+    if isinstance(run.method.curriculum, Curriculum):  # which learns from all of them
+        extra = sum(edit.extra(run.config.train.prompts) for edit in run.method.edits)
+        return run.config.train.prompts + extra
+    if not run.config.log.samples_every:
         return 0
     members = (group if draw.own else 0) + draw.baseline_members + draw.demonstrations
     return min(-(-run.config.log.KEPT // members), run.config.train.prompts)
@@ -552,7 +541,7 @@ def make_train_step(run: Run, shown: int = 0) -> Step:
     )
 
 
-def make_train_iteration(run: Run) -> Iterate:
+def make_train_iteration(run: Run) -> Iteration:
     """All five hops of a run on a task as a pure function, for compiled runs.
 
     Raises:
@@ -570,7 +559,7 @@ def make_train_iteration(run: Run) -> Iterate:
             "between the two programs; set train.mode to 'host'"
         )
     return make_iteration(
-        make_train_step(run),
+        make_train_step(run, shown_in_compiled(run.method, run.config.train.prompts)),
         method=run.method,
         task=run.task,
         network=run.network,
@@ -579,4 +568,5 @@ def make_train_iteration(run: Run) -> Iterate:
         prompts=run.config.train.prompts,
         group=run.config.sampling.group,
         slots=run.config.sampling.slots,
+        judge=run.rewards.judged,
     )

@@ -12,7 +12,7 @@ import numpy as np
 from jrl.objectives.kl import k3
 from jrl.train import programs
 from jrl.train.build import Run
-from jrl.train.collect import to_batch
+from jrl.train.groups import to_batch
 from jrl.train.score import policy_of, score
 from jrl.train.sources import simple_request
 from jrl.types import Array, Batch, Network, Params, Rollout, TrainState

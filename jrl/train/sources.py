@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jrl.data.sources import order
@@ -149,12 +148,14 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
 
 
 def entries(request: DrawRequest) -> tuple[Any, Any]:
-    """(tickets, rows), each [N] int32, of all entries that a request asks for."""
+    """(tickets, rows), each [N] int32, which all asks of a request have in common."""
+    return request.asks[0].ticket, request.asks[0].row
+
+
+def all_entries(request: DrawRequest) -> tuple[Any, Any]:
+    """(tickets, rows), each [N] int32, of asks that are for different groups, in their order."""
     tickets, rows = ([getattr(ask, name) for ask in request.asks] for name in ("ticket", "row"))
-    if len(tickets) == 1:
-        return tickets[0], rows[0]
-    xp: Any = np if isinstance(tickets[0], np.ndarray) else jnp
-    return xp.concatenate(tickets), xp.concatenate(rows)
+    return np.concatenate(tickets), np.concatenate(rows)
 
 
 def simple_request(

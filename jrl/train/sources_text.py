@@ -16,8 +16,9 @@ from jrl.processes import deal
 from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool, Sample
 from jrl.sampling.params import SamplingParams
-from jrl.train.asks import DrawRequest
-from jrl.train.demonstrations import demonstration_rollout, join_members, pad_solutions
+from jrl.sampling.slots import Members
+from jrl.train.asks import Ask, DrawRequest, Tokens
+from jrl.train.members import draw_members
 from jrl.train.sources import Groups, counted_draw, entries, epoch_order
 from jrl.types import Array, Prompt, Rollout, StopReason, stream
 
@@ -44,8 +45,8 @@ class TextSource(NamedTuple):
       sampling_params: scalars.
       pool: the reward functions; None gives every completion 0 points.
       tokenizer: turns completions into text for them.
-      demonstrations: last members of each group, each the prompt's own solution.
       max_new_tokens: T, where a solution is cut.
+      temperature: the run's, where asks give some members another one.
       lines: ids that end a line, where lines are steps, the label "step"; () for no label.
       name: of what is drawn for, where several processes share the judging.
       free: frees what ``program`` holds between draws.
@@ -58,8 +59,8 @@ class TextSource(NamedTuple):
     sampling_params: SamplingParams | None
     pool: RewardPool | None
     tokenizer: Tokenizer
-    demonstrations: int = 0
     max_new_tokens: int = 0
+    temperature: float = 1.0
     lines: Sequence[int] = ()
     name: str = "train"
     free: Callable[[], None] | None = None
@@ -77,26 +78,24 @@ class TextSource(NamedTuple):
         """As ``Source.draw``."""
         tickets, rows = entries(request)
         chosen, _ = self.prompts(request.key, rows)
-        tokens, lengths = pad_prompts(chosen, self.width)
-        members: list[Rollout] = []
-        counts: dict[str, Any] = {}
-        labels: dict[str, Any] = {}
-        if self.program is not None:
-            drawn = self.program(
-                compiled_stream(root_key(request), "sample", request.step),
-                request.weights["policy"],
-                tokens,
-                lengths,
-                self.sampling_params,
-                request.versions["policy"],
-                tickets,
-            )
-            rollout, labels, counts = counted_draw(jax.device_get(drawn))
-            members.append(rollout)
-        if self.demonstrations:
-            solutions = pad_solutions(chosen, self.max_new_tokens)
-            members.append(demonstration_rollout(tokens, lengths, *solutions, self.demonstrations))
-        rollout = members[0] if len(members) == 1 else join_members(members)
+        key = compiled_stream(request.key, "sample", request.step)
+
+        def sample(prompts: Tokens, members: Members, ask: Ask) -> tuple[Any, ...]:
+            assert self.program is not None
+            params, version = request.weights[ask.policy], request.versions[ask.policy]
+            given = key, params, prompts.ids, prompts.lengths, self.sampling_params
+            # A tree has its members from its program alone.
+            more = (members,) if ask.tree is None else ()
+            return counted_draw(jax.device_get(self.program(*given, version, tickets, *more)))
+
+        rollout, labels, counts = draw_members(
+            request.asks,
+            sample,
+            Tokens(*pad_prompts(chosen, self.width)),
+            self.temperature,
+            self.max_new_tokens,
+        )
+        rollout = jax.device_get(rollout)
         if len(self.lines):
             ends = np.isin(rollout.tokens, self.lines)
             labels = labels | {"step": (np.cumsum(ends, axis=2) - ends).astype(np.int32)}

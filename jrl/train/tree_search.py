@@ -28,12 +28,12 @@ from jrl.serving.episode_rows import EpisodeRows
 from jrl.serving.step_rows import DrawnStep, StepAsk, StepRows
 from jrl.train.asks import DrawRequest
 from jrl.train.build import Run, sampler_of
-from jrl.train.collect import counted
 from jrl.train.demonstrations import demonstration_rollout
+from jrl.train.groups import counted
 from jrl.train.objective import max_new_tokens
 from jrl.train.prompt_seeds import prompt_seeds
-from jrl.train.score import drawing_policy
-from jrl.train.sources import Around, Groups, Source, entries
+from jrl.train.score import drawn_trees
+from jrl.train.sources import Around, Groups, Source, all_entries
 from jrl.train.sources_task import TaskSource
 from jrl.train.sources_text import TextSource
 from jrl.types import Network, Params, Prompt, Search, StopReason, TrainState
@@ -107,7 +107,7 @@ class TreeSearch(Around):
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``; entries that ask for no tree are drawn without search."""
-        tickets, rows = entries(request)
+        tickets, rows = all_entries(request)
         subject, prompts = self.source.prompts(request.key, rows)
         self._rows.set_weights(request.weights["policy"], int(request.versions["policy"]))
         forest = _Forest(
@@ -411,29 +411,33 @@ class DrawnWeights(NamedTuple):
     Attributes:
       network: the policy.
       value: whether the value network is read too.
+      policies: those of the plan that draw besides the policy.
     """
 
     network: Network
     value: bool = False
+    policies: tuple[Any, ...] = ()
 
     def __call__(self, state: TrainState) -> dict[str, Params]:
         """The policy's tree, and that of "value" where it is read."""
-        policy = {"policy": drawing_policy(state, self.network)}
-        return policy | ({"value": state.params["value"]} if self.value else {})
+        trees = drawn_trees(state, self.network, self.policies)
+        return trees | ({"value": state.params["value"]} if self.value else {})
 
 
 def drawn_weights(run: Run) -> DrawnWeights:
     """What the source of a run draws with."""
     written = isinstance(run.method.curriculum, WrittenProblems)
-    return DrawnWeights(run.network, run_estimate(run) is not None or written)
+    value = run_estimate(run) is not None or written
+    return DrawnWeights(run.network, value, run.method.plan.policies)
 
 
 def run_estimate(run: Run) -> Estimate | None:
     """What a run's search makes of paths that have not ended, or None."""
     draw = run.method.draw
-    if draw.search is None or draw.guide is None or run.value is None:
+    points = run.method.plan.estimate
+    if draw.search is None or points is None or run.value is None:
         return None
-    return value_estimate(run, draw.guide)
+    return value_estimate(run, points)
 
 
 def value_estimate(run: Run, points: Callable[[Any], Any]) -> Estimate:

@@ -16,8 +16,8 @@ from jrl.mesh import make_mesh, tree_shardings
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import to_batch
 from jrl.train.episodes import episode_rollout
+from jrl.train.groups import to_batch
 from jrl.train.score import score
 from jrl.train.sources_task import task_rollout
 from jrl.types import StopReason

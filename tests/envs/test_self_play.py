@@ -15,9 +15,9 @@ from jrl.envs.self_play import rows_of_players
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import counted, to_batch
 from jrl.train.compiled import held_out
 from jrl.train.episodes import episode_rollout
+from jrl.train.groups import counted, to_batch
 from jrl.train.score import score
 from jrl.types import StopReason
 

@@ -22,7 +22,7 @@ from jrl.run.run import train
 from jrl.sampling.params import sampling_logprobs
 from jrl.train import build
 from jrl.train import programs as compiled
-from jrl.train.collect import to_batch
+from jrl.train.groups import to_batch
 from jrl.train.score import policy_of
 from jrl.types import Batch
 

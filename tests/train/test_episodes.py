@@ -16,9 +16,10 @@ from jrl.methods import get_method
 from jrl.objectives.transforms import completion_tokens, overlong_penalty, paid
 from jrl.samples import samples_of
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import Collector, to_batch
+from jrl.train.collect import Collector
 from jrl.train.compiled import held_out, iterate, make_iteration, make_run, solution_batch
 from jrl.train.episodes import check_players, episode_rollout
+from jrl.train.groups import to_batch
 from jrl.train.loop import policy_weights
 from jrl.train.sources import simple_request
 from jrl.train.sources_task import TaskSource

@@ -24,7 +24,7 @@ from jrl.objectives.policy import compute_advantages
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.serving.row_costs import WaitingPlace
-from jrl.train.collect import to_batch
+from jrl.train.groups import to_batch
 from jrl.train.host_branches import MEASURED_TOKENS, EpisodeBranches
 from jrl.train.host_episodes import HostEpisodes
 from jrl.train.host_play import play_episodes

@@ -23,7 +23,7 @@ from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.serving.row_costs import WaitingPlace
-from jrl.train.collect import to_batch
+from jrl.train.groups import to_batch
 from jrl.train.host_play import play_episodes
 from jrl.train.score import score
 from jrl.types import Prompt, StopReason

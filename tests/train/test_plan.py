@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jrl.train.sources import Groups
 
 from jrl.methods.base import Method
 from jrl.methods.curriculum import Choice, Curriculum, Table, put, top
@@ -15,7 +14,7 @@ from jrl.methods.plan import Plan, also, more, new
 from jrl.methods.stores import group_store, member_store
 from jrl.train.asks import ASIDE, BASELINE
 from jrl.train.collect_notes import packed, unpacked
-from jrl.train.groups import to_batch
+from jrl.train.groups import batch_of
 from jrl.train.members import numbers, widths
 from jrl.train.plan import (
     Now,
@@ -29,6 +28,7 @@ from jrl.train.plan import (
     sample_step,
     traced_rounds,
 )
+from jrl.train.sources import Groups
 from jrl.types import Rollout, StopReason, stream
 
 N, G, T, ROWS = 3, 2, 4, 12
@@ -179,15 +179,15 @@ def setting_of(method, order=lambda tickets: tickets % ROWS):
 def one_step(collected, key, step, setting, rounds):
     draw = partial(draw_toy, key=key, step=step)
     now = Now(key, step)
-    groups, collected, counts = sample_step(draw, collected, now, setting, rounds)
+    groups, collected, _ = sample_step(draw, collected, now, setting, rounds)
     trained = groups
     if setting.method.edits or setting.method.plan.next is not None:
-        trained, collected = edited(groups, collected, now, setting)
-    batch = to_batch(trained)
+        trained, collected, _ = edited(groups, collected, now, setting)
+    batch = batch_of(trained)
     size = mean_sizes(batch.tokens * batch.score()[:, :, None], batch.mask)
     if setting.method.curriculum is not None:
         outcome = outcome_of(groups, trained, size, step, TABLE)
-        collected = learned(setting.method, collected, outcome)
+        collected = learned(setting.curriculum, collected, outcome)
     return collected, batch
 
 
@@ -247,7 +247,8 @@ def assert_same(host, batches, steps):
             y = traced[name]
             n = min(len(x), len(y))
             np.testing.assert_array_equal(x[:n], y[:n], err_msg=f"{name} of step {step}")
-            assert not x[n:].any() and not y[n:].any()
+            assert not x[n:].any()
+            assert not y[n:].any()
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -282,7 +283,7 @@ def test_seeds_under_vmap_are_runs_of_their_own():
 def test_a_thompson_sampler_learns_which_problems_are_half_right():
     """After many steps it chooses problems whose success rate is nearest to a half."""
     run = jax.jit(jax.vmap(compiled(METHODS["thompson"], 60)))
-    after, batches = run(jax.random.split(KEY, 4))
+    _, batches = run(jax.random.split(KEY, 4))
     late = np.asarray(batches.prompt_tokens)[:, 40:, :, 0]
     distance = np.abs((late + 1) / (ROWS + 1) - 0.5)
     assert distance.mean() < 0.15 < np.abs((np.arange(ROWS) + 1) / (ROWS + 1) - 0.5).mean()
@@ -295,7 +296,8 @@ def test_members_are_numbered_over_all_asks():
     groups, *_ = sample_step(draw, collected, Now(KEY, np.int32(0)), setting, host_rounds)
     present = groups.rollout.stop != StopReason.ABSENT
     assert groups.use.shape[1] == G + 2 + 2  # the asks of ``first``, and the bound of ``next``
-    assert (groups.use[:N, G] == BASELINE).all() and (groups.use[:N, G + 1] == ASIDE).all()
+    assert (groups.use[:N, G] == BASELINE).all()
+    assert (groups.use[:N, G + 1] == ASIDE).all()
     assert (np.diff(present.astype(int), axis=1) <= 0).all()  # without gaps
     assert not np.asarray(groups.members())[:, G : G + 2].any()
 
@@ -312,7 +314,8 @@ def test_rounds_stop_at_the_first_that_asks_for_nothing():
     collected = new_collected(setting)
     draw = partial(draw_toy, key=KEY, step=np.int32(0))
     groups, _, counts = sample_step(draw, collected, Now(KEY, np.int32(0)), setting, host_rounds)
-    assert calls == [1, 2] and counts["rounds"] == 2
+    assert calls == [1, 2]
+    assert counts["rounds"] == 2
     assert (groups.sizes() == G + 1).all()
 
 
@@ -323,5 +326,6 @@ def test_asks_stay_within_the_bounds_of_the_plan():
     collected = new_collected(setting)
     draw = partial(draw_toy, key=KEY, step=np.int32(0))
     groups, after, _ = sample_step(draw, collected, Now(KEY, np.int32(0)), setting, host_rounds)
-    assert groups.use.shape == (N + 4, G + 3) and int(after.cursor) == N + 4
+    assert groups.use.shape == (N + 4, G + 3)
+    assert int(after.cursor) == N + 4
     assert widths(()) == 0

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jrl.train.replay import Recall, check_replay, packed, recalled, unpacked
 
 from jrl.config import load_config
 from jrl.errors import UserError
@@ -13,8 +14,7 @@ from jrl.methods import get_method
 from jrl.methods.base import replay_successes
 from jrl.objectives import combine_terms, compute_advantages, policy_loss
 from jrl.train import build, programs
-from jrl.train.collect import to_batch
-from jrl.train.replay import Recall, check_replay, packed, recalled, unpacked
+from jrl.train.groups import to_batch
 from jrl.train.sources import Groups
 from jrl.types import Branching, Rollout, StopReason
 

@@ -18,9 +18,9 @@ from jrl.models.several import one_of
 from jrl.run.run import train
 from jrl.serving.launch import served_policy
 from jrl.train import build, programs
-from jrl.train.collect import to_batch
 from jrl.train.episodes import episode_rollout
 from jrl.train.frozen import frozen_params
+from jrl.train.groups import to_batch
 from jrl.train.several import SUMMED, divided_batch
 from jrl.train.step import make_step
 

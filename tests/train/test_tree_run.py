@@ -20,9 +20,9 @@ from jrl.objectives.transforms import over_branches
 from jrl.run import run as running
 from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import to_batch
 from jrl.train.compiled import iterate, make_iteration
 from jrl.train.frozen import run_task
+from jrl.train.groups import to_batch
 from jrl.train.objective import method_of
 from jrl.train.sources_task import task_rollout
 from jrl.train.state import init_state

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jrl.train.replay import Recall, unpacked
 
 from jrl.config import load_config
 from jrl.envs.tree import SEARCHES, Step, Tree
@@ -24,10 +25,9 @@ from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.places import entropy
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.train.build import setup
-from jrl.train.collect import to_batch
 from jrl.train.frozen import run_task
+from jrl.train.groups import to_batch
 from jrl.train.objective import method_of
-from jrl.train.replay import Recall, unpacked
 from jrl.train.sources import Groups
 from jrl.train.tree_search import Guided, Problems, TreeSearch, run_estimate
 from jrl.types import Branching, Prompt, Search, StopReason
