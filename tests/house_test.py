@@ -111,7 +111,6 @@ class World:
                 task=TASK,
                 parts=tuple(WEIGHTS),
                 network=self.network,
-                group=GROUP,
             )
         )
         self.collector = Collector(

@@ -21,7 +21,6 @@ from jrl.train.build import Run
 from jrl.train.collect import Batches, Collector
 from jrl.train.curriculum import rounds_of
 from jrl.train.disjoint import draw_ahead, restored
-from jrl.train.plan import Setting
 from jrl.train.plan_tools import TaskTools, TextTools
 from jrl.train.reward_model import NAME, ModelRewards
 from jrl.train.sources import Source
@@ -50,26 +49,6 @@ def run_source(
     if rewards.model is not None and (trains or (pool is not None and run.task is None)):
         source = ModelRewards(source, rewards.model, list(rewards.weights).index(NAME))
     return source
-
-
-def setting_of(run: Run, order: Callable[[Any], Any]) -> Setting:
-    """What collecting the groups of a run needs to know.
-
-    Args:
-      run: from ``build.setup``.
-      order: tickets -> rows of the data, where no curriculum chooses.
-    """
-    curriculum = run.method.curriculum
-    return Setting(
-        method=run.method,
-        prompts=run.config.train.prompts,
-        group=run.config.sampling.group,
-        weights=np.array(list(run.rewards.weights.values()), np.float32),
-        judge=run.rewards.judged,
-        order=order,
-        tools=tools_of(run),
-        table=table_of(run, curriculum) if isinstance(curriculum, Curriculum) else None,
-    )
 
 
 def table_of(run: Run, curriculum: Curriculum) -> Table:
@@ -104,10 +83,21 @@ def training_batches(
     packer = programs.packer(run)
     if packer is not None and "packing" in notes:
         packer.resume(notes["packing"])
-    source = run_source(run, pool, notes)
-    setting = setting_of(run, source.order)
-    sampled = not run.data.judged
-    collector = Collector(source, setting, run.mesh, pack=packer, sampled=sampled, notes=notes)
+    curriculum = run.method.curriculum
+    collector = Collector(
+        source=run_source(run, pool, notes),
+        prompts=run.config.train.prompts,
+        reward_weights=np.array(list(run.rewards.weights.values()), np.float32),
+        method=run.method,
+        mesh=run.mesh,
+        pack=packer,
+        sampled=not run.data.judged,
+        group=run.config.sampling.group,
+        judge=run.rewards.judged,
+        tools=tools_of(run),
+        table=table_of(run, curriculum) if isinstance(curriculum, Curriculum) else None,
+        notes=notes,
+    )
     if run.rollout_mesh is None:
         yield collector
         return

@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jrl.methods.base import same_rewards
+from jrl.methods.base import Method, same_rewards
+from jrl.methods.curriculum import Table
 from jrl.train.asks import ASIDE, Asks, DrawRequest
 from jrl.train.collect_notes import packed, unpacked
 from jrl.train.groups import PlacedGroups, to_batch
@@ -86,31 +87,45 @@ class Collector:
 
     Args:
       source: of groups.
-      setting: the method and the sizes of a step.
+      prompts: N, groups of a batch.
+      reward_weights: [R] float32.
+      method: its curriculum, plan, rewards and edits are used here.
       mesh: where batches go.
       pack: packs completions into rows; None to leave them.
       sampled: whether a policy drew the completions, so that ``sampler_logprobs`` are known.
+      group: G, members that a group has by sampling.
+      judge: the column of the reward part that says what is right; None for the score.
+      tools: (root key) -> what the data offers to plans; None where it offers nothing.
+      table: the problems, for a curriculum.
       notes: of a checkpoint; {} for a new run.
     """
 
     def __init__(
         self,
         source: Source,
-        setting: Setting,
+        prompts: int,
+        reward_weights: Any,
+        method: Method,
         mesh: Mesh,
-        *,
         pack: Packer | None = None,
         sampled: bool = True,
+        group: int = 1,
+        *,
+        judge: int | None = None,
+        tools: Callable[[Any], Any] | None = None,
+        table: Table | None = None,
         notes: Mapping[str, Any] = NOTHING,
     ) -> None:
-        self.source, self.setting, self.mesh = source, setting, mesh
+        sizes = prompts, group, np.asarray(reward_weights, np.float32)
+        setting = Setting(method, *sizes, judge, source.order, tools, table)
+        self.source, self.mesh = source, mesh
         self.pack, self.sampled = pack, sampled
         self.collected = new_collected(setting)
         if "collect" in notes:
             self.collected = unpacked(self.collected, notes["collect"])
         self._next = self.collected
         self._outcome: tuple[PlacedGroups, PlacedGroups] | None = None
-        method, curriculum = setting.method, setting.curriculum
+        curriculum = setting.curriculum
         self._plain = not (method.plan.next or method.edits or curriculum)
         if curriculum is not None:  # as one program each, the same numbers as in a compiled run
             curriculum = curriculum._replace(
@@ -258,7 +273,7 @@ class Collector:
             groups.ids,
             groups.stats,
             drawn.members,
-            drawn.prior,
+            dict(drawn.prior),
             own=self.sampled and method.draw.own,
         )
         if self.pack is not None:

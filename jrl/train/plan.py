@@ -19,7 +19,7 @@ from flax import struct
 
 from jrl.methods.base import Method
 from jrl.methods.curriculum import Choice, Curriculum, Outcome, Query, Table, unchanged
-from jrl.methods.edit import EditView
+from jrl.methods.edit import EditView, Stateless
 from jrl.methods.plan import StepView
 from jrl.train.asks import Ask, Asks, Tokens, new_ask
 from jrl.train.groups import Origin, PlacedGroups, place, put_members, take, widened
@@ -447,14 +447,15 @@ def edit_counts(
       setting: of the run.
 
     Returns:
-      reward (points, over all members sampled to be trained on, kept or not); with further rounds
-      groups_kept (``share``) and groups_missing (groups that a batch lacks); with a store replayed
-      (members that come from it).
+      reward (points, over all members sampled to be trained on, kept or not); with further rounds,
+      or edits that leave members out, groups_kept (``share``) and groups_missing (groups that a
+      batch lacks); with a store replayed (members that come from it).
     """
     drawn, members = groups.drawn(), trained.members()
     mean = jnp.where(drawn, groups.score(), 0.0).sum() / jnp.maximum(drawn.sum(), 1)
     counts: dict[str, Any] = {"reward": mean}
-    if setting.method.plan.next is not None:
+    drops = any(isinstance(edit.init, Stateless) for edit in setting.method.edits)
+    if setting.method.plan.next is not None or drops:
         missing = setting.prompts - members.any(axis=1).sum()
         counts |= {"groups_kept": share, "groups_missing": jnp.maximum(missing, 0)}
     if "replayed" in trained.ids:

@@ -13,9 +13,11 @@ from jrl.errors import UserError
 from jrl.evaluate import episode_metrics
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
+from jrl.methods.plan import also
 from jrl.objectives.transforms import completion_tokens, overlong_penalty, paid
 from jrl.samples import samples_of
 from jrl.sampling.params import make_sampling_params
+from jrl.train.asks import Tokens
 from jrl.train.collect import Collector
 from jrl.train.compiled import held_out, iterate, make_iteration, make_run, solution_batch
 from jrl.train.episodes import check_players, episode_rollout
@@ -46,7 +48,6 @@ def draw(network, quick_jit):
             task=ENV,
             parts=WEIGHTS,
             network=network,
-            group=GROUP,
         )
     )
 
@@ -70,6 +71,7 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
         reward_weights=np.array(list(WEIGHTS.values()), np.float32),
         method=method,
         mesh=mesh,
+        group=GROUP,
     )
     with jax.set_mesh(mesh):
         shardings = state_shardings(jax.eval_shape(fresh), mesh, network=network)
@@ -95,7 +97,9 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
         prompts=PROMPTS,
         group=GROUP,
     )
-    scanned, curves = quick_jit(lambda s: iterate(iteration, s, SAMPLING, STEPS))(fresh())
+    begun = iteration.begin(fresh())
+    scanned, curves = quick_jit(lambda c: iterate(iteration, c, SAMPLING, STEPS))(begun)
+    scanned = scanned.train
     assert np.array_equal(curves.pop("tokens"), np.stack(drawn))
     assert_close(scanned.params, state.params, 1e-5)
     assert curves.keys() == log[0].keys() >= {"turns", "slot_use"}
@@ -228,23 +232,22 @@ def test_a_warm_start_learns_the_turns_and_not_the_replies():
 
 
 def test_methods_with_demonstrations_are_refused(network):
+    tickets = np.arange(2, dtype=np.int32)
+    request = simple_request(KEY, {"policy": None}, np.int32(0), tickets, 2)
+    solution = Tokens(np.zeros((2, 1), np.int32), np.ones(2, np.int32))
+    asks = (*request.asks, also(request.asks, 1, prefix=solution, prefix_as="given"))
     with pytest.raises(UserError, match="data.env: the method learns from demonstrations"):
         episode_rollout(
-            KEY,
-            None,
-            jnp.int32(0),
-            jnp.arange(2),
+            request.replace(asks=asks),
             sampling_params=SAMPLING,
             task=ENV,
             parts=WEIGHTS,
             network=network,
-            group=2,
-            demonstrations=1,
         )
 
 
 def test_a_method_that_drops_groups_cannot_have_players_in_them():
-    dapo, grpo = get_method("dapo", max_tokens=9).groups, get_method("grpo").groups
+    dapo, grpo = get_method("dapo", max_tokens=9), get_method("grpo")
     both = get_env("nim", opponent="self")
     with pytest.raises(
         UserError, match="data.env: the method keeps some groups.*'nim' each start m"
