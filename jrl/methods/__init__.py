@@ -1,4 +1,4 @@
-"""Published methods by name. A file added to this package adds its decorated functions.
+"""Published methods by name. A file added to one of ``PACKAGES`` adds its decorated functions.
 
 >>> get_method("grpo", clip_high=0.28).min_group
 2
@@ -38,16 +38,26 @@ __all__ = [
 ]
 
 
+PACKAGES = ("jrl.methods", "jrl.zoo.methods")
+"""Packages whose files hold published methods."""
+
+
 @functools.cache
 def all_methods() -> MappingProxyType[str, Published]:
-    """Every decorated function in the files of this package, by name, in alphabetical order.
+    """Every decorated function in the files of ``PACKAGES``, by name, in alphabetical order.
 
     Raises:
       ValueError: when two files define methods of one name.
     """
     found: dict[str, Published] = {}
-    for file in pkgutil.iter_modules(__path__, prefix=f"{__name__}."):
-        module = importlib.import_module(file.name)
+    packages = [importlib.import_module(name) for name in PACKAGES]
+    files = [
+        file.name
+        for package in packages
+        for file in pkgutil.iter_modules(package.__path__, prefix=f"{package.__name__}.")
+    ]
+    for file in files:
+        module = importlib.import_module(file)
         for value in vars(module).values():
             if not isinstance(value, Published) or value.__module__ != module.__name__:
                 continue

@@ -44,7 +44,7 @@ STORED = -2
 class Stateless(NamedTuple):
     """The ``init`` of an edit that keeps nothing between steps."""
 
-    def __call__(self, groups: Any) -> tuple[()]:
+    def __call__(self, shapes: Any, prompts: int) -> tuple[()]:
         """()."""
         return ()
 
@@ -53,12 +53,13 @@ class Edit(NamedTuple):
     """An edit of the groups of a step.
 
     Attributes:
-      init: (shapes of the groups, or None on the host, where stores have no bounds) -> state.
+      init: (shapes of a step's groups, or None on the host, where stores have no bounds; N) ->
+        state.
       apply: (state, groups, view) -> (groups, state).
       extra: (prompts of a step) -> groups appended for it to fill, a static number.
     """
 
-    init: Callable[[Any], Any]
+    init: Callable[[Any, int], Any]
     apply: Callable[[Any, Any, EditView], tuple[Any, Any]]
     extra: Callable[[int], int] = lambda prompts: 0
 

@@ -80,6 +80,8 @@ class Plan(NamedTuple):
       rounds: the most calls of ``next``. A round that asks for nothing is the last.
       members: G -> the most members that ``next`` adds to a group, a static bound.
       prompts: N -> the most groups that ``next`` adds to the step, a static bound.
+      tokens: by which completions get longer where contexts are trained under; what needs more is
+        left out.
       policies: those that draw besides the policy.
       tree: how the members that the run asks for branch off one another, or are searched for.
       estimate: (the value network's number) -> points of a path that has not ended, by which a
@@ -91,6 +93,7 @@ class Plan(NamedTuple):
     rounds: int = 0
     members: Callable[[int], int] = nothing
     prompts: Callable[[int], int] = nothing
+    tokens: int = 0
     policies: tuple[Policy, ...] = ()
     tree: Branching | Search | None = None
     estimate: Callable[[Array], Array] | None = None

@@ -1,6 +1,6 @@
 """Stores of completions that a run trains on again: the state of an edit that replays.
 
-    store = member_store(shapes, capacity)              # in ``Edit.init``
+    edit = Edit(member_store(capacity), apply)          # or group_store(steps)
     rows, found = store.of_prompt(prompts, 1, keys)     # or sample(count, key), or pop(count)
     store = store.put(groups, which)
 
@@ -11,8 +11,7 @@ shapes; on the host (shapes None) rows have no padding, and the same functions c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -248,21 +247,36 @@ def _new_store(shapes: Any, slots: Slots, whole: bool) -> Any:
     return Store(slots, rows, whole)
 
 
-def member_store(shapes: Any, capacity: int, *, each: int = 0, prompts: int = 0) -> Any:
-    """An empty store of completions.
+class member_store(NamedTuple):
+    """An ``Edit.init``: an empty store of completions.
 
-    Args:
-      shapes: of the groups of a step, as ``Edit.init`` is given them.
+    Attributes:
       capacity: C, completions.
       each: completions of one prompt that are held, the newest; 0 for all.
       prompts: prompts of which any are held, those added to last; 0 for all.
     """
-    return _new_store(shapes, empty_slots(capacity, each, prompts), False)
+
+    capacity: int
+    each: int = 0
+    prompts: int = 0
+
+    def __call__(self, shapes: Any, prompts: int) -> Any:
+        """The store; ``shapes`` of a step's groups, None on the host."""
+        return _new_store(shapes, empty_slots(*self), False)
 
 
-def group_store(shapes: Any, capacity: int) -> Any:
-    """An empty store of ``capacity`` whole groups; see ``member_store``."""
-    return _new_store(shapes, empty_slots(capacity), True)
+class group_store(NamedTuple):
+    """An ``Edit.init``: an empty store of whole groups, as many as some steps have.
+
+    Attributes:
+      steps: whose groups it holds.
+    """
+
+    steps: int
+
+    def __call__(self, shapes: Any, prompts: int) -> Any:
+        """The store; ``shapes`` of a step's groups, None on the host, of ``prompts`` prompts."""
+        return _new_store(shapes, empty_slots(self.steps * prompts), True)
 
 
 # ---------------------------------------------------------------- edits that replay by prompt
@@ -292,12 +306,12 @@ def replay(keep: Rule, replace: Rule, each: int, prompts: int) -> Edit:
         filled = fill(groups, replace(success, members), rows, found)
         return filled, store.put(groups, keep(success, members))
 
-    return Edit(partial(member_store, capacity=each * prompts, each=each, prompts=prompts), apply)
+    return Edit(member_store(each * prompts, each, prompts), apply)
 
 
 def is_by_prompt(edit: Edit) -> bool:
     """Whether an edit stores completions for groups of the same prompt, as ``replay`` does."""
-    return isinstance(edit.init, partial) and bool(edit.init.keywords.get("each"))
+    return isinstance(edit.init, member_store) and edit.init.each > 0
 
 
 def replay_successes(above: float, each: int, prompts: int) -> Edit:

@@ -21,7 +21,7 @@ from jrl.train.build import Run
 from jrl.train.collect import Batches, Collector
 from jrl.train.curriculum import rounds_of
 from jrl.train.disjoint import draw_ahead, restored
-from jrl.train.plan_tools import TaskTools, TextTools
+from jrl.train.plan_tools import Hinter, TaskTools, TextTools
 from jrl.train.reward_model import NAME, ModelRewards
 from jrl.train.sources import Source
 from jrl.train.task_rewards import OwnRewards
@@ -63,7 +63,8 @@ def tools_of(run: Run) -> Callable[[Any], Any] | None:
         return partial(TaskTools, run.task)
     if run.task is not None or run.data.judged or run.config.recorded is not None:
         return None
-    tools = TextTools(run.data.prompts["train"], run.config.sampling.max_new_tokens)
+    sizes = run.data.prompts["train"], run.config.sampling.max_new_tokens
+    tools = TextTools(*sizes, hinted=Hinter(run) if run.config.text is not None else None)
     return lambda key: tools
 
 
@@ -96,6 +97,7 @@ def training_batches(
         judge=run.rewards.judged,
         tools=tools_of(run),
         table=table_of(run, curriculum) if isinstance(curriculum, Curriculum) else None,
+        contexts=run.task is None,
         notes=notes,
     )
     if run.rollout_mesh is None:

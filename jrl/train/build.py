@@ -460,15 +460,15 @@ def _text(config: Config) -> TextTable:
     return config.text
 
 
-def question_prompts(run: Run, questions: Sequence[str]) -> list[Prompt]:
-    """Prompts without answers, made as the run's own are; at most as long as those."""
+def question_prompts(run: Run, questions: Sequence[str], most: int = 0) -> list[Prompt]:
+    """Prompts without answers, made as the run's own are; at most as long as those, or ``most``."""
     data = _text(run.config)
     prompts, _ = build_prompts(
         MemoryRows([{"question": q} for q in questions], "prompt"),
         run.tokenizer,
         answer_key=None,
         **data.wording,
-        max_prompt_tokens=run.width,
+        max_prompt_tokens=most or run.width,
     )
     return prompts
 

@@ -97,6 +97,7 @@ class Collector:
       judge: the column of the reward part that says what is right; None for the score.
       tools: (root key) -> what the data offers to plans; None where it offers nothing.
       table: the problems, for a curriculum.
+      contexts: whether asks may have contexts that are trained under.
       notes: of a checkpoint; {} for a new run.
     """
 
@@ -114,10 +115,11 @@ class Collector:
         judge: int | None = None,
         tools: Callable[[Any], Any] | None = None,
         table: Table | None = None,
+        contexts: bool = False,
         notes: Mapping[str, Any] = NOTHING,
     ) -> None:
         sizes = prompts, group, np.asarray(reward_weights, np.float32)
-        setting = Setting(method, *sizes, judge, source.order, tools, table)
+        setting = Setting(method, *sizes, judge, source.order, tools, table, contexts)
         self.source, self.mesh = source, mesh
         self.pack, self.sampled = pack, sampled
         self.collected = new_collected(setting)

@@ -22,6 +22,7 @@ from jrl.methods.curriculum import Choice, Curriculum, Outcome, Query, Table, un
 from jrl.methods.edit import EditView, Stateless
 from jrl.methods.plan import StepView
 from jrl.train.asks import Ask, Asks, Tokens, new_ask
+from jrl.train.contexts import in_common
 from jrl.train.groups import Origin, PlacedGroups, place, put_members, take, widened
 from jrl.train.members import numbers, uses
 from jrl.types import Array, stream
@@ -66,6 +67,7 @@ class Setting(NamedTuple):
       order: tickets [n] -> rows [n], the data's own order, where there is no curriculum.
       tools: (root key) -> what the data offers to plans; None where it offers nothing.
       table: the problems, for a curriculum.
+      contexts: whether asks may have contexts that are trained under, which takes a host.
     """
 
     method: Method
@@ -76,6 +78,7 @@ class Setting(NamedTuple):
     order: Callable[[Any], Any]
     tools: Callable[[Any], Any] | None = None
     table: Table | None = None
+    contexts: bool = False
 
     @property
     def curriculum(self) -> Curriculum | None:
@@ -363,7 +366,9 @@ def host_rounds(
     plan = setting.method.plan
     assert plan.next is not None
     groups, (_, columns) = jax.device_get(groups), bounds(groups, setting)
-    groups, counts = widened(groups, groups.use.shape[0], columns), dict(counts)
+    # Also in a step without hints, so that all steps are one program.
+    tokens = plan.tokens if setting.contexts else 0
+    groups, counts = widened(groups, groups.use.shape[0], columns, tokens), dict(counts)
     for number in range(1, plan.rounds + 1):
         asks = plan.next(groups, view_of(number, collected, now, setting))
         if not asks or not bool(asked(asks)):
@@ -377,6 +382,8 @@ def host_rounds(
             drawn = jax.device_get(draw(part)._replace(subject=None))
             issued = int(np.asarray(collected.cursor)) - int(base)
             groups = widened(groups, max(issued, groups.use.shape[0]), columns)
+            if part[0].keep and part[0].context is not None:
+                groups, drawn = in_common(groups, drawn, part, int(base))
             groups = _put(groups, drawn, part, prior, np.int32(number), int(base))
             counts = {n: counts.get(n, 0) + drawn.counts.get(n, 0) for n in counts | drawn.counts}
     return groups, collected, counts, plan.rounds
@@ -523,4 +530,6 @@ def new_collected(setting: Setting, shapes: Any = None) -> CollectState:
         assert setting.table is not None
         state = curriculum.init(setting.table)
     cursor: Any = np.int32(0) if shapes is None else jnp.int32(0)
-    return CollectState(cursor, state, tuple(edit.init(shapes) for edit in method.edits))
+    return CollectState(
+        cursor, state, tuple(edit.init(shapes, setting.prompts) for edit in method.edits)
+    )

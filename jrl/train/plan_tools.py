@@ -13,6 +13,7 @@ import numpy as np
 from jrl.data.tasks import Task
 from jrl.errors import UserError
 from jrl.train.asks import Asks, Tokens
+from jrl.train.build import Run, question_prompts
 from jrl.train.demonstrations import task_solution
 from jrl.types import Array, Prompt, stream
 
@@ -129,6 +130,39 @@ class TextTools(NamedTuple):
     def prompt_ids(self, rows: Any) -> np.ndarray:
         """The identity of the problem in each row."""
         return np.array([self.prompts[i].id for i in np.asarray(rows).tolist()], np.int32)
+
+
+class Hinter:
+    """(prompt, hint) -> token ids of the prompt's question with the hint behind it.
+
+    Args:
+      run: on text, whose template turns questions into prompts.
+    """
+
+    _MARK = "QUESTION"
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        (probe,) = question_prompts(run, [self._MARK])
+        self._before, _, self._behind = probe.text.partition(self._MARK)
+
+    def __call__(self, prompt: Prompt, hint: str) -> np.ndarray:
+        """The tokens.
+
+        Raises:
+          UserError: the prompt is not the template's, as one that was truncated.
+        """
+        text, begin = prompt.text, len(self._before)
+        end = len(text) - len(self._behind)
+        if not (text.startswith(self._before) and text.endswith(self._behind) and begin <= end):
+            raise UserError(
+                f"prompt {prompt.id} was cut, and a hint has no place in it; raise"
+                " data.max_prompt_tokens, or set data.overlong to 'drop'"
+            )
+        limit = self._run.network.max_length - self._run.config.sampling.max_new_tokens
+        question = f"{text[begin:end]}\n\nHint: {hint}"
+        (made,) = question_prompts(self._run, [question], limit)
+        return made.tokens
 
 
 def padded(texts: Sequence[np.ndarray], most: int = 0) -> Tokens:

@@ -115,7 +115,7 @@ def fifo(capacity=8, taken=2):
         flags = first[:, None] & found[None]
         return fill(groups, wrong, many, flags), store.put(groups, right)
 
-    return Edit(partial(member_store, capacity=capacity), apply)
+    return Edit(member_store(capacity), apply)
 
 
 def replayed_groups():
@@ -124,7 +124,7 @@ def replayed_groups():
         live = groups.live() & ~view.extra
         return fill_groups(groups, view.extra, rows, found), store.put(groups, live)
 
-    return Edit(partial(group_store, capacity=5), apply, extra=lambda prompts: 2)
+    return Edit(group_store(2), apply, extra=lambda prompts: 2)
 
 
 def by_prompt():
@@ -134,7 +134,7 @@ def by_prompt():
         failed = ~right.any(axis=1, keepdims=True) & (jnp.arange(groups.use.shape[1]) == 0)[None]
         return fill(groups, failed, rows, found), store.put(groups, right)
 
-    return Edit(partial(member_store, capacity=16, each=2, prompts=6), apply)
+    return Edit(member_store(16, 2, 6), apply)
 
 
 best_and_worst = edit_of(

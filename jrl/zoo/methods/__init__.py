@@ -1,0 +1,1 @@
+"""Published methods that stand on the seams of ``jrl.methods``, found by name like its own."""
