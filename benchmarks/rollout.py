@@ -18,6 +18,7 @@ from benchmarks.clock import peak_memory_mb, rounded, steady
 from benchmarks.flags import WARMUP
 from benchmarks.work import Source, Work, build, new_state, report
 from jrl.compiles import CompileCounter
+from jrl.train.sources import simple_request
 from jrl.types import Params, TrainState
 
 
@@ -31,7 +32,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             policy = state.params["policy"]
             for step in range(args.steps):
                 begin = time.perf_counter()
-                source.draw(state.key, policy, np.int32(step), positions(work, step))
+                asked = simple_request(
+                    state.key, {"policy": policy}, np.int32(step), positions(work, step)
+                )
+                source.draw(asked)
                 walls.append(time.perf_counter() - begin)
                 counts.append(compiles.count)
             used = peak_memory_mb()

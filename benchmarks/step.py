@@ -19,7 +19,8 @@ from benchmarks.rollout import describe, sampling_figures
 from benchmarks.work import Source, Work, build, new_state, report
 from jrl.compiles import CompileCounter
 from jrl.mesh import batch_shards, replicated
-from jrl.train.collect import collect
+from jrl.train.collect import Collector
+from jrl.train.loop import policy_weights
 from jrl.train.packing import Packer
 from jrl.train.step import compile_step, make_step
 from jrl.types import Batch, TrainState
@@ -88,18 +89,16 @@ def _rest(walls: list[float], *parts: list[float]) -> list[float]:
 def _collect(
     work: Work, source: Source, pack: Packer | None, state: TrainState, step: int
 ) -> Batch:
-    batch, _, _ = collect(
-        state.key,
-        state.params["policy"],
-        source.draw,
-        step,
-        step * work.args.batch,
+    collector = Collector(
+        source=source,
         prompts=work.args.batch,
-        weights=np.ones(1, np.float32),
+        reward_weights=np.ones(1, np.float32),
         method=work.method,
         mesh=work.mesh,
         pack=pack,
     )
+    weights, cursor = policy_weights(state), step * work.args.batch
+    batch, _, _ = collector.collect(state.key, weights, step=step, cursor=cursor)
     return batch
 
 

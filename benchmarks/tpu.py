@@ -18,7 +18,6 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +36,14 @@ from jrl.plan.lower import run_model
 from jrl.plan.topology import Topology, parse_topology
 from jrl.plan.useful import lengths_of, model_flops
 from jrl.train import build, programs
-from jrl.train.collect import collect
+from jrl.train.asks import DrawRequest
+from jrl.train.batches import text_source
+from jrl.train.collect import Collector
+from jrl.train.kinds import kind_of
 from jrl.train.placement import make_meshes
-from jrl.train.resharding import ReshardedSampler, freed_after
+from jrl.train.resharding import ReshardedSampler
 from jrl.train.score import policy_of
-from jrl.train.sources import Groups
+from jrl.train.sources import Around, Groups, Source
 from jrl.types import Prompt
 
 PROGRAMS = {"resharding": "resharding_s", "sampler": "sampler_s", "train_step": "train_s"}
@@ -85,12 +87,14 @@ def synthetic_run(config: Config) -> build.Run:
         if given is not None:
             raise UserError(f"{key} = {given!r} is not for this benchmark; {instead}")
     mesh, _ = make_meshes(config)
-    width = -(-config.max_prompt_tokens // 16) * 16
+    kind = kind_of(config)
     model, tokenizer = run_model(config, None), _Endless()
-    run = build.bare_run(config, mesh, task=None, model=model, tokenizer=tokenizer, width=width)
+    run = build.bare_run(
+        config, mesh, kind=kind, model=model, tokenizer=tokenizer, width=kind.prompt_tokens
+    )
     programs.check_trainable(run)
     rng = np.random.default_rng(config.seed)
-    tokens = rng.integers(3, model.vocab_size, (config.train.prompts, width), np.int32)
+    tokens = rng.integers(3, model.vocab_size, (config.train.prompts, run.width), np.int32)
     prompts = [Prompt(id=i, text="", tokens=row, answer="") for i, row in enumerate(tokens)]
     return run._replace(data=build.RunData({"train": prompts, "eval": []}, {}, {}))
 
@@ -125,6 +129,18 @@ class Clock:
         return {name: steady(step.get(name, 0.0) for step in self.steps) for name in names}
 
 
+class Timed(Around):
+    """A source whose draws are timed, and whose rewards are made up."""
+
+    def __init__(self, source: Source, clock: Clock, seed: int) -> None:
+        super().__init__(source)
+        self._draw, self._seed = clock.around("drawing_s", source.draw), seed
+
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``."""
+        return with_points(self._draw(request), self._seed)
+
+
 def measure(run: build.Run, steps: int) -> dict[str, Any]:
     """Median seconds of a step and of its programs, and the most memory of a chip."""
     clock, config = Clock(), run.config
@@ -134,24 +150,23 @@ def measure(run: build.Run, steps: int) -> dict[str, Any]:
             raise UserError(f"method = {config.method!r} draws no completions; nothing to measure")
         if isinstance(sampler, ReshardedSampler):
             sampler.weights = clock.around("resharding_s", sampler.weights)
-        draw = clock.around("drawing_s", programs.group_source(run, None, sampler))
         state, shardings = programs.new_state(run)
         train = clock.around("train_s", programs.train_program(run, shardings))
         sampling_params = jax.device_put(run.sampling_params, replicated(run.mesh))
-        gather: Any = partial(
-            collect,
-            draw=lambda *args, **kwargs: with_points(draw(*args, **kwargs), config.seed),
+        collector = Collector(
+            source=Timed(text_source(run, None, sampler), clock, config.seed),
             prompts=config.train.prompts,
-            weights=np.array(list(run.rewards.weights.values()), np.float32),
+            reward_weights=np.array(list(run.rewards.weights.values()), np.float32),
             method=run.method,
             mesh=run.mesh,
             pack=programs.packer(run),
         )
-        gather, cursor = freed_after(gather, sampler), 0
+        cursor = 0
         for i in range(steps):
             begin = time.perf_counter()
             policy = policy_of(state, run.network)
-            batch, _, cursor = gather(state.key, policy, step=i, cursor=cursor)
+            weights = {"policy": policy}
+            batch, _, cursor = collector.collect(state.key, weights, step=i, cursor=cursor)
             state, _ = train(state, batch, sampling_params)
             clock.end_step(time.perf_counter() - begin)
     found = clock.medians()

@@ -24,7 +24,8 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams, make_sampling_params
-from jrl.train.sources import Groups
+from jrl.train.asks import DrawRequest
+from jrl.train.sources import Groups, entries
 from jrl.train.sources_text import compiled_stream
 from jrl.train.state import init_state, state_shardings
 from jrl.types import Array, Network, Params, Rollout, StopReason, TrainState
@@ -229,7 +230,7 @@ def without_stop(rollout: Rollout) -> Rollout:
 
 
 class Source:
-    """Draws groups for ``groups.collect`` and keeps the time of each hop.
+    """Draws groups for a ``Collector`` and keeps the time of each hop.
 
     Attributes:
       rollout_seconds: of each draw, from prompts on the host to completions on the host.
@@ -243,18 +244,25 @@ class Source:
         self.drawn: list[Rollout] = []
         self.slot_use: list[float] = []
 
-    def draw(self, key: Array, params: Params, step: Any, positions: Any) -> Groups:
-        """See ``jrl.train.collect.GroupSource``; the prompts are those of step ``step``."""
+    def order(self, tickets: Any) -> Any:
+        """As ``jrl.train.sources.Source``: a prompt for each ticket."""
+        return tickets
+
+    def finish(self, complete: bool) -> None:
+        """Nothing is held between draws."""
+
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``jrl.train.sources.Source``; the prompts are those of the step."""
         begin = time.perf_counter()
+        (tickets, _), step = entries(request), request.step
         tokens, lengths = self.work.prompts[int(step)]
-        sample_key = compiled_stream(key, "sample", step)
-        drawn = self.program(
-            sample_key, params, tokens, lengths, self.work.sampling_params, step, positions
-        )
+        sample_key = compiled_stream(request.key, "sample", step)
+        params, sampling_params = request.weights["policy"], self.work.sampling_params
+        drawn = self.program(sample_key, params, tokens, lengths, sampling_params, step, tickets)
         rollout, slot_steps = jax.device_get(drawn)
         self.rollout_seconds.append(time.perf_counter() - begin)
         live = int(rollout.mask.sum())
         rollout = without_stop(rollout) if self.work.args.eos == "natural" else rollout
         self.drawn.append(rollout)
         self.slot_use.append(live / int(slot_steps))
-        return Groups(rollout, even_share(rollout), [], {}, {"prompt": positions})
+        return Groups(rollout, even_share(rollout), [], {}, {"prompt": tickets})

@@ -184,7 +184,7 @@ def _runs(
         if difficulty and not (difficulty.isdecimal() and len(difficulty) < 10):
             raise UserError(f"--task {task}; write NAME or NAME:DIFFICULTY, such as sorting:5")
         tree = config.model_dump(mode="json", exclude_none=True)
-        if config.task is None or config.task.name != name or difficulty:
+        if config.data.name != name or difficulty:
             tree["data"] = {"env" if name in KNOWN else "task": name}
         if difficulty:
             tree["data"]["difficulty"] = int(difficulty)

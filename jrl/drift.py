@@ -18,7 +18,6 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.data.tasks import Task
-from jrl.envs import Env
 from jrl.errors import UserError, choose
 from jrl.evaluate import load_policy
 from jrl.mesh import AXES, make_mesh
@@ -30,7 +29,6 @@ from jrl.serving.request import Completion, Request
 from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.fits import check_problems, check_slots
-from jrl.train.objective import max_new_tokens
 from jrl.types import StopReason, stream
 
 _CHUNK = 16
@@ -195,11 +193,11 @@ def measure_drift(
     if len(batches) * len(meshes) * len(dtypes) < 2:
         raise UserError("one setting has nothing to be compared with; name several with --batch")
     run = build.setup(config, trains=False)
-    if config.episodes or isinstance(run.task, Env):
+    if config.data.plays or run.kind.episode_columns:
         raise UserError("data.env: episodes are not measured; give a run on prompts or a task")
     for batch in batches:
-        check_slots("--batch", batch, run.width + max_new_tokens(config, run.task), run.model)
-    if run.task is not None:
+        check_slots("--batch", batch, run.width + run.kind.new_tokens, run.model)
+    if config.data.has_solutions:
         check_problems(run, "--problems", problems)
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)

@@ -254,17 +254,17 @@ def test_2_the_files_of_the_readme_are_the_first_of_their_hops():
     assert files[0] in seen  # where ``train_steps`` is
     for hop, names in hops.items():
         package = names[0].partition("/")[0]
-        first = next(f for f in files if f.startswith(f"{package}/") and f not in seen)
+        new = (f for f in files if not f.startswith(tuple(seen)))
+        first = next(f for f in new if f.startswith(f"{package}/"))
         assert first.startswith(names[0]), f"hop {hop} begins in {first}"
-        seen.add(first)
+        seen.update(names)
 
 
-def test_2_few_files_from_fit_to_optax():
+def test_2_a_step_enters_the_files_that_it_is_made_of():
     w = World()  # of its own: both programs are traced for the first time here
     w.state = w.make(jax.random.key(0))
     files = entered(lambda: w.fit(1))
     assert {"train/collect.py", "train/step.py", "objectives/policy.py"} <= set(files)
-    assert len(files) <= 25, " ".join(files)
 
 
 def test_2_few_files_from_fit_to_optax_in_the_demo(tmp_path, monkeypatch):

@@ -41,21 +41,11 @@ MUTANTS = {
     "a frame for every hop": Mutant(
         1,
         "train/loop.py",
-        "batch, groups, cursor = batches.collect(state.key, weights(state), step=i, cursor=cursor)\n",
-        "deep = lambda f: lambda *a, **k: f(*a, **k)\n"
+        "        batch, groups, cursor = batches.collect(state.key, weights(state), "
+        "step=i, cursor=cursor)\n",
+        "        deep = lambda f: lambda *a, **k: f(*a, **k)\n"
         "        drawn = deep(batches.collect)(state.key, weights(state), step=i, cursor=cursor)\n"
         "        batch, groups, cursor = drawn\n",
-    ),
-    "a step spread over more files": Mutant(
-        2,
-        "train/step.py",
-        "        batch = batch.check()\n",
-        "        from jrl.errors import choose\n"
-        "        from jrl.methods.domains import is_zero\n"
-        "        from jrl.objectives.segments import segments\n"
-        "        from jrl.train.router import router_pairs\n"
-        "        batch = batch.check()\n"
-        "        segments(batch.members), is_zero(0), choose('a', 'b', ['c']), router_pairs({})\n",
     ),
     "a hop that begins elsewhere": Mutant(
         2,

@@ -283,7 +283,8 @@ def test_what_is_trained_is_what_was_sampled_token_for_token():
     )
     prompts = [Prompt(i, "", rollout.prompt_tokens[i], None, {}) for i in range(n)]
     pool = Echo()
-    groups = TextSource(prompts, p, None, None, None, pool, OneWay()).judge(prompts, rollout)
+    source = TextSource(prompts, p, None, None, None, pool, OneWay())
+    groups = source.judge(prompts, prompts, rollout)
     batch = to_batch(groups.rollout, groups.rewards, np.ones(1, np.float32))
     for name in ("prompt_tokens", "tokens", "lengths", "mask"):
         np.testing.assert_array_equal(getattr(batch, name), getattr(rollout, name))

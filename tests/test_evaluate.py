@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.evaluate import evaluation_metrics, majority_vote, pass_at_k, wilson
+from jrl.evaluate.statistics import evaluation_metrics, majority_vote, pass_at_k, wilson
 
 CORRECT = np.array(
     [

@@ -16,7 +16,7 @@ from jrl.run.run import train
 from jrl.serving.search import Path
 from jrl.train import build, programs
 from jrl.train.demonstrations import demonstration_rollout
-from jrl.train.frozen import run_task
+from jrl.train.kinds import kind_of
 from jrl.train.reward_model import model_of
 from jrl.types import Prompt
 
@@ -58,7 +58,7 @@ def test_a_search_leaves_rows_to_train_on(tmp_path):
     }
     assert {name: len(listed) for name, listed in files.items()} == {n: rows[n] for n in files}
     assert files["paths"]
-    task = run_task(tiny())
+    task = kind_of(tiny()).task
     for row in files["paths"]:
         for response, score, values in zip(
             row["responses"], row["scores"], row["step_values"], strict=True

@@ -17,6 +17,7 @@ from jrl.rewards import make_reward
 from jrl.run import run as running
 from jrl.run.run import train
 from jrl.train import build
+from jrl.train.kinds import kind_of
 from jrl.train.objective import method_of
 
 MINE = '''
@@ -175,7 +176,7 @@ def test_a_method_of_ones_own_takes_its_coefficients_and_those_of_every_method(m
 
 def test_a_task_of_ones_own_takes_the_further_keys_of_data(mine):
     config = load_config(None, [f"data.task={mine}:reversed_digits", "data.factor=2"])
-    task = build.run_task(config)
+    task = kind_of(config).task
     assert (task.name, task.difficulty) == ("reversed_digits", 6)
     with pytest.raises(UserError, match=r"data.facter = 2: there is no such option; did you mean"):
         get_task(f"{mine}:reversed_digits", facter=2)

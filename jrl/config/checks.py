@@ -30,7 +30,7 @@ def batch_parts(axes: Mapping[str, int]) -> int | None:
 
 
 def _table_conflicts(config: Config) -> Iterator[str]:
-    model, sampling, train, task = config.model, config.sampling, config.train, config.task
+    model, sampling, train, data = config.model, config.sampling, config.train, config.data
     if model.path is not None and model.config is not None and model.network is None:
         yield (
             f"model.path = {model.path!r} and model.config are both given; remove one"
@@ -48,16 +48,16 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             " set model.path"
         )
     unset = type(sampling).model_fields["max_new_tokens"].default
-    if task is not None and config.pairs is None and sampling.max_new_tokens != unset:
+    if data.own_limit and sampling.max_new_tokens != unset:
         yield (
-            f"sampling.max_new_tokens = {sampling.max_new_tokens} is not read with {task.kind} ="
-            f" {task.name!r}, which sets its own limit; remove it"
+            f"sampling.max_new_tokens = {sampling.max_new_tokens} is not read with"
+            f" {data.own_limit}, which sets its own limit; remove it"
         )
-    if config.episodes and config.replays_routing:
+    if data.plays and config.replays_routing:
         yield (
             "objective.router_replay does not go with episodes of data.train in data.env; remove it"
         )
-    if train.mode == "in_flight" and not config.episodes:
+    if train.mode == "in_flight" and not data.plays:
         yield (
             "train.mode = 'in_flight' is read by episodes of data.train in data.env alone, whose"
             " tokens are drawn a chunk at a time; set it to 'host'"
@@ -67,18 +67,18 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             "train.mode = 'in_flight' needs a rollout during training steps; set"
             " placement.staleness to 1 or more"
         )
-    files = config.data.model_fields_set & {"train", "pairs"}
+    files = data.model_fields_set & {"train", "pairs"}
     if train.mode == "compiled" and files:
         yield "train.mode = 'compiled' samples from data.task or data.env alone; set it to 'host'"
-    if files and task is None and config.warmup.steps:
+    if files and not data.has_solutions and config.warmup.steps:
         yield (
             f"warmup.steps = {config.warmup.steps} needs data.task, whose solutions it learns; set"
             " it to 0"
         )
-    if config.pairs is not None and config.rewards:
+    if data.scored and config.rewards:
         names = ", ".join(f"rewards.{name}" for name in config.rewards)
         yield f"{names}: data.pairs holds its own scores; remove {names}"
-    if config.pairs is not None and (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0):
+    if data.scored and (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0):
         yield (
             "sampling.top_k, top_p and min_p leave tokens out that data.pairs may hold; remove them"
         )
@@ -127,7 +127,7 @@ def _placement_conflicts(config: Config) -> Iterator[str]:
             "[placement] and train.mode = 'compiled' are both given: a compiled run is one program"
             " on one mesh; remove [placement] or set train.mode to 'host'"
         )
-    if given := config.given_completions:
+    if given := config.data.given:
         yield f"[placement] needs a rollout, and {given} has none; remove [placement]"
     shards = batch_parts(config.sampling.mesh_axes)
     if shards is not None:
@@ -151,7 +151,7 @@ def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
             "[sampling.mesh] and train.mode = 'compiled' are both given: a compiled run is one"
             " program on one mesh; remove [sampling.mesh] or set train.mode to 'host'"
         )
-    if given := config.given_completions:
+    if given := config.data.given:
         yield f"[sampling.mesh] needs a rollout, and {given} has none; remove [sampling.mesh]"
     if theirs["context"] != 1:
         yield (

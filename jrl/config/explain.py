@@ -120,11 +120,8 @@ def _wrong_kind(known: Key, value: object, chosen: str) -> str:
 
 def of_other_kinds(config: Config) -> list[str]:
     """A line for each option of a task that is a key of other data; options may be anything."""
-    if config.task is None:
-        return []
-    kind = config.task.kind if config.pairs is None else "data.pairs and data.task"
-    keys = {key.name: key for key in describe()}
-    options = {f"data.{name}": value for name, value in config.task.options.items()}
+    keys, kind = {key.name: key for key in describe()}, config.data.kind
+    options = {f"data.{name}": value for name, value in config.data.free_options.items()}
     return [_wrong_kind(keys[name], v, kind) for name, v in options.items() if name in keys]
 
 

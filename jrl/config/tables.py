@@ -20,17 +20,9 @@ from pydantic import (
 from jrl.config.checks import conflicts
 from jrl.config.unions import (
     Data,
-    EnvData,
-    EpisodeData,
-    FileTable,
     Optimizer,
-    PairData,
     PromptData,
-    RecordedData,
     Table,
-    TaskData,
-    TaskPairs,
-    TextTable,
     key,
 )
 
@@ -481,11 +473,6 @@ class Config(Table):
     )
 
     @property
-    def task(self) -> TaskData | EnvData | None:
-        """The procedural task or the environment, or None."""
-        return self.data if isinstance(self.data, TaskData | EnvData) else None
-
-    @property
     def mesh_axes(self) -> dict[str, int]:
         """Devices of training along each axis."""
         return _whole(self.mesh)
@@ -494,43 +481,6 @@ class Config(Table):
     def replays_routing(self) -> bool:
         """Whether training sends each token to the experts that the sampler chose."""
         return self.objective.get("router_replay") is True
-
-    @property
-    def episodes(self) -> EpisodeData | None:
-        """Prompts that open episodes with an environment on the host, or None."""
-        return self.data if isinstance(self.data, EpisodeData) else None
-
-    @property
-    def text(self) -> TextTable | None:
-        """How prompts in text are made, or None with a procedural task."""
-        return self.data if isinstance(self.data, TextTable) else None
-
-    @property
-    def pairs(self) -> PairData | TaskPairs | None:
-        """The judged completions, or None."""
-        return self.data if isinstance(self.data, PairData | TaskPairs) else None
-
-    @property
-    def recorded(self) -> RecordedData | None:
-        """The recorded sessions or the dialogues, or None."""
-        return self.data if isinstance(self.data, RecordedData) else None
-
-    @property
-    def given_completions(self) -> str | None:
-        """The key that holds the completions of a run; None where the policy draws them."""
-        if self.recorded is not None:
-            return self.recorded.kind
-        return None if self.pairs is None else "data.pairs"
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """The longest prompt in text, tokens; a procedural task has its own."""
-        return (self.text or TextTable()).max_prompt_tokens
-
-    @property
-    def order_seed(self) -> int | None:
-        """What the order of records is drawn with; None visits them as they stand."""
-        return self.seed if isinstance(self.data, FileTable) and self.data.shuffle else None
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> Self:

@@ -33,17 +33,114 @@ class Table(BaseModel):
 
 # ---------------------------------------------------------------- data
 
+
+_PROMPT_TOKENS = 512
+
+
+class DataTable(Table):
+    """What every kind of data says of itself, so that no reader asks which kind it is."""
+
+    @property
+    def given(self) -> str | None:
+        """The key that holds the completions; None where the policy draws them."""
+        return None
+
+    @property
+    def scored(self) -> bool:
+        """Whether the data hold the scores of their completions."""
+        return False
+
+    @property
+    def name(self) -> str:
+        """Of the procedural task or the environment on the device; "" for none."""
+        return ""
+
+    @property
+    def kind(self) -> str:
+        """The keys that say which data these are."""
+        return "data.train"
+
+    @property
+    def own_limit(self) -> str:
+        """The key and value that set the longest completion; "" for ``sampling.max_new_tokens``."""
+        return ""
+
+    @property
+    def has_solutions(self) -> bool:
+        """Whether a warm start has something to learn from, and a tokenizer is given with it."""
+        return False
+
+    @property
+    def plays(self) -> bool:
+        """Whether an environment on the host answers completions."""
+        return False
+
+    @property
+    def branches(self) -> str:
+        """Why the members of a group cannot branch off one another; "" where they can."""
+        return f"{self.given} holds the completions, and none is drawn; remove it" * bool(
+            self.given
+        )
+
+    @property
+    def longest_prompt(self) -> int:
+        """The longest prompt in text, tokens; a procedural task has its own."""
+        return _PROMPT_TOKENS
+
+    @property
+    def wording(self) -> dict[str, Any]:
+        """How a prompt is made of a question: the arguments ``system`` and ``template``."""
+        return {"system": None, "template": "plain"}
+
+    @property
+    def free_options(self) -> dict[str, Any]:
+        """The keys that a function of one's own may give any name."""
+        return {}
+
+    def order_seed(self, seed: int) -> int | None:
+        """What the order of records is drawn with; None visits them as they stand."""
+        return None
+
+    @property
+    def default_rewards(self) -> dict[str, float]:
+        """Reward part -> weight where a run names none."""
+        return {"math": 1.0}
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The reward parts that there are, functions of one's own aside; () for any."""
+        return ()
+
+    @property
+    def own_rewards(self) -> bool:
+        """Whether functions of one's own may be reward parts."""
+        return True
+
+    @property
+    def judged_on_host(self) -> bool:
+        """Whether reward functions on the host judge completions."""
+        return True
+
+
+EPISODE_REWARDS = {"reward": 1.0, "success": 0.0}
+"""Reward part of an episode -> weight where a run names none: the points that the environment paid,
+and 1 where it ended well."""
+
 Weights = Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)]
 """Sources of data with their parts."""
 
 
-class FileTable(Table):
+class FileTable(DataTable):
     """What all data from files share."""
 
     overlong: Literal["error", "drop", "truncate"] = key(
         "error", "what happens to a prompt above the limit; the counts are printed"
     )
     shuffle: bool = key(True, "visit the records in random order, a new one in each epoch")
+
+    def order_seed(self, seed: int) -> int | None:
+        """What the order of records is drawn with; None visits them as they stand."""
+        return seed if self.shuffle else None
 
 
 class RowTable(FileTable):
@@ -58,12 +155,12 @@ class RowTable(FileTable):
 class TextTable(FileTable):
     """What data in text share."""
 
-    max_prompt_tokens: int = key(512, "longest prompt, tokens", ge=1)
+    max_prompt_tokens: int = key(_PROMPT_TOKENS, "longest prompt, tokens", ge=1)
 
     @property
-    def wording(self) -> dict[str, Any]:
-        """How a prompt is made of a question: the arguments ``system`` and ``template``."""
-        return {"system": None, "template": "plain"}
+    def longest_prompt(self) -> int:
+        """The longest prompt, tokens."""
+        return self.max_prompt_tokens
 
 
 class ChatTable(TextTable):
@@ -131,7 +228,7 @@ class PromptData(ChatTable, QuestionTable):
     """Prompts from files."""
 
 
-class TaskData(Table):
+class TaskData(DataTable):
     """A procedural task; further keys are its options."""
 
     model_config = ConfigDict(extra="allow")
@@ -142,14 +239,39 @@ class TaskData(Table):
     )
 
     @property
-    def kind(self) -> str:
-        """The key that names the task."""
-        return "data.task"
-
-    @property
     def name(self) -> str:
         """Of the task."""
         return self.task
+
+    @property
+    def own_limit(self) -> str:
+        """The key and value that set the longest completion."""
+        return f"data.task = {self.task!r}"
+
+    @property
+    def kind(self) -> str:
+        """The keys that say which data these are."""
+        return "data.task"
+
+    @property
+    def has_solutions(self) -> bool:
+        """A task knows a right completion of each problem."""
+        return True
+
+    @property
+    def free_options(self) -> dict[str, Any]:
+        """The keys that the task's function takes."""
+        return self.options
+
+    @property
+    def default_rewards(self) -> dict[str, float]:
+        """Reward part -> weight where a run names none."""
+        return {"verify": 1.0}
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """What the task judges, and a reward model."""
+        return ("verify", "partial", "model")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -157,7 +279,7 @@ class TaskData(Table):
         return dict(self.model_extra or {})
 
 
-class EnvData(Table):
+class EnvData(DataTable):
     """An environment; further keys are its options."""
 
     model_config = ConfigDict(extra="allow")
@@ -168,14 +290,52 @@ class EnvData(Table):
     )
 
     @property
-    def kind(self) -> str:
-        """The key that names the environment."""
-        return "data.env"
-
-    @property
     def name(self) -> str:
         """Of the environment."""
         return self.env
+
+    @property
+    def own_limit(self) -> str:
+        """The key and value that set the longest completion."""
+        return f"data.env = {self.env!r}"
+
+    @property
+    def kind(self) -> str:
+        """The keys that say which data these are."""
+        return "data.env"
+
+    @property
+    def has_solutions(self) -> bool:
+        """An environment may play its episodes itself."""
+        return True
+
+    @property
+    def branches(self) -> str:
+        """Why the members of a group cannot branch off one another."""
+        return (
+            "completions and episodes on the host branch, those in an environment on the device do"
+            " not; use a task, data.train, or data.env = FILE.py:function"
+        )
+
+    @property
+    def free_options(self) -> dict[str, Any]:
+        """The keys that the environment's function takes."""
+        return self.options
+
+    @property
+    def default_rewards(self) -> dict[str, float]:
+        """Reward part -> weight where a run names none."""
+        return dict(EPISODE_REWARDS)
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """What an environment pays, and whether it ended well."""
+        return tuple(EPISODE_REWARDS)
+
+    @property
+    def own_rewards(self) -> bool:
+        """The environment pays."""
+        return False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -194,12 +354,88 @@ class EpisodeData(QuestionTable):
     env: str = EnvData.model_fields["env"]  # type: ignore[assignment]
 
     @property
+    def plays(self) -> bool:
+        """An environment on the host answers."""
+        return True
+
+    @property
+    def default_rewards(self) -> dict[str, float]:
+        """Reward part -> weight where a run names none."""
+        return dict(EPISODE_REWARDS)
+
+    @property
+    def judged_on_host(self) -> bool:
+        """The environment pays."""
+        return False
+
+    @property
     def options(self) -> dict[str, Any]:
         """The keys that the environment's function takes."""
         return dict(self.model_extra or {})
 
 
-class PairData(RowTable, ChatTable):
+class ScoredTable(DataTable):
+    """What data share that hold completions with their scores."""
+
+    @property
+    def given(self) -> str | None:
+        """The key that holds the completions."""
+        return "data.pairs"
+
+    @property
+    def scored(self) -> bool:
+        """Each record has scores."""
+        return True
+
+    @property
+    def own_limit(self) -> str:
+        """Completions are as long as ``sampling.max_new_tokens`` or a task says."""
+        return ""
+
+    @property
+    def default_rewards(self) -> dict[str, float]:
+        """The one reward part: the scores of the records."""
+        return {"score": 1.0}
+
+    @property
+    def judged_on_host(self) -> bool:
+        """The records hold the scores."""
+        return False
+
+
+class SourceData(TextTable):
+    """Groups from a source of one's own; further keys are its options."""
+
+    model_config = ConfigDict(extra="allow")
+
+    source: str = Field(
+        description="a source of groups of your own as FILE.py:function or module:function; called"
+        " with sampler, tokenizer and the further keys of [data], it returns a"
+        " jrl.train.sources.Source"
+    )
+
+    @property
+    def kind(self) -> str:
+        """The key that names the source."""
+        return "data.source"
+
+    @property
+    def free_options(self) -> dict[str, Any]:
+        """The keys that the function takes."""
+        return dict(self.model_extra or {})
+
+    @property
+    def default_rewards(self) -> dict[str, float]:
+        """The one reward part where a run names none."""
+        return {"reward": 1.0}
+
+    @property
+    def judged_on_host(self) -> bool:
+        """The source judges."""
+        return False
+
+
+class PairData(ScoredTable, RowTable, ChatTable):
     """Judged completions from files."""
 
     pairs: str = Field(
@@ -209,8 +445,13 @@ class PairData(RowTable, ChatTable):
     )
 
 
-class TaskPairs(RowTable, TaskData):
+class TaskPairs(ScoredTable, RowTable, TaskData):
     """Judged completions of a procedural task, from files."""
+
+    @property
+    def kind(self) -> str:
+        """The keys that say which data these are."""
+        return "data.pairs and data.task"
 
     pairs: str = PairData.model_fields["pairs"]  # type: ignore[assignment]
 
@@ -230,6 +471,36 @@ class RecordedData(ChatTable):
     def kind(self) -> str:
         """The key that names the episodes."""
         return RECORDED_KIND
+
+    @property
+    def given(self) -> str | None:
+        """The key that holds the completions."""
+        return self.kind
+
+    @property
+    def default_rewards(self) -> dict[str, float]:
+        """The one reward part: the points that an episode was given."""
+        return {"reward": 1.0}
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The one reward part."""
+        return ("reward",)
+
+    @property
+    def own_rewards(self) -> bool:
+        """The points are recorded."""
+        return False
+
+    @property
+    def judged_on_host(self) -> bool:
+        """The points are recorded."""
+        return False
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether a policy drew the completions, and its log-probabilities are there."""
+        return True
 
     @property
     def place(self) -> str:
@@ -254,6 +525,11 @@ class DialogueData(RecordedData):
         """The key that names the dialogues."""
         return DIALOGUES_KIND
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Anybody spoke as the assistant."""
+        return False
+
 
 RECORDED = "recorded:"
 """What a ``data.train`` begins with that names sessions a server recorded."""
@@ -274,7 +550,8 @@ def _data_kind(value: Any) -> str:
     given = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
     if kinds := [f"data.{name}" for name in ("pairs", "task") if name in given]:
         return " and ".join(kinds)
-    return " and ".join(f"data.{n}" for n in ("env", "train") if n in given) or "data.train"
+    kinds = [f"data.{name}" for name in ("env", "train") if name in given]
+    return " and ".join(kinds) or ("data.source" if "source" in given else "data.train")
 
 
 Data = Annotated[
@@ -284,6 +561,7 @@ Data = Annotated[
     | Annotated[TaskPairs, Tag("data.pairs and data.task")]
     | Annotated[RecordedData, Tag(RECORDED_KIND)]
     | Annotated[DialogueData, Tag(DIALOGUES_KIND)]
+    | Annotated[SourceData, Tag("data.source")]
     | Annotated[EnvData, Tag("data.env")]
     | Annotated[EpisodeData, Tag("data.env and data.train")],
     Discriminator(_data_kind),

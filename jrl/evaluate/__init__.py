@@ -11,8 +11,6 @@ import jax
 import numpy as np
 
 from jrl.config import Config
-from jrl.data.tasks import Task
-from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.evaluate.statistics import evaluation_metrics
 from jrl.rewards.exact import final_answer
@@ -22,8 +20,8 @@ from jrl.train import build, programs
 from jrl.train.adapters import restore_policy
 from jrl.train.batches import run_source
 from jrl.train.build import Run
-from jrl.train.episodes import eval_parts
 from jrl.train.fits import check_evaluation
+from jrl.train.kinds import AskedKind
 from jrl.train.sources import Groups, join_groups, simple_request, take_groups, to_host
 from jrl.types import Array, Params, Prompt, StopReason
 
@@ -47,12 +45,12 @@ def evaluation_names(run: Run) -> set[str] | None:
       run: from ``setup``.
     """
     table = run.config.eval
-    if run.config.episodes:
+    if not run.kind.known_metrics:
         return None
-    answers = [["1"] * table.samples] if run.task is None else None
+    answers = [["1"] * table.samples] if run.kind.votes else None
     one = np.ones((1, table.samples), int)
     names = evaluation_metrics(one == 1, one, pass_k=table.pass_k, answers=answers).keys()
-    return {*names, *(("success", "reward", "turns") if isinstance(run.task, Env) else ())}
+    return {*names, *(("success", "reward", "turns") if run.kind.episode_columns else ())}
 
 
 def episode_metrics(groups: Groups) -> dict[str, float]:
@@ -90,7 +88,7 @@ class Evaluator:
     @property
     def available(self) -> bool:
         """Whether the run has held-out prompts at all."""
-        return self.run.task is not None or bool(self.run.data.prompts["eval"])
+        return self.run.kind.held_out(self.run.config, self.run.data).problems > 0
 
     def __call__(self, key: Array, params: Params) -> Evaluation:
         """Evaluates under the run's mesh.
@@ -100,16 +98,13 @@ class Evaluator:
           params: the policy's.
         """
         groups = self._groups(key, params)
-        names = self.run.rewards.weights
-        if self.run.task is not None or self.pool is None:
-            names = {"verify": 1.0} if self.run.task is None else eval_parts(self.run.task)
-        if self.run.config.episodes:
-            names = eval_parts(None)
+        unjudged = {"verify": 1.0} if self.pool is None else self.run.rewards.weights
+        names = self.run.kind.eval_parts or unjudged
         judge = list(names).index(self.run.rewards.judge) if self.run.rewards.judge in names else 0
         correct = np.asarray(groups.rewards)[:, :, judge] >= 1
-        records = samples_of(groups, self.run.tokenizer, self.run.task, names, correct.size)
+        records = samples_of(groups, self.run.tokenizer, self.run.kind.task, names, correct.size)
         answers: Any = None
-        if self.run.task is None:
+        if self.run.kind.votes:
             answers = [final_answer(r["completion"]) for r in records]
             answers = np.array(answers, object).reshape(correct.shape).tolist()
         metrics = evaluation_metrics(
@@ -128,17 +123,15 @@ class Evaluator:
     def _groups(self, key: Array, params: Params) -> Groups:
         """All held-out groups in draws of one size, the last one filled up and cut."""
         assert self._source is not None
-        source, table, config = self._source, self.run.config.eval, self.run.config
-        size = total = table.problems
-        if self.run.task is None:
-            size, total = config.train.prompts, min(total, len(self.run.data.prompts["eval"]))
+        source, samples = self._source, self.run.config.eval.samples
+        total, size = self.run.kind.held_out(self.run.config, self.run.data)
         parts = []
         for start in range(0, total, size):
             self.told = f"{start} of {total} prompts done"
             tickets = (start + np.arange(size)).astype(np.int32)
             rows, policy = source.order(tickets), {"policy": params}
             request = simple_request(
-                key, policy, np.int32(0), tickets, table.samples, rows=rows, split="eval"
+                key, policy, np.int32(0), tickets, samples, rows=rows, split="eval"
             )
             parts.append(to_host(source.draw(request)))
         source.finish(complete=True)
@@ -183,13 +176,12 @@ def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, 
       UserError: nothing to evaluate on, or no such checkpoint.
     """
     run = build.setup(config, trains=False)
-    if run.task is not None or run.data.prompts["eval"]:
+    there = run.kind.held_out(run.config, run.data).problems > 0
+    if there:
         check_evaluation(run)
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
-        if run.task is not None:
-            return {"step": step} | Evaluator(run, None)(key, params).metrics
-        if not run.data.prompts["eval"]:
+        if not there:
             raise UserError("data.eval is missing; name a file of held-out prompts")
         with build.reward_pool(config) as pool:
             return {"step": step} | Evaluator(run, pool)(key, params).metrics
@@ -202,8 +194,7 @@ def asked_in_text(run: Run, questions: Sequence[str]) -> Run:
       UserError: a text is longer than the task's prompts, or holds a character that is none of
         its tokenizer's.
     """
-    task = run.task
-    assert isinstance(task, Task)
+    task: Any = run.kind.task
     prompts = []
     for number, text in enumerate(questions, 1):
         ids = task.tokenizer.encode(text)
@@ -217,9 +208,10 @@ def asked_in_text(run: Run, questions: Sequence[str]) -> Run:
         prompts.append(Prompt(number - 1, text, np.array(ids, np.int32), "", {}, None))
     limit = {"max_new_tokens": task.completion_tokens}
     sampling = run.config.sampling.model_copy(update=limit)
+    config = run.config.model_copy(update={"sampling": sampling})
     return run._replace(
-        config=run.config.model_copy(update={"sampling": sampling}),
-        task=None,
+        config=config,
+        kind=AskedKind(config, task),
         data=run.data._replace(prompts={"train": [], "eval": prompts}),
     )
 
@@ -248,12 +240,15 @@ def sample_run(
         checkpoint.
     """
     run = build.setup(config, trains=False)
-    if isinstance(run.task, Env) and prompts:
-        raise UserError(f"data.env = {run.task.name!r} makes its own prompts; leave --prompt out")
-    if run.task is not None and prompts:
+    on_device, judged = config.data.has_solutions, not prompts and run.kind.votes
+    if run.kind.episode_columns and prompts:
+        raise UserError(
+            f"data.env = {config.data.name!r} makes its own prompts; leave --prompt out"
+        )
+    if on_device and prompts:
         run = asked_in_text(run, prompts)
         config = run.config
-    elif run.task is None:
+    elif not on_device:
         chosen = build.question_prompts(run, prompts) if prompts else run.data.prompts["eval"]
         if not chosen:
             raise UserError("data.eval is missing; give prompts, or a file of held-out ones")
@@ -271,7 +266,6 @@ def sample_run(
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         with contextlib.ExitStack() as stack:
-            judged = held_out and run.task is None
             pool = stack.enter_context(build.reward_pool(config)) if judged else None
             records = Evaluator(run, pool)(key, params).samples
     unjudged = ("rewards", "reward", "answer", "split")

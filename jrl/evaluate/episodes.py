@@ -144,8 +144,8 @@ def searching(
 @contextlib.contextmanager
 def _opened(run: Run, params: Params, step: int) -> Iterator[EpisodeSearch]:
     """A search in the run's environment, which is made here and ended behind it."""
-    data, sampling = run.config.episodes, run.config.sampling
-    assert data is not None
+    data: Any = run.config.data
+    sampling = run.config.sampling
     env = configured_env(data.env, reveal(data.options, "data"))
     chat = format_of(env, run.tokenizer)
     rows = EpisodeRows(

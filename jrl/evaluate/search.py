@@ -43,7 +43,6 @@ from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.fits import check_problems, check_slots
-from jrl.train.objective import max_new_tokens
 from jrl.train.sources_text import TextSource
 from jrl.types import Array, Params, Prompt, stream
 
@@ -90,7 +89,7 @@ def search_run(
         or a directory that cannot be written to.
     """
     folder = None if out is None else _folder(out)
-    if config.episodes is not None:
+    if config.data.plays:
         numbers, left = search_episodes(
             config,
             name,
@@ -137,21 +136,20 @@ def searched_run(config: Config, width: int) -> Run:
       UserError: episodes of environments, or searches that do not fit.
     """
     run = build.setup(config, trains=False)
-    if run.config.episodes or not (run.task is None or isinstance(run.task, Task)):
+    if run.config.data.plays or run.kind.episode_columns:
         raise UserError(
             "--search: episodes in an environment on the device are not searched; leave it out"
         )
-    longest = min(run.network.max_length, run.width + max_new_tokens(config, run.task))
+    longest = min(run.network.max_length, run.width + run.kind.new_tokens)
     check_slots("--width", max(_SLOTS, width), longest, run.model)
-    if run.task is not None:
+    if config.data.has_solutions:
         check_problems(run, "eval.problems", config.eval.problems)
     return run
 
 
 def longest_completion(run: Run) -> int:
     """T: the most tokens of a completion."""
-    task = run.task
-    return task.completion_tokens if isinstance(task, Task) else run.config.sampling.max_new_tokens
+    return run.kind.new_tokens
 
 
 def searched(
@@ -185,7 +183,7 @@ def searched(
         prompt_tokens=longest if plan.whole else min(longest + most, run.network.max_length - size),
         max_new_tokens=size,
         stop_tokens=run.tokenizer.stop_ids,
-        tokenizer=None if run.task else run.tokenizer,  # steps of a text end with a line
+        tokenizer=run.tokenizer if run.kind.lines else None,  # steps of a text end with a line
     )
     return search(
         engine,
@@ -195,7 +193,7 @@ def searched(
         end_tokens=run.tokenizer.stop_ids,
         step_tokens=size,
         max_tokens=most,
-        stop_strings=("\n",) if run.task is None else (),
+        stop_strings=("\n",) if run.kind.lines else (),
         seed=seed,
         temperature=run.config.eval.temperature or 1.0,
     )

@@ -20,9 +20,9 @@ from jrl.serving.search import Path, Scorer, by_likelihood
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.demonstrations import demonstration_rollout
-from jrl.train.frozen import run_task
 from jrl.train.groups import to_batch
-from jrl.train.objective import max_new_tokens, method_of
+from jrl.train.kinds import kind_of
+from jrl.train.objective import method_of
 from jrl.train.reward_model import model_of, trains_reward
 from jrl.train.score import score
 from jrl.types import Array, Params, Prompt, Rollout
@@ -52,7 +52,7 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
             "--by model: rewards.model is missing; set rewards.model.path to the run of a reward"
             " model, such as one of configs/reward_model.toml"
         )
-    trained = method_of(config, run_task(config))
+    trained = method_of(config, kind_of(config).task)
     if by == "value" and (not trained.value or trains_reward(config)):
         raise UserError(
             f"--by value: method = {config.method!r} trains no value network beside a policy; use"
@@ -62,7 +62,7 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
     def make(
         run: Run, params: Params, checkpoint: int | None
     ) -> tuple[Params, Callable[[Sequence[Prompt]], Scorer]]:
-        sizes = run.width, max_new_tokens(run.config, run.task)
+        sizes = run.width, run.kind.new_tokens
         if by == "ratio":
             _, first = programs.new_policy(run)
             ratios = _log_ratios(run, params, first)

@@ -83,7 +83,7 @@ def training_seconds(
     own = weight_numbers(model, axes) * size
     kept = own * (1 + moments(config))
     group, new = config.sampling.group, config.sampling.max_new_tokens
-    lengths = Lengths(config.train.prompts, group, config.max_prompt_tokens, new)
+    lengths = Lengths(config.train.prompts, group, config.data.longest_prompt, new)
     again = {"full": 4, "dots": 3.1}.get(how.remat, 3)
     compute = again * _forward_flops(model, lengths) / topology.chips / topology.chip.flops
     tokens = lengths.prompts * (lengths.prompt + group * new) / _shards(axes)
@@ -177,12 +177,12 @@ def sampling_seconds(
     prompts, new = -(-config.train.prompts // _shards(axes)), sampling.max_new_tokens
     slots = slots_on_chip(sampling.slots, axes, gathered)
     each = token_bytes(model, axes["tensor"], sampling.int8)
-    cache = each * cached_tokens(prompts, sampling.group, config.max_prompt_tokens, new, slots)
+    cache = each * cached_tokens(prompts, sampling.group, config.data.longest_prompt, new, slots)
     rows = min(prompts * sampling.group, slots or prompts * sampling.group)
     rounds = -(-prompts * sampling.group // rows)
-    shared = prompts * config.max_prompt_tokens * each
+    shared = prompts * config.data.longest_prompt * each
     memory = (weights + shared + (cache - shared) / 2) / chip.hbm_bandwidth
-    lengths = Lengths(config.train.prompts, sampling.group, config.max_prompt_tokens, new)
+    lengths = Lengths(config.train.prompts, sampling.group, config.data.longest_prompt, new)
     compute = _forward_flops(model, lengths) / topology.chips / chip.flops / (new * rounds)
     network = 0.0
     if not gathered:

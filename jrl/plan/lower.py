@@ -13,7 +13,8 @@ from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.train import build, programs
-from jrl.train.frozen import run_shape, run_task
+from jrl.train.frozen import run_shape
+from jrl.train.kinds import kind_of
 from jrl.train.resharding import ReshardedSampler
 from jrl.train.shapes import abstract_batch
 from jrl.train.sources import simple_request
@@ -35,7 +36,7 @@ def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> build.Run:
     Raises:
       UserError: sizes are missing, or something does not divide over the mesh.
     """
-    task = run_task(config)
+    kind = kind_of(config)
     if config.frozen:
         raise UserError(
             f"frozen policies of other sizes ({', '.join(config.frozen)}) are not supported in a"
@@ -44,10 +45,10 @@ def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> build.Run:
     return build.bare_run(
         config,
         mesh,
-        task=task,
-        model=run_model(config, task),
+        kind=kind,
+        model=run_model(config, kind.task),
         tokenizer=_Ids(),
-        width=task.prompt_tokens if task else -(-config.max_prompt_tokens // 16) * 16,
+        width=kind.prompt_tokens,
     )
 
 
@@ -57,7 +58,7 @@ def run_model(config: Config, task: Any) -> ModelConfig:
     types: dict[str, Any] = {"dtype": choice.dtype, "param_dtype": choice.param_dtype}
     if choice.path is not None:
         hf.read_config(Path(choice.path))
-    if task is not None or choice.path is not None:
+    if config.data.has_solutions or choice.path:
         return run_shape(config, task)
     if choice.config is None:
         raise UserError(
@@ -96,7 +97,7 @@ def lower_sampler(run: build.Run, weights: Any = None) -> Any:
         run, policy, program = run._replace(mesh=program.mesh), weights, program.program
     n = run.config.train.prompts
     step, ids = _int(), _int(n)
-    if run.task is not None:
+    if run.config.data.has_solutions:
         request = simple_request(key, {"policy": policy}, step, ids, run.config.sampling.group)
         return _lower(run, program, request, sampling_params=sampling_params)
     prompts, lengths = _int(n, run.width), _int(n)

@@ -17,7 +17,6 @@ from jrl.train.gather import (
     slots_on_chip,
     token_bytes,
 )
-from jrl.train.objective import max_new_tokens
 from jrl.train.programs import drawing_mesh, held_bytes
 from jrl.train.score import policy_of
 
@@ -43,7 +42,7 @@ def cache_bytes(run: build.Run) -> float:
     config, mesh, draw = run.config, drawing_mesh(run), run.method.draw
     group = config.sampling.group + draw.baseline_members
     batch = -(-config.train.prompts // batch_shards(mesh))
-    new = max_new_tokens(config, run.task)
+    new = run.kind.new_tokens
     slots = slots_on_chip(config.sampling.slots, mesh.shape, gathers(config, run.shape, mesh))
     tokens = cached_tokens(batch, group, run.width, new, slots)
     return tokens * token_bytes(run.shape, mesh.shape["tensor"], config.sampling.int8)

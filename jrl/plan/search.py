@@ -30,8 +30,8 @@ from jrl.plan.estimate import Training, resharding_seconds, sampling_seconds, tr
 from jrl.plan.isolate import EndedError, Isolated
 from jrl.plan.lower import run_model
 from jrl.plan.topology import Topology
-from jrl.train.frozen import run_task
 from jrl.train.gather import slots_on_chip
+from jrl.train.kinds import kind_of
 
 Sizes = tuple[tuple[str, int], ...]
 
@@ -132,7 +132,7 @@ def search(
     Raises:
       UserError: no mesh divides the model and the batch over the chips.
     """
-    model = run_model(config, run_task(config))
+    model = run_model(config, kind_of(config).task)
     candidates = list(enumerate_candidates(config, model, topology))
     if not candidates:
         raise UserError(

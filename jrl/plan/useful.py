@@ -17,7 +17,6 @@ from jrl.models.flops import Lengths, forward_flops
 from jrl.plan.topology import Topology
 from jrl.train import build
 from jrl.train.gather import gathers, sampler_bytes, slots_on_chip, token_bytes
-from jrl.train.objective import max_new_tokens
 from jrl.train.utilisation import rows_of_a_prompt, training_passes
 
 _TILE = 128
@@ -26,7 +25,7 @@ _TILE = 128
 
 def lengths_of(run: build.Run) -> Lengths:
     """The sizes of a run's rollout."""
-    new = max_new_tokens(run.config, run.task)
+    new = run.kind.new_tokens
     return Lengths(run.config.train.prompts, rows_of_a_prompt(run), run.width, new)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 
 from jrl.config import Config
-from jrl.config.unions import EnvData, EpisodeData, RecordedData
 from jrl.errors import UserError, choose
 from jrl.evaluate import evaluation_names
 from jrl.metrics import CLOCKS
@@ -41,8 +40,8 @@ def check_metric_names(run: build.Run) -> None:
         for key, name in asked
         if not name.startswith("eval/") and name not in RECORDED | parts
     ]
-    own = isinstance(config.data, EnvData | EpisodeData | RecordedData)
-    if not open_names or own or run.data.judged:
+    # An environment names metrics of its own.
+    if not open_names or run.kind.episode_columns or not run.kind.known_metrics:
         return
     step, (make, _) = programs.make_train_step(run), programs.state_layout(run)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -68,12 +67,12 @@ def asked_of_evaluations(config: Config) -> list[tuple[str, str]]:
 def _check_evaluations(run: build.Run) -> None:
     """Raises UserError for a metric of evaluations that none will have."""
     config, data = run.config, run.data
-    asked = asked_of_evaluations(config)
-    if asked and run.task is None and not data.prompts.get("eval") and "eval" not in data.judged:
+    asked, held_out = asked_of_evaluations(config), run.kind.held_out(config, data)
+    if asked and not held_out.problems and "eval" not in data.judged:
         key, name = asked[0]
         raise UserError(f"{key} = 'eval/{name}' needs held-out prompts; set data.eval")
     names = evaluation_names(run)
-    if names is None or data.judged:
+    if names is None:
         return  # known with the first evaluation, which comes before the first step
     for key, name in asked:
         if name not in names:

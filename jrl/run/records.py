@@ -263,7 +263,7 @@ class RunRecords:
         metrics |= {f"reward/{n}": p for n, p in zip(names, parts, strict=True)}
         each = metrics.pop("policy_rewards", ())  # where several policies are trained
         metrics |= {f"reward/policy_{i}": points for i, points in enumerate(each)}
-        if self.run.data.judged:  # the scores are the data's, and say nothing about the policy
+        if self.config.data.scored:  # the scores are the data's, and say nothing about the policy
             for name in ("reward", "reward_std", "reward/score", "zero_std_groups"):
                 metrics.pop(name, None)
         if "approx_kl" in metrics:  # not in supervised training, which draws nothing
@@ -453,7 +453,7 @@ class RunRecords:
         """
         run, log = self.run, self.config.log
         if log.samples_every and (done == 1 or done % log.samples_every == 0):
-            task = None if run.data.judged else run.task
+            task = None if self.config.data.scored else run.kind.task
             names = run.rewards.weights
             known = None if advantages is None else jax.device_get(advantages)
             records = samples_of(groups, run.tokenizer, task, names, log.KEPT, known)

@@ -27,6 +27,7 @@ from jrl.signals import Stopping
 from jrl.step_files import what_is_saved
 from jrl.train import build, programs
 from jrl.train.adapters import has_base, with_kept_base
+from jrl.train.batches import check_sources
 from jrl.train.build import Run
 from jrl.train.compiled import warm_start, with_policy
 from jrl.train.lacks import with_others
@@ -147,6 +148,7 @@ def _set_up(
     """What is trained, and the processes that judge it."""
     run = build.setup(config)
     programs.check_trainable(run)
+    check_sources(run)
     check_reward_columns(run.config, run.data.prompts.get("train") or ())
     check_metric_names(run)
     if run.method.unsupported:
@@ -158,7 +160,7 @@ def _set_up(
     if said := missing_math(config):
         echo(said)
     # Before the run directory, so that a typo in [rewards] does not leave one behind.
-    pool = None if run.data.judged else stack.enter_context(build.reward_pool(config))
+    pool = None if config.data.scored else stack.enter_context(build.reward_pool(config))
     if pool is not None:
         probe_rewards(run, pool)
     stack.enter_context(jax.set_mesh(run.mesh))
@@ -210,12 +212,12 @@ def _begin(training: Training, state: TrainState) -> tuple[TrainState, dict[str,
 
 def _warmed_up(run: Run, state: TrainState, echo: Callable[[str], object]) -> TrainState:
     """The state after supervised training on the task's solutions."""
-    assert run.task is not None, "the configuration makes sure that a warm start has a task"
+    task: Any = run.kind.task  # the configuration makes sure that a warm start has one
     warmup, policy = run.config.warmup, policy_of(state, run.network)
     warm = jax.jit(
         partial(
             warm_start,
-            task=run.task,
+            task=task,
             network=run.network,
             steps=warmup.steps,
             batch=warmup.batch,

@@ -27,7 +27,8 @@ from jrl.serving.record import Recorder
 from jrl.serving.worker import EngineWorker
 from jrl.train.adapters import put_policy, restore_policy, start_params, trained_network
 from jrl.train.fits import check_slots
-from jrl.train.frozen import run_shape, run_task
+from jrl.train.frozen import run_shape
+from jrl.train.kinds import kind_of
 from jrl.train.method_network import network_of, own_layout
 from jrl.train.objective import method_of
 from jrl.types import Network, Params
@@ -96,19 +97,17 @@ def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> 
     Raises:
       UserError: no such checkpoint, the configuration names no model, or the slots cannot fit.
     """
-    task = run_task(config)
-    shape = run_shape(config, task)
+    kind = kind_of(config)
+    shape = run_shape(config, kind.task)
     path = None if config.model.path is None else Path(config.model.path)
-    if task is None:
-        assert path is not None, "run_shape wants a checkpoint where there is no task"
-    tokenizer: Tokenizer = task.tokenizer if task is not None else load_tokenizer(path or "")
+    # ``run_shape`` wants a checkpoint where there is no task.
+    tokenizer: Tokenizer = kind.tokenizer or load_tokenizer(path or "")
     check_vocab(tokenizer, shape.vocab_size)
     network, directory = trained_network(config, shape, transformer(shape)), config.run.dir
     if directory is not None and (checkpoint is not None or _is_run(directory)):
-        network = network_of(network, method_of(config, task))
+        network = network_of(network, method_of(config, kind.task))
     mesh = make_mesh(config.sampling.mesh_axes if config.sampling.mesh else config.mesh_axes)
-    new_tokens = config.sampling.max_new_tokens if task is None else task.completion_tokens
-    prompt_tokens = config.max_prompt_tokens if task is None else task.prompt_tokens
+    new_tokens, prompt_tokens = kind.new_tokens, kind.longest_prompt
     longest_prompt = network.max_length - new_tokens
     if longest_prompt < 1:
         raise UserError(

@@ -10,21 +10,44 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
 from jrl.data.tasks import Task
+from jrl.envs.transcript import RowShape
+from jrl.mesh import replicated
 from jrl.methods.curriculum import Curriculum, Table
 from jrl.rewards.pool import RewardPool
+from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.signals import Stopping
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.collect import Batches, Collector
 from jrl.train.curriculum import rounds_of
 from jrl.train.disjoint import draw_ahead, restored
+from jrl.train.host_episodes import host_source
+from jrl.train.kinds import (
+    AskedKind,
+    EnvKind,
+    EpisodeKind,
+    PairKind,
+    RecordedKind,
+    SourceKind,
+    TaskKind,
+    TaskPairKind,
+    TextKind,
+)
+from jrl.train.pairs import JudgedSource, sizes_of
 from jrl.train.plan_tools import Hinter, TaskTools, TextTools
+from jrl.train.recorded import RECORDED_REWARD, RecordedSource
+from jrl.train.resharding import ReshardedSampler
 from jrl.train.reward_model import NAME, ModelRewards
 from jrl.train.sources import Source
-from jrl.train.task_rewards import OwnRewards
+from jrl.train.sources_own import Sampler, make_own_source
+from jrl.train.sources_task import EnvSource, TaskSource
+from jrl.train.sources_text import TextSource
+from jrl.train.task_rewards import OwnRewards, is_own
+from jrl.train.tree_search import line_ends, search_source, undrawn_text
 
 
 def run_source(
@@ -38,34 +61,62 @@ def run_source(
       notes: of a checkpoint; {} for a new run.
       split: "train" or "eval"; an evaluation has neither rounds nor a replay.
     """
-    trains, rewards = split == "train", run.rewards
-    if trains and run.method.curriculum is not None:
-        source: Source = rounds_of(run, pool, notes.get("curriculum"))
+    if split == "eval":
+        source = HELD_OUT[type(run.kind)](run, pool)
+        judged = pool is not None and not run.kind.eval_parts
+        return with_model_rewards(run, source) if judged else source
+    if run.method.curriculum is not None:
+        source = rounds_of(run, pool, notes.get("curriculum"))
     else:
-        source = programs.drawn_source(run, pool, split)
-    names = [name for name in rewards.weights if name != NAME]
-    if trains and pool is not None and pool.functions and isinstance(run.task, Task):
-        source = OwnRewards(source, run.task, pool, names)
-    if rewards.model is not None and (trains or (pool is not None and run.task is None)):
-        source = ModelRewards(source, rewards.model, list(rewards.weights).index(NAME))
+        source = SOURCES[type(run.kind)](run, pool)
+    source = with_own_rewards(run, source, pool)
+    source = with_model_rewards(run, source)
     return source
+
+
+def check_sources(run: Run) -> None:
+    """Raises UserError for a source of one's own that lacks a part, before anything compiles."""
+    if run.config.data.kind == "data.source":
+        own_source(run, None)
+
+
+def with_own_rewards(run: Run, source: Source, pool: RewardPool | None) -> Source:
+    """The source with reward functions of one's own on a task, which judges on the device."""
+    task, names = run.kind.task, [name for name in run.rewards.weights if name != NAME]
+    if task is None or pool is None or not any(map(is_own, names)):
+        return source
+    return OwnRewards(source, task, pool, names)
+
+
+def with_model_rewards(run: Run, source: Source) -> Source:
+    """The source with the points of the run's reward model, where it has one."""
+    model = run.rewards.model
+    if model is None:
+        return source
+    return ModelRewards(source, model, list(run.rewards.weights).index(NAME))
 
 
 def table_of(run: Run, curriculum: Curriculum) -> Table:
     """The problems that a run's curriculum chooses from."""
-    rows = curriculum.pool if run.task is not None else len(run.data.prompts["train"])
+    own = run.kind.task is not None  # a task makes its problems
+    rows = curriculum.pool if own else len(run.data.prompts["train"])
     return Table(rows, 1, np.zeros(rows, np.int32))
 
 
 def tools_of(run: Run) -> Callable[[Any], Any] | None:
     """What the data of a run offers to plans."""
-    if isinstance(run.task, Task):
-        return partial(TaskTools, run.task)
-    if run.task is not None or run.data.judged or run.config.recorded is not None:
+    if isinstance(run.kind.task, Task):
+        return partial(TaskTools, run.kind.task)
+    if run.kind.task is not None or run.config.data.given:
         return None
     sizes = run.data.prompts["train"], run.config.sampling.max_new_tokens
-    tools = TextTools(*sizes, hinted=Hinter(run) if run.config.text is not None else None)
+    tools = TextTools(*sizes, hinted=Hinter(run) if in_text(run) else None)
     return lambda key: tools
+
+
+def in_text(run: Run) -> bool:
+    """Whether a run samples completions of prompts in text, without an environment."""
+    return type(run.kind) is TextKind
 
 
 @contextlib.contextmanager
@@ -92,12 +143,12 @@ def training_batches(
         method=run.method,
         mesh=run.mesh,
         pack=packer,
-        sampled=not run.data.judged,
+        sampled=not run.config.data.scored,
         group=run.config.sampling.group,
         judge=run.rewards.judged,
         tools=tools_of(run),
         table=table_of(run, curriculum) if isinstance(curriculum, Curriculum) else None,
-        contexts=run.task is None,
+        contexts=in_text(run),
         notes=notes,
     )
     if run.rollout_mesh is None:
@@ -106,3 +157,165 @@ def training_batches(
     carried = [restored(groups, run) for groups in notes.get("carried", [])]
     with draw_ahead(run, collector, cursor, carried, stopping) as ahead:
         yield ahead
+
+
+# ---------------------------------------------------------------- a source for each kind of data
+
+
+def task_source(run: Run, pool: RewardPool | None) -> Source:
+    """Problems of a task."""
+    if (search := run.method.draw.search) is not None:
+        problems = TaskSource(run.kind.task, tuple(run.rewards.weights), None)
+        return search_source(run, search, problems)
+    return _of_task(run, TaskSource)
+
+
+def env_source(run: Run, pool: RewardPool | None) -> Source:
+    """Episodes in an environment on the device."""
+    return _of_task(run, EnvSource)
+
+
+def _of_task(run: Run, make: type[TaskSource]) -> Source:
+    program, params = programs.train_sampler(run), _placed(run, run.sampling_params, "train")
+    parts, draw = tuple(run.rewards.weights), _taking_requests(program)
+    return make(run.kind.task, parts, draw, params, free=_free(program))
+
+
+def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Source:
+    """Prompts in text; ``program`` is one of ``train_sampler``, None for a new one."""
+    config, draw, seed = run.config, run.method.draw, run.config.data.order_seed(run.config.seed)
+    if draw.search is not None:
+        return search_source(run, draw.search, undrawn_text(run, pool, seed))
+    program = programs.train_sampler(run) if program is None else program
+    by_line = "lines" in run.method.needs
+    return TextSource(
+        all_prompts=run.data.prompts["train"],
+        width=run.width,
+        seed=seed,
+        program=program,
+        sampling_params=_placed(run, run.sampling_params, "train"),
+        pool=pool,
+        tokenizer=run.tokenizer,
+        max_new_tokens=config.sampling.max_new_tokens,
+        temperature=config.sampling.temperature,
+        lines=line_ends(run.tokenizer, run.network.vocab_size) if by_line else (),
+        free=_free(program),
+    )
+
+
+def episode_source(run: Run, pool: RewardPool | None) -> Source:
+    """Episodes with an environment on the host."""
+    return host_source(run, run.data.prompts["train"], run.config.sampling.group)
+
+
+def recorded_source(run: Run, pool: RewardPool | None) -> Source:
+    """The groups of recorded sessions or dialogues."""
+    sampling, config = run.config.sampling, run.config
+    return RecordedSource(
+        groups=run.data.recorded,
+        all_prompts=run.data.prompts["train"],
+        shape=RowShape(sampling.group, run.width, sampling.max_new_tokens),
+        seed=config.data.order_seed(config.seed),
+        weight=run.rewards.weights[RECORDED_REWARD],
+    )
+
+
+def pair_source(run: Run, pool: RewardPool | None) -> Source:
+    """The training groups of ``data.pairs``."""
+    sizes, config = sizes_of(*run.data.judged.values()), run.config
+    return JudgedSource(run.data.judged["pairs"], sizes, config.data.order_seed(config.seed))
+
+
+def own_source(run: Run, pool: RewardPool | None) -> Source:
+    """A source of one's own."""
+    params = _placed(run, run.sampling_params, "train")
+    return make_own_source(run, Sampler(programs.train_sampler(run), params, run.width))
+
+
+MakeSource = Callable[[Run, RewardPool | None], Source]
+"""(run, reward functions on the host) -> what draws its groups."""
+
+SOURCES: Mapping[type[TextKind], MakeSource] = {
+    TextKind: text_source,
+    TaskKind: task_source,
+    EnvKind: env_source,
+    EpisodeKind: episode_source,
+    RecordedKind: recorded_source,
+    SourceKind: own_source,
+    PairKind: pair_source,
+    TaskPairKind: pair_source,
+}
+"""Kind of data -> its source of groups to train on."""
+
+
+def held_out_task(run: Run, pool: RewardPool | None) -> Source:
+    """Held-out problems of a task or an environment on the device."""
+    program, params = _evaluation(run)
+    draw, free = _taking_requests(program), _free(program)
+    parts = tuple(run.kind.eval_parts)
+    return TaskSource(run.kind.task, parts, draw, params, free=free, split="eval")
+
+
+def held_out_text(run: Run, pool: RewardPool | None) -> Source:
+    """Held-out prompts in text."""
+    program, params = _evaluation(run)
+    return TextSource(
+        all_prompts=run.data.prompts["eval"],
+        width=run.width,
+        seed=None,
+        program=program,
+        sampling_params=params,
+        pool=pool,
+        tokenizer=run.tokenizer,
+        name="eval",
+        free=_free(program),
+    )
+
+
+def held_out_episodes(run: Run, pool: RewardPool | None) -> Source:
+    """Held-out prompts that open episodes on the host."""
+    table, prompts = run.config.eval, run.data.prompts["eval"]
+    return host_source(run, prompts, table.samples, split="eval", temperature=table.temperature)
+
+
+def held_out_own(run: Run, pool: RewardPool | None) -> Source:
+    """A source of one's own, asked for the split "eval"."""
+    return make_own_source(run, Sampler(*_evaluation(run), run.width))
+
+
+HELD_OUT: Mapping[type[TextKind], MakeSource] = {
+    TextKind: held_out_text,
+    AskedKind: held_out_text,
+    TaskKind: held_out_task,
+    EnvKind: held_out_task,
+    EpisodeKind: held_out_episodes,
+    RecordedKind: held_out_text,
+    SourceKind: held_out_own,
+    PairKind: held_out_text,
+    TaskPairKind: held_out_task,
+}
+"""Kind of data -> its source of held-out groups; of a run from ``programs.as_evaluated``."""
+
+
+def _evaluation(run: Run) -> tuple[Any, SamplingParams]:
+    """What draws held-out completions, compiled, and the distribution that it draws from."""
+    table, sampling = run.config.eval, run.config.sampling
+    params = make_sampling_params(table.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    program = programs.sampler_program(run, split="eval", group=table.samples)
+    return program, _placed(run, params, "eval")
+
+
+def _placed(run: Run, params: SamplingParams, split: str) -> SamplingParams:
+    """The parameters of a distribution on the mesh that draws from it."""
+    placed: SamplingParams = jax.device_put(params, replicated(programs.drawing_mesh(run, split)))
+    return placed
+
+
+def _taking_requests(program: Any) -> Any:
+    """(request, sampling_params=...) -> groups: a program on a mesh of its own, or of the run's."""
+    return program.draw if isinstance(program, ReshardedSampler) else program
+
+
+def _free(program: Any) -> Callable[[], None] | None:
+    """What frees the weights that a program holds between draws; None where it holds none."""
+    return program.free if isinstance(program, ReshardedSampler) else None

@@ -6,7 +6,7 @@ run = bare_run(config, mesh, model=...)   # without data and weights, to plan it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +17,10 @@ from jax.sharding import Mesh
 from jrl.config.checks import check_batch
 from jrl.config.secrets import reveal
 from jrl.config.tables import Config, RewardTable
-from jrl.config.unions import QuestionTable, TextTable
-from jrl.data.pairs import Judged, JudgedCounts, build_judged
-from jrl.data.prompts import PromptCounts, build_prompts
+from jrl.data.prompts import build_prompts
 from jrl.data.sources import MemoryRows, open_source
-from jrl.data.tables import Source
 from jrl.data.tasks import Task
 from jrl.envs import Env
-from jrl.envs.transcript import Transcript
 from jrl.errors import Mistakes, UserError, choose
 from jrl.mesh import batch_shards
 from jrl.methods.base import Method
@@ -34,44 +30,24 @@ from jrl.models.config import ModelConfig
 from jrl.models.heads import after_token
 from jrl.models.quant import sampler
 from jrl.models.routing import recording
-from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokenizer
+from jrl.models.tokenizer import check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.own import FORMS, check_options, check_takes, load, made_by
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.train.adapters import lora_of, start_params, trained_network
-from jrl.train.episodes import EPISODE_REWARDS, check_lengths, default_parts, eval_parts
 from jrl.train.fits import check_training
-from jrl.train.frozen import frozen_shape, run_shape, run_task
+from jrl.train.frozen import frozen_shape, run_shape
 from jrl.train.gather import gathers
+from jrl.train.kinds import RunData, TextKind, kind_of
 from jrl.train.method_network import check_network, network_of, own_layout
-from jrl.train.objective import max_new_tokens, method_of, router_losses
+from jrl.train.objective import method_of, router_losses
 from jrl.train.optimizer import make_optimizer
 from jrl.train.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
-from jrl.train.recorded import RECORDED_REWARD, KeptCounts, recorded_groups
 from jrl.train.reward_model import NAME, ModelReward, load_reward_model, make_value, trains_reward
 from jrl.train.step import check_vocabularies
 from jrl.types import NOTHING, Network, Params, Prompt, ValueNetwork
-
-TASK_REWARDS = ("verify", "partial", NAME)
-
-
-class RunData(NamedTuple):
-    """What a run reads from files; empty where a procedural task makes the prompts.
-
-    Attributes:
-      prompts: "train" and "eval", prompts in text; empty with pairs.
-      judged: "pairs" and "eval", judged completions; empty without ``data.pairs``.
-      counts: what became of the records of each file.
-      recorded: rows of sessions in groups, one of each training prompt; empty without
-        recorded sessions or dialogues in ``data.train``.
-    """
-
-    prompts: Mapping[str, Sequence[Prompt]]
-    judged: dict[str, list[Judged]]
-    counts: dict[str, PromptCounts | JudgedCounts | KeptCounts]
-    recorded: Sequence[Sequence[Transcript]] = ()
 
 
 class RunRewards(NamedTuple):
@@ -107,7 +83,7 @@ class Run(NamedTuple):
       networks: the frozen policies that the configuration names and the method reads, by name.
       params: the checkpoint's weights, on the host or in their files, or None to draw them.
       tokenizer: the model's, or the task's.
-      task: the procedural task or the environment, or None.
+      kind: of its data.
       data: what was read from files.
       width: P, tokens.
       sampling_params: the distribution that is drawn from and trained.
@@ -125,13 +101,18 @@ class Run(NamedTuple):
     networks: dict[str, Network]
     params: Params
     tokenizer: Any
-    task: Task | Env | None
+    kind: TextKind
     data: RunData
     width: int
     sampling_params: SamplingParams
     rewards: RunRewards
     method: Method
     optimizer: optax.GradientTransformation
+
+    @property
+    def task(self) -> Task | Env | None:
+        """The procedural task or the environment on the device, or None."""
+        return self.kind.task
 
     @property
     def shape(self) -> ModelConfig:
@@ -150,18 +131,18 @@ def setup(config: Config, *, trains: bool = True) -> Run:
     Raises:
       UserError: naming the key, the value and what would do, before any step runs.
     """
-    task = run_task(config)
-    method = method_of(config, task)
+    kind = kind_of(config)
+    method = method_of(config, kind.task)
     mesh, rollout_mesh = make_meshes(config, apart=trains)
-    tokenizer, model, params = _model(config, task)
-    data = read_data(config, tokenizer, task, method)
+    tokenizer, model, params = _model(config, kind)
+    data = kind.read(tokenizer, method, open_source)
     run = bare_run(
         config,
         mesh,
-        task=task,
+        kind=kind,
         model=model,
         tokenizer=tokenizer,
-        width=task.prompt_tokens if task else _width(config, data),
+        width=kind.width(data),
         networks=_frozen_networks(config, method),
     )
     _check_tokens(data, run.network.vocab_size)
@@ -173,7 +154,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         data=data,
         rewards=RunRewards(
             weights=run.rewards.weights,
-            judge=accuracy_part(config, task),
+            judge=accuracy_part(kind),
             model=load_reward_model(config, rollout_mesh or mesh),
         ),
     )
@@ -183,7 +164,7 @@ def bare_run(
     config: Config,
     mesh: Mesh,
     *,
-    task: Task | Env | None,
+    kind: TextKind,
     model: ModelConfig | None,
     tokenizer: Any,
     width: int,
@@ -194,7 +175,7 @@ def bare_run(
     Args:
       config: of the run.
       mesh: where it trains.
-      task: the procedural task, or None.
+      kind: of its data.
       model: the policy's shape, or None for ``model.network``.
       tokenizer: only its ``stop_ids`` are read, and its size for a network of one's own.
       width: P, tokens.
@@ -203,20 +184,20 @@ def bare_run(
     Raises:
       UserError: what does not fit together, or does not divide over the mesh.
     """
-    method = method_of(config, task)
+    method = method_of(config, kind.task)
     check_batch(config, batch_shards(mesh))
     check_experts(config, model, method)
     if model is None:
-        network = own_network(config, task, tokenizer)
+        network = own_network(kind, tokenizer)
     else:
         network = trained_network(config, model, policy_network(config, model, mesh))
     one, network = network, network_of(network, method)
     if network is not one:
         check_network(config, mesh, method)
     check_vocabularies(network, networks)
-    new_tokens = max_new_tokens(config, task)
+    new_tokens = kind.new_tokens
     for each in (network, *networks.values()):
-        check_lengths(each, task, width, new_tokens)
+        kind.check_lengths(each, width)
     if model is not None:
         check_model_on_mesh(mesh, model, width, new_tokens)
         check_attention_on_mesh(mesh, model, config.model.attention)
@@ -236,11 +217,11 @@ def bare_run(
         networks=dict(networks),
         params=None,
         tokenizer=tokenizer,
-        task=task,
+        kind=kind,
         data=RunData({}, {}, {}),
         width=width,
         sampling_params=sampling_params_of(config, network.vocab_size),
-        rewards=RunRewards(reward_weights(config, task)),
+        rewards=RunRewards(reward_weights(config)),
         method=method,
         optimizer=optimizer(config.optimizer.learning_rate),
     )
@@ -287,18 +268,17 @@ def sampling_params_of(config: Config, vocab_size: int) -> SamplingParams:
     return make_sampling_params(s.temperature, s.top_k, s.top_p, s.min_p)
 
 
-def own_network(config: Config, task: Task | Env | None, tokenizer: Any) -> Network:
+def own_network(kind: TextKind, tokenizer: Any) -> Network:
     """The network of one's own that ``model.network`` names, for the run's tokens and lengths.
 
     Raises:
       UserError: there is no such function, it does not take ``model.config``, or it returns
         something else.
     """
-    spec = config.model.network or ""
-    longest = task.prompt_tokens if task else _rounded(_text(config).max_prompt_tokens)
+    config, spec = kind.config, kind.config.model.network or ""
     sizes = {
         "vocab_size": tokenizer.vocab_size,
-        "max_length": longest + max_new_tokens(config, task),
+        "max_length": kind.prompt_tokens + kind.new_tokens,
     }
     make = load(spec, "model.network")
     check_takes(make, tuple(sizes), f"model.network = {spec!r}")
@@ -315,57 +295,26 @@ def own_network(config: Config, task: Task | Env | None, tokenizer: Any) -> Netw
     return network
 
 
-def _model(config: Config, task: Task | Env | None) -> tuple[Any, ModelConfig | None, Params]:
+def _model(config: Config, kind: TextKind) -> tuple[Any, ModelConfig | None, Params]:
     """Tokenizer, shape (None for ``model.network``), and weights when a checkpoint is named."""
-    choice = config.model
+    choice, tokenizer = config.model, kind.tokenizer
     if choice.network is not None:
-        if task is None and choice.path is None:
+        if tokenizer is None and choice.path is None:
             raise UserError(
                 f"model.network = {choice.network!r} with text needs model.path, the directory of"
                 " its tokenizer"
             )
-        return task.tokenizer if task else load_tokenizer(Path(choice.path or "")), None, None
-    shape = run_shape(config, task)
-    if choice.path is None:
-        assert task is not None, "sizes without a checkpoint are those of a task's model"
-        return task.tokenizer, shape, None
+        return tokenizer or load_tokenizer(Path(choice.path or "")), None, None
+    shape = run_shape(config, kind.task)
+    if choice.path is None:  # sizes without a checkpoint are those of a task's model
+        return tokenizer, shape, None
     directory = Path(choice.path)
-    tokenizer = task.tokenizer if task else load_tokenizer(directory)
+    tokenizer = tokenizer or load_tokenizer(directory)
     check_vocab(tokenizer, shape.vocab_size)
     if (lora := lora_of(config)) is not None:
         lora.check(shape)
     _, params = hf.open_checkpoint(directory, dtype=choice.param_dtype)
     return tokenizer, shape, params
-
-
-def read_data(
-    config: Config,
-    tokenizer: Any,
-    task: Task | Env | None,
-    method: Method,
-    opened: Callable[..., Source] = open_source,
-) -> RunData:
-    """Prompts or judged completions from the files that the configuration names.
-
-    Args:
-      config: of the run.
-      tokenizer: the model's, or the task's.
-      task: the procedural task or the environment, or None.
-      method: what to train with.
-      opened: opens a source, as ``open_source`` does.
-
-    Raises:
-      UserError: a row lacks a field, is too long, or the template fails on it.
-    """
-    if config.recorded is not None:
-        groups, given, kept = recorded_groups(config, config.recorded, tokenizer, method, opened)
-        return RunData({"train": given, "eval": []}, {}, {"train": kept}, groups)
-    judged, counts = _judged(config, tokenizer, task, opened)
-    prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
-    if task is None and not judged:
-        prompts, prompt_counts = _prompts(config, tokenizer, method, opened)
-        counts |= prompt_counts
-    return RunData(prompts, judged, counts)
 
 
 def _check_tokens(data: RunData, vocab_size: int) -> None:
@@ -378,91 +327,9 @@ def _check_tokens(data: RunData, vocab_size: int) -> None:
         check_ids(max((int(x.max()) for x in arrays), default=0), vocab_size, f"data.{split}")
 
 
-def _width(config: Config, data: RunData) -> int:
-    """P: the longest prompt, rounded up to 16 so that a few more rows change no program."""
-    if config.episodes:
-        return config.max_prompt_tokens  # nobody knows yet what an environment will say
-    lengths = [len(p.tokens) for listed in data.prompts.values() for p in listed]
-    lengths += [len(j.prompt) for listed in data.judged.values() for j in listed]
-    return _rounded(max(lengths))
-
-
-def _rounded(length: int) -> int:
-    return -(-length // 16) * 16
-
-
-def _prompts(
-    config: Config, tokenizer: Tokenizer, method: Method, opened: Callable[..., Source]
-) -> tuple[dict[str, list[Prompt]], dict[str, PromptCounts]]:
-    """Training and held-out prompts, tokenized."""
-    data = config.data
-    if not isinstance(data, QuestionTable) or data.train is None:
-        raise UserError(
-            "data.train and data.task are both missing; name a file of prompts or a procedural task"
-        )
-    names = {"question": "question", "answer": "answer", **data.fields}
-    if method.draw.demonstrations:
-        names.setdefault("solution", names["answer"])
-    elif "solution" in names:
-        raise UserError(
-            f"data.fields.solution = {names['solution']!r} is not read by method = "
-            f"{config.method!r}, which trains on no demonstrations; remove it"
-        )
-    prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
-    counts: dict[str, PromptCounts] = {}
-    for split, spec in (("train", data.train), ("eval", data.eval)):
-        if spec is not None:
-            prompts[split], counts[split] = build_prompts(
-                opened(spec, key=f"data.{split}"),
-                tokenizer,
-                question_key=names["question"],
-                answer_key=names["answer"],
-                answer_pattern=data.answer_pattern,
-                solution_key=names.get("solution") if split == "train" else None,
-                **data.wording,
-                max_prompt_tokens=data.max_prompt_tokens,
-                overlong=data.overlong,
-                invalid=data.invalid,
-            )
-    return prompts, counts
-
-
-def _judged(
-    config: Config, tokenizer: Tokenizer, task: Task | Env | None, opened: Callable[..., Source]
-) -> tuple[dict[str, list[Judged]], dict[str, Any]]:
-    """Training and held-out judged completions, tokenized; empty without ``data.pairs``.
-
-    With a procedural task they are texts of that task, which gives tokenizer and lengths.
-    """
-    data = config.pairs
-    if data is None:
-        return {}, {}
-    text = config.text or TextTable()
-    judged: dict[str, list[Judged]] = {}
-    counts: dict[str, Any] = {}
-    for split, spec in (("pairs", data.pairs), ("eval", data.eval)):
-        if spec is not None:
-            judged[split], counts[split] = build_judged(
-                opened(spec, key=f"data.{split}"),
-                tokenizer,
-                **text.wording,
-                max_prompt_tokens=task.prompt_tokens if task else text.max_prompt_tokens,
-                max_completion_tokens=max_new_tokens(config, task),
-                overlong=data.overlong,
-                invalid=data.invalid,
-            )
-    return judged, counts
-
-
-def _text(config: Config) -> TextTable:
-    """How text becomes prompts, in a run without a task."""
-    assert config.text is not None
-    return config.text
-
-
 def question_prompts(run: Run, questions: Sequence[str], most: int = 0) -> list[Prompt]:
     """Prompts without answers, made as the run's own are; at most as long as those, or ``most``."""
-    data = _text(run.config)
+    data = run.config.data
     prompts, _ = build_prompts(
         MemoryRows([{"question": q} for q in questions], "prompt"),
         run.tokenizer,
@@ -473,35 +340,29 @@ def question_prompts(run: Run, questions: Sequence[str], most: int = 0) -> list[
     return prompts
 
 
-def reward_weights(config: Config, task: Task | Env | None) -> dict[str, float]:
-    """Reward part -> weight."""
-    if config.pairs is not None:
-        return {"score": 1.0}
-    if config.recorded is not None:
-        unknown = [name for name in config.rewards if name != RECORDED_REWARD]
-        if unknown:
-            raise choose("rewards", unknown[0], (RECORDED_REWARD,))
-        table = config.rewards.get(RECORDED_REWARD)
-        return {RECORDED_REWARD: 1.0 if table is None else table.weight}
-    if not config.rewards:
-        return default_parts(task) if task or config.episodes else {"math": 1.0}
-    if isinstance(task, Env):
-        unknown = [name for name in config.rewards if name not in EPISODE_REWARDS]
-        if unknown:
-            raise choose("rewards", unknown[0], EPISODE_REWARDS)
-    elif task:
-        for name in config.rewards:
-            if name not in TASK_REWARDS and ":" not in name:
-                raise UserError(f"{choose('rewards', name, TASK_REWARDS)}, {FORMS}")
-    return {name: table.weight for name, table in config.rewards.items()}
+def reward_weights(config: Config) -> dict[str, float]:
+    """Reward part -> weight.
+
+    Raises:
+      UserError: a part that these data do not have.
+    """
+    data = config.data
+    for name in config.rewards:
+        own = data.own_rewards and ":" in name
+        if data.reward_names and name not in data.reward_names and not own:
+            error = choose("rewards", name, data.reward_names)
+            raise UserError(f"{error}, {FORMS}") if data.own_rewards else error
+    tables = config.rewards.items()
+    return {name: table.weight for name, table in tables} or dict(data.default_rewards)
 
 
-def accuracy_part(config: Config, task: Task | Env | None) -> str:
+def accuracy_part(kind: TextKind) -> str:
     """The reward part that accuracy is measured by."""
+    config = kind.config
     chosen = next((name for name, part in config.rewards.items() if part.judge), None)
     # A reward model says which of two is better, not what is right.
-    names = [name for name in reward_weights(config, task) if name != NAME]
-    names = [*eval_parts(task)][:1] if task or config.episodes else names
+    names = [name for name in reward_weights(config) if name != NAME]
+    names = [*kind.eval_parts][:1] or names
     if chosen is not None:
         if chosen not in names:
             raise UserError(
@@ -510,7 +371,7 @@ def accuracy_part(config: Config, task: Task | Env | None) -> str:
             )
         return chosen
     if not names:
-        if isinstance(config.data, QuestionTable) and config.data.eval is not None:
+        if getattr(config.data, "eval", None) is not None:
             raise UserError(
                 "rewards.model alone does not say what is right; add [rewards.math] with "
                 "weight = 0 to measure accuracy, or remove data.eval"
@@ -531,11 +392,11 @@ def reward_pool(config: Config) -> RewardPool:
 
     In episodes the environment pays, and there are none.
     """
-    elsewhere = (NAME,) if config.task is None else (*TASK_REWARDS, *EPISODE_REWARDS)
-    tables = {n: t for n, t in config.rewards.items() if n not in elsewhere}
-    tables = tables if config.rewards or config.task else {"math": RewardTable()}
-    tables = {} if config.episodes or config.recorded else tables
-    pool, mistakes, functions = config.reward_pool, Mistakes(), {}
+    data, pool, mistakes = config.data, config.reward_pool, Mistakes()
+    named = dict(config.rewards) or {name: RewardTable() for name in data.default_rewards}
+    elsewhere = {NAME, *data.reward_names}
+    tables = {n: t for n, t in named.items() if data.judged_on_host and n not in elsewhere}
+    functions = {}
     for name, table in tables.items():
         options = reveal(table.options, f"rewards.{name}")
         functions[name] = mistakes.look(partial(make_reward, name, **options))
@@ -562,7 +423,7 @@ def check_experts(config: Config, model: ModelConfig | None, method: Method) -> 
         if value and (model is None or not any(model.sparse)):
             shown = str(value).lower()
             raise UserError(f"{key} = {shown}: the model has no routed experts; remove it")
-    if config.replays_routing and (not method.draw.own or config.given_completions):
+    if config.replays_routing and (not method.draw.own or config.data.given):
         raise UserError(
             f"objective.router_replay = true: nothing is sampled with method = {config.method!r}, "
             "so there is no routing to replay; remove it"

@@ -29,13 +29,20 @@ def _check_stores(run: Run) -> None:
     """Raises UserError where a run cannot train on stored completions."""
     config, said = run.config, f"method = {run.config.method!r} stores completions, "
     by_prompt = any(is_by_prompt(edit) for edit in run.method.edits)
-    if by_prompt and run.task is not None and not isinstance(run.method.curriculum, Curriculum):
+    if (
+        by_prompt
+        and run.kind.task is not None
+        and not isinstance(run.method.curriculum, Curriculum)
+    ):
         raise UserError(
             f"{said}and no problem of a procedural task or an environment on the device comes "
             "again; give data.train, with data.env = FILE.py:function for episodes"
         )
-    if config.recorded is not None:
-        raise UserError(f"{said}and recorded sessions are there already; choose another method")
+    if config.data.given:
+        raise UserError(
+            f"{said}and the completions of {config.data.given} are there already; choose another"
+            " method"
+        )
     for key, asked in {
         "[placement]": run.rollout_mesh is not None,
         "objective.router_replay": config.replays_routing,
@@ -52,12 +59,12 @@ def _check_curriculum(run: Run) -> None:
     config, said = run.config, f"method = {run.config.method!r} chooses its problems, "
     for key, asked in {
         "[placement]": run.rollout_mesh is not None,
-        "data.pairs": bool(run.data.judged),
-        "data.recorded": config.recorded is not None,
+        config.data.given or "": bool(config.data.given),
     }.items():
         if asked:
             raise UserError(f"{said}which does not go together with {key}; remove it")
-    rows = len(run.data.prompts["train"]) if run.task is None else run.method.curriculum.pool
+    prompts, pool = run.data.prompts, run.method.curriculum.pool
+    rows = len(prompts["train"]) if run.kind.task is None else pool
     if rows < config.train.prompts:
         raise UserError(
             f"{said}and train.prompts = {config.train.prompts} are more than the {rows} problems"

@@ -35,6 +35,7 @@ from jrl.train.tree_search import (
     estimates,
     search_rows,
     search_source,
+    undrawn_text,
     value_estimate,
 )
 from jrl.types import Prompt
@@ -313,8 +314,7 @@ def written_rounds(
 
 def _prompt_of(run: Run, row: Any) -> Prompt | None:
     """The prompt of a row or text, as those of the data are made; None where it cannot be."""
-    data = run.config.episodes
-    assert data is not None
+    data: Any = run.config.data
     question, answer = (data.fields.get(name, name) for name in ("question", "answer"))
     known = dict(row) if isinstance(row, Mapping) else {question: row}
     told = known.pop(answer, "")
@@ -346,7 +346,8 @@ def hard_rounds(
         return rewards @ weights if judge is None else rewards[:, :, judge]
 
     data = run.data._replace(prompts={**run.data.prompts, "train": prompts})
-    source = search_source(run._replace(data=data), search, pool, rows)
+    current, seed = run._replace(data=data), run.config.data.order_seed(run.config.seed)
+    source = search_source(current, search, undrawn_text(current, pool, seed), rows)
     at_once = run.config.train.prompts
     return HardRounds(rule, prompts, source, attempts, points, at_once=at_once, notes=notes)
 
@@ -359,12 +360,12 @@ def check_curriculum(run: Run) -> None:
     if isinstance(run.method.curriculum, WrittenProblems):
         _check_written(run)
         return
-    if run.task is not None:
+    if run.config.data.has_solutions:
         raise UserError(
             f"{said}and those of a procedural task are never the same; give data.train, or set"
             " objective.round_steps to 0"
         )
-    if run.config.episodes is not None or run.method.draw.search is None:
+    if run.config.data.plays or run.method.draw.search is None:
         raise UserError(
             f"{said}which are searched as text; set objective.round_steps to 0, or remove"
             " data.env and objective.tree = 'none'"
@@ -374,14 +375,14 @@ def check_curriculum(run: Run) -> None:
 def _check_written(run: Run) -> None:
     said = f"method = {run.config.method!r} with objective.written above 0: "
     rest = "; or set objective.written to 0"
-    if run.config.episodes is None:
+    if not run.config.data.plays:
         raise UserError(
             f"{said}problems are written for an environment on the host; give data.train and"
             f" data.env = FILE.py:function{rest}"
         )
     if run.rollout_mesh is not None:
         raise UserError(f"{said}it does not go together with [placement]; remove it{rest}")
-    data = run.config.episodes
+    data: Any = run.config.data
     if configured_env(data.env, reveal(data.options, "data")).write is None:
         raise UserError(
             f"{said}nobody writes them; set data.writer to FILE.py:function, or to a table with the"

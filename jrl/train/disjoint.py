@@ -504,11 +504,12 @@ def stored(drawn: StepGroups) -> dict[str, Any]:
 def restored(notes: Mapping[str, Any], run: Run) -> StepGroups:
     """The groups that ``stored`` was given in a run like this one."""
     subject = notes["subject"]
-    if run.task is None:
+    if "ids" in subject:
         prompts = {prompt.id: prompt for prompt in run.data.prompts["train"]}
         subject = [prompts[int(i)] for i in subject["ids"]]
     else:
-        problem = jax.eval_shape(partial(run.task.generate, split="train"), jax.random.key(0))
+        task: Any = run.kind.task
+        problem = jax.eval_shape(partial(task.generate, split="train"), jax.random.key(0))
         subject = jax.tree.unflatten(jax.tree.structure(problem), subject["leaves"])
     rollout = notes["rollout"]
     if rollout["routing"] is not None:

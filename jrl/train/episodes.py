@@ -13,12 +13,11 @@ import jax.numpy as jnp
 
 from jrl.data.tasks import Task
 from jrl.envs import Env, Start
-from jrl.envs.play import Episodes, check_room, play, scripted
+from jrl.envs.play import Episodes, play, scripted
 from jrl.envs.self_play import rows_of_players
 from jrl.errors import UserError, choose
 from jrl.methods.base import Method
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.slots import check_length
 from jrl.train.asks import Asks, DrawRequest
 from jrl.train.members import flagged, members_of
 from jrl.train.sources import Groups, entries
@@ -39,11 +38,6 @@ def rollout_of(task: Task | Env) -> Callable[..., Groups]:
 def held_out_rollout(request: DrawRequest, *, task: Task | Env, **how: Any) -> Groups:
     """What ``rollout_of(task)`` draws for an evaluation, which is a program of its own name."""
     return rollout_of(task)(request, task=task, **how)
-
-
-def default_parts(task: Task | Env | None) -> dict[str, float]:
-    """Reward part -> weight where a run names none; None for an environment on the host."""
-    return {"verify": 1.0} if isinstance(task, Task) else dict(EPISODES)
 
 
 def eval_parts(task: Task | Env | None) -> dict[str, float]:
@@ -160,14 +154,6 @@ def check_players(env: Env, method: Method) -> None:
             f"data.env: the method keeps some groups and drops others, and of {env.name!r} each "
             f"start makes {env.players}, one for a player; choose a method that keeps every group"
         )
-
-
-def check_lengths(network: Network, task: Task | Env | None, prompt: int, new: int) -> None:
-    """Raises UserError when prompt and completion, or an episode, do not fit the network."""
-    if isinstance(task, Env):
-        check_room(task, network)
-    else:
-        check_length(network, prompt, new)
 
 
 # ---------------------------------------------------------------- for a warm start

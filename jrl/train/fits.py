@@ -18,7 +18,6 @@ from jrl.config import Config
 from jrl.memory import check_fits, host_bytes
 from jrl.models.config import ModelConfig
 from jrl.train.gather import cached_tokens
-from jrl.train.objective import max_new_tokens
 
 _TOKEN_BYTES = 4 + 4 + 4 + 1
 """Of a completion: its id, log-probability and policy version, and whether it is live."""
@@ -41,16 +40,16 @@ def check_training(run: Any) -> None:
     """
     config, draw = run.config, run.method.draw
     check_weights(run)
-    draws = draw.own and config.given_completions is None
+    draws = draw.own and config.data.given is None
     group = config.sampling.group + draw.baseline_members if draws else 1
     said = f"train.prompts = {config.train.prompts}"
     if draws:
         said += f" with sampling.group = {config.sampling.group}"
     _check(run, said, config.train.prompts, group, drawn=draws)
-    if config.warmup.steps and run.task is not None:
+    if config.warmup.steps and config.data.has_solutions:
         said = f"warmup.batch = {config.warmup.batch}"
         _check(run, said, config.warmup.batch, 1, drawn=False)
-    if run.task is not None or run.data.prompts["eval"]:
+    if run.kind.held_out(run.config, run.data).problems:
         check_evaluation(run)
 
 
@@ -83,12 +82,10 @@ def check_evaluation(run: Any, keys: Sequence[str] = ("eval.problems", "eval.sam
     """
     table = run.config.eval
     said = f"{keys[0]} = {table.problems} with {keys[1]} = {table.samples}"
-    if run.task is not None:
-        _check(run, said, table.problems, table.samples)
-    else:  # decoded as many at a time as a training step has
-        there = min(table.problems, len(run.data.prompts["eval"]))
-        _check(run, said, min(there, run.config.train.prompts), table.samples)
-        _check(run, said, there, table.samples, drawn=False)
+    held_out = run.kind.held_out(run.config, run.data)
+    # Some kinds decode as many at a time as a training step has.
+    _check(run, said, min(held_out), table.samples)
+    _check(run, said, held_out.problems, table.samples, drawn=False)
 
 
 def check_problems(run: Any, key: str, problems: int) -> None:
@@ -124,13 +121,11 @@ def token_cache_bytes(model: ModelConfig, itemsize: int | None = None) -> int:
 def _check(run: Any, said: str, prompts: int, group: int, *, drawn: bool = True) -> None:
     """Checks completions of a group for each prompt; those that are drawn have a cache, too."""
     config: Config = run.config
-    new = max_new_tokens(config, run.task)
-    if config.episodes is not None:  # a row of training holds all contexts of an episode
-        contexts = config.episodes.options.get("contexts", 1)
-        new *= contexts if isinstance(contexts, int) else 1
+    new = run.kind.new_tokens
+    new *= run.kind.contexts  # a row of training holds all contexts of an episode
     size = 4.0 * prompts * run.width + float(prompts) * group * new * _TOKEN_BYTES
     # The caches of episodes may wait on the host, so they are not counted.
-    if drawn and run.model is not None and not config.episodes:
+    if drawn and run.model is not None and not config.data.plays:
         itemsize = 1 if "cache" in config.sampling.int8 else np.dtype(run.model.dtype).itemsize
         cached = cached_tokens(prompts, group, run.width, new, config.sampling.slots)
         size += cached * token_cache_bytes(run.model, itemsize)

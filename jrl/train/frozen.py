@@ -15,10 +15,8 @@ import jax
 import numpy as np
 
 from jrl.config import Config, from_table, load_config
-from jrl.config.secrets import reveal
-from jrl.config.unions import EnvData
-from jrl.data.tasks import Task, get_task
-from jrl.envs import Env, get_env
+from jrl.data.tasks import Task
+from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.hub import model_directory
 from jrl.models import hf
@@ -28,17 +26,10 @@ from jrl.models.soup import average
 from jrl.models.tokenizer import check_vocab
 from jrl.models.transformer import transformer
 from jrl.train.adapters import restore_policy, trained_network
+from jrl.train.kinds import kind_of
 from jrl.train.method_network import network_of
 from jrl.train.objective import method_of
 from jrl.types import Params
-
-
-def run_task(config: Config) -> Task | Env | None:
-    """The procedural task or the environment of a run, or None."""
-    if config.task is None:
-        return None
-    get = get_env if isinstance(config.task, EnvData) else get_task
-    return get(config.task.name, **reveal(config.task.options, "data"))
 
 
 def run_shape(config: Config, task: Task | Env | None) -> ModelConfig:
@@ -105,7 +96,7 @@ def _shape(directory: str, name: str) -> ModelConfig:
     if not _is_run(path, name):
         return hf.read_config(path)
     theirs = load_config(path / "config.toml")
-    return run_shape(theirs, run_task(theirs))
+    return run_shape(theirs, kind_of(theirs).task)
 
 
 def frozen_params(config: Config, name: str) -> Params:
@@ -124,9 +115,9 @@ def _params(directory: str, name: str, dtype: str) -> Params:
     if not _is_run(path, name):
         return hf.open_checkpoint(path, dtype=dtype)[1]
     theirs = load_config(path / "config.toml", [f"run.dir={json.dumps(str(path))}"])
-    shape = run_shape(theirs, run_task(theirs))
+    shape = run_shape(theirs, kind_of(theirs).task)
     network = trained_network(theirs, shape, transformer(shape))
-    method = method_of(theirs, run_task(theirs))
+    method = method_of(theirs, kind_of(theirs).task)
     network = network_of(network, method)
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     host = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)

@@ -1,6 +1,6 @@
 """Groups of episodes with an environment on the host: what a training step draws from text.
 
-The twin of ``collect.TextSource``: its prompts open episodes instead of being completed once.
+The twin of ``TextSource``: its prompts open episodes instead of being completed once.
 """
 
 from __future__ import annotations
@@ -489,7 +489,7 @@ def host_source(
         format_of(env, run.tokenizer),
         rows,
         prompts=prompts,
-        seed=None if evaluates else run.config.order_seed,
+        seed=None if evaluates else run.config.data.order_seed(run.config.seed),
         tokenizer=run.tokenizer,
         group=group,
         weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else run.rewards.weights,
@@ -504,8 +504,7 @@ def host_source(
 
 def _env(run: Run) -> HostEnv:
     """The environment that the configuration names."""
-    data = run.config.episodes
-    assert data is not None
+    data: Any = run.config.data
     return configured_env(data.env, reveal(data.options, "data"))
 
 

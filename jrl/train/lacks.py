@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jrl.config import Config
-from jrl.config.unions import QuestionTable
+from jrl.config.unions import DIALOGUES, RECORDED
 from jrl.data.sources import open_source
 from jrl.data.tables import FirstRows, Source
 from jrl.devices import find_devices
@@ -17,7 +17,8 @@ from jrl.extras import install_line, missing
 from jrl.models import hf
 from jrl.models.tokenizer import load_tokenizer
 from jrl.train import build
-from jrl.train.frozen import run_shape, run_task
+from jrl.train.frozen import run_shape
+from jrl.train.kinds import TextKind, kind_of
 from jrl.train.objective import method_of
 from jrl.train.optimizer import make_optimizer
 from jrl.train.placement import make_meshes
@@ -37,25 +38,25 @@ def lacks(config: Config) -> list[str]:
     look = mistakes.look
     if look(find_devices) is None:
         return mistakes.lines  # nothing else can be looked at
-    task = look(lambda: run_task(config))
-    no_task = task is None and config.task is not None  # named, and wrong
-    method = look(lambda: method_of(config, task))
+    kind = look(lambda: kind_of(config))
+    method = look(lambda: method_of(config, kind and kind.task))
     look(lambda: make_optimizer(config.optimizer, config.train.steps, 1))
     look(lambda: make_meshes(config, apart=True))
-    tokenizer = None if no_task else _model(config, task, mistakes)
+    tokenizer = None if kind is None else _model(config, kind, mistakes)
     # What is recorded, and dialogues, are read below.
-    for name in ("eval", "pairs") if config.recorded else ("train", "eval", "pairs"):
-        if (spec := getattr(config.data, name, None)) is not None:
+    for name in ("train", "eval", "pairs"):
+        spec = getattr(config.data, name, None)
+        if spec is not None and not str(spec).startswith((RECORDED, DIALOGUES)):
             look(functools.partial(_first_row, spec, f"data.{name}"))
-    if isinstance(config.data, QuestionTable) and config.data.train is None:
+    if getattr(config.data, "train", "") is None:
         mistakes.lines.append(
             "data.train and data.task are both missing; name a file of prompts or a procedural task"
         )
-    if config.pairs is None and not no_task:
+    if kind is not None and not config.data.scored:
         look(lambda: build.reward_pool(config).close())
-        look(lambda: build.reward_weights(config, task))
-    if method is not None and tokenizer is not None:
-        read = look(lambda: build.read_data(config, tokenizer, task, method, opened=_head))
+        look(lambda: build.reward_weights(config))
+    if kind is not None and method is not None and tokenizer is not None:
+        read = look(lambda: kind.read(tokenizer, method, _head))
         if read is not None:
             look(lambda: check_reward_columns(config, read.prompts["train"]))
     if said := missing_math(config):
@@ -81,20 +82,20 @@ def with_others(error: UserError, config: Config) -> UserError:
     return UserError("\n".join(lines + [line for line in others if bare(line) not in said]))
 
 
-def _model(config: Config, task: Any, mistakes: Mistakes) -> Any:
+def _model(config: Config, kind: TextKind, mistakes: Mistakes) -> Any:
     """The tokenizer of a run, with what is wrong with its model kept in ``mistakes``."""
     look, path = mistakes.look, config.model.path
-    tokenizer = task and task.tokenizer
+    tokenizer = kind.tokenizer
     if config.model.network is not None:
-        if task is None and path is not None:
+        if tokenizer is None and path is not None:
             tokenizer = look(lambda: load_tokenizer(path))
         if tokenizer is not None:
-            look(lambda: build.own_network(config, task, tokenizer))
+            look(lambda: build.own_network(kind, tokenizer))
     elif path is not None:
-        if look(lambda: hf.read_config(path, "model.path")) is not None and task is None:
+        if look(lambda: hf.read_config(path, "model.path")) is not None and tokenizer is None:
             tokenizer = look(lambda: load_tokenizer(path))
     else:
-        look(lambda: run_shape(config, task))
+        look(lambda: run_shape(config, kind.task))
     return tokenizer
 
 

@@ -64,7 +64,7 @@ def method_of(config: Config, task: Task | Env | None) -> Method:
     if "epochs" in common:
         method = method._replace(schedule=method.schedule._replace(epochs=common["epochs"]))
     if (coef := common.get("entropy_coef", 0.0)) > 0:
-        if config.given_completions or not method.draw.own:
+        if config.data.given or not method.draw.own:
             raise UserError(
                 f"objective.entropy_coef = {coef}: method = {config.method!r} trains on what the"
                 " policy did not draw; remove it"
@@ -106,7 +106,7 @@ def _in_trees(
     if tree is None:
         return method
     named = f"objective.tree = {tree.at!r}"
-    if config.episodes is not None and tree.rounds > 1:
+    if config.data.plays and tree.rounds > 1:
         raise UserError(
             f"objective.tree_rounds = {tree.rounds} is not read in episodes, which branch as they"
             " are played; remove it"
@@ -131,7 +131,7 @@ def _asked_tree(
     at = asked.pop("tree", None)
     numbers = {name.removeprefix("tree_"): value for name, value in asked.items()}
     if at is None and isinstance(tree, Search):
-        if config.given_completions and not asked:
+        if config.data.given and not asked:
             return None  # the method's own, for groups that are drawn
         _check_read(numbers, Search, tree.by)
         return tree._replace(**numbers)
@@ -177,7 +177,7 @@ def _searched(
         raise UserError(
             f"objective.tree_exploration = {search.exploration} is not read with {named}; remove it"
         )
-    if config.episodes is not None and "tree_tokens" in common:
+    if config.data.plays and "tree_tokens" in common:
         raise UserError(
             f"objective.tree_tokens = {search.tokens}: a search of episodes goes by turns; remove"
             " it, or set data.turn_tokens"
@@ -194,13 +194,8 @@ def _searched(
 
 def _without_trees(config: Config, task: Task | Env | None, method: Method) -> str | None:
     """Why a run's completions cannot branch off one another; None where they can."""
-    if given := config.given_completions:
-        return f"{given} holds the completions, and none is drawn; remove it"
-    if isinstance(task, Env):
-        return (
-            "completions and episodes on the host branch, those in an environment on the device do"
-            " not; use a task, data.train, or data.env = FILE.py:function"
-        )
+    if config.data.branches:
+        return config.data.branches
     if config.replays_routing:
         return "a branch has no record of its past's experts; set objective.router_replay to false"
     if method.objective.surrogate.over == "group":
@@ -230,7 +225,7 @@ def max_new_tokens(config: Config, task: Task | Env | None) -> int:
 
 def sampler_differs(config: Config) -> bool:
     """Whether completions to train on are drawn from another distribution than the policy's."""
-    return bool(config.sampling.int8) and config.given_completions is None
+    return bool(config.sampling.int8) and config.data.given is None
 
 
 def _divided(config: Config, found: Published | OwnMethod) -> tuple[dict[str, Any], dict[str, Any]]:

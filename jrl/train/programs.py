@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,16 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jrl.envs import Env
-from jrl.envs.transcript import RowShape
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
-from jrl.methods.base import Method
 from jrl.methods.curriculum import Curriculum
 from jrl.models import hf
-from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
-from jrl.sampling.params import make_sampling_params
 from jrl.sampling.tree import generate_tree
 from jrl.train.adapters import put_policy, trained_network
 from jrl.train.build import Run, policy_network, sampler_of
@@ -32,19 +27,27 @@ from jrl.train.curriculum import check_curriculum
 from jrl.train.episodes import (
     check_members,
     check_players,
-    eval_parts,
     held_out_rollout,
     rollout_of,
 )
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.gather import GIB, device_memory, prepared_bytes
-from jrl.train.host_episodes import check_host, host_source
+from jrl.train.host_episodes import check_host
+from jrl.train.kinds import (
+    EnvKind,
+    EpisodeKind,
+    PairKind,
+    RecordedKind,
+    SourceKind,
+    TaskKind,
+    TaskPairKind,
+    TextKind,
+)
 from jrl.train.method_network import network_of, own_layout
 from jrl.train.objective import router_losses
 from jrl.train.packing import Packer
-from jrl.train.pairs import JudgedSource, sizes_of
 from jrl.train.placement import sampler_mesh
-from jrl.train.recorded import RECORDED_REWARD, RecordedSource, check_recorded
+from jrl.train.recorded import check_recorded
 from jrl.train.resharding import (
     ReshardedSampler,
     drawn_from_prepared,
@@ -54,13 +57,10 @@ from jrl.train.resharding import (
 from jrl.train.reward_model import NAME
 from jrl.train.score import policy_of
 from jrl.train.several import check_division, unstacked
-from jrl.train.sources import Source
-from jrl.train.sources_task import TaskSource
-from jrl.train.sources_text import TextSource
 from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own
-from jrl.train.tree_search import check_search, line_ends, search_source
+from jrl.train.tree_search import check_search
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
 
@@ -68,17 +68,7 @@ from jrl.types import Branching, Network, Params, TrainState
 def check_trainable(run: Run) -> None:
     """Raises UserError when a run can be sampled from and evaluated, but not trained."""
     config = run.config
-    if run.data.judged:
-        _check_judged(run)
-    else:
-        _check_group(config.method, run.method, config.sampling.group)
-    if not config.episodes:
-        players = run.task.players if isinstance(run.task, Env) else 1
-        check_division(players, run.method.policies)
-    if isinstance(run.task, Env):
-        draw = run.method.draw
-        check_members(run.task, draw.own * config.sampling.group, draw.demonstrations)
-        check_players(run.task, run.method)
+    CHECKS[type(run.kind)](run)
     check_frozen(run.method.objective, run.networks, config.method)
     check_named(config, run.method.objective.frozen)
     if config.sampling.temperature == 0:
@@ -86,10 +76,6 @@ def check_trainable(run: Run) -> None:
             "sampling.temperature = 0 draws the same completion for every member of a group; "
             "training needs a temperature above 0"
         )
-    if config.episodes:
-        check_host(run)
-    if config.recorded is not None:
-        check_recorded(run.method, config)
     _check_rounds(run)
     check_curriculum(run)
     check_plan(run)
@@ -104,8 +90,9 @@ def check_trainable(run: Run) -> None:
         make_train_iteration(run)
 
 
-def _check_group(name: str, method: Method, group: int) -> None:
+def _check_group(run: Run) -> None:
     """Raises UserError when a method that compares members is given groups too small for it."""
+    name, method, group = run.config.method, run.method, run.config.sampling.group
     draw = method.draw
     members = (group if draw.own else 0) + draw.demonstrations
     needed = max(method.min_group, 2 if method.objective.surrogate.over == "group" else 1)
@@ -152,6 +139,65 @@ def _check_judged(run: Run) -> None:
             f"method = {config.method!r} compares {needed} completions of one prompt, and "
             "data.pairs has one in each record; choose a method of labelled completions such as kto"
         )
+
+
+def _check_sampled(run: Run) -> None:
+    """Raises UserError where a run on a task or on text has too few members, or players."""
+    _check_group(run)
+    check_division(1, run.method.policies)
+
+
+def _check_env(run: Run) -> None:
+    """Raises UserError where episodes on the device do not go with the method."""
+    _check_group(run)
+    env, draw = run.kind.task, run.method.draw
+    check_division(env.players, run.method.policies)
+    check_members(env, draw.own * run.config.sampling.group, draw.demonstrations)
+    check_players(env, run.method)
+
+
+def _check_episodes(run: Run) -> None:
+    """Raises UserError where episodes on the host do not go with the method."""
+    _check_group(run)
+    check_host(run)
+
+
+def _check_recorded(run: Run) -> None:
+    """Raises UserError where a method needs what nobody recorded."""
+    _check_sampled(run)
+    check_recorded(run.method, run.config)
+
+
+def _check_own(run: Run) -> None:
+    """Raises UserError where a method needs what a source of one's own does not give."""
+    _check_sampled(run)
+    draw = run.method.draw
+    for said, missing in {
+        f"method = {run.config.method!r} learns from demonstrations": draw.demonstrations,
+        "objective.tree searches prompts in text": draw.search is not None,
+        "[placement] keeps prompts of files": run.rollout_mesh is not None,
+    }.items():
+        if missing:
+            raise UserError(f"data.source: {said}, which a source of your own has not; remove one")
+
+
+def _check_pairs(run: Run) -> None:
+    """Raises UserError where a method cannot learn from judged completions."""
+    _check_judged(run)
+    check_division(1, run.method.policies)
+
+
+CHECKS: Mapping[type[TextKind], Callable[[Run], None]] = {
+    TextKind: _check_sampled,
+    TaskKind: _check_sampled,
+    EnvKind: _check_env,
+    EpisodeKind: _check_episodes,
+    RecordedKind: _check_recorded,
+    SourceKind: _check_own,
+    PairKind: _check_pairs,
+    TaskPairKind: _check_pairs,
+}
+"""Kind of data -> what must hold to train on it."""
 
 
 def _check_disjoint(run: Run, mesh: Mesh) -> None:
@@ -311,109 +357,12 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     return made(np.uint32(run.config.seed), params)
 
 
-def drawn_source(run: Run, pool: RewardPool | None, split: str = "train") -> Source:
-    """What draws the groups of a run, with the reward parts that it computes itself.
-
-    Args:
-      run: that draws its completions.
-      pool: the reward functions on the host; None gives completions in text 0 points.
-      split: "train" or "eval".
-    """
-    config = run.config
-    if run.data.judged:
-        return judged_source(run)
-    if config.recorded is not None:
-        return recorded_source(run)
-    if config.episodes:
-        if split == "eval":
-            table, prompts = config.eval, run.data.prompts["eval"]
-            return host_source(
-                run, prompts, table.samples, split="eval", temperature=table.temperature
-            )
-        return host_source(run, run.data.prompts["train"], config.sampling.group)
-    if split == "eval":
-        return held_out_source(run, pool)
-    if (search := run.method.draw.search) is not None:
-        return search_source(run, search, pool)
-    return sampled_source(run, pool)
-
-
-def sampled_source(run: Run, pool: RewardPool | None) -> Source:
-    """Completions of one program a draw, to train on."""
-    config, mesh, program = run.config, drawing_mesh(run), train_sampler(run)
-    sampling_params = jax.device_put(run.sampling_params, replicated(mesh))
-    free = program.free if isinstance(program, ReshardedSampler) else None
-    if run.task is not None:
-        draw = program.draw if isinstance(program, ReshardedSampler) else program
-        return TaskSource(run.task, tuple(run.rewards.weights), draw, sampling_params, free=free)
-    by_line = "lines" in run.method.needs
-    return TextSource(
-        all_prompts=run.data.prompts["train"],
-        width=run.width,
-        seed=config.order_seed,
-        program=program,
-        sampling_params=sampling_params,
-        pool=pool,
-        tokenizer=run.tokenizer,
-        max_new_tokens=config.sampling.max_new_tokens,
-        temperature=config.sampling.temperature,
-        lines=line_ends(run.tokenizer, run.network.vocab_size) if by_line else (),
-        free=free,
-    )
-
-
-def held_out_source(run: Run, pool: RewardPool | None) -> Source:
-    """Completions of held-out prompts or problems.
-
-    Args:
-      run: from ``as_evaluated``.
-      pool: the reward functions, in text; None where nothing judges.
-    """
-    table, sampling = run.config.eval, run.config.sampling
-    params = make_sampling_params(table.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    params = jax.device_put(params, replicated(drawing_mesh(run, "eval")))
-    program = sampler_program(run, split="eval", group=table.samples)
-    free = program.free if isinstance(program, ReshardedSampler) else None
-    if run.task is not None:
-        draw = program.draw if isinstance(program, ReshardedSampler) else program
-        parts = tuple(eval_parts(run.task))
-        return TaskSource(run.task, parts, draw, params, free=free, split="eval")
-    return TextSource(
-        all_prompts=run.data.prompts["eval"],
-        width=run.width,
-        seed=None,
-        program=program,
-        sampling_params=params,
-        pool=pool,
-        tokenizer=run.tokenizer,
-        name="eval",
-        free=free,
-    )
-
-
-def judged_source(run: Run) -> JudgedSource:
-    """The training groups of a run on ``data.pairs``."""
-    sizes = sizes_of(*run.data.judged.values())
-    return JudgedSource(run.data.judged["pairs"], sizes, run.config.order_seed)
-
-
-def recorded_source(run: Run) -> RecordedSource:
-    """The groups of a run on recorded sessions or dialogues."""
-    sampling = run.config.sampling
-    return RecordedSource(
-        groups=run.data.recorded,
-        all_prompts=run.data.prompts["train"],
-        shape=RowShape(sampling.group, run.width, sampling.max_new_tokens),
-        seed=run.config.order_seed,
-        weight=run.rewards.weights[RECORDED_REWARD],
-    )
-
-
 def train_sampler(run: Run) -> Any:
     """Program 1 of a training step, compiled; None where the method draws nothing from text."""
     draw = run.method.draw
     group = run.config.sampling.group if draw.own else 0
-    if (run.task is None and not group) or run.config.recorded is not None:
+    data = run.config.data
+    if (data.given and not data.scored) or not (group or data.has_solutions):
         return None
     return sampler_program(run, split="train", group=group, tree=draw.tree)
 
@@ -428,13 +377,13 @@ def sampler_program(
     """Program 1, compiled: ``task_rollout`` for a task, episodes, or ``generate`` for text."""
     sampling, own = run.config.sampling, sampler_mesh(run.config, run.mesh)
     network = sampler_of(run, network_on(run, own)) if split == "train" else evaluated(run)
-    if run.task is not None:
+    if (task := run.kind.task) is not None:
         weights = run.rewards.weights
         named = device_parts(name for name in weights if name != NAME)
-        parts = eval_parts(run.task) if split == "eval" else {n: weights.get(n, 0.0) for n in named}
+        parts = run.kind.eval_parts if split == "eval" else {n: weights.get(n, 0.0) for n in named}
         draw: Any = partial(
-            rollout_of(run.task) if split == "train" else held_out_rollout,
-            task=run.task,
+            rollout_of(task) if split == "train" else held_out_rollout,
+            task=task,
             parts=parts,
             slots=sampling.slots if split == "train" else 0,
         )
@@ -504,7 +453,7 @@ def train_program(run: Run, shardings: TrainState) -> Step:
 def shown_groups(run: Run) -> int:
     """Groups of a batch that samples.jsonl keeps, whole: of ``LogTable.KEPT`` members or more."""
     draw, group = run.method.draw, run.config.sampling.group
-    if run.data.judged:
+    if run.config.data.scored:
         return 0
     if isinstance(run.method.curriculum, Curriculum):  # which learns from all of them
         extra = sum(edit.extra(run.config.train.prompts) for edit in run.method.edits)
@@ -547,7 +496,7 @@ def make_train_iteration(run: Run) -> Iteration:
     Raises:
       UserError: the method has work for the host between the two programs.
     """
-    assert run.task is not None
+    task: Any = run.kind.task
     if own := [name for name in run.rewards.weights if is_own(name)]:
         raise UserError(
             f"train.mode = 'compiled' and rewards.{own[0]} are both given: a function of your own"
@@ -561,7 +510,7 @@ def make_train_iteration(run: Run) -> Iteration:
     return make_iteration(
         make_train_step(run, shown_in_compiled(run.method, run.config.train.prompts)),
         method=run.method,
-        task=run.task,
+        task=task,
         network=run.network,
         sampler=sampler_of(run),
         weights=run.rewards.weights,

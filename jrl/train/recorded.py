@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jrl.config import Config
-from jrl.config.unions import DialogueData, RecordedData
+from jrl.config.unions import RecordedData
 from jrl.data.sources import open_source
 from jrl.data.tables import Source
 from jrl.envs.recorded import REWARDED, Recorded, RecordedCounts, read
@@ -120,11 +120,12 @@ def _read(
     Raises:
       UserError: there is nothing to train on.
     """
-    if isinstance(data, DialogueData):
+    if not data.has_logprobs:
         from jrl.envs.dialogues import read_dialogues  # not on the way of other runs
 
         source = opened(data.place, key="data.train")
-        dialogues = read_dialogues(source, tokenizer, **data.wording, invalid=data.invalid)
+        skips: Any = data
+        dialogues = read_dialogues(source, tokenizer, **data.wording, invalid=skips.invalid)
         return dialogues, dialogues.where
     sampling = config.sampling
     wanted = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
@@ -135,7 +136,7 @@ def _read(
 
 
 def _paid_by(data: RecordedData) -> str:
-    if isinstance(data, DialogueData):
+    if not data.has_logprobs:
         return "a row gives as reward or rewards"
     return "clients send to /v1/sessions/NAME/reward"
 
@@ -242,8 +243,8 @@ def check_recorded(method: Method, config: Config) -> None:
     drew, which a method needs that compares with them, and one without such a ratio that is right
     for what the policy itself drew alone.
     """
-    data, draw = config.recorded, method.draw
-    assert data is not None
+    data: Any = config.data
+    draw = method.draw
     said = f"{data.kind}: method = {config.method!r}"
     if draw.baseline_members or (draw.own and draw.demonstrations):
         raise UserError(
@@ -251,7 +252,7 @@ def check_recorded(method: Method, config: Config) -> None:
             " no server records; choose another method"
         )
     needs = "sampler_logprobs" in method.objective.needs or method.objective.surrogate.on_policy
-    if needs and isinstance(data, DialogueData):
+    if needs and not data.has_logprobs:
         raise UserError(
             f"{said} learns from what a policy drew, by its log-probabilities, and dialogues were"
             " drawn by nobody: there are none; choose one that learns from any data, such as sft,"

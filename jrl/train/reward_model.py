@@ -22,8 +22,9 @@ from jrl.rewards.model import ModelReward, insert_part
 from jrl.sampling.params import make_sampling_params
 from jrl.train.adapters import restore_policy, trained_network
 from jrl.train.asks import DrawRequest
-from jrl.train.frozen import run_shape, run_task
+from jrl.train.frozen import run_shape
 from jrl.train.groups import to_batch
+from jrl.train.kinds import kind_of
 from jrl.train.score import in_parts, score
 from jrl.train.sources import Around, Groups, Source
 from jrl.types import Array, Batch, Network, Params, Rollout, ValueNetwork
@@ -104,7 +105,7 @@ def model_of(
       behind: whether values are those behind each token, as a reward model's; else before it.
       checkpoint: a training step; None for the newest.
     """
-    shape = run_shape(theirs, run_task(theirs))
+    shape = run_shape(theirs, kind_of(theirs).task)
     network = trained_network(theirs, shape, transformer(shape))
     value = make_value(theirs, network)
     if behind:
@@ -160,7 +161,7 @@ class ModelRewards(Around):
 
 def _tokenizer(config: Config) -> bytes | str:
     """What two configurations share when their tokens mean the same."""
-    if config.task is not None:
+    if config.data.has_solutions:
         return "the tasks' own"
     return (model_directory(config.model.path or "") / "tokenizer.json").read_bytes()
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from jrl.config import Config
-from jrl.data.tasks import Task
 from jrl.errors import UserError
 from jrl.extras import install_line, missing
 from jrl.own import load
@@ -35,7 +33,7 @@ def reward_text(run: Run) -> str:
     Args:
       run: from ``build.setup``.
     """
-    if run.data.judged or run.data.recorded:
+    if not run.kind.reported:
         return ""
     weights = run.rewards.weights
     short = {name: name.rpartition(":")[2] for name in weights}
@@ -50,8 +48,8 @@ def reward_text(run: Run) -> str:
 
 def missing_math(config: Config) -> str:
     """A line where rewards.math has no math-verify to compare by; "" elsewhere."""
-    used = "math" in config.rewards or not (config.rewards or config.task or config.episodes)
-    if not used or config.given_completions or not missing(["math-verify"]):
+    used = "math" in (config.rewards or config.data.default_rewards)
+    if not used or config.data.given or not missing(["math-verify"]):
         return ""
     return (
         "rewards.math compares numbers, and anything else as text, because math-verify is not"
@@ -68,23 +66,13 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
       UserError: one of them fails, or returns something else than numbers; see ``RewardPool``.
     """
     names = [name for name in _own_rewards(run.config) if name in pool.functions]
-    prompts = run.data.prompts.get("train")
-    if not names or not (prompts or isinstance(run.task, Task)):
+    prompt = run.kind.first_prompt(run.data) if names else None
+    if prompt is None:
         return
-    prompt = prompts[0] if prompts else _problem(run)
     text = str(prompt.answer)
     tokens = np.array(run.tokenizer.encode(text), np.int32)
     sample = Sample(prompt=prompt, completion=text, tokens=tokens, stop="stop_token")
     pool.probe(names, sample, run.config.sampling.group)
-
-
-def _problem(run: Run) -> Prompt:
-    """A problem of a run's task, as its reward functions get it."""
-    assert isinstance(run.task, Task)
-    generate = jax.jit(run.task.generate, static_argnums=1)
-    problem = jax.device_get(generate(jax.random.key(run.config.seed), "train"))
-    text, answer = run.task.render(problem)
-    return Prompt(0, text, problem.tokens[: int(problem.length)], answer)
 
 
 def check_reward_columns(config: Config, prompts: Sequence[Prompt]) -> None:

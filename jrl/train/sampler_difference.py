@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.objectives.kl import k3
-from jrl.train import programs
+from jrl.train.batches import SOURCES
 from jrl.train.build import Run
 from jrl.train.groups import to_batch
 from jrl.train.score import policy_of, score
@@ -71,7 +71,7 @@ def measure_run(run: Run, state: TrainState) -> dict[str, float]:
       state: at any step; call it under the run's mesh.
     """
     here = run._replace(rollout_mesh=None)  # where the state is
-    source, policy = programs.sampled_source(here, None), policy_of(state, run.network)
+    source, policy = SOURCES[type(here.kind)](here, None), policy_of(state, run.network)
     tickets = np.arange(run.config.train.prompts, dtype=np.int32)
     rows = source.order(tickets)
     request = simple_request(state.key, {"policy": policy}, np.int32(0), tickets, rows=rows)

@@ -8,12 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrl.envs import Env
 from jrl.mesh import batch_sharding, replicated
 from jrl.models.config import ModelConfig
 from jrl.models.routing import record_dtype
 from jrl.train import build
-from jrl.train.objective import max_new_tokens
 from jrl.types import Batch, RoutingRecord
 
 
@@ -22,7 +20,7 @@ def abstract_batch(run: build.Run) -> Batch:
     config, method = run.config, run.method
     draw = method.draw
     n, p = config.train.prompts, run.width
-    t = max_new_tokens(config, run.task)
+    t = run.kind.new_tokens
     own = config.sampling.group if draw.own else 0
     g = own + (draw.baseline_members if own else 0) + draw.demonstrations
     rows = batch_sharding(run.mesh)
@@ -34,7 +32,7 @@ def abstract_batch(run: build.Run) -> Batch:
     if draw.own:
         stats["sampler_logprobs"] = array(jnp.float32, n, g, t)
     ids = {"prompt": array(jnp.int32, n)}
-    if isinstance(run.task, Env):
+    if run.kind.episode_columns:
         ids |= {name: array(jnp.int32, n, g, t) for name in ("turn", "step", "state")}
         ids["stratum"] = array(jnp.int32, n, g)
         stats["paid"] = array(jnp.float32, n, g, t)

@@ -128,7 +128,7 @@ def completion_number(tokens: Array, length: Array) -> Array:
 
 
 class TaskSource:
-    """Problems of a procedural task, or starts of an environment on the device.
+    """Problems of a procedural task.
 
     Row i is the problem made from key number i, so there is no end of them.
 
@@ -144,7 +144,7 @@ class TaskSource:
 
     def __init__(
         self,
-        task: Task | Env,
+        task: Any,
         parts: Sequence[str],
         program: Callable[..., Groups] | None,
         sampling_params: SamplingParams | None = None,
@@ -164,7 +164,6 @@ class TaskSource:
         return task_problems(self.task, key, rows, self._split)
 
     def _rewards(self, problems: Any, tokens: Array, lengths: Array) -> Array:
-        assert isinstance(self.task, Task)
         return judge_problems(self.task, self._parts, problems, tokens, lengths)
 
     def order(self, tickets: np.ndarray) -> np.ndarray:
@@ -178,15 +177,7 @@ class TaskSource:
         return made, [Prompt(i, "", np.asarray(ids[:n], np.int32), "") for i, ids, n in parts]
 
     def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
-        """As ``Source.judge``, by the task's own judges.
-
-        Raises:
-          UserError: an environment, which judges what it plays itself.
-        """
-        if not isinstance(self.task, Task):
-            raise UserError(
-                f"data.env = {self.task.name!r}: episodes are judged as they are played"
-            )
+        """As ``Source.judge``, by the task's own judges."""
         n = len(prompts)
         some = np.arange(1 << (n - 1).bit_length()) % n  # few shapes, hence few programs
         rows = jax.tree.map(lambda x: x[some], (subject, rollout.tokens, rollout.lengths))
@@ -201,3 +192,15 @@ class TaskSource:
     def notes(self) -> dict[str, Any]:
         """Nothing: the next problems follow from their rows."""
         return {}
+
+
+class EnvSource(TaskSource):
+    """Starts of episodes in an environment on the device; ``task`` is the environment."""
+
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+        """Only the environment judges, while it plays.
+
+        Raises:
+          UserError: always.
+        """
+        raise UserError(f"data.env = {self.task.name!r}: episodes are judged as they are played")

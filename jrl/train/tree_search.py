@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from jrl.data.prompts import pad_prompts
-from jrl.data.tasks import Task
 from jrl.envs.transcript import RowShape, Segment, Transcript, to_rollout
 from jrl.envs.tree import SEARCHES, Node, Step, Tree, grow_leaves
 from jrl.errors import UserError
@@ -30,11 +29,9 @@ from jrl.train.asks import DrawRequest
 from jrl.train.build import Run, sampler_of
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.groups import counted
-from jrl.train.objective import max_new_tokens
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.score import drawn_trees
 from jrl.train.sources import Around, Groups, Source, all_entries
-from jrl.train.sources_task import TaskSource
 from jrl.train.sources_text import TextSource
 from jrl.types import Network, Params, Prompt, Search, StopReason, TrainState
 
@@ -329,7 +326,8 @@ def check_search(run: Run) -> None:
             f"{named}: a search goes by rewards of functions, and [rewards.model] is none; remove"
             " it, or draw members apart"
         )
-    if run.task is not None and (own := [n for n in run.rewards.weights if ":" in n]):
+    own = [name for name in run.rewards.weights if ":" in name]
+    if own and not run.kind.lines:
         raise UserError(
             f"{named}: a search on a task goes by verify and partial; remove rewards.{own[0]}"
         )
@@ -338,14 +336,14 @@ def check_search(run: Run) -> None:
 def search_rows(run: Run, search: Search) -> EpisodeRows:
     """The decode slots of a run's searches."""
     sampling, group = run.config.sampling, run.config.sampling.group
-    lines = () if run.task is not None else line_ends(run.tokenizer, run.network.vocab_size)
+    lines = line_ends(run.tokenizer, run.network.vocab_size) if run.kind.lines else ()
     most = run.config.train.prompts * max(group, search.width)
     ends = _ends(run)
     return EpisodeRows(
         sampler_of(run),
         slots=min(sampling.slots or _SLOTS, most),
         prompt_tokens=run.width,
-        max_new_tokens=max_new_tokens(run.config, run.task),
+        max_new_tokens=run.kind.new_tokens,
         stop_tokens=(*ends, *(i for i in lines if i not in ends)),
         chunk=_CHUNK,
         sampling={
@@ -359,24 +357,20 @@ def search_rows(run: Run, search: Search) -> EpisodeRows:
 
 
 def _ends(run: Run) -> tuple[int, ...]:
-    return (run.task.stop_id,) if isinstance(run.task, Task) else tuple(run.tokenizer.stop_ids)
+    return run.kind.stop_tokens(run.tokenizer)
 
 
 def search_source(
-    run: Run, search: Search, pool: RewardPool | None, rows: EpisodeRows | None = None
+    run: Run, search: Search, problems: Source, rows: EpisodeRows | None = None
 ) -> TreeSearch:
     """The search of a run on text, or on a procedural task.
 
     Args:
       run: that draws its completions.
       search: how.
-      pool: the reward functions, in text.
+      problems: the source that has and judges them.
       rows: of ``search_rows``; None for its own.
     """
-    if isinstance(run.task, Task):
-        problems: Source = TaskSource(run.task, tuple(run.rewards.weights), None)
-    else:
-        problems = undrawn_text(run, pool, run.config.order_seed)
     return TreeSearch(
         search_rows(run, search) if rows is None else rows,
         search,

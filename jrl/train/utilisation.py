@@ -70,11 +70,11 @@ def utilisation(run: Run, metrics: Mapping[str, float], seconds: float) -> float
         return None
     lengths = Lengths(
         run.config.train.prompts,
-        2 if run.data.judged else rows_of_a_prompt(run),
+        run.kind.rows or rows_of_a_prompt(run),
         round(float(metrics["prompt_length"])),
         round(float(metrics.get("row_length", metrics["length"]))),
     )
-    draws = run.method.draw.own and not run.data.judged and not run.data.recorded
+    draws = run.method.draw.own and run.config.data.given is None
     passes = training_passes(run) + draws
     devices = run.mesh.devices.size
     devices += run.rollout_mesh.devices.size if run.rollout_mesh is not None else 0

@@ -80,7 +80,7 @@ def test_an_empty_value_removes_the_key(tmp_path):
     path = tmp_path / "a.toml"
     path.write_text("[data]\ntask = 'sorting'\n")
     config = load_config(path, ["data.task=", "data.train=x.jsonl", "train.steps="])
-    assert config.task is None
+    assert config.data.name == ""
     assert config.train.steps == build_config({}).train.steps
 
 

@@ -99,7 +99,7 @@ def test_secrets_of_every_table_of_options_are_hidden():
     for written in (dump(config), str(flatten(config)), str(as_tree(config))):
         assert "sk-77x" not in written
         assert written.count(HIDDEN) == 6
-    assert build_config(OWN).episodes.train == "rows.jsonl"
+    assert build_config(OWN).data.train == "rows.jsonl"
 
 
 def test_functions_of_ones_own_get_their_secrets(tmp_path, monkeypatch):

@@ -181,9 +181,11 @@ KINDS = {
 def test_what_is_given_says_which_kind_of_data_it_is(name):
     overrides, options, pairs, template = KINDS[name]
     config = load_config(None, overrides)
-    assert (config.task and config.task.options) == options
-    assert (config.pairs and config.pairs.pairs) == pairs
-    assert (config.text and config.text.template) == template
+    data = config.data
+    assert (data.free_options if data.name else None) == options
+    assert getattr(data, "pairs", None) == pairs
+    assert data.scored == (pairs is not None)
+    assert getattr(data, "template", None) == template
     assert not hasattr(config.data, "answer_pattern") or name in ("prompts", "nothing")
 
 

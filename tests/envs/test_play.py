@@ -19,6 +19,7 @@ from jrl.sampling.params import make_sampling_params
 from jrl.train.episodes import episode_rollout
 from jrl.train.groups import to_batch
 from jrl.train.score import score
+from jrl.train.sources import simple_request
 from jrl.train.sources_task import task_rollout
 from jrl.types import StopReason
 
@@ -252,11 +253,11 @@ def test_a_task_is_the_environment_of_one_turn():
         )
     )
     weights = jit(network.init)(jax.random.key(0))
-    common = {"sampling_params": SAMPLING, "split": "train", "network": network, "group": 3}
+    common = {"sampling_params": SAMPLING, "network": network, "group": 3}
     ids = jnp.arange(4)
-    ask = (KEY, weights, jnp.int32(2), ids)
-    text = jit(partial(task_rollout, task=task, parts=("verify",), **common))(*ask)
-    play_ = jit(partial(episode_rollout, task=env, parts={"reward": 1.0}, **common))(*ask)
+    ask = simple_request(KEY, {"policy": weights}, jnp.int32(2), ids, 3)
+    text = jit(partial(task_rollout, task=task, parts=("verify",), **common))(ask)
+    play_ = jit(partial(episode_rollout, task=env, parts={"reward": 1.0}, **common))(ask)
     for name in ("prompt_tokens", "tokens", "lengths", "mask", "sampler_logprobs", "versions"):
         left, right = getattr(text.rollout, name), getattr(play_.rollout, name)
         assert np.array_equal(left, right), name

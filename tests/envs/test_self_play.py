@@ -19,6 +19,7 @@ from jrl.train.compiled import held_out
 from jrl.train.episodes import episode_rollout
 from jrl.train.groups import counted, to_batch
 from jrl.train.score import score
+from jrl.train.sources import simple_request
 from jrl.types import StopReason
 
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -148,12 +149,11 @@ def test_the_trainer_scores_each_player_as_it_was_drawn(params):
             episode_rollout,
             sampling_params=SAMPLING,
             task=LIKELY,
-            split="train",
             parts={"reward": 1.0},
             network=NETWORK,
             group=G,
         )
-    )(KEY, params, jnp.int32(1), IDS)
+    )(simple_request(KEY, {"policy": params}, jnp.int32(1), IDS, G))
     assert groups.rewards.shape == (2 * N, G, 1)
     assert groups.ids["prompt"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     batch = to_batch(groups.rollout, groups.rewards, jnp.ones(1), groups.ids, groups.stats).check()

@@ -24,6 +24,7 @@ from jrl.train import build
 from jrl.train import programs as compiled
 from jrl.train.groups import to_batch
 from jrl.train.score import policy_of
+from jrl.train.sources import simple_request
 from jrl.types import Batch
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -128,7 +129,7 @@ def programs(config):
     else:
         first, groups = jax.make_jaxpr(
             functools.partial(sample, sampling_params=run.sampling_params), return_shape=True
-        )(*args)
+        )(simple_request(args[0], {"policy": args[1]}, *args[2:]))
         rollout, rewards = groups.rollout, groups.rewards
     batch = jax.eval_shape(to_batch, rollout, rewards, np.ones(rewards.shape[-1], np.float32))
     second = jax.make_jaxpr(compiled.make_train_step(run))(state, batch, run.sampling_params)
@@ -378,6 +379,7 @@ ELSEWHERE = {
     "data.pairs": "train/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
     "data.invalid": "test_bad_input.py::test_rows_that_cannot_be_used_may_be_left_out_and_counted",
     "data.env": "train/test_host_run.py::test_a_run_of_many_turns",
+    "data.source": "train/test_sources.py::test_a_source_of_ones_own_trains_and_is_evaluated",
     "log.to": "test_sinks.py::test_tensorboard_events_are_written",
 }
 

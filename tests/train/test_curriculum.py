@@ -19,8 +19,7 @@ from jrl.train.build import setup
 from jrl.train.curriculum import CurrentPrompts, HardRounds, WrittenRounds
 from jrl.train.host_play import BY_TIMING
 from jrl.train.programs import check_trainable
-from jrl.train.sources import Groups
-from jrl.train.tree_search import Guided
+from jrl.train.sources import Groups, entries, simple_request
 from jrl.types import Prompt, StopReason
 
 PROMPTS = [Prompt(10 + i, f"q{i}", np.array([3], np.int32), "") for i in range(7)]
@@ -33,8 +32,9 @@ class World:
     def __init__(self, skill):
         self.skill, self.tested, self.dead = skill, [], ()
 
-    def attempts(self, key, params, step, rows):
-        self.tested.append((int(step), list(rows)))
+    def draw(self, request):
+        _, rows = entries(request)
+        self.tested.append((int(request.step), list(rows)))
         right = np.arange(4) < np.array([self.skill[i] for i in rows])[:, None]
         stop = np.full(right.shape, StopReason.STOP_TOKEN)
         for i, row in enumerate(rows):
@@ -45,17 +45,24 @@ class World:
 
     def rounds(self, notes=None):
         judged = lambda rewards: rewards[:, :, 1]  # noqa: E731
-        return HardRounds(RULE, PROMPTS, self.attempts, judged, at_once=3, notes=notes)
+        current = CurrentPrompts(PROMPTS)
+        source = SimpleNamespace(order=lambda tickets: tickets, notes=dict)
+        return HardRounds(RULE, current, source, self, judged, at_once=3, notes=notes)
+
+
+def asked(step, **weights):
+    return simple_request(jax.random.key(0), weights, np.int32(step), np.zeros(1, np.int32))
 
 
 def step_of(rounds, step):
     """The problems that a step finds."""
 
-    def draw(key, params, step, positions, more):
-        assert more == "passed through"
-        return Groups(None, None, [p.id for p in rounds.prompts], {"other": 1.0}, {})
+    def draw(request):
+        assert request.newer == "passed through"
+        return Groups(None, None, [p.id for p in rounds.current], {"other": 1.0}, {})
 
-    found = rounds.around(draw)(None, None, np.int32(step), None, more="passed through")
+    rounds.source.draw = draw
+    found = rounds.draw(asked(step).replace(newer="passed through"))
     assert found.counts == {"other": 1.0, "hard_problems": float(len(found.subject))}
     return found.subject
 
@@ -118,7 +125,7 @@ class Village:
         return None if "unusable" in text else Prompt(0, text, np.array([3], np.int32), "")
 
     def chances(self, params, prompts, seeds):
-        assert params.value == "value"
+        assert params["value"] == "value"
         assert len(set(seeds)) == len(prompts)
         return np.array([float(p.text.rpartition("+")[2]) for p in prompts])
 
@@ -126,21 +133,22 @@ class Village:
         rule, weights = WrittenProblems(3, 5, 0.05, 0.75), np.array([0.0, 2.0])
         given = (self.write, self.make, self.chances, weights)
         self.prompts = CurrentPrompts(PROMPTS[:4])
-        return WrittenRounds(rule, self.prompts, *given, notes=notes)
+        source = SimpleNamespace(order=lambda tickets: tickets, notes=dict)
+        return WrittenRounds(rule, self.prompts, source, *given, notes=notes)
 
     def step(self, rounds, number):
         """The texts of the problems of a step, each of which is drawn."""
 
-        def draw(key, params, step, positions):
-            assert params == "policy"
+        def draw(request):
+            assert request.weights["policy"] == "policy"
             subject = list(self.prompts)
             right = np.array([[p.text not in self.lost, False] for p in subject])
             rollout = SimpleNamespace(stop=np.ones(right.shape), baseline=np.zeros_like(right))
             points = np.stack([np.ones_like(right), right], axis=2).astype(np.float32)
             return Groups(rollout, points, subject, {}, {})
 
-        key, params = jax.random.key(0), Guided("policy", "value")
-        found = rounds.around(draw)(key, params, np.int32(number), None)
+        rounds.source.draw = draw
+        found = rounds.draw(asked(number, policy="policy", value="value"))
         assert found.counts == {"written_problems": len(self.prompts) - 4.0}
         return [p.text for p in found.subject]
 

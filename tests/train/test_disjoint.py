@@ -165,19 +165,22 @@ class Loop:
         self.log, self.steps, self.start = [], [], start
         self.before_draw, self.before_step = before_draw, before_step
         self.ahead = Ahead(
-            self.draw,
-            lambda drawn: (drawn, drawn.cursor),
+            self,
             Handover(where, mesh, rollout_mesh),
             staleness=staleness,
             cursor=start,
             carried=carried,
         )
 
-    def draw(self, key, params, *, step, version, cursor):
+    def assemble(self, drawn):
+        return drawn, drawn.cursor
+
+    def draw(self, key, weights, *, step, version, cursor, newer):
+        assert newer is None
         if self.before_draw is not None:
             self.before_draw(step)
         assert threading.current_thread().name.startswith("rollout")
-        self.log.append((step, int(params["w"][0]), version, cursor))
+        self.log.append((step, int(weights["policy"]["w"][0]), version, cursor))
         return StepGroups(groups_of(version), None, cursor + 1)
 
     def step(self, state, batch, sampling_params):
@@ -199,9 +202,7 @@ class Loop:
             return False
 
         with self.ahead:
-            train_steps(
-                self.state(self.start), self.ahead.collect, self.step, None, steps, on_step=on_step
-            )
+            train_steps(self.state(self.start), self.ahead, self.step, None, steps, on_step=on_step)
         return counts
 
 
@@ -274,7 +275,7 @@ def test_a_rollout_that_hangs_can_be_given_up_and_what_was_drawn_before_is_kept(
     began = time.monotonic()
     with slow.ahead as ahead:
         for step in range(2):
-            ahead.collect(np.zeros(2, np.uint32), slow.state(step).params["policy"],
+            ahead.collect(np.zeros(2, np.uint32), slow.state(step).params,
                           step=step, cursor=step)  # fmt: skip
         assert ahead.drawn(0.1) == []  # batch 2 is the next, and batch 3 waits for it
         assert ahead.drawn() == []  # not waited for again
@@ -300,13 +301,13 @@ def test_what_is_drawn_ahead_can_be_forgotten():
     key = np.zeros(2, np.uint32)
     with again.ahead as ahead:
         for step in range(3):
-            _, _, cursor = ahead.collect(key, again.state(step).params["policy"], step=step,
+            _, _, cursor = ahead.collect(key, again.state(step).params, step=step,
                                          cursor=0)  # fmt: skip
         assert len(ahead.drawn()) == 2
         ahead.forget(cursor)
         assert ahead.drawn() == []
         for step in range(3, 6):
-            ahead.collect(key, again.state(step + 100).params["policy"], step=step, cursor=0)
+            ahead.collect(key, again.state(step + 100).params, step=step, cursor=0)
         ahead.drawn()
     drawn = again.log[5:]
     assert [(step, cursor) for step, _, _, cursor in drawn] == [(3 + i, 3 + i) for i in range(5)]
@@ -336,7 +337,7 @@ def test_groups_of_text_survive_a_checkpoint(tmp_path):
         _, extra = checkpoints.restore({"w": np.zeros(2)})
         _, less = checkpoints.restore({"w": np.zeros(2)}, subset=True)
     assert less["carried"][0]["rewards"] is None
-    run = SimpleNamespace(task=None, data=SimpleNamespace(prompts={"train": prompts}))
+    run = SimpleNamespace(data=SimpleNamespace(prompts={"train": prompts}))
     back = restored(extra["carried"][0], run)
     assert (back.cursor, back.groups.subject, back.groups.counts) == (
         12,

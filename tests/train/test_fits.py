@@ -12,11 +12,13 @@ from jrl.data.sources import MemoryRows
 from jrl.data.tables import Mixture
 from jrl.drift import measure_drift
 from jrl.errors import UserError
-from jrl.evaluate import evaluate_run, pass_at_k, sample_run
+from jrl.evaluate import evaluate_run, sample_run
 from jrl.evaluate.search import search_run
+from jrl.evaluate.statistics import pass_at_k
 from jrl.models.config import ModelConfig
 from jrl.serving.launch import served_policy
 from jrl.train import build, fits
+from jrl.train.kinds import EpisodeKind, kind_of
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
 TASK = (
@@ -83,7 +85,8 @@ def test_the_bytes_are_those_of_the_arrays():
     assert fits.token_cache_bytes(model) == 2 * 2 * 8
     assert fits.token_cache_bytes(model, 4) == 4 * 2 * 2 * 8
     config = load_config(None, ["model.path=x", "data.train=a.jsonl", "sampling.max_new_tokens=5"])
-    run = types.SimpleNamespace(config=config, model=model, task=None, width=10)
+    kind = kind_of(config)
+    run = types.SimpleNamespace(config=config, model=model, kind=kind, width=10)
     needed = 4 * 3 * 10 + 13 * 3 * 2 * 5 + (3 * 10 + 3 * 2 * 5) * 128
 
     def check(available, monkeypatch):
@@ -109,8 +112,8 @@ def test_all_contexts_of_an_episode_are_counted(monkeypatch):
     for contexts in (1, 3):
         config = space(
             sampling=space(max_new_tokens=10, int8=(), slots=4),
-            episodes=space(options={"contexts": contexts}),
+            data=space(options={"contexts": contexts}),
         )
-        run = space(config=config, task=None, width=8, model=None)
+        run = space(config=config, kind=EpisodeKind(config), width=8, model=None)
         fits._check(run, "train.prompts = 2 with sampling.group = 4", 2, 4)
     assert sizes[1] - sizes[0] == 2 * 4 * (2 * 10) * fits._TOKEN_BYTES

@@ -28,6 +28,7 @@ from jrl.train.groups import to_batch
 from jrl.train.host_branches import MEASURED_TOKENS, EpisodeBranches
 from jrl.train.host_episodes import HostEpisodes
 from jrl.train.host_play import play_episodes
+from jrl.train.sources import simple_request
 from jrl.types import Branching, Prompt, StopReason
 
 TOKENIZER = char_tokenizer()
@@ -375,7 +376,9 @@ def source(env, tree=EVEN):
 def test_a_shared_token_has_the_mean_advantage_of_those_that_go_through_it():
     drawn = source(counting_env())
     try:
-        groups = drawn.draw(jax.random.key(2), params(), 0, np.arange(2))
+        groups = drawn.draw(
+            simple_request(jax.random.key(2), {"policy": params()}, 0, np.arange(2, dtype=np.int32))
+        )
     finally:
         drawn.close()
     batch = to_batch(

@@ -16,8 +16,10 @@ from jrl.models.transformer import transformer
 from jrl.rewards.exact import final_answer
 from jrl.sampling.params import make_sampling_params
 from jrl.serving.episode_rows import EpisodeRows
-from jrl.train.collect import collect
+from jrl.train.collect import Collector
 from jrl.train.host_episodes import HostEpisodes
+from jrl.train.loop import policy_weights
+from jrl.train.sources import simple_request
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Prompt, StopReason
@@ -77,6 +79,12 @@ def source(env, **weights):
     )
 
 
+def asked(params, step, prompts):
+    """A request for the first prompts."""
+    tickets = np.arange(prompts, dtype=np.int32)
+    return simple_request(KEY, {"policy": params}, np.int32(step), tickets, G)
+
+
 @pytest.fixture
 def made():
     """make(env, ...) -> a source that is closed at the end."""
@@ -97,8 +105,8 @@ def params():
 
 
 def test_groups_hold_points_paid_and_ids(made, params):
-    draw = made(digits_env(), success=3.0, reward=0.5).draw
-    groups = draw(KEY, params, np.int32(4), np.arange(3))
+    source = made(digits_env(), success=3.0, reward=0.5)
+    groups = source.draw(asked(params, 4, 3))
     rollout = groups.rollout.check()
     assert groups.ids["prompt"].tolist() == [10, 11, 12]
     assert set(rollout.versions[rollout.mask]) == {4}
@@ -117,9 +125,9 @@ def test_groups_hold_points_paid_and_ids(made, params):
         assert same.setdefault(final_answer(text) or text.strip(), one[i, j]) == one[i, j]
     assert len(set(one.ravel().tolist())) == len(same) > 1
     assert groups.counts["env/said"] == groups.counts["turns"]
-    again = made(digits_env()).draw(KEY, params, np.int32(4), np.arange(3)).rollout
+    again = made(digits_env()).draw(asked(params, 4, 3)).rollout
     np.testing.assert_array_equal(again.tokens, rollout.tokens)
-    other = made(digits_env()).draw(KEY, params, np.int32(5), np.arange(3)).rollout
+    other = made(digits_env()).draw(asked(params, 5, 3)).rollout
     assert (other.tokens != rollout.tokens).any()
 
 
@@ -130,12 +138,12 @@ def test_groups_left_too_small_are_played_again(made, params, caplog):
         times[prompt.id] = times.get(prompt.id, 0) + 1
         return prompt.id == 11 and times[11] <= 3  # one living member, then four
 
-    groups = made(digits_env(fails)).draw(KEY, params, np.int32(0), np.arange(3))
+    groups = made(digits_env(fails)).draw(asked(params, 0, 3))
     assert (groups.rollout.stop < StopReason.FAILED).all()
     assert groups.counts["groups_redrawn"] == 1
     assert groups.counts["env_errors"] == 3
     broken = made(digits_env(lambda prompt: prompt.id == 11))
-    groups = broken.draw(KEY, params, np.int32(0), np.arange(3))
+    groups = broken.draw(asked(params, 0, 3))
     assert (groups.rollout.stop[1] == StopReason.FAILED).all()
     assert groups.counts["groups_redrawn"] == 2  # and then given up
     assert "environment: 4 failed: RuntimeError: no room" in caplog.text
@@ -149,7 +157,7 @@ def test_an_episode_that_fills_its_room_is_done_unless_it_says_that_it_was_cut(m
     async def step(state, reply):
         return state, Feedback((), 1.0, done=True, success=True, cut=cut and reply.cut)
 
-    rollout = made(HostEnv(init, step)).draw(KEY, params, np.int32(0), np.arange(3)).rollout
+    rollout = made(HostEnv(init, step)).draw(asked(params, 0, 3)).rollout
     full = rollout.mask.sum(2) == T
     stops = np.where(full & cut, StopReason.LENGTH, StopReason.DONE)
     last = np.take_along_axis(rollout.tokens, rollout.mask.sum(2, keepdims=True) - 1, 2)[..., 0]
@@ -160,7 +168,7 @@ def test_an_episode_that_fills_its_room_is_done_unless_it_says_that_it_was_cut(m
 def test_an_environment_is_told_the_step_and_the_split(made, params):
     told = []
     env = digits_env()._replace(begin=lambda step, split: told.append((step, split)))
-    made(env).draw(KEY, params, np.int32(7), np.arange(1))
+    made(env).draw(asked(params, 7, 1))
     assert told == [(7, "train")]
 
 
@@ -175,24 +183,14 @@ def test_parts_that_the_environment_does_not_pay_are_named(made):
 
 
 def train(made, params, steps, fails=lambda prompt: False):
-    draw = made(digits_env(fails)).draw
     method = grpo()
     parts = {"network": NETWORK, "objective": method.objective, "optimizer": optax.adam(2e-2)}
     step = jax.jit(make_step(**parts))
     state, cursor, curve = init_state(KEY, params, **parts, value=None), 0, []
-    mesh = make_mesh({}, jax.devices()[:1])
+    mesh, weights = make_mesh({}, jax.devices()[:1]), np.array([1.0, 0.0], np.float32)
+    collector = Collector(made(digits_env(fails)), 4, weights, method, mesh)
     for i in range(steps):
-        batch, _, cursor = collect(
-            KEY,
-            state.params["policy"],
-            draw,
-            i,
-            cursor,
-            prompts=4,
-            weights=np.array([1.0, 0.0], np.float32),
-            method=method,
-            mesh=mesh,
-        )
+        batch, _, cursor = collector.collect(KEY, policy_weights(state), step=i, cursor=cursor)
         state, metrics = step(state, batch, make_sampling_params())
         assert float(metrics["logprob_diff"]) < 1e-4
         curve.append(float(metrics["reward"]))

@@ -210,13 +210,16 @@ check_same("names", {"a": 1})
 
 def work(items):
     assert (items % 2 == me).all()
-    return np.stack([items, items + me / 3], axis=1).astype(np.float32), {"items": len(items)}
+    thirds = np.stack([items, items + me / 3], axis=1).astype(np.float32)
+    return (thirds, 2**30 + items.astype(np.int32)), {"items": len(items)}
 
 for count in (5, 1, 5):
-    points, counts = deal("work", count, work)
+    (points, numbers), counts = deal("work", count, work)
     items = np.arange(count)
     assert np.array_equal(points, np.stack([items, items + items % 2 / 3], 1).astype(np.float32))
     assert counts == {"items": count}
+    assert numbers.dtype == np.int32
+    assert np.array_equal(numbers, 2**30 + items)  # float32 would not hold them
 
 def refuse(items):
     if me == 1:

@@ -19,7 +19,9 @@ from jrl.train import build
 from jrl.train.compiled import held_out
 from jrl.train.episodes import episode_rollout
 from jrl.train.groups import to_batch
+from jrl.train.loop import policy_weights
 from jrl.train.method_network import network_of
+from jrl.train.sources import simple_request
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 
@@ -46,9 +48,10 @@ def test_values_learned_from_random_episodes_lean_the_policy_to_better_ones(name
     parts = {"network": network, "objective": method.objective, "optimizer": optax.adam(3e-3)}
     state, key = init_state(jax.random.key(0), **parts), jax.random.key(1)
     made = {"task": ENV, "network": network, "parts": {"reward": 1.0}, "group": GROUP}
-    draw = functools.partial(episode_rollout, split="train", sampling_params=law, **made)
+    draw = functools.partial(episode_rollout, sampling_params=law, **made)
     ids = jnp.arange(STARTS, dtype=jnp.int32)
-    groups = jax.jit(draw)(key, state.params["policy"], jnp.int32(0), ids)
+    asked = simple_request(key, policy_weights(state), jnp.int32(0), ids, GROUP)
+    groups = jax.jit(draw)(asked)
     rows = groups.rollout, groups.rewards, jnp.ones(1), groups.ids, groups.stats
     given = to_batch(*rows, own=True)
     step = make_step(**parts)

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.evaluate.pairs import JudgedEvaluator
 from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
@@ -17,8 +19,9 @@ from jrl.models.transformer import transformer
 from jrl.run import run as running
 from jrl.run.run import train
 from jrl.train import build, programs
-from jrl.train.pairs import BatchSizes, JudgedEvaluator, JudgedSource, sizes_of
-from jrl.train.reward_model import load_reward_model
+from jrl.train.collect import Collector
+from jrl.train.pairs import BatchSizes, JudgedSource, judged_groups, sizes_of
+from jrl.train.reward_model import ModelRewards, load_reward_model
 from jrl.types import StopReason
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
@@ -161,8 +164,10 @@ def test_the_order_is_a_function_of_seed_epoch_and_place(dpo):
     sizes = sizes_of(*run.data.judged.values())
 
     def seen(seed, cursor, prompts=5):
-        source = JudgedSource(run.data.judged["pairs"], sizes, prompts, seed, run.mesh)
-        batch, _, after = source.collect(None, None, step=99, cursor=cursor)
+        source = JudgedSource(run.data.judged["pairs"], sizes, seed)
+        ones = np.ones(1, np.float32)
+        collector = Collector(source, prompts, ones, run.method, run.mesh, sampled=False)
+        batch, _, after = collector.collect(None, {}, step=99, cursor=cursor)
         assert after == cursor + prompts
         return batch.ids["prompt"].tolist()
 
@@ -204,8 +209,7 @@ def test_a_reward_model_reads_the_last_token(rewarder):
     one = run.data.judged["eval"][0]
     stop = one.completions[0][-1:]
     twins = one._replace(completions=tuple(np.append([2, 2], x) for x in (stop, 3)))
-    source = JudgedSource([twins], BatchSizes(16, 2, 8), 1, None, run.mesh)
-    _, groups, _ = source.collect(None, None, step=0, cursor=0)
+    groups = judged_groups([twins], BatchSizes(16, 2, 8))
     theirs = f"rewards={{model={{path={json.dumps(rewarder[0].run.dir)}}}}}"
     config = load_config(None, [theirs, f"model.path={json.dumps(rewarder[0].model.path)}"])
     points = load_reward_model(config, run.mesh)(groups.rollout)
@@ -239,20 +243,17 @@ def test_a_reward_model_rewards_another_run(place, rewarder, tmp_path):
     # On pairs of the file, the reward is the value that training read.
     run = build.setup(config)
     judged = build.setup(theirs).data.judged["eval"]
-    source = JudgedSource(judged, sizes_of(judged), len(judged), None, run.mesh)
-    _, groups, _ = source.collect(None, None, step=0, cursor=0)
+    groups = judged_groups(judged, sizes_of(judged))
     points = run.rewards.model(groups.rollout)
     assert points[:, 0].mean() == pytest.approx(summary["eval_after"]["chosen_reward"], abs=1e-4)
     assert points[:, 1].mean() == pytest.approx(summary["eval_after"]["rejected_reward"], abs=1e-4)
     # The column stands where the configuration names the part, with other rewards or alone.
     for tables, column in (({"exact", "model"}, 1), ({"model"}, 0)):
         weights = dict.fromkeys(sorted(tables), 1.0)
-        chosen = run._replace(rewards=run.rewards._replace(weights=weights))
-
-        def drawn(key, params, step, positions, size=column):
-            return groups._replace(rewards=np.full((len(judged), 2, size), 7.0, np.float32))
-
-        rewards = programs.with_rewards(chosen, drawn)(None, None, 0, None).rewards
+        drawn = groups._replace(rewards=np.full((len(judged), 2, column), 7.0, np.float32))
+        source = SimpleNamespace(draw=lambda request, drawn=drawn: drawn)
+        place_of_part = list(weights).index("model")
+        rewards = ModelRewards(source, run.rewards.model, place_of_part).draw(None).rewards
         assert rewards.shape[-1] == column + 1
         np.testing.assert_array_equal(rewards[:, :, column], points)
     assert set(groups.rollout.stop.ravel().tolist()) == {StopReason.STOP_TOKEN}

@@ -19,7 +19,9 @@ from jrl.serving.launch import served_policy
 from jrl.serving.openai_requests import parse
 from jrl.serving.record import Recorder
 from jrl.train import build, programs
+from jrl.train.batches import run_source
 from jrl.train.lacks import lacks
+from jrl.train.sources import simple_request
 
 SHAPE = ModelConfig(
     vocab_size=257, layers=1, embed_dim=16, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
@@ -83,6 +85,9 @@ def sessions(model, tmp_path_factory):
     return directory
 
 
+TICKET = np.zeros(1, np.int32)
+
+
 def config_of(model, sessions, *more):
     base = [
         f'model.path="{model}"',
@@ -130,7 +135,8 @@ def test_a_run_trains_on_what_was_drawn(method, model, sessions, tmp_path, monke
 def test_the_batch_is_what_is_on_disk(model, sessions):
     run = build.setup(config_of(model, sessions, "sampling.group=8", "data.shuffle=false"))
     programs.check_trainable(run)
-    groups = programs.group_source(run, None, None)(None, None, 0, np.array([0]))
+    source = run_source(run, None, {})
+    groups = source.draw(simple_request(None, {}, 0, TICKET, rows=source.order(TICKET)))
     written = rewarded(sessions)
     mask = groups.rollout.mask
     assert groups.rollout.tokens[mask].tolist() == [t for x in written for t in x["drawn"]]

@@ -15,7 +15,7 @@ from jrl.methods.base import replay_successes
 from jrl.objectives import combine_terms, compute_advantages, policy_loss
 from jrl.train import build, programs
 from jrl.train.groups import to_batch
-from jrl.train.sources import Groups
+from jrl.train.sources import Groups, simple_request
 from jrl.types import Branching, Rollout, StopReason
 
 G, P, T = 3, 2, 4
@@ -174,22 +174,33 @@ def test_what_a_checkpoint_holds_is_what_is_kept():
 class Script:
     """Prompt 5 is solved at step 0 and never again."""
 
-    def __call__(self, key, params, step, positions):
-        return groups_of([5], [[0, 0, float(step == 0)]], step=int(step))
+    def draw(self, request):
+        step = int(request.step)
+        return groups_of([5], [[0, 0, float(step == 0)]], step=step)
+
+    def finish(self, complete):
+        pass
+
+    def notes(self):
+        return {}
+
+
+def asked(step):
+    return simple_request(jax.random.key(0), {"policy": None}, np.int32(step), TICKET)
+
+
+TICKET = np.array([7], np.int32)
 
 
 def test_a_run_keeps_what_a_whole_step_drew():
     keeper = Recall(RULE, Script(), np.ones(1, np.float32))
 
-    def collect(step, fails=False):
-        found = keeper.draw(jax.random.key(0), None, np.int32(step), np.array([7], np.int32))
-        if fails:
-            raise RuntimeError("after the rollout")
-        return found
+    def step(number, fails=False):
+        drawn = keeper.draw(asked(number))
+        keeper.finish(complete=not fails)
+        return drawn
 
-    step = keeper.around(collect)
-    with pytest.raises(RuntimeError):
-        step(0, fails=True)
+    step(0, fails=True)
     assert keeper.notes() == {}
     step(0)
     (note,) = keeper.notes().values()
@@ -198,14 +209,14 @@ def test_a_run_keeps_what_a_whole_step_drew():
     assert found.counts == {"replayed": 1.0, "reward": 0.0}  # the reward is that of the draws
     assert found.rewards[0, :, 0].tolist() == [1, 0, 0]
     resumed = Recall(RULE, Script(), np.ones(1, np.float32), notes=note)
-    again = resumed.draw(jax.random.key(0), None, np.int32(1), np.array([7], np.int32))
+    again = resumed.draw(asked(1))
     jax.tree.map(np.testing.assert_array_equal, again.rollout, found.rollout)
 
 
 def test_points_are_those_of_the_part_that_says_what_is_right():
     class Paid(Script):
-        def __call__(self, *given):
-            found = super().__call__(*given)
+        def draw(self, request):
+            found = super().draw(request)
             well_formed = np.ones_like(found.rewards)
             return found._replace(rewards=np.concatenate([found.rewards, well_formed], axis=2))
 
@@ -213,8 +224,8 @@ def test_points_are_those_of_the_part_that_says_what_is_right():
     kept = {}
     for judge in (None, 0):
         keeper = Recall(RULE, Paid(), weights, judge)
-        step = keeper.around(keeper.draw)
-        step(jax.random.key(0), None, np.int32(0), np.array([7], np.int32))
+        keeper.draw(asked(0))
+        keeper.finish(complete=True)
         kept[judge] = len(keeper.notes()["replay"]["prompts"])
     assert kept == {None: 2, 0: 1}
 
@@ -249,10 +260,9 @@ def test_what_does_not_go_together_with_a_replay_is_named(changes, said):
         method=method._replace(draw=method.draw._replace(tree=changes.get("tree"))),
         config=SimpleNamespace(
             method="arpo_replay",
-            recorded=changes.get("recorded"),
+            data=SimpleNamespace(given=changes.get("recorded"), has_solutions=False),
             replays_routing=changes.get("replays_routing", False),
         ),
-        task=None,
         rollout_mesh=changes.get("rollout_mesh"),
     )
     if said is None:

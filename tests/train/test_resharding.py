@@ -19,6 +19,7 @@ from jrl.run import run as running
 from jrl.train import build, programs
 from jrl.train.placement import sampler_mesh
 from jrl.train.resharding import ReshardedSampler, network_on, weights_program
+from jrl.train.sources import simple_request
 
 BASE = (
     *("data.task=sequence", "data.difficulty=1", "sampling.group=2", "train.prompts=8"),
@@ -116,7 +117,8 @@ def test_weights_are_held_in_the_samplers_dtype_until_they_are_freed():
     )
     ids = np.arange(8, dtype=np.int32)
     for _ in range(2):  # further draws of the same step do not move them again
-        groups = program(key, params, np.int32(0), ids, sampling_params=run.sampling_params)
+        request = simple_request(key, {"policy": params}, np.int32(0), ids, 4)
+        groups = program.draw(request, sampling_params=run.sampling_params)
     held = jax.tree.leaves(program._held)
     assert {x.sharding.mesh.shape["tensor"] for x in held} == {2}
     assert {str(x.dtype) for x in held if x.ndim > 1} == {"bfloat16"}

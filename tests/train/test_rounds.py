@@ -14,8 +14,10 @@ from jrl.metrics import CLOCKS, read_jsonl
 from jrl.run import run as running
 from jrl.run.run import run_config, train
 from jrl.train import programs
+from jrl.train.batches import run_source
 from jrl.train.build import setup
-from jrl.train.collect import collect
+from jrl.train.collect import Collector
+from jrl.train.tree_search import drawn_weights
 
 SIZES = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 ROUNDS = "objective={round_steps=2, restart_rounds=2, success=0.1, tree='none'}"
@@ -80,18 +82,10 @@ def test_completions_are_the_experts(place, on_host):
     state = state.replace(
         frozen=state.frozen | {"expert": jax.tree.map(lambda x: 1.3 * x, state.frozen["expert"])}
     )
-    draw = programs.group_source(run, None, programs.train_sampler(run))
-    batch, groups, _ = collect(
-        state.key,
-        loop.sampled_params(run)(state),
-        draw,
-        STEPS - 1,
-        0,
-        prompts=4,
-        weights=np.ones(1, np.float32),
-        method=run.method,
-        mesh=run.mesh,
-    )
+    source = run_source(run, None, {})
+    collector = Collector(source, 4, np.ones(1, np.float32), run.method, run.mesh)
+    weights = drawn_weights(run)(state)
+    batch, groups, _ = collector.collect(state.key, weights, step=STEPS - 1, cursor=0)
     rollout = jax.device_get(groups.rollout)
     assert set(rollout.versions[rollout.mask]) == {STEPS - 2}
     step = programs.make_train_step(run)

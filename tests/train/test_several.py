@@ -21,7 +21,9 @@ from jrl.train import build, programs
 from jrl.train.episodes import episode_rollout
 from jrl.train.frozen import frozen_params
 from jrl.train.groups import to_batch
+from jrl.train.loop import policy_weights
 from jrl.train.several import SUMMED, divided_batch
+from jrl.train.sources import simple_request
 from jrl.train.step import make_step
 
 NIM = 'data={env="nim",heaps=2,most=3,opponent="self",illegal=-0.2}'
@@ -62,14 +64,15 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
     state = jax.jit(make)(jax.random.key(0), None, {})
     state = state.replace(params=far_apart(state.params))
     made = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
-    draw = jax.jit(functools.partial(episode_rollout, split="train", group=6, slots=8, **made))
+    draw = jax.jit(functools.partial(episode_rollout, group=6, slots=8, **made))
     step = jax.jit(programs.make_train_step(run))
     parts = {"objective": run.method.objective, "optimizer": run.optimizer}
     alone = jax.jit(make_step(network=several.each, **parts, **schedule))
     ids, weights, law = jnp.arange(6, dtype=jnp.int32), jnp.ones(1), run.sampling_params
     for number in (0, 2):  # policies have swapped players at the second
         state = state.replace(step=jnp.int32(number))
-        drawn = draw(state.key, state.params["policy"], state.step, ids, sampling_params=law)
+        asked = simple_request(state.key, policy_weights(state), state.step, ids, 6)
+        drawn = draw(asked, sampling_params=law)
         rows = drawn.rollout, drawn.rewards, weights, drawn.ids, drawn.stats
         batch = to_batch(*rows, own=True)
         after, metrics = step(state, batch, law)
@@ -106,14 +109,14 @@ def test_a_frozen_copy_plays_and_is_renewed_in_time():
     state = jax.jit(make)(jax.random.key(0), None, {})
     state = state.replace(params=far_apart(state.params))
     made = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
-    draw = functools.partial(episode_rollout, split="train", group=6, slots=8, **made)
+    draw = functools.partial(episode_rollout, group=6, slots=8, **made)
     ids, law = jnp.arange(6, dtype=jnp.int32), run.sampling_params
     step = programs.make_train_step(run)
 
     @jax.jit
     def both(state):
-        policy = state.params["policy"]
-        drawn = draw(state.key, policy, state.step, ids, sampling_params=law)
+        asked = simple_request(state.key, policy_weights(state), state.step, ids, 6)
+        drawn = draw(asked, sampling_params=law)
         rows = drawn.rollout, drawn.rewards, jnp.ones(1), drawn.ids, drawn.stats
         batch = to_batch(*rows, own=True)
         return *step(state, batch, law), batch

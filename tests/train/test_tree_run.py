@@ -21,9 +21,10 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
 from jrl.train.compiled import iterate, make_iteration
-from jrl.train.frozen import run_task
 from jrl.train.groups import to_batch
+from jrl.train.kinds import kind_of
 from jrl.train.objective import method_of
+from jrl.train.sources import simple_request
 from jrl.train.sources_task import task_rollout
 from jrl.train.state import init_state
 from jrl.train.step import make_step
@@ -86,14 +87,13 @@ def test_a_branch_is_judged_whole(network, first_letter, quick_jit):
         task_rollout,
         sampling_params=SAMPLING,
         task=first_letter,
-        split="train",
         parts=tuple(WEIGHTS),
         network=network,
         group=GROUP,
         tree=TREE,
     )
     ids = np.arange(PROMPTS, dtype=np.int32)
-    groups = quick_jit(draw)(KEY, params, np.int32(0), ids)
+    groups = quick_jit(draw)(simple_request(KEY, {"policy": params}, np.int32(0), ids, GROUP))
     assert set(groups.ids) == {"prompt", "answer", "node"}
     batch = to_batch(groups.rollout, groups.rewards, np.ones(2, np.float32), groups.ids)
     batch.check()
@@ -214,12 +214,12 @@ BAD = {
 def test_what_grows_no_tree_is_named_before_anything_compiles(said):
     config = load_config(None, [*TASK, *BAD[said]])
     with pytest.raises(UserError) as caught:
-        method_of(config, run_task(config))
+        method_of(config, kind_of(config).task)
     assert said in str(caught.value)
 
 
 def test_any_method_takes_a_tree():
     config = load_config(None, [*TASK, "method=rloo", "objective.tree=gap"])
-    assert method_of(config, run_task(config)).draw.tree == Branching("gap", 4, 1, 0.0)
+    assert method_of(config, kind_of(config).task).draw.tree == Branching("gap", 4, 1, 0.0)
     config = load_config(None, [*TASK, "method=arpo", "objective.tree_roots=2"])
-    assert method_of(config, run_task(config)).draw.tree == Branching("entropy", 2, 1, 0.0)
+    assert method_of(config, kind_of(config).task).draw.tree == Branching("entropy", 2, 1, 0.0)

@@ -2,6 +2,7 @@
 
 import json
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,11 @@ from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.places import entropy
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.train.build import setup
-from jrl.train.frozen import run_task
 from jrl.train.groups import to_batch
+from jrl.train.kinds import kind_of
 from jrl.train.objective import method_of
-from jrl.train.sources import Groups
-from jrl.train.tree_search import Guided, Problems, TreeSearch, run_estimate
+from jrl.train.sources import Groups, simple_request
+from jrl.train.tree_search import TreeSearch, run_estimate
 from jrl.types import Branching, Prompt, Search, StopReason
 
 P, T, G, END, LINE = 6, 14, 4, 1, 2
@@ -76,24 +77,33 @@ def problems(lost=lambda tokens: False):
         stop = np.where(out, np.int32(StopReason.ABORTED), rollout.stop)
         return Groups(rollout.replace(stop=stop), points, about, {"judged": float(n)}, {})
 
-    ask = lambda key, positions: (chosen := [PROMPTS[i] for i in positions], chosen)  # noqa: E731
-    return Problems(ask, judge, np.array([1.0, 0.0])), judged
+    chosen = lambda key, rows: ([PROMPTS[i] for i in rows],) * 2  # noqa: E731
+    source = SimpleNamespace(prompts=chosen, judge=judge, notes=dict, finish=lambda complete: None)
+    return source, judged
+
+
+WEIGHTS = np.array([1.0, 0.0])
+
+
+def request(step, search, weights):
+    """What is asked for of all prompts, each of which is searched."""
+    asked = simple_request(jax.random.key(4), weights, step, np.arange(3, dtype=np.int32), G)
+    return asked.replace(asks=(asked.asks[0].replace(tree=search),))
 
 
 def drawn(search, lost=lambda tokens: False, estimate=None, group=G, **sizes):
     """The groups of one draw, the source, and what was judged."""
     asked, judged = problems(lost)
-    given = params() if estimate is None else Guided(params(), "value")
-    source = TreeSearch(
-        rows(**sizes), search, asked, group=group, width=P, ends=(END,), estimate=estimate
-    )
-    groups = source.draw(jax.random.key(4), given, 5, np.arange(3))
+    weights = {"policy": params(), **({} if estimate is None else {"value": "value"})}
+    how = {"group": group, "width": P, "ends": (END,), "estimate": estimate}
+    source = TreeSearch(rows(**sizes), search, asked, WEIGHTS, **how)
+    groups = source.draw(request(5, search, weights))
     return groups, source, judged
 
 
 def odd_share(given, tokens, lengths):
     """Points of a path that goes on: the share of odd tokens, the prompt's included."""
-    assert given.value == "value"
+    assert given["value"] == "value"
     assert len(tokens) in (1, 2, 4, 8, 16, 32)
     return [np.mean(row[:n] % 2) for row, n in zip(tokens, lengths, strict=True)]
 
@@ -305,11 +315,17 @@ def test_a_leaf_that_nobody_could_judge_leaves_its_group():
 def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
     """Kept: the even half. Later their prompts' members share nothing, and the first are kept."""
     asked, _ = problems()
-    source = TreeSearch(rows(), SEARCHED["frontier"], asked, group=G, width=P, ends=(END,))
+    search = SEARCHED["frontier"]
+    source = TreeSearch(rows(), search, asked, WEIGHTS, group=G, width=P, ends=(END,))
     rule = replay_rare(0.5, 0.8, each=2, prompts=8)
-    recall = Recall(rule, source.draw, np.array([1.0, 0.0]), searches=True)
-    step = recall.around(recall.draw)
-    first = step(jax.random.key(4), params(), np.int32(5), np.arange(3))
+    recall = Recall(rule, source, WEIGHTS, searches=True)
+
+    def step(number):
+        groups = recall.draw(request(np.int32(number), search, {"policy": params()}))
+        recall.finish(complete=True)
+        return groups
+
+    first = step(5)
     assert first.counts["replayed"] == 0
     kept = unpacked(recall.notes()["replay"])
     shared = 0
@@ -326,9 +342,11 @@ def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
             logprobs = [tree.nodes[i].step.content.logprobs for i in tree.path(leaf)]
             np.testing.assert_array_equal(row["rollout.sampler_logprobs"], np.concatenate(logprobs))
     assert shared
-    again = step(jax.random.key(4), params(), np.int32(6), np.arange(3))
+    again = step(6)
     assert again.counts["replayed"] == sum(map(len, kept.values()))
-    for n, tree in enumerate(source.trees):
+    # Prompts that are drawn without search come last in the request.
+    order = sorted(range(3), key=lambda n: n in kept)
+    for n, tree in zip(order, source.trees, strict=True):
         held = kept.get(n, ())
         apart = all(len(node.children) <= 1 for node in tree.nodes[1:])
         if held:
@@ -420,7 +438,7 @@ def test_a_path_is_worth_what_the_value_head_says_behind_its_last_token():
     longest = run.width + run.task.completion_tokens
     tokens = np.random.default_rng(0).integers(0, run.network.vocab_size, (2, longest))
     lengths = np.array([longest - 3, 2], np.int32)
-    found = run_estimate(run)(Guided(policy, head), tokens.astype(np.int32), lengths)
+    found = run_estimate(run)({"policy": policy, "value": head}, tokens.astype(np.int32), lengths)
     for row, length, points in zip(tokens, lengths, np.asarray(found, np.float64), strict=True):
         alone, at = row[None, :length].astype(np.int32), np.arange(length)[None]
         hidden, _ = run.network.hidden(policy, alone, at, np.ones_like(at))
@@ -511,7 +529,7 @@ BAD = {
 def test_what_cannot_be_searched_is_named_before_anything_compiles(said):
     config = load_config(None, [*TASK, *BAD[said]])
     with pytest.raises(UserError) as caught:
-        method_of(config, run_task(config))
+        method_of(config, kind_of(config).task)
     assert said in str(caught.value)
 
 
@@ -533,7 +551,7 @@ def test_a_search_on_a_task_goes_by_the_tasks_own_rewards(tmp_path):
 def test_the_methods_own_search_gives_way():
     def draw(*more):
         config = load_config(None, [*TASK, "method=deepsearch", *more])
-        return method_of(config, run_task(config)).draw
+        return method_of(config, kind_of(config).task).draw
 
     assert draw().search == Search("frontier", 8, 64, 256)
     assert draw("objective.tree_width=2").search == Search("frontier", 2, 64, 256)

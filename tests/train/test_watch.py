@@ -19,7 +19,8 @@ from jrl.run import loops
 from jrl.run import run as running
 from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
-from jrl.train import programs
+from jrl.train import batches
+from jrl.train.sources import Around
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.train.watch import COMPILED, LIMITS, MEMORY, Watch, resident_bytes, skip_rule
@@ -234,19 +235,22 @@ def go(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
     notes = []
     monkeypatch.setattr(loops.Progress, "note", lambda self, text: notes.append(text))
-    make = programs.group_source
+    make = batches.run_source
+
+    class Faulty(Around):
+        def __init__(self, source, faults):
+            super().__init__(source)
+            self.faults = faults
+
+        def draw(self, request):
+            groups = jax.device_get(self.source.draw(request))
+            return self.faults.get(int(request.step) + 1, lambda g: g)(groups)
 
     def of(faults, *changes):
-        def source(*args):
-            draw = make(*args)
+        def source(run, pool, notes):
+            return Faulty(make(run, pool, notes), faults)
 
-            def drawn(key, params, step, positions, **more):
-                groups = draw(key, params, step, positions, **more)
-                return faults.get(int(step) + 1, lambda g: g)(jax.device_get(groups))
-
-            return drawn
-
-        monkeypatch.setattr(programs, "group_source", source)
+        monkeypatch.setattr(batches, "run_source", source)  # of training, not of evaluations
         directory = tmp_path / "run"
         place = f"run.dir={json.dumps(str(directory))}"
         try:

@@ -1,0 +1,104 @@
+"""Sources of one's own in a run: ``data.source = "FILE.py:function"``.
+
+    def sums(sampler, tokenizer, largest=9):
+        return Sums(sampler, tokenizer, largest)      # has the methods of ``sources.Source``
+
+``sampler(request, prompts)`` draws a group of completions for each prompt, as the request asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jrl.config.secrets import reveal
+from jrl.data.prompts import pad_prompts
+from jrl.own import check_options, check_takes, load, made_by
+from jrl.sampling.params import SamplingParams
+from jrl.train.asks import DrawRequest
+from jrl.train.build import Run
+from jrl.train.sources import (
+    Around,
+    Groups,
+    Source,
+    check_groups,
+    check_source,
+    counted_draw,
+    entries,
+)
+from jrl.train.sources_text import compiled_stream, root_key
+from jrl.types import Prompt, Rollout
+
+
+class Sampler(NamedTuple):
+    """The sampler of a run, for a source of one's own.
+
+    Attributes:
+      program: ``generate``, compiled.
+      sampling_params: scalars.
+      width: P, tokens.
+    """
+
+    program: Any
+    sampling_params: SamplingParams
+    width: int
+
+    def __call__(self, request: DrawRequest, prompts: Sequence[Prompt]) -> Rollout:
+        """A group of completions of each prompt, on the host.
+
+        Args:
+          request: whose tickets and weights are used.
+          prompts: N, one for each entry of the request, of at most ``width`` tokens.
+        """
+        tickets, _ = entries(request)
+        drawn = self.program(
+            compiled_stream(root_key(request), "sample", request.step),
+            request.weights["policy"],
+            *pad_prompts(prompts, self.width),
+            self.sampling_params,
+            request.versions["policy"],
+            tickets,
+        )
+        rollout, _, _ = counted_draw(jax.device_get(drawn))
+        return rollout
+
+
+class CheckedSource(Around):
+    """A source of one's own whose groups are checked as they are drawn.
+
+    Args:
+      source: has every part of one.
+      parts: R, reward parts of the run.
+    """
+
+    def __init__(self, source: Source, parts: int) -> None:
+        super().__init__(source)
+        self._parts = parts
+
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``.
+
+        Raises:
+          UserError: the shapes are not those that were asked for.
+        """
+        return check_groups(self.source.draw(request), request, self._parts, self.source)
+
+
+def make_own_source(run: Run, sampler: Sampler) -> Source:
+    """The source that ``data.source`` names.
+
+    Raises:
+      UserError: there is no such function, it does not take the sampler, the tokenizer and the
+        options, or what it returns lacks a part.
+    """
+    data: Any = run.config.data
+    named = f"data.source = {data.source!r}"
+    make = load(data.source, "data.source")
+    check_takes(make, ("sampler", "tokenizer"), named)
+    arguments = {"sampler": sampler, "tokenizer": run.tokenizer}
+    arguments |= reveal(data.free_options, "data")
+    check_options(make, arguments, "data")
+    source = check_source(made_by(make, named, **arguments))
+    return CheckedSource(source, len(run.rewards.weights))

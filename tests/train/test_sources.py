@@ -1,0 +1,186 @@
+"""Sources of groups: what each has, what one of one's own lacks, and rows apart from tickets."""
+
+import inspect
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jrl.config import load_config
+from jrl.data.tasks import get_task
+from jrl.errors import UserError
+from jrl.metrics import read_jsonl
+from jrl.run import run as running
+from jrl.run.run import train
+from jrl.sampling.params import make_sampling_params
+from jrl.train.host_episodes import HostEpisodes
+from jrl.train.pairs import JudgedSource
+from jrl.train.recorded import RecordedSource
+from jrl.train.sources import PARTS, Around, epoch_order, simple_request
+from jrl.train.sources_task import TaskSource, task_rollout
+from jrl.train.sources_text import TextSource
+from jrl.train.tree_search import TreeSearch
+
+BUILT_IN = (TaskSource, TextSource, HostEpisodes, TreeSearch, RecordedSource, JudgedSource, Around)
+
+OWN = '''
+import numpy as np
+
+from jrl.train.sources import Groups, entries
+from jrl.types import Prompt
+
+
+class Vowels:
+    """Asks for words with a vowel; row i asks for the i-th one."""
+
+    def __init__(self, sampler, tokenizer):
+        self.sampler, self.tokenizer = sampler, tokenizer
+
+    def order(self, tickets):
+        return tickets % 5
+
+    def prompts(self, key, rows):
+        asked = [f"a word with {'aeiou'[i]}?" for i in rows]
+        made = [np.array(self.tokenizer.encode(text), np.int32) for text in asked]
+        prompts = [Prompt(int(i), *each, "aeiou"[i]) for i, *each in zip(rows, asked, made)]
+        return prompts, prompts
+
+    def draw(self, request):
+        prompts, _ = self.prompts(request.key, entries(request)[1])
+        return self.judge(prompts, prompts, self.sampler(request, prompts))
+
+    def judge(self, subject, prompts, rollout):
+        said = [[self.tokenizer.decode(ids.tolist()) for ids in group] for group in rollout.tokens]
+        points = [[[p.answer in text] for text in g] for p, g in zip(prompts, said)]
+        ids = {"prompt": np.array([p.id for p in prompts], np.int32)}
+        return Groups(rollout, np.array(points, np.float32), prompts, {}, ids)
+
+    def finish(self, complete):
+        pass
+
+    def notes(self):
+        return {}
+
+
+def vowels(sampler, tokenizer):
+    return Vowels(sampler, tokenizer)
+
+
+class Partial(Vowels):
+    finish = None
+
+    def order(self):
+        return 0
+
+
+def partial(sampler, tokenizer):
+    return Partial(sampler, tokenizer)
+
+
+class Short(Vowels):
+    def judge(self, subject, prompts, rollout):
+        groups = super().judge(subject, prompts, rollout)
+        return groups._replace(rewards=groups.rewards[:, :, 0])
+
+
+def short(sampler, tokenizer):
+    return Short(sampler, tokenizer)
+
+
+def narrow(tokenizer):
+    return None
+'''
+
+
+def settings(tmp_path, model, source, *more):
+    (tmp_path / "own.py").write_text(OWN)
+    changes = (
+        *(f"data.source={tmp_path}/own.py:{source}", f"model.path={model}", "method=grpo"),
+        *("data.max_prompt_tokens=20", "sampling.group=4", "sampling.max_new_tokens=6"),
+        *("train.prompts=2", "train.steps=2", "eval.problems=5", "checkpoint.every=0"),
+        *("log.samples_every=1", f"run.dir={json.dumps(str(tmp_path / 'run'))}"),
+    )
+    return load_config(None, [*changes, *more])
+
+
+def test_a_source_of_ones_own_trains_and_is_evaluated(tmp_path, letters_model, monkeypatch):
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
+    summary = train(settings(tmp_path, letters_model, "vowels"), echo=lambda line: None)
+    assert summary["eval_before"]["problems"] == 5
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    trained = [s for s in samples if s.get("split") != "eval"]
+    assert {s["prompt"][-2] for s in trained} == set("aeio")  # tickets 0 to 3, a row each
+    for sample in samples:
+        assert sample["reward"] == float(sample["answer"] in sample["completion"])
+    for step, record in enumerate(records, 1):
+        points = [s["reward"] for s in trained if s["step"] == step]
+        assert record["reward"] == pytest.approx(np.mean(points))
+        assert record["logprob_diff"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("partial", r"Partial.order\(\) does not take \(tickets\); write def order\(self, tickets"),
+        ("partial", r"Partial has no method finish; write def finish\(self, complete\)"),
+        ("narrow", r"narrow\(tokenizer\) must take sampler and tokenizer"),
+        ("vowel", r"did you mean 'vowels'"),
+    ],
+)
+def test_what_a_source_lacks_is_named_before_anything_compiles(
+    source, said, tmp_path, letters_model, monkeypatch
+):
+    monkeypatch.setattr(running.programs, "new_state", lambda run: pytest.fail("compiles"))
+    with pytest.raises(UserError, match=said):
+        train(settings(tmp_path, letters_model, source), echo=lambda line: None)
+
+
+def test_rewards_of_another_shape_are_named(tmp_path, letters_model):
+    said = r"Short.draw returned rewards of shape \(2, 1\); 2 groups .* have \(2, 1, 1\)"
+    changes = ("eval.problems=2", "eval.samples=1")
+    with pytest.raises(UserError, match=said):
+        train(settings(tmp_path, letters_model, "short", *changes), echo=lambda line: None)
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_every_source_has_all_parts(kind):
+    for part, arguments in PARTS.items():
+        if (kind, part) == (TaskSource, "draw"):
+            continue  # a compiled program
+        inspect.signature(getattr(kind, part)).bind(None, *arguments)
+
+
+def test_the_row_says_what_is_asked_and_the_ticket_what_is_drawn(make_bag):
+    task = get_task("sorting", difficulty=3)
+    network = make_bag(task.vocab_size, 8, task.prompt_tokens + task.completion_tokens)
+    params, key = network.init(jax.random.key(0)), jax.random.key(1)
+
+    def drawn(tickets, rows):
+        asked = [np.array(x, np.int32) for x in (tickets, rows)]
+        request = simple_request(key, {"policy": params}, np.int32(0), asked[0], 2, rows=asked[1])
+        groups = task_rollout(
+            request,
+            sampling_params=make_sampling_params(),
+            task=task,
+            parts=("verify",),
+            network=network,
+            group=2,
+        )
+        rollout = jax.device_get(groups.rollout)
+        return rollout.prompt_tokens.tolist(), rollout.tokens.tolist(), groups.ids["prompt"]
+
+    asked, said, prompt = drawn([0, 1, 2], [4, 4, 5])
+    assert asked[0] == asked[1] != asked[2]
+    assert said[0] != said[1]
+    assert prompt.tolist() == [4, 4, 5]
+    again, same, _ = drawn([2, 0], [5, 4])  # whatever stands beside them
+    assert (again, same) == ([asked[2], asked[0]], [said[2], said[0]])
+
+
+def test_epochs_see_every_row_once_each_in_an_order_of_its_own():
+    rows = epoch_order(3, np.arange(20), 10)
+    assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10))
+    assert rows[:10].tolist() != rows[10:].tolist()
+    assert epoch_order(None, np.arange(12), 10).tolist() == [*range(10), 0, 1]
