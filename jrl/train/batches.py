@@ -45,7 +45,7 @@ from jrl.train.reward_model import NAME, ModelRewards
 from jrl.train.sources import Source
 from jrl.train.sources_own import Sampler, make_own_source
 from jrl.train.sources_task import EnvSource, TaskSource
-from jrl.train.sources_text import TextSource
+from jrl.train.sources_text import TextSampler, TextSource
 from jrl.train.task_rewards import OwnRewards, is_own
 from jrl.train.tree_search import line_ends, search_source, undrawn_text
 
@@ -229,7 +229,9 @@ def pair_source(run: Run, pool: RewardPool | None) -> Source:
 def own_source(run: Run, pool: RewardPool | None) -> Source:
     """A source of one's own."""
     params = _placed(run, run.sampling_params, "train")
-    return make_own_source(run, Sampler(programs.train_sampler(run), params, run.width))
+    sampling = run.config.sampling
+    sampler = TextSampler(programs.train_sampler(run), params, sampling.temperature)
+    return make_own_source(run, Sampler(sampler, run.width, sampling.max_new_tokens))
 
 
 MakeSource = Callable[[Run, RewardPool | None], Source]

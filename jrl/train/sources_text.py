@@ -33,6 +33,38 @@ def root_key(request: DrawRequest) -> Any:
     return request.key
 
 
+class TextSampler(NamedTuple):
+    """What draws the members that a request asks for under prompts in text.
+
+    Attributes:
+      program: ``jax.jit`` of ``generate`` with its keyword arguments bound; None draws nothing.
+      sampling_params: scalars.
+      temperature: theirs, where asks give some members another one.
+    """
+
+    program: Callable[..., tuple[Rollout, Array]] | None
+    sampling_params: SamplingParams | None
+    temperature: float = 1.0
+
+    def __call__(
+        self, request: DrawRequest, prompts: Tokens, limit: int
+    ) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
+        """(rollout on the host, labels, counts) of N prompts; a demonstration is cut at ``limit``."""
+        tickets, _ = entries(request)
+        key = compiled_stream(root_key(request), "sample", request.step)
+
+        def sample(prompts: Tokens, members: Members, ask: Ask) -> tuple[Any, ...]:
+            assert self.program is not None
+            params, version = request.weights[ask.policy], request.versions[ask.policy]
+            given = key, params, prompts.ids, prompts.lengths, self.sampling_params
+            # A tree has its members from its program alone.
+            more = (members,) if ask.tree is None else ()
+            return counted_draw(jax.device_get(self.program(*given, version, tickets, *more)))
+
+        drawn = draw_members(request.asks, sample, prompts, self.temperature, limit)
+        return jax.device_get(drawn[0]), *drawn[1:]
+
+
 class TextSource(NamedTuple):
     """Prompts in text, a compiled sampler, and reward functions on the host; a ``Source``.
 
@@ -76,26 +108,11 @@ class TextSource(NamedTuple):
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``."""
-        tickets, rows = entries(request)
+        _, rows = entries(request)
         chosen, _ = self.prompts(request.key, rows)
-        key = compiled_stream(request.key, "sample", request.step)
-
-        def sample(prompts: Tokens, members: Members, ask: Ask) -> tuple[Any, ...]:
-            assert self.program is not None
-            params, version = request.weights[ask.policy], request.versions[ask.policy]
-            given = key, params, prompts.ids, prompts.lengths, self.sampling_params
-            # A tree has its members from its program alone.
-            more = (members,) if ask.tree is None else ()
-            return counted_draw(jax.device_get(self.program(*given, version, tickets, *more)))
-
-        rollout, labels, counts = draw_members(
-            request.asks,
-            sample,
-            Tokens(*pad_prompts(chosen, self.width)),
-            self.temperature,
-            self.max_new_tokens,
-        )
-        rollout = jax.device_get(rollout)
+        prompts = Tokens(*pad_prompts(chosen, self.width))
+        sampler = TextSampler(self.program, self.sampling_params, self.temperature)
+        rollout, labels, counts = sampler(request, prompts, self.max_new_tokens)
         if len(self.lines):
             ends = np.isin(rollout.tokens, self.lines)
             labels = labels | {"step": (np.cumsum(ends, axis=2) - ends).astype(np.int32)}
