@@ -110,8 +110,48 @@ def fill(groups: Any, where: Array, rows: Any, found: Array) -> Any:
         flags = filled.reshape(at.shape)
         return jnp.where(flags, jnp.take_along_axis(new, at, axis=1).astype(old.dtype), old)
 
+    rows = _renumbered(groups, rows)
     recorded = members_of(groups)
     return with_members(groups, {n: put(x, rows[n]) for n, x in recorded.items()}, filled)
+
+
+def _renumbered(groups: Any, rows: Any) -> Any:
+    """Rows [m, K, ...] whose tree nodes have numbers that no other member of their group has."""
+    if "node" not in groups.ids:
+        return rows
+    node = jnp.asarray(rows["ids.node"])
+    most = node.max(axis=2)
+    top = jnp.asarray(groups.ids["node"]).max(axis=(1, 2))[:, None]
+    offset = top + jnp.cumsum(most, axis=1) - most
+    return {**rows, "ids.node": jnp.where(node > 0, node + offset[:, :, None], 0)}
+
+
+def standalone(groups: Any) -> Any:
+    """The groups with each member as if it had been sampled by itself.
+
+    In a tree a token is recorded in the one member that drew it; what others share with it is taken
+    from there.
+    """
+    if "node" not in groups.ids:
+        return groups
+    rollout, node = groups.rollout, jnp.asarray(groups.ids["node"])
+    mask, here = jnp.asarray(rollout.mask), jnp.arange(node.shape[2])[None, None]
+    # [m, G, H, T]: whether member h drew the token that member g goes through.
+    same = (node[:, :, None] == node[:, None]) & (node[:, :, None] > 0) & mask[:, None]
+    lent = same.any(axis=2) & ~mask & (here < jnp.asarray(rollout.lengths)[:, :, None])
+    lender = jnp.argmax(same, axis=2)
+
+    def taken(x: Any) -> Array:
+        theirs = jnp.take_along_axis(jnp.asarray(x), lender, axis=1)
+        return jnp.where(lent, theirs, x)
+
+    return groups.replace(
+        rollout=rollout.replace(
+            mask=mask | lent,
+            sampler_logprobs=taken(rollout.sampler_logprobs),
+            versions=taken(rollout.versions),
+        )
+    )
 
 
 def fill_groups(groups: Any, where: Array, rows: Any, found: Array) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -190,6 +191,23 @@ class demonstrated(NamedTuple):
         if not self.alone:
             return (*asks, ask)
         return (ask.replace(first=ask.first * 0),)
+
+
+def stored_apart(asks: Asks, view: StepView) -> Asks:
+    """A ``Plan.first`` by which problems with stored completions are sampled without a search.
+
+    A completion from a store takes a member's place, and with a searched one the steps would be
+    lost that others go through. The method's first edit is a replay by prompt.
+    """
+    (ask,) = asks
+    if not view.edits or not isinstance(ask.tree, Search):
+        return asks
+    held = view.edits[0].holds(view.tools.prompt_ids(ask.row))
+    if not held.any():
+        return asks
+    part = lambda rows: jax.tree.map(lambda x: x[rows], ask)  # noqa: E731
+    alone = part(held).replace(tree=None)
+    return (alone,) if held.all() else (part(~held), alone)
 
 
 class _DryTools:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jrl.methods.edit import Edit, EditView, fill, groups_of, members_of
+from jrl.methods.edit import Edit, EditView, fill, groups_of, members_of, standalone
 from jrl.types import NOTHING, Array
 
 FREE = -1
@@ -234,7 +234,8 @@ def _recorded(groups: Any, whole: bool) -> tuple[Array, dict[str, Array]]:
     if whole:
         return ids, {**groups_of(groups), **prompts}
     size = groups.use.shape[1]
-    flat = {n: x.reshape(-1, *x.shape[2:]) for n, x in members_of(groups).items()}
+    recorded = members_of(standalone(groups))
+    flat = {n: x.reshape(-1, *x.shape[2:]) for n, x in recorded.items()}
     return jnp.repeat(ids, size), flat | {n: jnp.repeat(x, size, 0) for n, x in prompts.items()}
 
 
@@ -439,6 +440,10 @@ class HostStore:
         dropped = np.asarray(drop(self._padded(np.arange(len(self._age)))))
         slots = self.slots.replace(age=np.where(dropped, FREE, self._age))
         return HostStore(slots, _held(self.rows, slots), self.groups, self.shapes)
+
+    def holds(self, prompts: Any) -> np.ndarray:
+        """[n] bool: whether any rows of these prompts [n] are held."""
+        return np.isin(np.asarray(prompts), self._prompts[self._age != FREE])
 
     def _trimmed(self, row: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """A row without its padding."""

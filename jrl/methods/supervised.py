@@ -14,6 +14,7 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.methods.base import Method, Schedule
+from jrl.methods.curriculum import unchanged
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -26,7 +27,7 @@ from jrl.methods.domains import (
     is_zero,
 )
 from jrl.methods.edit import refill
-from jrl.methods.plan import Plan, demonstrated
+from jrl.methods.plan import Plan, demonstrated, stored_apart
 from jrl.methods.stores import replay_share
 from jrl.objectives import aggregates, distill, ratios, segments, transforms
 from jrl.objectives.branches import by_branch, of_members
@@ -233,7 +234,7 @@ def bfs_prover(
             " objective.round_steps above 0"
         )
     return base.with_(
-        plan=Plan(tree=Search("best_first")),
+        plan=Plan(stored_apart if edits else unchanged, tree=Search("best_first")),
         needs=frozenset({"lines"}),
         advantage=middle_steps(low, high, success),
         surrogate=ratios.reinforce(),

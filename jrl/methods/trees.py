@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jrl.methods.base import HardProblems, Method
+from jrl.methods.curriculum import unchanged
 from jrl.methods.definition import variant
 from jrl.methods.domains import BranchPlace, Count, Fraction, NonNegative, Positive, Whole
 from jrl.methods.group_relative import grpo
-from jrl.methods.plan import Plan
+from jrl.methods.plan import Plan, stored_apart
 from jrl.methods.stores import replay_rare
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.aggregates import token_mean
@@ -308,7 +309,10 @@ def deepsearch(
     return base.with_(
         advantage=node_advantages(width, bound),
         aggregate=token_mean,
-        plan=Plan(tree=Search("frontier", width=8, rounds=64, tokens=256)),
+        plan=Plan(
+            stored_apart if in_rounds else unchanged,
+            tree=Search("frontier", width=8, rounds=64, tokens=256),
+        ),
         edits=(replay_rare(above, hard, each, kept_prompts),) if in_rounds else (),
         curriculum=HardProblems(round_steps, attempts, hard, above) if in_rounds else None,
     )

@@ -37,7 +37,7 @@ from jrl.train.plan import (
     outcome_of,
     rest_of_step,
 )
-from jrl.train.sources import Groups, Source, to_host
+from jrl.train.sources import Groups, Source, take_groups, to_host
 from jrl.train.step import place_batch
 from jrl.types import NOTHING, Array, Batch, Params
 
@@ -210,6 +210,8 @@ class Collector:
 
     def _further(self, drawn: Groups, first: First, request: DrawRequest, now: Now) -> StepGroups:
         """The first draw's groups behind the plan's rounds and the edits."""
+        if first.order is not None:
+            drawn = take_groups(to_host(drawn), first.order)
         drawn = self._edit(drawn)
         self._next = first.collected
         if self._plain and not (first.origin.use == ASIDE).any():
@@ -324,5 +326,7 @@ def _typed(key: Any) -> bool:
 
 def _host_asks(asks: Asks) -> Asks:
     """The asks with every array on the host; those of the same tickets share them still."""
-    ticket, row = np.asarray(asks[0].ticket), np.asarray(asks[0].row)
-    return tuple(ask.replace(ticket=ticket, row=row) for ask in jax.device_get(asks))
+    first, *others = jax.device_get(asks)
+    same = all(ask.ticket.shape == first.ticket.shape for ask in others)
+    shared = {"ticket": first.ticket, "row": first.row} if same else {}
+    return (first, *(ask.replace(**shared) for ask in others))

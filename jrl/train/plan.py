@@ -112,12 +112,15 @@ class First(NamedTuple):
       origin: where their members belong.
       collected: what is carried behind it.
       used: [rows] bool, problems that a curriculum chose; None without one.
+      order: [N] int, where each ticket's group stands among those that asks for different tickets
+        give; None where all asks name the same ones.
     """
 
     asks: Asks
     origin: Origin
     collected: CollectState
     used: Any
+    order: Any = None
 
 
 def first_asks(collected: CollectState, now: Now, setting: Setting) -> First:
@@ -128,8 +131,12 @@ def first_asks(collected: CollectState, now: Now, setting: Setting) -> First:
     asks: Asks = (_as_chosen(ask, issued.choice),)
     if plan.first is not unchanged:
         asks = plan.first(asks, view_of(0, after, now, setting))
-    origin = Origin(ask.ticket, ask.row, numbers(asks), uses(asks), np.int32(0), issued.prior)
-    return First(asks, origin, after, used)
+    order = None
+    if any(other.ticket.shape != ask.ticket.shape for other in asks):  # on the host alone
+        order = np.argsort(np.concatenate([other.ticket for other in asks]))
+    places = asks if order is None else (ask,)
+    origin = Origin(ask.ticket, ask.row, numbers(places), uses(places), np.int32(0), issued.prior)
+    return First(asks, origin, after, used, order)
 
 
 def rest_of_step(

@@ -49,7 +49,7 @@ class TextSampler(NamedTuple):
     def __call__(
         self, request: DrawRequest, prompts: Tokens, limit: int
     ) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
-        """(rollout on the host, labels, counts) of N prompts; a demonstration is cut at ``limit``."""
+        """(rollout on the host, labels, counts) of N prompts; ``limit`` cuts a demonstration."""
         tickets, _ = entries(request)
         key = compiled_stream(root_key(request), "sample", request.step)
 
