@@ -139,8 +139,8 @@ class Schedule(NamedTuple):
       ref_decay: after every step the reference is this much of itself and the rest the policy, an
         exponential moving average; 1 leaves it as it is.
       reset_optimizer: True to start the optimiser's moments anew whenever the reference is renewed.
-      round_steps: training steps of a round, whose completions are drawn by the policy as the round
-        began (the frozen policy "expert"); 0 to draw with the policy as it is.
+      round_steps: training steps after which the frozen policy "expert" becomes a copy of the
+        policy; 0 for never.
       restart_rounds: rounds after which the policy begins anew from its first weights (the frozen
         policy "first"), with fresh moments; 0 for never.
     """
@@ -151,10 +151,6 @@ class Schedule(NamedTuple):
     reset_optimizer: bool = False
     round_steps: int = 0
     restart_rounds: int = 0
-
-    def drawn_by(self, step: Any) -> Any:
-        """The version of the policy that draws for a training step: how many steps it has had."""
-        return step - step % self.round_steps if self.round_steps else step
 
 
 def same_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:

@@ -27,7 +27,7 @@ from jrl.methods.domains import (
     is_zero,
 )
 from jrl.methods.edit import refill
-from jrl.methods.plan import Plan, demonstrated, stored_apart
+from jrl.methods.plan import Plan, by_policy, demonstrated, frozen_copy, stored_apart
 from jrl.methods.stores import replay_share
 from jrl.objectives import aggregates, distill, ratios, segments, transforms
 from jrl.objectives.branches import by_branch, of_members
@@ -233,8 +233,14 @@ def bfs_prover(
             f"objective.restart_rounds = {restart_rounds}: rounds have no steps; set"
             " objective.round_steps above 0"
         )
+    first = stored_apart if edits else unchanged
+    experts = (frozen_copy("expert", round_steps),) if round_steps else ()
     return base.with_(
-        plan=Plan(stored_apart if edits else unchanged, tree=Search("best_first")),
+        plan=Plan(
+            by_policy("expert", first) if experts else first,
+            policies=experts,
+            tree=Search("best_first"),
+        ),
         needs=frozenset({"lines"}),
         advantage=middle_steps(low, high, success),
         surrogate=ratios.reinforce(),

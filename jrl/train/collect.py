@@ -201,11 +201,10 @@ class Collector:
         version: int | None = None,
         newer: Callable[[], Any] | None = None,
     ) -> DrawRequest:
-        """What a draw asks for; ``version`` is the weights', None for the schedule's."""
-        schedule, plan = self.setting.method.schedule, self.setting.method.plan
-        made = schedule.drawn_by(step) if version is None else version
-        versions = dict.fromkeys(weights, np.int32(made))
-        versions |= {policy.name: np.int32(policy.version(step)) for policy in plan.policies}
+        """What a draw asks for; ``version`` is the weights', None for the step."""
+        versions = dict.fromkeys(weights, np.int32(step if version is None else version))
+        for policy in self.setting.method.plan.policies:
+            versions[policy.name] = np.int32(policy.version(step))
         return DrawRequest(key, weights, versions, np.int32(step), asks, newer=newer)
 
     def _further(self, drawn: Groups, first: First, request: DrawRequest, now: Now) -> StepGroups:

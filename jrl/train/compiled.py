@@ -143,7 +143,7 @@ def make_iteration(
 
     def sample(state: TrainState, collected: CollectState, setting: Setting, params: Any) -> Any:
         trees = drawn_trees(state, drawing, method.plan.policies)
-        made = {"policy": method.schedule.drawn_by(state.step)}
+        made = {"policy": state.step}
         made |= {policy.name: policy.version(state.step) for policy in method.plan.policies}
 
         def draw(asks: Asks) -> Groups:

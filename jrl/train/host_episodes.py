@@ -39,7 +39,7 @@ from jrl.train.placement import sampler_mesh
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.resharding import drawn_from_prepared, network_on, weights_program
 from jrl.train.several import check_division
-from jrl.train.sources import Groups, all_entries, epoch_order
+from jrl.train.sources import Groups, all_entries, drawing, epoch_order
 from jrl.train.sources_text import answer_number, root_key
 from jrl.train.tree_search import Estimate, drawn_alone, estimates, run_estimate
 from jrl.types import Params, Prompt, Rollout, Several
@@ -149,7 +149,7 @@ class HostEpisodes:
         Entries that ask for no tree are not searched.
         """
         self._open_calls()
-        key, step, params = root_key(request), request.step, request.weights["policy"]
+        key, step, params = root_key(request), request.step, request.weights[drawing(request)]
         tickets, order = all_entries(request)
         self._env.begin(int(step), "eval" if self._sample == "eval" else "train")
         problems, _ = self.prompts(key, order)
@@ -165,7 +165,7 @@ class HostEpisodes:
                 most = self._rows.prompt_tokens + self._rows.max_new_tokens
                 read = {"policy": params, "value": request.weights["value"]}
                 estimate = partial(estimates, partial(self._estimate, read), most)
-            self._rows.set_weights(params, int(request.versions["policy"]))
+            self._rows.set_weights(params, int(request.versions[drawing(request)]))
             del params  # where they are a copy they are freed with the rows
             several, at = self._several, int(step)
             policy_of = None if several is None else partial(several.policy, step=at)

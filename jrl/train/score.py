@@ -321,8 +321,8 @@ def drawn_trees(
       network: the policy.
       policies: those of the plan that draw besides the policy.
     """
-    policy = state.frozen["expert"] if "expert" in state.frozen else policy_of(state, network)
-    return {"policy": policy} | {other.name: other.params(state) for other in policies}
+    trees = {other.name: other.params(state) for other in policies}
+    return {"policy": policy_of(state, network)} | trees
 
 
 def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) -> Params:

@@ -152,6 +152,12 @@ def entries(request: DrawRequest) -> tuple[Any, Any]:
     return request.asks[0].ticket, request.asks[0].row
 
 
+def drawing(request: DrawRequest) -> str:
+    """The name of the weights that draw, where all asks of a request have one policy."""
+    (name,) = {ask.policy for ask in request.asks}
+    return name
+
+
 def all_entries(request: DrawRequest) -> tuple[Any, Any]:
     """(tickets, rows), each [N] int32, of asks that are for different groups, in their order."""
     tickets, rows = ([getattr(ask, name) for ask in request.asks] for name in ("ticket", "row"))

@@ -31,7 +31,7 @@ from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.groups import counted
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.score import drawn_trees
-from jrl.train.sources import Around, Groups, Source, all_entries
+from jrl.train.sources import Around, Groups, Source, all_entries, drawing
 from jrl.train.sources_text import TextSource
 from jrl.types import Network, Params, Prompt, Search, StopReason, TrainState
 
@@ -106,7 +106,8 @@ class TreeSearch(Around):
         """As ``Source.draw``; entries that ask for no tree are drawn without search."""
         tickets, rows = all_entries(request)
         subject, prompts = self.source.prompts(request.key, rows)
-        self._rows.set_weights(request.weights["policy"], int(request.versions["policy"]))
+        name = drawing(request)
+        self._rows.set_weights(request.weights[name], int(request.versions[name]))
         forest = _Forest(
             StepRows(
                 self._rows,

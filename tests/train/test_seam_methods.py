@@ -34,7 +34,7 @@ MESH = make_mesh({}, jax.devices()[:1])
 NAMES = {
     "mopps": {"pool": 16},
     "dars": {"max_group": 7},
-    "scaf_grpo": {"levels": 2, "exempt_steps": 1, "hint_tokens": 4},
+    "scaf_grpo": {"levels": 6, "exempt_steps": 1, "hint_tokens": 4},
     "pf_ppo": {},
     "remix": {"replayed": 0.4, "window": 2},
 }
@@ -211,7 +211,7 @@ def test_remix_stores_the_groups_of_the_last_steps_alone():
 @pytest.fixture(scope="module")
 def network(make_bag, first_letter):
     task = first_letter
-    return make_bag(task.vocab_size, 8, task.prompt_tokens + task.completion_tokens + 8)
+    return make_bag(task.vocab_size, 8, task.prompt_tokens + task.completion_tokens + 24)
 
 
 def step_and_state(network, method):
