@@ -408,16 +408,21 @@ class SourceData(TextTable):
 
     model_config = ConfigDict(extra="allow")
 
-    source: str = Field(
-        description="a source of groups of your own as FILE.py:function or module:function; called"
-        " with sampler, tokenizer and the further keys of [data], it returns a"
+    train: str = Field(
+        description="source:FILE.py:function or source:module:function, which is called with"
+        " sampler, tokenizer and the further keys of [data], and returns a"
         " jrl.train.sources.Source"
     )
 
     @property
+    def place(self) -> str:
+        """The function, as FILE.py:function or module:function."""
+        return self.train.partition(":")[2]
+
+    @property
     def kind(self) -> str:
         """The key that names the source."""
-        return "data.source"
+        return SOURCE_KIND
 
     @property
     def free_options(self) -> dict[str, Any]:
@@ -537,21 +542,24 @@ DIALOGUES = "dialogues:"
 """What a ``data.train`` begins with that names a file of conversations."""
 RECORDED_KIND = "data.train = 'recorded:DIR'"
 DIALOGUES_KIND = "data.train = 'dialogues:FILE'"
-GIVEN_KINDS = (RECORDED_KIND, DIALOGUES_KIND)
+SOURCE = "source:"
+"""What a ``data.train`` begins with that names a source of one's own."""
+SOURCE_KIND = "data.train = 'source:FILE.py:function'"
+GIVEN_KINDS = (RECORDED_KIND, DIALOGUES_KIND, SOURCE_KIND)
 """Kinds of data that a value of ``data.train`` tells, and no key alone."""
 
 
 def _data_kind(value: Any) -> str:
     """The tag of a dict by its keys, that of a table by its type."""
     train = value.get("train") if isinstance(value, dict) else getattr(value, "train", None)
-    for prefix, kind in zip((RECORDED, DIALOGUES), GIVEN_KINDS, strict=True):
+    for prefix, kind in zip((RECORDED, DIALOGUES, SOURCE), GIVEN_KINDS, strict=True):
         if isinstance(train, str) and train.startswith(prefix):
             return kind
     given = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
     if kinds := [f"data.{name}" for name in ("pairs", "task") if name in given]:
         return " and ".join(kinds)
     kinds = [f"data.{name}" for name in ("env", "train") if name in given]
-    return " and ".join(kinds) or ("data.source" if "source" in given else "data.train")
+    return " and ".join(kinds) or "data.train"
 
 
 Data = Annotated[
@@ -561,7 +569,7 @@ Data = Annotated[
     | Annotated[TaskPairs, Tag("data.pairs and data.task")]
     | Annotated[RecordedData, Tag(RECORDED_KIND)]
     | Annotated[DialogueData, Tag(DIALOGUES_KIND)]
-    | Annotated[SourceData, Tag("data.source")]
+    | Annotated[SourceData, Tag(SOURCE_KIND)]
     | Annotated[EnvData, Tag("data.env")]
     | Annotated[EpisodeData, Tag("data.env and data.train")],
     Discriminator(_data_kind),

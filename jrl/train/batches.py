@@ -76,15 +76,17 @@ def run_source(
 
 def check_sources(run: Run) -> None:
     """Raises UserError for a source of one's own that lacks a part, before anything compiles."""
-    if run.config.data.kind == "data.source":
+    if type(run.kind) is SourceKind:
         own_source(run, None)
 
 
 def with_own_rewards(run: Run, source: Source, pool: RewardPool | None) -> Source:
     """The source with reward functions of one's own on a task, which judges on the device."""
-    task, names = run.kind.task, [name for name in run.rewards.weights if name != NAME]
-    if task is None or pool is None or not any(map(is_own, names)):
+    names = [name for name in run.rewards.weights if name != NAME]
+    on_device = run.config.data.has_solutions  # in text the source asks them itself
+    if pool is None or not on_device or not any(map(is_own, names)):
         return source
+    task: Any = run.kind.task
     return OwnRewards(source, task, pool, names)
 
 

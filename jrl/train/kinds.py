@@ -85,7 +85,6 @@ class TextKind:
       episode_columns: whether a batch has the labels of turns in an environment on the device.
       reported: whether what a run rewards is said.
       known_metrics: whether the metrics of steps and evaluations follow from the configuration.
-      contexts: of a completion at most.
       rows: that a prompt has in a batch; None where the sampling says it.
     """
 
@@ -96,7 +95,6 @@ class TextKind:
     episode_columns = False
     reported = True
     known_metrics = True
-    contexts: int = 1
     rows: int | None = None
 
     def __init__(self, config: Config) -> None:
@@ -121,6 +119,11 @@ class TextKind:
     def longest_prompt(self) -> int:
         """The most tokens of a prompt."""
         return self.config.data.longest_prompt
+
+    @property
+    def contexts(self) -> int:
+        """Contexts of a completion at most, each as long as one."""
+        return 1
 
     def width(self, data: RunData) -> int:
         """P: the longest prompt, rounded up so that a few more rows change no program."""

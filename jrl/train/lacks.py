@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jrl.config import Config
-from jrl.config.unions import DIALOGUES, RECORDED
+from jrl.config.unions import DIALOGUES, RECORDED, SOURCE
 from jrl.data.sources import open_source
 from jrl.data.tables import FirstRows, Source
 from jrl.devices import find_devices
@@ -46,7 +46,7 @@ def lacks(config: Config) -> list[str]:
     # What is recorded, and dialogues, are read below.
     for name in ("train", "eval", "pairs"):
         spec = getattr(config.data, name, None)
-        if spec is not None and not str(spec).startswith((RECORDED, DIALOGUES)):
+        if spec is not None and not str(spec).startswith((RECORDED, DIALOGUES, SOURCE)):
             look(functools.partial(_first_row, spec, f"data.{name}"))
     if getattr(config.data, "train", "") is None:
         mistakes.lines.append(

@@ -178,7 +178,9 @@ def _check_own(run: Run) -> None:
         "[placement] keeps prompts of files": run.rollout_mesh is not None,
     }.items():
         if missing:
-            raise UserError(f"data.source: {said}, which a source of your own has not; remove one")
+            raise UserError(
+                f"{run.config.data.kind}: {said}, which a source of your own has not; remove one"
+            )
 
 
 def _check_pairs(run: Run) -> None:

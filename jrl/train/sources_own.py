@@ -1,4 +1,4 @@
-"""Sources of one's own in a run: ``data.source = "FILE.py:function"``.
+"""Sources of one's own in a run: ``data.train = "source:FILE.py:function"``.
 
     def sums(sampler, tokenizer, largest=9):
         return Sums(sampler, tokenizer, largest)      # has the methods of ``sources.Source``
@@ -74,15 +74,15 @@ class CheckedSource(Around):
 
 
 def make_own_source(run: Run, sampler: Sampler) -> Source:
-    """The source that ``data.source`` names.
+    """The source that ``data.train`` names.
 
     Raises:
       UserError: there is no such function, it does not take the sampler, the tokenizer and the
         options, or what it returns lacks a part.
     """
     data: Any = run.config.data
-    named = f"data.source = {data.source!r}"
-    make = load(data.source, "data.source")
+    named = f"data.train = {data.train!r}"
+    make = load(data.place, "data.train")
     check_takes(make, ("sampler", "tokenizer"), named)
     arguments = {"sampler": sampler, "tokenizer": run.tokenizer}
     arguments |= reveal(data.free_options, "data")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -400,18 +400,19 @@ def attempts_source(
     )
 
 
-class DrawnWeights(NamedTuple):
+class DrawnWeights:
     """(state) -> the weights by name that the source of a run draws with.
 
-    Attributes:
+    Args:
       network: the policy.
       value: whether the value network is read too.
       policies: those of the plan that draw besides the policy.
     """
 
-    network: Network
-    value: bool = False
-    policies: tuple[Any, ...] = ()
+    def __init__(
+        self, network: Network, value: bool = False, policies: tuple[Any, ...] = ()
+    ) -> None:
+        self.network, self.value, self.policies = network, value, policies
 
     def __call__(self, state: TrainState) -> dict[str, Params]:
         """The policy's tree, and that of "value" where it is read."""

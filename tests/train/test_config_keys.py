@@ -22,6 +22,7 @@ from jrl.run.run import train
 from jrl.sampling.params import sampling_logprobs
 from jrl.train import build
 from jrl.train import programs as compiled
+from jrl.train.batches import run_source
 from jrl.train.groups import to_batch
 from jrl.train.score import policy_of
 from jrl.train.sources import simple_request
@@ -178,9 +179,9 @@ def sampling_params(config):
 def eval_sampling_params(config):
     """The same in evaluation."""
     logits = jnp.array([[0.0, 1.0, 2.0, 3.0, -4.0]])
-    return np.asarray(
-        sampling_logprobs(logits, Evaluator(build.setup(config), None).sampling_params)
-    ).tolist()
+    source = run_source(build.setup(config), None, {}, split="eval")
+    params = source.draw.keywords["sampling_params"]
+    return np.asarray(sampling_logprobs(logits, params)).tolist()
 
 
 def mesh(config):
@@ -379,7 +380,6 @@ ELSEWHERE = {
     "data.pairs": "train/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
     "data.invalid": "test_bad_input.py::test_rows_that_cannot_be_used_may_be_left_out_and_counted",
     "data.env": "train/test_host_run.py::test_a_run_of_many_turns",
-    "data.source": "train/test_sources.py::test_a_source_of_ones_own_trains_and_is_evaluated",
     "log.to": "test_sinks.py::test_tensorboard_events_are_written",
 }
 

@@ -96,7 +96,7 @@ def narrow(tokenizer):
 def settings(tmp_path, model, source, *more):
     (tmp_path / "own.py").write_text(OWN)
     changes = (
-        *(f"data.source={tmp_path}/own.py:{source}", f"model.path={model}", "method=grpo"),
+        *(f"data.train=source:{tmp_path}/own.py:{source}", f"model.path={model}", "method=grpo"),
         *("data.max_prompt_tokens=20", "sampling.group=4", "sampling.max_new_tokens=6"),
         *("train.prompts=2", "train.steps=2", "eval.problems=5", "checkpoint.every=0"),
         *("log.samples_every=1", f"run.dir={json.dumps(str(tmp_path / 'run'))}"),
