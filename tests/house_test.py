@@ -113,13 +113,15 @@ class World:
                 network=self.network,
             )
         )
+        self.method = method
+        weights = np.array(list(WEIGHTS.values()), np.float32)
+        self.collect_from(TaskSource(TASK, tuple(WEIGHTS), self.sample), weights)
+
+    def collect_from(self, source, reward_weights):
+        """Makes a source that of the batches."""
+        sizes = {"prompts": PROMPTS, "group": GROUP}
         self.collector = Collector(
-            source=TaskSource(TASK, tuple(WEIGHTS), self.sample),
-            prompts=PROMPTS,
-            reward_weights=np.array(list(WEIGHTS.values()), np.float32),
-            method=method,
-            mesh=self.mesh,
-            group=GROUP,
+            source, reward_weights=reward_weights, method=self.method, mesh=self.mesh, **sizes
         )
 
     def fit(self, steps, step=None):
@@ -248,7 +250,7 @@ def test_2_the_files_of_the_readme_are_the_first_of_their_hops():
     w.state = w.make(jax.random.key(0))
     with RewardPool({"exact": make_reward("exact")}, workers=0, timeout_seconds=9) as pool:
         source = text_source(w, [f"{i}+{3 * i}=" for i in range(PROMPTS)], pool=pool)
-        w.collector = w.collector._replace(source=source, reward_weights=np.ones(1, np.float32))
+        w.collect_from(source, np.ones(1, np.float32))
         files = entered(lambda: w.fit(1))
     seen = {"train/loop.py"}
     assert files[0] in seen  # where ``train_steps`` is
@@ -365,7 +367,6 @@ def text_source(w, texts, seed=None, pool=None):
     program = partial(
         generate,
         network=w.network,
-        group=GROUP,
         max_new_tokens=TASK.completion_tokens,
         stop_tokens=(TASK.stop_id,),
     )

@@ -107,19 +107,6 @@ class Outcome(struct.PyTreeNode):
     prior: Mapping[str, Array] = struct.field(default_factory=dict)
 
 
-class Between(NamedTuple):
-    """Work on the host between rounds of training steps.
-
-    Attributes:
-      every: training steps of a round.
-      run: (curriculum state, tools) -> state. ``tools`` draws, asks the value network, writes and
-        adds problems; see ``train.curriculum.Tools``.
-    """
-
-    every: int
-    run: Callable[[Any, Any], Any]
-
-
 def unchanged(state: Any, *rest: Any) -> Any:
     """The first argument."""
     return state
@@ -132,14 +119,12 @@ class Curriculum(NamedTuple):
       init: (table) -> state, arrays of fixed shapes.
       choose: (state, query) -> (choice, state).
       update: (state, outcome) -> state, once a training step.
-      between: work on the host between rounds; None for none.
       pool: problems of a procedural task, which has no end of them, that the table has.
     """
 
     init: Callable[[Table], Any]
     choose: Callable[[Any, Query], tuple[Choice, Any]]
     update: Callable[[Any, Outcome], Any] = unchanged
-    between: Between | None = None
     pool: int = 1024
 
 

@@ -1,6 +1,6 @@
 """From asks to members: the part of drawing that all sources share.
 
-    rollout, labels, counts = draw_members(asks, sample, prompts)
+    rollout, labels, counts = join_drawn(asks, together, sample, prompts, ...)
 
 Asks of one request name the same tickets. Those that say nothing but numbers, temperatures and
 limits are sampled together, so that a prompt is read once for all of them; an ask with a context or
@@ -24,14 +24,37 @@ Sample = Callable[[Tokens, Members, Ask], tuple[Rollout, dict[str, Any], dict[st
 """(prompts, members, an ask that says by which policy and tree) -> (rollout, labels, counts)."""
 
 
-def draw_members(
-    asks: Asks, sample: Sample, prompts: Tokens, temperature: Any, limit: int
-) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
+Drawn = tuple[Rollout, dict[str, Any], dict[str, Any]]
+"""(rollout, labels of members by name, counts), as a sampler gives them."""
+
+
+def plain_ask(asks: Asks, temperature: Any) -> tuple[Ask, Members] | None:
+    """An ask like all that are sampled from the problems' own prompts, and their members.
+
+    None where all asks have texts of their own.
+    """
+    plain = [ask for ask in asks if is_plain(ask)]
+    if not plain:
+        return None
+    like = {(ask.policy, ask.tree) for ask in plain}
+    assert len(like) == 1, "asks by several policies, or trees, are requests of their own"
+    return plain[0], members_of(plain, temperature)
+
+
+def join_drawn(
+    asks: Asks,
+    together: Drawn | None,
+    sample: Sample,
+    prompts: Tokens,
+    temperature: Any,
+    limit: int,
+) -> Drawn:
     """The members that the asks of a request are for.
 
     Args:
       asks: of the same tickets.
-      sample: draws members from the policy.
+      together: what was sampled for ``plain_ask``. The caller does that, to keep traces short.
+      sample: draws the members of an ask with a context or a prefix.
       prompts: the problems' own, N of them.
       temperature: [] float32, the run's.
       limit: T, the most tokens of a completion.
@@ -39,28 +62,20 @@ def draw_members(
     Returns:
       The rollout [N, sum of widths, T], labels by name, and counts, which add up.
     """
-    plain = [ask for ask in asks if is_plain(ask)]
-    like = [(ask.policy, ask.tree) for ask in plain]
-    assert len(set(like)) < 2, "asks by several policies, or trees, are requests of their own"
-    parts: dict[int, tuple[Rollout, dict[str, Any], dict[str, Any]]] = {}
-    if plain:
-        together = sample(prompts, members_of(plain, temperature), plain[0])
-        at = 0
-        for i, ask in enumerate(asks):
-            if is_plain(ask):
-                parts[i] = _columns(together, slice(at, at + ask.width), counts=at == 0)
-                at += ask.width
-    for i, ask in enumerate(asks):
-        if not is_plain(ask):
-            parts[i] = _with_text(ask, sample, prompts, temperature, limit)
-    found = [parts[i] for i in range(len(asks))]
-    rollout = found[0][0] if len(found) == 1 else join_members([part[0] for part in found])
+    parts, at = [], 0
+    for ask in asks:
+        if is_plain(ask):
+            assert together is not None
+            parts.append(_columns(together, slice(at, at + ask.width), counts=at == 0))
+            at += ask.width
+        else:
+            parts.append(_with_text(ask, sample, prompts, temperature, limit))
+    rollout = parts[0][0] if len(parts) == 1 else join_members([part[0] for part in parts])
     rollout = rollout.replace(prompt_tokens=prompts.ids, prompt_lengths=prompts.lengths)
-    rollout = flagged(rollout, asks)
     counts: dict[str, Any] = {}
-    for _, _, more in found:
+    for _, _, more in parts:
         counts = {n: counts.get(n, 0) + more.get(n, 0) for n in {**counts, **more}}
-    return rollout, _joined_labels(found), counts
+    return flagged(rollout, asks), _joined_labels(parts), counts
 
 
 def is_plain(ask: Ask) -> bool:

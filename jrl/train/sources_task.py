@@ -22,7 +22,7 @@ from jrl.sampling.params import SamplingParams
 from jrl.sampling.slots import Members
 from jrl.sampling.tree import generate_tree
 from jrl.train.asks import Ask, DrawRequest, Tokens
-from jrl.train.members import draw_members
+from jrl.train.members import Drawn, join_drawn, plain_ask
 from jrl.train.sources import Groups, counted_draw, entries
 from jrl.types import Array, Network, Prompt, Rollout, stream
 
@@ -60,19 +60,29 @@ def task_rollout(
     problems = task_problems(task, request.key, rows, request.split)
     key = stream(request.key, SAMPLE_STREAMS[request.split], request.step)
 
-    def sample(prompts: Tokens, members: Members, ask: Ask) -> tuple[Any, ...]:
-        how = {"network": network, "slots": slots, "stop_tokens": (task.stop_id,)}
-        how |= {"max_new_tokens": task.completion_tokens}
-        params, version = request.weights[ask.policy], request.versions[ask.policy]
-        given = key, params, prompts.ids, prompts.lengths, sampling_params, version, tickets
-        if ask.tree is not None:
-            return counted_draw(generate_tree(*given, branching=ask.tree, group=ask.width, **how))
-        return counted_draw(generate(*given, members, chunk=chunk, **how))
+    how: dict[str, Any] = {"network": network, "slots": slots, "stop_tokens": (task.stop_id,)}
+    how |= {"max_new_tokens": task.completion_tokens}
 
-    rollout, labels, counts = draw_members(
+    def given(prompts: Tokens, ask: Ask) -> tuple[Any, ...]:
+        by = request.weights[ask.policy], request.versions[ask.policy]
+        return key, by[0], prompts.ids, prompts.lengths, sampling_params, by[1], tickets
+
+    def sample(prompts: Tokens, members: Members, ask: Ask) -> Drawn:
+        return counted_draw(generate(*given(prompts, ask), members, chunk=chunk, **how))
+
+    prompts, together = Tokens(problems.tokens, problems.length), None
+    if (plain := plain_ask(request.asks, sampling_params.temperature)) is not None:
+        ask, members = plain
+        if ask.tree is None:
+            drawn = generate(*given(prompts, ask), members, chunk=chunk, **how)
+        else:
+            drawn = generate_tree(*given(prompts, ask), branching=ask.tree, group=ask.width, **how)
+        together = counted_draw(drawn)
+    rollout, labels, counts = join_drawn(
         request.asks,
+        together,
         sample,
-        Tokens(problems.tokens, problems.length),
+        prompts,
         sampling_params.temperature,
         task.completion_tokens,
     )

@@ -18,7 +18,7 @@ from jrl.rewards.pool import RewardPool, Sample
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.slots import Members
 from jrl.train.asks import Ask, DrawRequest, Tokens
-from jrl.train.members import draw_members
+from jrl.train.members import join_drawn, plain_ask
 from jrl.train.sources import Groups, counted_draw, entries, epoch_order
 from jrl.types import Array, Prompt, Rollout, StopReason, stream
 
@@ -61,7 +61,9 @@ class TextSampler(NamedTuple):
             more = (members,) if ask.tree is None else ()
             return counted_draw(jax.device_get(self.program(*given, version, tickets, *more)))
 
-        drawn = draw_members(request.asks, sample, prompts, self.temperature, limit)
+        plain = plain_ask(request.asks, self.temperature)
+        together = None if plain is None else sample(prompts, plain[1], plain[0])
+        drawn = join_drawn(request.asks, together, sample, prompts, self.temperature, limit)
         return jax.device_get(drawn[0]), *drawn[1:]
 
 
