@@ -9,6 +9,7 @@ from jrl.methods.curriculum import Curriculum
 from jrl.methods.edit import Stateless
 from jrl.methods.stores import is_by_prompt
 from jrl.train.build import Run
+from jrl.train.kinds import EpisodeKind
 
 
 def check_plan(run: Run) -> None:
@@ -18,6 +19,14 @@ def check_plan(run: Run) -> None:
         _check_stores(run)
     if isinstance(run.method.curriculum, Curriculum):
         _check_curriculum(run)
+    plan, group = run.method.plan, run.config.sampling.group
+    whole = isinstance(run.kind, EpisodeKind) or run.method.draw.search is not None
+    if plan.next is not None and plan.members(group) and whole:
+        raise UserError(
+            f"method = {run.config.method!r} samples further members of a group, and episodes on"
+            " the host and searches are played for whole groups; use data.train without an"
+            " environment, or a task"
+        )
     if run.method.plan.next is not None and run.config.replays_routing:
         raise UserError(
             f"method = {run.config.method!r} samples further members, whose experts are not on"
