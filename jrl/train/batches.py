@@ -284,7 +284,9 @@ def held_out_episodes(run: Run, pool: RewardPool | None) -> Source:
 
 def held_out_own(run: Run, pool: RewardPool | None) -> Source:
     """A source of one's own, asked for the split "eval"."""
-    return make_own_source(run, Sampler(*_evaluation(run), run.width))
+    sampler = TextSampler(*_evaluation(run), run.config.eval.temperature)
+    limit = run.config.sampling.max_new_tokens
+    return make_own_source(run, Sampler(sampler, run.width, limit))
 
 
 HELD_OUT: Mapping[type[TextKind], MakeSource] = {

@@ -123,7 +123,7 @@ well formed and found with tools."""
 def rollout_of(method, step, table, parts=1):
     """What the method's draw asks for, and its rewards, both as its seams leave them."""
     rng = np.random.default_rng(step)
-    places = np.asarray(method.prompts(step, step * B + np.arange(B)))
+    places = step * B + np.arange(B)
     prompts = 1 + places % (V - 1)
     sampled, logprobs = jax.device_get(sampler()(jax.random.key(step), table, prompts))
     members, greedy, demonstrations = draws(method)
