@@ -21,7 +21,7 @@ from jrl.train.batches import training_batches
 from jrl.train.build import Run
 from jrl.train.collect import Batches
 from jrl.train.collect_notes import packed, unpacked
-from jrl.train.compiled import Carried, Iteration, iterate
+from jrl.train.compiled import Iteration, iterate
 from jrl.train.loop import train_steps
 from jrl.train.plan import CollectState
 from jrl.train.sources import Groups
@@ -191,7 +191,7 @@ def train_compiled(training: Training, state: TrainState, notes: Mapping[str, An
             steps = _segment(until - done, WATCHED_SEGMENT if records.acts else SEGMENT)
             if steps not in compiled:
                 segment = jax.jit(
-                    partial(iterate_apart, iteration, steps=steps),
+                    partial(iterate, iteration, steps=steps),
                     out_shardings=(shardings, replicated(run.mesh), replicated(run.mesh)),
                     donate_argnums=0,  # the training state alone
                 )
@@ -225,22 +225,8 @@ def begun(
     iteration: Iteration, state: TrainState, notes: Mapping[str, Any], cursor: int
 ) -> CollectState:
     """What drawing carries: as a checkpoint has it, or as at the start of a run."""
-    collected = iteration.begin(state).collect.replace(cursor=jnp.int32(cursor))
+    collected = iteration.begin(state).replace(cursor=jnp.int32(cursor))
     return unpacked(collected, notes["collect"]) if "collect" in notes else collected
-
-
-def iterate_apart(
-    iteration: Iteration,
-    state: TrainState,
-    collected: CollectState,
-    sampling_params: Any,
-    *,
-    steps: int,
-) -> tuple[TrainState, CollectState, Metrics]:
-    """``iterate`` of the two records as arguments of their own, of which one is donated."""
-    carried = Carried(state, collected)
-    carried, curves = iterate(iteration, carried, sampling_params, steps)
-    return carried.train, carried.collect, curves
 
 
 def _segment(left: int, most: int) -> int:

@@ -218,7 +218,8 @@ class Collector:
             return StepGroups(drawn, None, cursor)
 
         def draw(asks: Asks) -> Groups:
-            return to_host(self._edit(self.source.draw(request.replace(asks=asks))))
+            with jax.default_device(None):  # sampling stays where the weights are
+                return to_host(self._edit(self.source.draw(request.replace(asks=asks))))
 
         drawn, base = to_host(drawn), int(first.origin.ticket[0])
         with on_host():
@@ -230,7 +231,8 @@ class Collector:
                 more = edit_counts(groups, trained, share, self.setting)
         groups, trained, more = jax.device_get((groups, trained, more))
         counts = counts | {name: float(x) for name, x in more.items()}
-        self._next, self._outcome = collected, (groups, trained)
+        self._next = collected
+        self._outcome = None if self.setting.curriculum is None else (groups, trained)
         kept = np.asarray(trained.members())
         subject, _ = self.source.prompts(request.key, trained.row)
         made = Groups(

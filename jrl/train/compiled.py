@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 
 from jrl.data.tasks import Task
 from jrl.envs import Env
@@ -64,28 +63,18 @@ from jrl.types import (
 )
 
 
-class Carried(struct.PyTreeNode):
-    """The two records that a compiled run carries from step to step.
-
-    Attributes:
-      train: what the step reads and writes.
-      collect: what drawing carries: tickets issued, the curriculum's state, those of the edits.
-    """
-
-    train: TrainState
-    collect: CollectState
-
-
 class Iteration(NamedTuple):
-    """One iteration, prompt to gradient.
+    """One iteration, prompt to gradient, as pure functions of the two records that a run carries.
 
     Attributes:
-      begin: (state at step 0) -> what is carried.
-      step: (carried, distribution) -> (carried, metrics).
+      begin: (state at step 0) -> what drawing carries at the start of a run.
+      step: (state, what drawing carries, distribution) -> (state, what drawing carries, metrics).
     """
 
-    begin: Callable[[TrainState], Carried]
-    step: Callable[[Carried, SamplingParams], tuple[Carried, Metrics]]
+    begin: Callable[[TrainState], CollectState]
+    step: Callable[
+        [TrainState, CollectState, SamplingParams], tuple[TrainState, CollectState, Metrics]
+    ]
 
 
 def make_iteration(
@@ -152,7 +141,7 @@ def make_iteration(
 
         return sample_step(draw, collected, Now(state.key, state.step), setting, traced_rounds)
 
-    def begin(state: TrainState) -> Carried:
+    def begin(state: TrainState) -> CollectState:
         shapes = None
         if method.edits:
             bare = setting._replace(method=method._replace(edits=()))
@@ -163,11 +152,13 @@ def make_iteration(
             m, size = shapes.use.shape
             shapes = jax.eval_shape(lambda g: widened(g, m + extra, size), shapes)
         collected = new_collected(setting, shapes)
-        return Carried(state, collected.replace(cursor=jnp.asarray(collected.cursor, jnp.int32)))
+        return collected.replace(cursor=jnp.asarray(collected.cursor, jnp.int32))
 
-    def one(carried: Carried, sampling_params: SamplingParams) -> tuple[Carried, Metrics]:
-        state = carried.train
-        groups, collected, counts = sample(state, carried.collect, setting, sampling_params)
+    def one(
+        state: TrainState, collected: CollectState, sampling_params: SamplingParams
+    ) -> tuple[TrainState, CollectState, Metrics]:
+        done = state.step
+        groups, collected, counts = sample(state, collected, setting, sampling_params)
         trained, more = groups, {}
         if method.edits or method.plan.next is not None:
             now = Now(state.key, state.step)
@@ -178,9 +169,9 @@ def make_iteration(
         if curriculum is not None:
             assert table is not None
             sizes = mean_sizes(metrics.pop("advantages"), batch.mask)
-            outcome = outcome_of(groups, trained, sizes, carried.train.step, table)
+            outcome = outcome_of(groups, trained, sizes, done, table)
             collected = learned(curriculum, collected, outcome)
-        return Carried(state, collected), metrics | with_slot_use(counts) | more
+        return state, collected, metrics | with_slot_use(counts) | more
 
     return Iteration(begin, one)
 
@@ -223,10 +214,20 @@ def pool_table(rows: int) -> Table:
 
 
 def iterate(
-    iteration: Iteration, carried: Carried, sampling_params: SamplingParams, steps: int
-) -> tuple[Carried, Metrics]:
+    iteration: Iteration,
+    state: TrainState,
+    collected: CollectState,
+    sampling_params: SamplingParams,
+    steps: int,
+) -> tuple[TrainState, CollectState, Metrics]:
     """``steps`` iterations as one scan; metrics come back with a leading [steps]."""
-    return jax.lax.scan(lambda c, _: iteration.step(c, sampling_params), carried, length=steps)
+
+    def one(carry: tuple[TrainState, CollectState], _: None) -> tuple[Any, Metrics]:
+        *carry, metrics = iteration.step(*carry, sampling_params)
+        return tuple(carry), metrics
+
+    (state, collected), metrics = jax.lax.scan(one, (state, collected), length=steps)
+    return state, collected, metrics
 
 
 def solution_batch(key: Array, *, task: Task | Env, count: int) -> Batch:
@@ -433,9 +434,8 @@ def make_run(
             prompts=prompts,
             group=group,
         )
-        carried = iteration.begin(state)
-        carried, curves = iterate(iteration, carried, chosen.sampling_params, steps)
-        state = carried.train
+        collected, params = iteration.begin(state), chosen.sampling_params
+        state, _, curves = iterate(iteration, state, collected, params, steps)
         after = accuracy(state.key, policy_of(state, network)).rewards[..., 0].mean()
         return state, curves | {"accuracy_before": before, "accuracy_after": after}
 

@@ -112,9 +112,9 @@ def test_host_and_compiled_agree(network, task, quick_jit):
         prompts=PROMPTS,
         group=GROUP,
     )
-    begun = iteration.begin(fresh())
-    scanned, curves = quick_jit(lambda c: iterate(iteration, c, SAMPLING, STEPS))(begun)
-    scanned = scanned.train
+    state_, begun = fresh(), iteration.begin(fresh())
+    run = quick_jit(partial(iterate, iteration, steps=STEPS))
+    scanned, _, curves = run(state_, begun, SAMPLING)
     tokens = curves.pop("tokens")
     assert np.array_equal(tokens, np.stack(drawn))
     assert tokens.shape == (STEPS, PROMPTS, GROUP + 2, task.completion_tokens)

@@ -97,9 +97,9 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
         prompts=PROMPTS,
         group=GROUP,
     )
-    begun = iteration.begin(fresh())
-    scanned, curves = quick_jit(lambda c: iterate(iteration, c, SAMPLING, STEPS))(begun)
-    scanned = scanned.train
+    state_, begun = fresh(), iteration.begin(fresh())
+    run = quick_jit(partial(iterate, iteration, steps=STEPS))
+    scanned, _, curves = run(state_, begun, SAMPLING)
     assert np.array_equal(curves.pop("tokens"), np.stack(drawn))
     assert_close(scanned.params, state.params, 1e-5)
     assert curves.keys() == log[0].keys() >= {"turns", "slot_use"}

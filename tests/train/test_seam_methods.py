@@ -297,12 +297,13 @@ def test_a_task_is_trained_alike_on_the_host_and_in_one_program(
         group=G,
         judge=0,
     )
-    begun = iteration.begin(fresh())
-    scanned, curves = quick_jit(lambda c: iterate(iteration, c, SAMPLING, STEPS))(begun)
+    begun = fresh(), iteration.begin(fresh())
+    run = quick_jit(partial(iterate, iteration, steps=STEPS))
+    scanned, _, curves = run(*begun, SAMPLING)
     for i, (batch, _) in enumerate(batches):
         traced = jax.tree.map(lambda x: x[i], curves["batch"])  # noqa: B023
         jax.tree.map(np.testing.assert_array_equal, live_tokens(traced), live_tokens(batch))
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), scanned.train.params, state.params)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), scanned.params, state.params)
     acts(name, batches)
 
 

@@ -65,7 +65,8 @@ def test_a_method_trains_on_trees_three_steps(name, network, first_letter, quick
 
     iteration = make_iteration(spied, method=method, weights=WEIGHTS, prompts=PROMPTS, **seen)
     state = init_state(KEY, **common)
-    after, curves = quick_jit(partial(iterate, iteration, steps=STEPS))(state, SAMPLING)
+    run = quick_jit(partial(iterate, iteration, steps=STEPS))
+    after, _, curves = run(state, iteration.begin(state), SAMPLING)
     curves = jax.device_get(curves)
     assert np.isfinite(curves["loss"]).all()
     moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), state.params, after.params)
