@@ -24,8 +24,6 @@ from jrl.train.sources import Groups, entries
 from jrl.train.sources_task import SAMPLE_STREAMS, task_problems, task_rollout
 from jrl.types import Array, Batch, Network, stream
 
-EPISODES = {"reward": 1.0, "success": 0.0}
-"""Reward part -> weight of a run in an environment that names none."""
 EPISODE_REWARDS = ("reward", "success")
 """Reward parts of an episode: the points that the environment paid, and 1 where it ended well."""
 
