@@ -253,7 +253,7 @@ def test_a_task_is_the_environment_of_one_turn():
         )
     )
     weights = jit(network.init)(jax.random.key(0))
-    common = {"sampling_params": SAMPLING, "network": network, "group": 3}
+    common = {"sampling_params": SAMPLING, "network": network}
     ids = jnp.arange(4)
     ask = simple_request(KEY, {"policy": weights}, jnp.int32(2), ids, 3)
     text = jit(partial(task_rollout, task=task, parts=("verify",), **common))(ask)

@@ -151,7 +151,6 @@ def test_the_trainer_scores_each_player_as_it_was_drawn(params):
             task=LIKELY,
             parts={"reward": 1.0},
             network=NETWORK,
-            group=G,
         )
     )(simple_request(KEY, {"policy": params}, jnp.int32(1), IDS, G))
     assert groups.rewards.shape == (2 * N, G, 1)

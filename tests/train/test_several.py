@@ -64,7 +64,7 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
     state = jax.jit(make)(jax.random.key(0), None, {})
     state = state.replace(params=far_apart(state.params))
     made = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
-    draw = jax.jit(functools.partial(episode_rollout, group=6, slots=8, **made))
+    draw = jax.jit(functools.partial(episode_rollout, slots=8, **made))
     step = jax.jit(programs.make_train_step(run))
     parts = {"objective": run.method.objective, "optimizer": run.optimizer}
     alone = jax.jit(make_step(network=several.each, **parts, **schedule))
@@ -109,7 +109,7 @@ def test_a_frozen_copy_plays_and_is_renewed_in_time():
     state = jax.jit(make)(jax.random.key(0), None, {})
     state = state.replace(params=far_apart(state.params))
     made = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
-    draw = functools.partial(episode_rollout, group=6, slots=8, **made)
+    draw = functools.partial(episode_rollout, slots=8, **made)
     ids, law = jnp.arange(6, dtype=jnp.int32), run.sampling_params
     step = programs.make_train_step(run)
 

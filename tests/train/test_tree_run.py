@@ -46,7 +46,7 @@ def network(make_bag, first_letter):
 def on_trees(name):
     """The method as ``objective.tree`` makes it."""
     method = get_method(name)
-    return method.with_(draw=method.draw._replace(tree=TREE, search=None)).after(over_branches())
+    return method.with_(plan=method.plan._replace(tree=TREE)).after(over_branches())
 
 
 @pytest.mark.parametrize("name", ["arpo", "treerl", "tempo", "deepsearch", "alphamath", "rloo"])
