@@ -43,7 +43,7 @@ class Script:
         assert complete
 
     def draw(self, request):
-        (positions, _), step = entries(request), request.step
+        (_, positions), step = entries(request), request.step
         assert positions.dtype == np.int32
         assert step.dtype == np.int32
         self.calls.append((int(step), positions.tolist()))

@@ -308,6 +308,7 @@ def test_what_does_not_go_together_with_a_replay_is_named(changes, said):
             method="arpo_replay",
             data=SimpleNamespace(given=changes.get("recorded"), has_solutions=False),
             replays_routing=changes.get("replays_routing", False),
+            sampling=SimpleNamespace(group=4),
         ),
         rollout_mesh=changes.get("rollout_mesh"),
     )
