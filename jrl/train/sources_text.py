@@ -162,6 +162,7 @@ class _Judging(NamedTuple):
     def share(self, rows: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, float]]:
         """(points [n, G, R] float32, answer numbers [n, G] int32) of some prompts, and counts."""
         rollout, g = self.rollout, self.rollout.tokens.shape[1]
+        there = np.asarray(rollout.stop)[rows] != StopReason.ABSENT  # nobody asked for the others
         samples = [
             Sample(
                 prompt=self.prompts[i],
@@ -169,16 +170,16 @@ class _Judging(NamedTuple):
                 tokens=tokens,
                 stop=StopReason(int(rollout.stop[i, j])).name.lower(),
             )
-            for i in rows
-            for j in range(g)
+            for i, present in zip(rows, there, strict=True)
+            for j in np.flatnonzero(present)
             for tokens in [np.asarray(rollout.tokens[i, j, : rollout.lengths[i, j]])]
         ]
-        points, counts = self.pool.scores(samples, group=g)
-        answers = np.array([answer_number(s.completion) for s in samples], np.int32)
-        return (
-            points.reshape(len(rows), g, points.shape[1]),
-            answers.reshape(len(rows), g),
-        ), counts
+        points, counts = self.pool.scores(samples, group=g if there.all() else None)
+        answers = np.zeros((len(rows), g), np.int32)
+        answers[there] = [answer_number(s.completion) for s in samples]
+        every = np.zeros((len(rows), g, points.shape[1]), np.float32)
+        every[there] = points
+        return (every, answers), counts
 
 
 def answer_number(text: str) -> int:
