@@ -21,20 +21,16 @@ from jrl.methods.base import Method, same_rewards
 from jrl.methods.curriculum import Table
 from jrl.train.asks import ASIDE, Asks, DrawRequest
 from jrl.train.collect_notes import packed, unpacked
+from jrl.train.edit import edit_counts, edited, learned, mean_sizes, outcome_of
 from jrl.train.groups import PlacedGroups, to_batch
 from jrl.train.packing import Packer
 from jrl.train.plan import (
     First,
     Now,
     Setting,
-    edit_counts,
-    edited,
     first_asks,
     host_rounds,
-    learned,
-    mean_sizes,
     new_collected,
-    outcome_of,
     rest_of_step,
 )
 from jrl.train.sources import Groups, Source, take_groups, to_host

@@ -30,19 +30,15 @@ from jrl.models.several import one_of, stacked
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
 from jrl.train.asks import Asks, DrawRequest
+from jrl.train.edit import edit_counts, edited, learned, mean_sizes, outcome_of
 from jrl.train.episodes import check_players, eval_parts, rollout_of, scripted_batch
-from jrl.train.groups import batch_of, widened
+from jrl.train.groups import PlacedGroups, batch_of, widened
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
 from jrl.train.plan import (
     CollectState,
     Now,
     Setting,
-    edit_counts,
-    edited,
-    learned,
-    mean_sizes,
     new_collected,
-    outcome_of,
     sample_step,
     traced_rounds,
 )
@@ -67,14 +63,66 @@ class Iteration(NamedTuple):
     """One iteration, prompt to gradient, as pure functions of the two records that a run carries.
 
     Attributes:
-      begin: (state at step 0) -> what drawing carries at the start of a run.
-      step: (state, what drawing carries, distribution) -> (state, what drawing carries, metrics).
+      train: the training step; with a curriculum it returns the advantages of all groups.
+      setting: the method and the sizes of a step.
+      network: the policy as completions are drawn from it.
+      rollout: (request, sampling_params=) -> groups.
     """
 
-    begin: Callable[[TrainState], CollectState]
-    step: Callable[
-        [TrainState, CollectState, SamplingParams], tuple[TrainState, CollectState, Metrics]
-    ]
+    train: Step
+    setting: Setting
+    network: Network
+    rollout: Callable[..., Groups]
+
+    def begin(self, state: TrainState) -> CollectState:
+        """What drawing carries at the start of a run, from the state at step 0."""
+        setting, shapes = self.setting, None
+        if edits := setting.method.edits:  # whose stores have the shapes of a step's groups
+            bare = setting._replace(method=setting.method._replace(edits=()))
+            plain, params = self._replace(setting=bare), make_sampling_params()
+            collected = plain.begin(state)
+            shapes = jax.eval_shape(lambda s: plain.sample(s, collected, params)[0], state)
+            extra = sum(edit.extra(setting.prompts) for edit in edits)
+            m, size = shapes.use.shape
+            shapes = jax.eval_shape(lambda g: widened(g, m + extra, size), shapes)
+        collected = new_collected(setting, shapes)
+        return collected.replace(cursor=jnp.asarray(collected.cursor, jnp.int32))
+
+    def sample(
+        self, state: TrainState, collected: CollectState, sampling_params: SamplingParams
+    ) -> tuple[PlacedGroups, CollectState, dict[str, Any]]:
+        """The groups of a step before the edits, what drawing carries, and counts."""
+        policies = self.setting.method.plan.policies
+        trees = drawn_trees(state, self.network, policies)
+        made = {"policy": state.step}
+        made |= {policy.name: policy.version(state.step) for policy in policies}
+
+        def draw(asks: Asks) -> Groups:
+            request = DrawRequest(state.key, trees, made, state.step, asks)
+            return self.rollout(request, sampling_params=sampling_params)
+
+        now = Now(state.key, state.step)
+        return sample_step(draw, collected, now, self.setting, traced_rounds)
+
+    def step(
+        self, state: TrainState, collected: CollectState, sampling_params: SamplingParams
+    ) -> tuple[TrainState, CollectState, Metrics]:
+        """(state, what drawing carries, metrics) after one iteration."""
+        setting, method, done = self.setting, self.setting.method, state.step
+        groups, collected, counts = self.sample(state, collected, sampling_params)
+        trained, more = groups, {}
+        if method.edits or method.plan.next is not None:
+            now = Now(state.key, done)
+            trained, collected, share = edited(groups, collected, now, setting)
+            more = edit_counts(groups, trained, share, setting)
+        batch = batch_of(trained, own=method.draw.own)
+        state, metrics = self.train(state, batch, sampling_params)
+        if (curriculum := setting.curriculum) is not None:
+            assert setting.table is not None
+            sizes = mean_sizes(metrics.pop("advantages"), batch.mask)
+            outcome = outcome_of(groups, trained, sizes, done, setting.table)
+            collected = learned(curriculum, collected, outcome)
+        return state, collected, metrics | with_slot_use(counts) | more
 
 
 def make_iteration(
@@ -113,8 +161,7 @@ def make_iteration(
     if (tree := method.draw.tree) is not None:
         tree = check_branching(tree, group, slots)
         method = method._replace(plan=method.plan._replace(tree=tree))
-    curriculum = method.curriculum if isinstance(method.curriculum, Curriculum) else None
-    table = None if curriculum is None else pool_table(curriculum.pool)
+    curriculum = method.curriculum
     setting = Setting(
         method=method,
         prompts=prompts,
@@ -123,57 +170,12 @@ def make_iteration(
         judge=judge,
         order=lambda tickets: tickets,
         tools=partial(TaskTools, task) if isinstance(task, Task) else None,
-        table=table,
+        table=pool_table(curriculum.pool) if isinstance(curriculum, Curriculum) else None,
     )
     drawing = network if sampler is None else sampler
-    rollout = partial(
-        rollout_of(task), task=task, parts=weights, network=drawing, slots=slots, chunk=chunk
-    )
-
-    def sample(state: TrainState, collected: CollectState, setting: Setting, params: Any) -> Any:
-        trees = drawn_trees(state, drawing, method.plan.policies)
-        made = {"policy": state.step}
-        made |= {policy.name: policy.version(state.step) for policy in method.plan.policies}
-
-        def draw(asks: Asks) -> Groups:
-            request = DrawRequest(state.key, trees, made, state.step, asks)
-            return rollout(request, sampling_params=params)
-
-        return sample_step(draw, collected, Now(state.key, state.step), setting, traced_rounds)
-
-    def begin(state: TrainState) -> CollectState:
-        shapes = None
-        if method.edits:
-            bare = setting._replace(method=method._replace(edits=()))
-            params = make_sampling_params()
-            collected = new_collected(bare).replace(cursor=jnp.int32(0))
-            shapes = jax.eval_shape(lambda s: sample(s, collected, bare, params)[0], state)
-            extra = sum(edit.extra(prompts) for edit in method.edits)
-            m, size = shapes.use.shape
-            shapes = jax.eval_shape(lambda g: widened(g, m + extra, size), shapes)
-        collected = new_collected(setting, shapes)
-        return collected.replace(cursor=jnp.asarray(collected.cursor, jnp.int32))
-
-    def one(
-        state: TrainState, collected: CollectState, sampling_params: SamplingParams
-    ) -> tuple[TrainState, CollectState, Metrics]:
-        done = state.step
-        groups, collected, counts = sample(state, collected, setting, sampling_params)
-        trained, more = groups, {}
-        if method.edits or method.plan.next is not None:
-            now = Now(state.key, state.step)
-            trained, collected, share = edited(groups, collected, now, setting)
-            more = edit_counts(groups, trained, share, setting)
-        batch = batch_of(trained, own=method.draw.own)
-        state, metrics = step(state, batch, sampling_params)
-        if curriculum is not None:
-            assert table is not None
-            sizes = mean_sizes(metrics.pop("advantages"), batch.mask)
-            outcome = outcome_of(groups, trained, sizes, done, table)
-            collected = learned(curriculum, collected, outcome)
-        return state, collected, metrics | with_slot_use(counts) | more
-
-    return Iteration(begin, one)
+    how: dict[str, Any] = {"task": task, "parts": weights, "network": drawing}
+    rollout = partial(rollout_of(task), slots=slots, chunk=chunk, **how)
+    return Iteration(step, setting, drawing, rollout)
 
 
 def check_compiled(method: Method, task: Task | Env) -> None:

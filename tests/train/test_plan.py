@@ -14,17 +14,14 @@ from jrl.methods.plan import Plan, also, more, new
 from jrl.methods.stores import group_store, member_store
 from jrl.train.asks import ASIDE, BASELINE
 from jrl.train.collect_notes import packed, unpacked
+from jrl.train.edit import edited, learned, mean_sizes, outcome_of
 from jrl.train.groups import batch_of
 from jrl.train.members import numbers, widths
 from jrl.train.plan import (
     Now,
     Setting,
-    edited,
     host_rounds,
-    learned,
-    mean_sizes,
     new_collected,
-    outcome_of,
     sample_step,
     traced_rounds,
 )
