@@ -81,14 +81,14 @@ MUTANTS = {
     "a constant sampling key": Mutant(
         6,
         "train/sources_task.py",
-        "stream(request.key, SAMPLE_STREAMS[request.split], request.step),\n",
-        "stream(request.key, SAMPLE_STREAMS[request.split], 0),\n",
+        "stream(request.key, SAMPLE_STREAMS[request.split], request.step)\n",
+        "stream(request.key, SAMPLE_STREAMS[request.split], 0)\n",
     ),
     "one key for a whole group": Mutant(
         6,
         "sampling/slots.py",
-        "(None, 0))(k, members))(prompt_keys)",
-        "(None, 0))(k, 0 * members))(prompt_keys)",
+        "(None, 0)))(prompt_keys, numbers)",
+        "(None, 0)))(prompt_keys, 0 * numbers)",
     ),
     "log-probability before temperature": Mutant(
         7,
@@ -130,7 +130,7 @@ MUTANTS = {
     ),
     "the stop token left untrained": Mutant(
         8,
-        "train/collect.py",
+        "train/groups.py",
         "        mask=rollout.mask & members[:, :, None],\n",
         "        mask=rollout.mask & members[:, :, None] & (rollout.tokens != 1),\n",
     ),
@@ -168,9 +168,9 @@ MUTANTS = {
     ),
     "the same prompts at every step": Mutant(
         6,
-        "train/collect.py",
-        "        cursor += self.prompts\n        if editor",
-        "        if editor",
+        "train/plan.py",
+        "xp.asarray(collected.cursor + count, np.int32)",
+        "xp.asarray(collected.cursor, np.int32)",
     ),
     "a cursor that the loop forgets": Mutant(
         6,

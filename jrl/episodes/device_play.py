@@ -23,7 +23,7 @@ from jrl.sampling.cache import pick
 from jrl.sampling.device_loop import Prompts, Turns, as_rollout, sample_rows, turn_ended
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.queue import CHUNK, Queue
-from jrl.sampling.slots import Sequences, extend
+from jrl.sampling.slots import Members, Sequences, extend
 from jrl.types import Array, Network, Params, Rollout, Stack, StopReason
 
 
@@ -72,10 +72,11 @@ def play(
     sampling_params: SamplingParams,
     version: Array,
     ids: Array,
+    members: Members | None = None,
     *,
     env: Env,
     network: Network,
-    group: int,
+    group: int = 0,
     baseline_members: int = 0,
     slots: int = 0,
     block: int = 0,
@@ -92,9 +93,10 @@ def play(
       sampling_params: scalars.
       version: [] int32, the policy's version.
       ids: [N] int32; an episode's draws depend on (key, its start's id, its member) alone.
+      members: as in ``generate``; limits are the environment's.
       env: the environment.
       network: the policy.
-      group: members drawn from the distribution.
+      group: members drawn from the distribution; not read with ``members``.
       baseline_members: further members drawn greedily.
       slots: episodes played at a time; 0 takes all.
       block: members of a group that leave their slots together; see ``generate``.
@@ -109,12 +111,14 @@ def play(
     Raises:
       UserError: an episode does not fit the network, or the slots no block.
     """
+    assert members is None or not baseline_members, "greedy members have temperature 0"
+    group = group if members is None else members.number.shape[1]
     n, g, width = ids.shape[0], group + baseline_members, env.completion_tokens
     check_room(env, network)
     several = network.extras.stack if step is not None else None
     if several is not None:
         network = several.speaking(jnp.zeros(1, jnp.int32))  # replaced wherever rows are continued
-    prompts = Prompts(starts.tokens, starts.length, starts.state)
+    prompts = Prompts(starts.tokens, starts.length, starts.state, members)
     sampled = sample_rows(
         key,
         params,

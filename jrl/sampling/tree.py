@@ -245,7 +245,7 @@ def _grow(
     stop_tokens: Sequence[int],
 ) -> _Trees:
     """The trees of n prompts side by side; steps are []."""
-    prompt_tokens, prompt_lengths, _ = prompts
+    prompt_tokens, prompt_lengths, *_ = prompts
     n, roots = prompt_tokens.shape[0], branching.roots
     each, measure = (group - roots) // branching.rounds, PLACES[branching.at]
     root = _Roots(

@@ -345,7 +345,9 @@ def test_groups_of_text_survive_a_checkpoint(tmp_path):
         prompts[1:],
         groups.counts,
     )
-    old, new = ((d.groups.rollout, d.groups.rewards, d.groups.ids, d.live) for d in (drawn, back))
+    old, new = (
+        (d.groups.rollout, d.groups.rewards, d.groups.ids, d.members) for d in (drawn, back)
+    )
     jax.tree.map(np.testing.assert_array_equal, old, new)
     assert [x.dtype for x in jax.tree.leaves(old)] == [x.dtype for x in jax.tree.leaves(new)]
 

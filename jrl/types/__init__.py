@@ -77,7 +77,8 @@ class StopReason(enum.IntEnum):
 
     The sampler ends it at a stop token, the length limit or a stop string, or it is aborted. An
     environment is DONE, reached its limit of TURNS, FAILED, or did not answer in time (TIMEOUT). A
-    member of the last two leaves its group, since nothing is known of how good it was.
+    member of the last two leaves its group, since nothing is known of how good it was. ABSENT is a
+    place of a group for which no member was asked.
     """
 
     RUNNING = 0
@@ -89,6 +90,7 @@ class StopReason(enum.IntEnum):
     TURNS = 6
     FAILED = 7
     TIMEOUT = 8
+    ABSENT = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +227,7 @@ class Batch(struct.PyTreeNode):
         turn, one step, one stratum.
       notes: what a transform has to report: metrics by name, each (sum [], count []) float32.
         ``compute_advantages`` moves them to its metrics, so that the batch it returns has none.
+      prior: [N] float32 by name, what a curriculum knew of each problem before the step.
       packing: how completions go through the network; None for a row each.
       routing: as in ``Rollout``, for a training step that replays it.
     """
@@ -242,6 +245,7 @@ class Batch(struct.PyTreeNode):
     stats: Stats = struct.field(default_factory=dict)
     ids: dict[str, Array] = struct.field(default_factory=dict)
     notes: dict[str, tuple[Array, Array]] = struct.field(default_factory=dict)
+    prior: dict[str, Array] = struct.field(default_factory=dict)
     packing: Packing | None = None
     routing: RoutingRecord | None = None
 
@@ -292,9 +296,11 @@ class TrainState(struct.PyTreeNode):
 
 STREAMS = (
     *("data", "sample", "train", "eval_data", "eval", "warmup", "tie_breaker", "replay"),
-    "curriculum",
+    *("curriculum", "plan", "edit"),
 )
-"""What random numbers are drawn for; each use has a stream of keys of its own."""
+"""What random numbers are drawn for; each use has a stream of keys of its own.
+
+A stream's key is its index, so new ones come last."""
 
 
 def stream(key: Array, name: str, index: Array | int) -> Array:
