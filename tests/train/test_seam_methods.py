@@ -50,7 +50,7 @@ def method_of(name):
 
 def test_all_five_are_found_by_name():
     assert {*NAMES} <= {*all_methods()}
-    assert [get_method(name).unsupported for name in NAMES] == [""] * 5
+    assert [get_method(name).lacks for name in NAMES] == [""] * 5
     filled = {name: get_method(name).seams for name in NAMES}
     assert "curriculum" in filled["mopps"]
     assert "plan" in filled["dars"]
