@@ -27,8 +27,9 @@ def keys_text() -> str:
         only = f"; with {', '.join(key.single)}" if key.single else ""
         if name != table:
             text = f"{key.name}  ({key.kind}{default}{only})"
-            indents = {"initial_indent": "  ", "subsequent_indent": " " * 4}
-            lines += textwrap.wrap(text, 96, break_on_hyphens=False, **indents)
+            lines += textwrap.wrap(
+                text, 96, initial_indent="  ", subsequent_indent=" " * 4, break_on_hyphens=False
+            )
         lines += textwrap.wrap(
             key.text, 96, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
         )
