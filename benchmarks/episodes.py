@@ -53,14 +53,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     params = jax.jit(lambda k: start_weights(k, network))(key)
     state = jax.jit(lambda policy: init_state(key, policy, **common))(params)
     sampling_params = make_sampling_params(args.temperature, args.top_k, args.top_p)
-    run = jax.jit(lambda state: iterate(iteration, state, sampling_params, args.steps))
+    run = jax.jit(
+        lambda state: iterate(iteration, state, iteration.begin(state), sampling_params, args.steps)
+    )
     with CompileCounter() as compiles:
         begin = time.perf_counter()
         program = run.lower(state).compile()
         compiled = time.perf_counter() - begin
         walls, turns = [], 0.0
         for _ in range(flags.WARMUP + 1):
-            seconds, (_, metrics) = timed(program, state)
+            seconds, (_, _, metrics) = timed(program, state)
             walls.append(seconds / args.steps)
             turns = float(metrics["turns"].mean())
     step_s = statistics.median(walls)

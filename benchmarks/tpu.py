@@ -36,7 +36,6 @@ from jrl.system import processes
 from jrl.system.compile_cache import enable_compile_cache
 from jrl.system.devices import find_devices
 from jrl.train import build, programs
-from jrl.train.asks import DrawRequest
 from jrl.train.batches import text_source
 from jrl.train.collect import Collector
 from jrl.train.kinds import kind_of
@@ -45,6 +44,7 @@ from jrl.train.resharding import ReshardedSampler
 from jrl.train.score import policy_of
 from jrl.train.sources import Around, Groups, Source
 from jrl.types import Prompt
+from jrl.types.asks import DrawRequest
 
 PROGRAMS = {"resharding": "resharding_s", "sampler": "sampler_s", "train_step": "train_s"}
 """The programs of a plan, and the names of their seconds here."""

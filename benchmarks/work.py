@@ -24,11 +24,11 @@ from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.system.compile_cache import return_compiler_memory
-from jrl.train.asks import DrawRequest
 from jrl.train.sources import Groups, entries
 from jrl.train.sources_text import compiled_stream
 from jrl.train.state import init_state, state_shardings
 from jrl.types import Array, Network, Params, Rollout, StopReason, TrainState
+from jrl.types.asks import DrawRequest
 
 DEVIATION = 0.01
 """Of the matrices at the start; see ``start_weights``."""

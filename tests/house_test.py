@@ -35,8 +35,9 @@ from jrl.run.run import train
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.storage.metrics import read_jsonl
-from jrl.train.collect import Collector, to_batch
+from jrl.train.collect import Collector
 from jrl.train.compiled import held_out
+from jrl.train.groups import to_batch
 from jrl.train.loop import policy_weights, train_steps
 from jrl.train.optimizer import make_optimizer
 from jrl.train.score import score
@@ -111,16 +112,17 @@ class World:
                 task=TASK,
                 parts=tuple(WEIGHTS),
                 network=self.network,
-                group=GROUP,
             )
         )
+        self.method = method
+        weights = np.array(list(WEIGHTS.values()), np.float32)
+        self.collect_from(TaskSource(TASK, tuple(WEIGHTS), self.sample), weights)
+
+    def collect_from(self, source, reward_weights):
+        """Makes a source that of the batches."""
+        sizes = {"prompts": PROMPTS, "group": GROUP}
         self.collector = Collector(
-            source=TaskSource(TASK, tuple(WEIGHTS), self.sample),
-            prompts=PROMPTS,
-            reward_weights=np.array(list(WEIGHTS.values()), np.float32),
-            method=method,
-            mesh=self.mesh,
-            group=GROUP,
+            source, reward_weights=reward_weights, method=self.method, mesh=self.mesh, **sizes
         )
 
     def fit(self, steps, step=None):
@@ -249,7 +251,7 @@ def test_2_the_files_of_the_readme_are_the_first_of_their_hops():
     w.state = w.make(jax.random.key(0))
     with RewardPool({"exact": make_reward("exact")}, workers=0, timeout_seconds=9) as pool:
         source = text_source(w, [f"{i}+{3 * i}=" for i in range(PROMPTS)], pool=pool)
-        w.collector = w.collector._replace(source=source, reward_weights=np.ones(1, np.float32))
+        w.collect_from(source, np.ones(1, np.float32))
         files = entered(lambda: w.fit(1))
     seen = {"train/loop.py"}
     assert files[0] in seen  # where ``train_steps`` is
@@ -364,7 +366,6 @@ def text_source(w, texts, seed=None, pool=None):
     program = partial(
         generate,
         network=w.network,
-        group=GROUP,
         max_new_tokens=TASK.completion_tokens,
         stop_tokens=(TASK.stop_id,),
     )

@@ -30,7 +30,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import to_batch
+from jrl.train.groups import to_batch
 from jrl.train.sources_text import TextSource
 from jrl.train.state import init_state
 from jrl.train.step import check_split, make_step

@@ -15,10 +15,17 @@ sys.modules["mutants"] = mutants
 spec.loader.exec_module(mutants)
 
 
+@pytest.fixture(scope="module")
+def forks():
+    started = mutants.Forks()
+    yield started
+    started.close()
+
+
 @pytest.mark.slow
-def test_the_unedited_copy_is_green(tmp_path):
+def test_the_unedited_copy_is_green(tmp_path, forks):
     directory = mutants.copy_of_library(tmp_path)
-    result = mutants.run_checks(directory, "test_2_")  # the others run on the checkout itself
+    result = forks.run(directory, "test_2_")  # the others run on the checkout itself
     assert result.returncode == 0, result.stdout
     where = subprocess.run(
         [sys.executable, "-c", "import jrl; print(jrl.__file__)"],
@@ -43,8 +50,8 @@ def test_a_mutant_fits_the_source(name):
     assert (mutants.ROOT / "jrl" / mutant.file).read_text().count(mutant.old) == 1
 
 
-@pytest.mark.slow  # ten seconds a mutant
+@pytest.mark.slow  # seconds a mutant
 @pytest.mark.parametrize("name", mutants.MUTANTS)
-def test_the_house_test_catches(name):
-    caught, output = mutants.verdict(name)
+def test_the_house_test_catches(name, forks):
+    caught, output = mutants.verdict(name, forks)
     assert caught, output

@@ -184,7 +184,7 @@ def test_the_first_cell_installs_the_checkout_around_it(monkeypatch):
 def test_the_first_cell_takes_an_uploaded_zip(monkeypatch, tmp_path):
     """As a repository's page gives it: everything below one directory."""
     with zipfile.ZipFile(tmp_path / "jrl-main.zip", "w") as archive:
-        archive.writestr("jrl-main/jrl/types.py", "")
+        archive.writestr("jrl-main/jrl/errors.py", "")
         archive.writestr("jrl-main/pyproject.toml", "")
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("other/a.txt", "")

@@ -55,7 +55,7 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_the_examples_are_short():
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
     assert len(BLOCKS[0].splitlines()) < 30
 
 
@@ -132,9 +132,10 @@ def test_the_comparison_says_what_is_true_of_this_library():
 def test_it_is_one_screen_of_why_and_short_examples():
     shown = README.partition("## Five hops")[0]
     assert len(shown.splitlines()) <= 125
-    command, python, method = blocks(README)
+    command, python, method, arrays = blocks(README)
     assert len(command.splitlines()) <= 10
     assert len(method.splitlines()) <= 12
+    assert len(arrays.splitlines()) <= 10
     assert len([line for line in python.splitlines() if line.strip()]) <= 15
 
 
@@ -157,6 +158,13 @@ def test_the_example_with_values_runs(qwen, capsys):
     assert "reward = right (right: 1 for a completion that contains the answer)" in (
         capsys.readouterr().out
     )
+
+
+def test_the_example_with_arrays_runs(capsys):
+    namespace = {}
+    exec(compile(blocks(README)[3], "README.md", "exec"), namespace)
+    assert float(namespace["loss"]) == 0.0  # on-policy, and advantages sum to zero
+    assert capsys.readouterr().out.startswith("gspo(clip_high=0.0005)\n")
 
 
 @pytest.mark.slow

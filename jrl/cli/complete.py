@@ -15,12 +15,12 @@ def complete_method(incomplete: str) -> list[str]:
 
     Their names are read from the sources: importing them takes JAX, and so a second a key press.
     """
-    found: list[str] = []
+    names: list[str] = []
     library = Path(__file__).parents[1]
     for folder in (library / "methods", library / "zoo" / "methods"):
         for path in folder.glob("*.py"):
-            found += _DECORATED.findall(path.read_text(encoding="utf-8"))
-    return sorted(name for name in found if name.startswith(incomplete))
+            names += _DECORATED.findall(path.read_text(encoding="utf-8"))
+    return sorted(name for name in names if name.startswith(incomplete))
 
 
 _DECORATED = re.compile(r"^@(?:published|variant\([^@]*?\))\ndef (\w+)", re.MULTILINE)
@@ -40,11 +40,11 @@ def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
     return [f"{each.name}=" for each in describe() if each.name.startswith(incomplete)]
 
 
-def _values(key: str, begun: str) -> list[str]:
+def _values(key: str, prefix: str) -> list[str]:
     """Values of a key that begin so, where they are a closed set."""
     if key == "method":
-        return complete_method(begun)
+        return complete_method(prefix)
     kinds = {each.name: each.kind for each in describe()}
     choices = {"true or false": "true | false"}.get(kinds.get(key, ""), kinds.get(key, ""))
-    listed = choices.split(" | ") if " | " in choices else []
-    return [value for value in listed if value.startswith(begun)]
+    values = choices.split(" | ") if " | " in choices else []
+    return [value for value in values if value.startswith(prefix)]

@@ -104,16 +104,16 @@ def print_common_methods(kinds: Mapping[str, Sequence[Mapping[str, Any]]], every
       kinds: kind -> descriptions of its methods, as ``show_method`` gives them.
       every: the number of all methods.
     """
-    width = max(len(item["name"]) for listed in kinds.values() for item in listed)
-    for kind, listed in kinds.items():
+    width = max(len(item["name"]) for entries in kinds.values() for item in entries)
+    for kind, entries in kinds.items():
         typer.echo(f"{kind}:")
-        for item in listed:
+        for item in entries:
             _echo_cut(f"  {item['name']:<{width}}  {item['summary']}")
     typer.echo(f"`jrl methods --all` lists all {every}; `jrl methods NAME` shows one.")
 
 
 def _echo_cut(line: str) -> None:
-    """Prints a line, cut to the width of a terminal."""
+    """Prints a line, truncated to the width of the terminal."""
     # Piped tables are read by programs and pagers: nothing is cut there.
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     typer.echo(line if room is None or len(line) <= room else f"{line[: room - 1]}…")

@@ -46,10 +46,10 @@ def read_messages(value: Any, name: str, where: str) -> Messages:
       UserError: it is no list of messages, or a message holds what would be dropped, such as an
         image or a field that no template reads.
     """
-    listed = [] if isinstance(value, str | Mapping | int | float | None) else list(value)
-    if not listed:
+    items = [] if isinstance(value, str | Mapping | int | float | None) else list(value)
+    if not items:
         raise UserError(f"{where}: {name} must be text or a list of messages")
-    return [_read_message(message, name, where) for message in listed]
+    return [_read_message(message, name, where) for message in items]
 
 
 def _read_message(message: Any, name: str, where: str) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _text_of_parts(parts: Sequence[Any], name: str, where: str) -> str:
 
 
 def _read_calls(calls: Any, name: str, where: str) -> list[dict[str, Any]]:
-    """Tool calls as chat templates read them: arguments are an object, not text that holds it."""
+    """Tool calls in the form of chat templates: arguments as an object, not as JSON text."""
     read: list[dict[str, Any]] = []
     for call in calls if isinstance(calls, list | tuple | np.ndarray) else [None]:
         call = call if isinstance(call, Mapping) else {}
@@ -100,9 +100,9 @@ def _read_calls(calls: Any, name: str, where: str) -> list[dict[str, Any]]:
                 f"{where}: {name} holds tool_calls {str(calls)[:60]}; a call has a function with a"
                 " name and arguments, a JSON object"
             )
-        made = {"name": function["name"], "arguments": dict(arguments)}
+        function_call = {"name": function["name"], "arguments": dict(arguments)}
         call_id = {"id": str(call["id"])} if call.get("id") is not None else {}
-        read.append({"type": "function", "function": made, **call_id})
+        read.append({"type": "function", "function": function_call, **call_id})
     return read
 
 
@@ -158,7 +158,7 @@ def answer_message(value: Any, name: str, where: str) -> dict[str, Any]:
 
 
 class Wording(NamedTuple):
-    """How prompts and completions are written.
+    """Encoding of prompts and completions.
 
     Attributes:
       tokenizer: the policy's.
@@ -185,7 +185,7 @@ class Wording(NamedTuple):
         return self
 
     def conversation(self, value: Any, name: str, where: str) -> Messages:
-        """The messages of a prompt, text or messages, with the system message before them.
+        """The messages of a prompt, from text or messages, with the system message first.
 
         Raises:
           UserError: it is neither, it is empty, it ends with the assistant's message, or the
@@ -211,7 +211,7 @@ class Wording(NamedTuple):
     def prompt(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, where: str
     ) -> tuple[str, list[int]]:
-        """The text of a prompt, control tokens spelled out, and its token ids.
+        """The text of a prompt, control tokens escaped, and its token ids.
 
         Raises:
           UserError: the template refuses the messages, or leaves out tools or calls.
@@ -287,8 +287,8 @@ class Wording(NamedTuple):
         if not isinstance(self.tokenizer, FileTokenizer):
             return None
         name = chat_template(self.tokenizer, tools=bool(tools))
-        told = {"tools": list(tools)} if tools else {}
-        return Frames(self.tokenizer, name, {**self.variables, **told})
+        tool_values = {"tools": list(tools)} if tools else {}
+        return Frames(self.tokenizer, name, {**self.variables, **tool_values})
 
 
 def _plain_ids(tokenizer: Tokenizer, text: str, question: tuple[int, int]) -> list[int]:
@@ -302,7 +302,7 @@ def _plain_ids(tokenizer: Tokenizer, text: str, question: tuple[int, int]) -> li
 def check_fields(
     tokenizer: Tokenizer, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, where: str
 ) -> None:
-    """Raises UserError where something beside the contents spells a control token.
+    """Raises UserError if text outside the contents spells a control token.
 
     Args:
       tokenizer: the policy's.
@@ -337,7 +337,7 @@ def _check_written(text: str, names: Sequence[str], where: str) -> None:
 
 
 def after_prompt(conversation: str, prompt: str, answer: str) -> str:
-    """What a template writes for the assistant's message, from the text of the conversation.
+    """The template's rendering of the assistant's message, from the text of the conversation.
 
     Some templates render a finished conversation differently; then it is the bare answer.
     """

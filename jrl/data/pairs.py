@@ -125,30 +125,30 @@ def build_judged(
     if overlong not in OVERLONG:
         raise unknown_choice("data.overlong", overlong, OVERLONG)
     wording = Wording(tokenizer, system, template, variables).check()
-    kept: list[Judged] = []
+    rows: list[Judged] = []
     kind, dropped, truncated, longest_p, longest_t = "", 0, 0, 0, 0
     form: tuple[bool, ...] = ()
-    bad = BadRows(skip=invalid == "skip")
+    bad_rows = BadRows(skip=invalid == "skip")
     for index in range(len(source)):
         where = source.where(index)
-        if bad.enough(index):
+        if bad_rows.enough(index):
             break
-        with bad.row(index, where):
+        with bad_rows.row(index, where):
             row = source[index]
-            found = row_kind(row, where)
-            if kind not in ("", found):
-                raise UserError(f"{where}: {found} after {kind}; put them into separate files")
+            found_kind = row_kind(row, where)
+            if kind not in ("", found_kind):
+                raise UserError(f"{where}: {found_kind} after {kind}; put them into separate files")
             if in_tokens(row):
-                judged = _from_ids(index, row, where, found, tokenizer)
+                labelled = _from_ids(index, row, where, found_kind, tokenizer)
             else:
-                judged = _encode(index, row, where, found, wording)
-            if form not in ((), _form(judged)):
+                labelled = _encode(index, row, where, found_kind, wording)
+            if form not in ((), _form(labelled)):
                 raise UserError(
                     f"{where}: visits, or steps, are in some rows only; give them in all, or put"
                     " the rows into separate files"
                 )
-            kind, form = found, _form(judged)
-            p, t = len(judged.prompt), max(map(len, judged.completions))
+            kind, form = found_kind, _form(labelled)
+            p, t = len(labelled.prompt), max(map(len, labelled.completions))
             longest_p, longest_t = max(longest_p, p), max(longest_t, t)
             room = max_prompt_tokens
             if in_tokens(row):  # its prompt may hold the beginning of a completion
@@ -157,14 +157,14 @@ def build_judged(
                 if overlong == "error":
                     more = " with what is left of sampling.max_new_tokens" * in_tokens(row)
                     raise _too_long(where, p, t, room, max_completion_tokens, more)
-                judged = _cut(judged, room, max_completion_tokens)
-                if overlong == "drop" or _all_same(judged):
+                labelled = _cut(labelled, room, max_completion_tokens)
+                if overlong == "drop" or _all_same(labelled):
                     dropped += 1
                     continue
                 truncated += 1
-            kept.append(judged)
-    left_out = bad.finish(len(source))
-    if not kept:
+            rows.append(labelled)
+    left_out = bad_rows.finish(len(source))
+    if not rows:
         raise UserError(
             f"no record of {len(source)} is left: the longest prompt has {longest_p} tokens and "
             f"data.max_prompt_tokens is {max_prompt_tokens}, the longest completion {longest_t} "
@@ -173,18 +173,18 @@ def build_judged(
             else "the data has no rows; give at least one with prompt, chosen and rejected"
         )
     counts = JudgedCounts(
-        kind, len(source), len(kept), dropped, truncated, longest_p, longest_t, left_out
+        kind, len(source), len(rows), dropped, truncated, longest_p, longest_t, left_out
     )
-    return kept, counts
+    return rows, counts
 
 
 def judged_batch(
-    judged: Sequence[Judged], *, prompt_tokens: int, group: int, completion_tokens: int
+    rows: Sequence[Judged], *, prompt_tokens: int, group: int, completion_tokens: int
 ) -> Batch:
     """Groups as one batch, on the host.
 
     Args:
-      judged: N groups.
+      rows: N groups.
       prompt_tokens: P.
       group: G, the size of the largest group; smaller ones are padded with absent members.
       completion_tokens: T.
@@ -195,11 +195,11 @@ def judged_batch(
       and "step_labels", and the id "step". No policy sampled the tokens, so there are no
       sampler_logprobs.
     """
-    n, g, t = len(judged), group, completion_tokens
+    n, g, t = len(rows), group, completion_tokens
     prompts, tokens = np.zeros((n, prompt_tokens), np.int32), np.zeros((n, g, t), np.int32)
     lengths, scores = np.zeros((n, g), np.int32), np.zeros((n, g, 1), np.float32)
     members, cut = np.zeros((n, g), bool), np.zeros((n, g), bool)
-    for row, one in enumerate(judged):
+    for row, one in enumerate(rows):
         size = len(one.completions)
         prompts[row, : len(one.prompt)] = one.prompt
         for member, completion in enumerate(one.completions):
@@ -207,10 +207,10 @@ def judged_batch(
             lengths[row, member] = len(completion)
         scores[row, :size, 0], members[row, :size], cut[row, :size] = one.scores, True, one.cut
     mask = np.arange(t) < lengths[:, :, None]
-    stats, ids = _of_a_search(judged, (n, g, t))
+    stats, ids = _of_a_search(rows, (n, g, t))
     fields: dict[str, Any] = {
         "prompt_tokens": prompts,
-        "prompt_lengths": np.array([len(one.prompt) for one in judged], np.int32),
+        "prompt_lengths": np.array([len(one.prompt) for one in rows], np.int32),
         "tokens": tokens,
         "lengths": lengths,
         "mask": mask,
@@ -220,18 +220,18 @@ def judged_batch(
         "baseline": np.zeros((n, g), bool),
         "truncated": cut,
         "stats": {"external": mask.astype(np.float32), **stats},
-        "ids": {"prompt": np.array([one.id for one in judged], np.int32), **ids},
+        "ids": {"prompt": np.array([one.id for one in rows], np.int32), **ids},
     }
     return Batch(**fields)
 
 
 def _of_a_search(
-    judged: Sequence[Judged], shape: tuple[int, int, int]
+    rows: Sequence[Judged], shape: tuple[int, int, int]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Statistics and ids [N, G, T] that the records of a search have besides."""
+    """Further statistics and ids [N, G, T] of the records of a search."""
     visits, labels = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     step = np.zeros(shape, np.int32)
-    for row, one in enumerate(judged):
+    for row, one in enumerate(rows):
         for member, completion in enumerate(one.completions):
             size = len(completion)
             if one.visits:
@@ -239,8 +239,10 @@ def _of_a_search(
             if one.steps:
                 step[row, member, :size] = one.steps[member]
                 labels[row, member, :size] = one.step_values[member]
-    counted, stepped = _form(judged[0])
-    stats = ({"visits": visits} if counted else {}) | ({"step_labels": labels} if stepped else {})
+    has_visits, stepped = _form(rows[0])
+    stats = ({"visits": visits} if has_visits else {}) | (
+        {"step_labels": labels} if stepped else {}
+    )
     return stats, {"step": step} if stepped else {}
 
 
@@ -292,7 +294,7 @@ def _encode(index: int, row: Mapping[str, Any], where: str, kind: str, wording: 
     for name, value in record.completions.items():
         message = answer_message(value, name, where)
         completions.append(wording.completion(message, messages, text, tools, name, where))
-    judged = Judged(
+    labelled = Judged(
         id=index,
         text=text,
         prompt=np.array(prompt, np.int32),
@@ -300,9 +302,9 @@ def _encode(index: int, row: Mapping[str, Any], where: str, kind: str, wording: 
         scores=record.scores,
         cut=(False,) * len(completions),
     )
-    if kind == "pairs" and _all_same(judged):
+    if kind == "pairs" and _all_same(labelled):
         raise UserError(f"{where}: chosen and rejected are the same tokens; remove the row")
-    return judged
+    return labelled
 
 
 def _from_ids(
@@ -324,24 +326,24 @@ def _from_ids(
     )
 
 
-def _form(judged: Judged) -> tuple[bool, bool]:
-    """Whether a record has visits, and steps: the arrays of a batch, which all batches have."""
-    return bool(judged.visits), bool(judged.steps)
+def _form(row: Judged) -> tuple[bool, bool]:
+    """Whether a record has visits, and steps; all records of a batch must agree."""
+    return bool(row.visits), bool(row.steps)
 
 
-def _all_same(judged: Judged) -> bool:
+def _all_same(row: Judged) -> bool:
     """Whether there are several completions and all have the same tokens."""
-    first, *others = judged.completions
+    first, *others = row.completions
     return bool(others) and all(np.array_equal(first, other) for other in others)
 
 
-def _cut(judged: Judged, prompt_tokens: int, completion_tokens: int) -> Judged:
-    return judged._replace(
-        prompt=judged.prompt[-prompt_tokens:],
-        completions=tuple(c[:completion_tokens] for c in judged.completions),
-        cut=tuple(len(c) > completion_tokens for c in judged.completions),
-        steps=tuple(x[:completion_tokens] for x in judged.steps),
-        step_values=tuple(x[:completion_tokens] for x in judged.step_values),
+def _cut(row: Judged, prompt_tokens: int, completion_tokens: int) -> Judged:
+    return row._replace(
+        prompt=row.prompt[-prompt_tokens:],
+        completions=tuple(c[:completion_tokens] for c in row.completions),
+        cut=tuple(len(c) > completion_tokens for c in row.completions),
+        steps=tuple(x[:completion_tokens] for x in row.steps),
+        step_values=tuple(x[:completion_tokens] for x in row.step_values),
     )
 
 

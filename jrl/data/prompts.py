@@ -226,8 +226,8 @@ def _look_up(row: Mapping[str, Any], key: str) -> Any:
 
 def _check_fields(row: Mapping[str, Any], question: str, answer: str | None, where: str) -> None:
     """Raises UserError that names every field which a row lacks."""
-    wanted = {"question": question, "answer": answer}
-    lacks = {n: k for n, k in wanted.items() if k is not None and not _has(row, k)}
+    columns = {"question": question, "answer": answer}
+    lacks = {n: k for n, k in columns.items() if k is not None and not _has(row, k)}
     if lacks:
         names = " and no field ".join(map(repr, lacks.values()))
         keys = " and ".join(f"data.fields.{name}" for name in lacks)

@@ -50,7 +50,7 @@ class Record(NamedTuple):
 
 
 def row_kind(row: Mapping[str, Any], where: str) -> str:
-    """Which of ``KINDS`` a row is.
+    """The kind of a row, one of ``KINDS``.
 
     Args:
       row: the fields.
@@ -62,9 +62,11 @@ def row_kind(row: Mapping[str, Any], where: str) -> str:
     for kind, fields in KINDS.items():
         if all(row.get(field) is not None for field in fields):
             return kind
-    given = {field for field in row if row[field] is not None} - {"prompt"}  # all have a prompt
-    near = max(KINDS, key=lambda kind: len(given & set(KINDS[kind])))
-    missing = " and no ".join(field for field in KINDS[near] if row.get(field) is None)
+    fields_present = {field for field in row if row[field] is not None} - {
+        "prompt"
+    }  # all have a prompt
+    nearest = max(KINDS, key=lambda kind: len(fields_present & set(KINDS[kind])))
+    missing = " and no ".join(field for field in KINDS[nearest] if row.get(field) is None)
     forms = "; or ".join(", ".join(fields) for fields in KINDS.values())
     raise UserError(
         f"{where}: there is no {missing}, only {', '.join(row) or 'an empty row'}; a record holds "
@@ -155,12 +157,14 @@ def read_tokens(kind: str, row: Mapping[str, Any], where: str) -> TokenRecord:
                 f"{where}: {name} = {str(response)[:40]} with a prompt of token ids; give a list of"
                 " at least one id"
             )
-    listed = [[int(token) for token in response] for response in responses]
+    response_ids = [[int(token) for token in response] for response in responses]
     visits = row.get("visits")
     if visits is not None:
-        visits = tuple(_numbers(visits, len(listed), f"{where}: visits", least=0))
+        visits = tuple(_numbers(visits, len(response_ids), f"{where}: visits", least=0))
     prompt = [int(token) for token in row["prompt"]]
-    return TokenRecord(prompt, listed, record.scores, visits, _steps(row, listed, where))
+    return TokenRecord(
+        prompt, response_ids, record.scores, visits, _steps(row, response_ids, where)
+    )
 
 
 def _steps(row: Mapping[str, Any], responses: list[list[int]], where: str) -> Any:
@@ -188,30 +192,30 @@ def _steps(row: Mapping[str, Any], responses: list[list[int]], where: str) -> An
     return tuple(out)
 
 
-def _length(given: Any) -> int:
-    """How many things a list or an array holds; -1 for anything else."""
-    return -1 if given is None or isinstance(given, str | Mapping | int | float) else len(given)
+def _length(value: Any) -> int:
+    """The length of a list or an array; -1 for anything else."""
+    return -1 if value is None or isinstance(value, str | Mapping | int | float) else len(value)
 
 
-def _is_ids(given: Any) -> bool:
+def _is_ids(value: Any) -> bool:
     """Whether something is a list of one token id or more."""
-    return _length(given) > 0 and all(isinstance(x, int | np.integer) and x >= 0 for x in given)
+    return _length(value) > 0 and all(isinstance(x, int | np.integer) and x >= 0 for x in value)
 
 
-def _numbers(given: Any, count: int, name: str, least: float = -math.inf) -> list[float]:
-    """A list of so many finite numbers, none of them below ``least``.
+def _numbers(value: Any, count: int, name: str, least: float = -math.inf) -> list[float]:
+    """A list of ``count`` finite numbers, each at least ``least``.
 
     Raises:
       UserError: it is none.
     """
     kinds = int | float | np.integer | np.floating
-    fine = _length(given) == count >= 0 and all(
-        isinstance(x, kinds) and math.isfinite(x) and x >= least for x in given
+    fine = _length(value) == count >= 0 and all(
+        isinstance(x, kinds) and math.isfinite(x) and x >= least for x in value
     )
     if not fine:
-        bound = "" if least == -math.inf else f" of at least {least:g}"
-        raise UserError(f"{name} = {str(given)[:60]}; give {max(count, 1)} numbers{bound}")
-    return [float(x) for x in given]
+        limits = "" if least == -math.inf else f" of at least {least:g}"
+        raise UserError(f"{name} = {str(value)[:60]}; give {max(count, 1)} numbers{limits}")
+    return [float(x) for x in value]
 
 
 def _pair(row: Mapping[str, Any], where: str, plain: bool) -> Record:

@@ -37,7 +37,7 @@ _THOUGHT = "JRLTHOUGHT"
 
 
 class Format(Protocol):
-    """How messages become ids.
+    """Encoding of messages as token ids.
 
     Attributes:
       notes: what a user should know of it, a line each.
@@ -45,17 +45,17 @@ class Format(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the format, a line each."""
+        """Notes on the format for users, one per line."""
         ...
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """What the policy sees first, ending where it is to speak."""
+        """The policy's first input, ending where its turn begins."""
         ...
 
     def following(
         self, messages: Sequence[Message], *, closed: bool, first: bool = True
     ) -> list[int]:
-        """What follows a turn of the policy, ending where it is to speak again.
+        """The tokens between a turn of the policy and the next one.
 
         Args:
           messages: the environment's answer.
@@ -84,8 +84,13 @@ class PlainFormat(NamedTuple):
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """See ``Format``."""
-        told = [] if self.told is None else self.tokenizer.encode_plain(f"{self.told.text}\n\n")
-        return [*told, *(i for m in messages for i in self.tokenizer.encode_plain(m["content"]))]
+        description = (
+            [] if self.told is None else self.tokenizer.encode_plain(f"{self.told.text}\n\n")
+        )
+        return [
+            *description,
+            *(i for m in messages for i in self.tokenizer.encode_plain(m["content"])),
+        ]
 
     def following(
         self, messages: Sequence[Message], *, closed: bool, first: bool = True
@@ -136,8 +141,8 @@ class ChatFormat:
         name = chat_template(tokenizer, tools=bool(tools))
         template = {name: tokenizer.templates.get(name, "")}
         check_variables(variables or {}, template, "template_variables")
-        given = {"tools": tools or None, **(variables or {})}
-        self._frames = Frames(tokenizer, name, given)
+        template_values = {"tools": tools or None, **(variables or {})}
+        self._frames = Frames(tokenizer, name, template_values)
         self._tokenizer, self._notes = tokenizer, list[str]()
         self.tells_tools = True
         self._told = self._describe(tools, family)
@@ -158,8 +163,8 @@ class ChatFormat:
         if self._told is None:
             return self._encode(*self._frames.spans([], [whole_text(m) for m in messages]), 0)
         first, *others = (whole_text(m) for m in messages)
-        told, pieces = self._with_tools(first, others)
-        text, spans = self._frames.spans([], told)
+        with_tools, pieces = self._with_tools(first, others)
+        text, spans = self._frames.spans([], with_tools)
         return self._encode(text, [*outside_spans(text, spans[0], pieces), *spans[1:]], 0)
 
     def following(
@@ -175,8 +180,8 @@ class ChatFormat:
         """
         role = messages[0]["role"]
         if role not in self._style:
-            said = " or ".join(self._style)
-            raise UserError(f"the environment answers as {role!r}; this run expects {said}")
+            roles = " or ".join(self._style)
+            raise UserError(f"the environment answers as {role!r}; this run expects {roles}")
         messages = [plain_names(whole_text(m), i) for i, m in enumerate(messages)]
         text, spans = self._frames.spans(self._before(role, messages, first), messages)
         end, cut = self._end(role, text[: spans[0][0]])
@@ -231,9 +236,9 @@ class ChatFormat:
 
     def _before(self, role: str, messages: Sequence[Message], first: bool) -> list[Message]:
         """A conversation up to the assistant's turn that these messages answer."""
-        said = self._said(role, messages)
-        past = [] if first else [said, *({**m, "content": "It is 42."} for m in messages)]
-        return [_QUESTION, *past, said]
+        assistant = self._said(role, messages)
+        history = [] if first else [assistant, *({**m, "content": "It is 42."} for m in messages)]
+        return [_QUESTION, *history, assistant]
 
     def _said(self, role: str, messages: Sequence[Message]) -> Message:
         style = self._style[role]
@@ -250,9 +255,9 @@ class ChatFormat:
         for style in (*(_STYLES if role == "tool" else ()), None):
             self._style[role] = style
             try:
-                said = self._said(role, [message])
-                text = self._frames.render([_QUESTION, said, message])
-                self._past_end[role] = self._learn_end(text, [_QUESTION, said])
+                assistant = self._said(role, [message])
+                text = self._frames.render([_QUESTION, assistant, message])
+                self._past_end[role] = self._learn_end(text, [_QUESTION, assistant])
                 break
             except UserError as error:
                 failure = failure or error
@@ -262,25 +267,25 @@ class ChatFormat:
             two = [message, {**message, "name": "other", "tool_call_id": "jrlcall01"}]
             self._several = True
             self._several = not self._frames.refuses([*self._before(role, two, True), *two])
-        self._note_folding(said, message)
+        self._note_folding(assistant, message)
 
-    def _learn_end(self, text: str, said: Sequence[Message]) -> str:
-        """What the template ends the assistant's turn with in the text of a conversation."""
-        _, found, rest = text.rpartition(ANSWER)
-        if not found:
+    def _learn_end(self, text: str, conversation: Sequence[Message]) -> str:
+        """The text that ends the assistant's turn within a conversation."""
+        _, marker, rest = text.rpartition(ANSWER)
+        if not marker:
             raise UserError("it does not write what the assistant said")
         stops = self._frames.stops()
         ends = [(at, stop) for stop in stops if stop and (at := rest.find(stop)) >= 0]
-        last = self._frames.last_end(said)
+        last = self._frames.last_end(conversation)
         first = next(iter(self._tokenizer.encode(rest)), -1)
-        past = self._tokenizer.decode([first], skip_special=False) if first >= 0 else ""
-        if last and not rest.startswith(last) and self._tokenizer.controls(past):
+        end = self._tokenizer.decode([first], skip_special=False) if first >= 0 else ""
+        if last and not rest.startswith(last) and self._tokenizer.controls(end):
             # The last turn ends with a token that stops, and past ones with another, as gpt-oss's.
             self._notes.append(
-                f"the chat template ends earlier turns with {past!r}; the policy ends its own with "
+                f"the chat template ends earlier turns with {end!r}; the policy ends its own with "
                 f"{last!r}, which is kept as it was drawn"
             )
-            return past
+            return end
         if not ends:
             raise UserError(
                 f"it ends the assistant's turn with none of the stop tokens {', '.join(stops)}"
@@ -288,7 +293,7 @@ class ChatFormat:
         return min(ends)[1]
 
     def _end(self, role: str, text: str) -> tuple[str, int]:
-        """What ends the assistant's turn in the text of a conversation, and where it has ended."""
+        """The end of the assistant's turn in the text of a conversation, and its position."""
         end = self._past_end[role]
         at = text.find(end, max(text.rfind(ANSWER), 0))
         if at < 0:
@@ -297,14 +302,17 @@ class ChatFormat:
 
     # ------------------------------------------------------------ checks at the start
 
-    def _note_folding(self, said: Message, message: Message) -> None:
+    def _note_folding(self, assistant: Message, message: Message) -> None:
         """Notes where the template would drop thinking that the row keeps."""
         source = self._tokenizer.templates[self._frames.name]
         if "think" not in source and "reasoning" not in source:
             return
         for key in ("content", "thinking", "reasoning_content"):
             words = f"<think>\n{_THOUGHT}\n</think>\n\n" if key == "content" else _THOUGHT
-            turn = {**said, key: words + ((said["content"] or "") if key == "content" else "")}
+            turn = {
+                **assistant,
+                key: words + ((assistant["content"] or "") if key == "content" else ""),
+            }
             try:
                 alone = self._frames.render([_QUESTION, turn], prompt=False)
                 later = self._frames.render([_QUESTION, turn, message])
@@ -320,10 +328,10 @@ class ChatFormat:
     def _check(self, role: str) -> None:
         """Compares the parts with complete renderings of one, two and three turns."""
         message = plain_names({"role": role, "content": "It is 42."}, 0)
-        said, where = self._said(role, [message]), "the complete conversation"
+        assistant, where = self._said(role, [message]), "the complete conversation"
         behind = []
         for rounds in (1, 2, 3):
-            talk = [_QUESTION, *[said, message] * rounds]
+            talk = [_QUESTION, *[assistant, message] * rounds]
             text = self._frames.render(talk)
             opening = self._frames.render(talk[:1], prompt=False)
             # What was shown first must stay, or the policy reads what the template never writes.
@@ -336,17 +344,18 @@ class ChatFormat:
 
     def _same(self, role: str, ours: Sequence[int] | str, text: str, where: str) -> None:
         ours = self._tokenizer.encode(ours) if isinstance(ours, str) else list(ours)
-        whole = self._tokenizer.encode(text)
-        if ours == whole:
+        expected = self._tokenizer.encode(text)
+        if ours == expected:
             return
-        pairs = zip([*ours, None], [*whole, None], strict=False)
+        pairs = zip([*ours, None], [*expected, None], strict=False)
         at = next(k for k, (a, b) in enumerate(pairs) if a != b)
-        said = [
+        spelled = [
             repr(self._tokenizer.decode(ids[at : at + 1], skip_special=False)) or "nothing"
-            for ids in (ours, whole)
+            for ids in (ours, expected)
         ]
+        mine, theirs = spelled
         raise UserError(
-            f"the chat template cannot continue after a {role} message: token {at} is {said[0]}, "
-            f"but {said[1]} in {where}; use another template (chat_template.jinja), or an "
+            f"the chat template cannot continue after a {role} message: token {at} is {mine}, "
+            f"but {theirs} in {where}; use another template (chat_template.jinja), or an "
             "environment that answers in another role"
         )

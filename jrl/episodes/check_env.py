@@ -129,16 +129,16 @@ def _check_names(names: Any, key: str) -> None:
 
 def _check_labels(extras: EnvExtras, key: str) -> None:
     """Raises UserError for names of labels that are invalid, repeated, or already ids."""
-    taken = set(OWN_IDS)
+    names_taken = set(OWN_IDS)
     for field, names in (("labels", extras.labels), ("token_labels", extras.token_labels)):
         _check_names(names, f"{key}.{field}")
         for name in names:
-            if name in taken:
+            if name in names_taken:
                 raise UserError(
                     f"{key}.{field}: {name!r} is taken; choose a name that is not a label yet,"
                     f" and none of {', '.join(OWN_IDS)}"
                 )
-            taken.add(name)
+            names_taken.add(name)
 
 
 # ---------------------------------------------------------------- coroutines
@@ -162,27 +162,33 @@ def check_episode(episode: Any, key: str, options: bool = False) -> None:
     if not callable(episode):
         raise UserError(f"{key} = {episode!r:.60}; give {FORM}")
     names = _arguments(episode)
-    called = f"{getattr(episode, '__name__', 'the episode')}({', '.join(names)})"
+    signature = f"{getattr(episode, '__name__', 'the episode')}({', '.join(names)})"
     if inspect.isasyncgenfunction(episode):
-        raise UserError(f"{key}: {called} yields; an episode awaits its turns and returns: {FORM}")
+        raise UserError(
+            f"{key}: {signature} yields; an episode awaits its turns and returns: {FORM}"
+        )
     if not _is_async(episode):
-        raise UserError(f"{key}: {called} is not async; write {FORM}")
+        raise UserError(f"{key}: {signature} is not async; write {FORM}")
     parameters = list(inspect.signature(episode).parameters.values())
     by_place = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     swapped = by_place[:1] == ["prompt"] or by_place[1:2] == ["policy"]
     if len(by_place) < 2 or swapped or "seed" in by_place[:2]:
-        raise UserError(f"{key}: {called} must take policy and prompt, in this order; write {FORM}")
-    needed = [
+        raise UserError(
+            f"{key}: {signature} must take policy and prompt, in this order; write {FORM}"
+        )
+    required = [
         p.name
         for p in parameters
         if p.default is p.empty
         and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         and p.name not in (*by_place[:2], "seed")
     ]
-    if needed and not options:
-        raise UserError(f"{key}: {called} needs {needed[0]}, which no episode gets; write {FORM}")
+    if required and not options:
+        raise UserError(
+            f"{key}: {signature} needs {required[0]}, which no episode gets; write {FORM}"
+        )
 
 
 def check_roles(episode: Callable[..., Any], roles: tuple[str, ...], key: str) -> None:
@@ -226,8 +232,8 @@ def _roles_in_source(episode: Callable[..., Any]) -> list[str]:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    called = type(function).__call__  # of an object whose __call__ is async
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+    call_method = type(function).__call__  # of an object whose __call__ is async
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:

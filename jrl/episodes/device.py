@@ -21,7 +21,7 @@ from jrl.types import Array
 
 
 class Turn(struct.PyTreeNode):
-    """What the environment makes of ONE turn of the policy.
+    """The environment's result of ONE turn of the policy.
 
     Attributes:
       reply: [Q] int32, what the policy reads next, from column 0; not read after the last turn.
@@ -43,7 +43,7 @@ class Turn(struct.PyTreeNode):
 
 
 class Start(struct.PyTreeNode):
-    """How ONE episode begins.
+    """The start of ONE episode.
 
     Attributes:
       tokens: [P] int32, the prompt from column 0, then padding.
@@ -57,7 +57,7 @@ class Start(struct.PyTreeNode):
 
 
 def one_player(state: Any) -> Array:
-    """Who is to move where there is one player."""
+    """The player to move in single-player environments."""
     return jnp.int32(0)
 
 
@@ -105,7 +105,7 @@ class Env(NamedTuple):
         return self.turns * self.turn_tokens + (self.turns - 1) * self.reply_tokens
 
     def generate(self, key: Array, split: str) -> Start:
-        """How one episode begins; the key is consumed."""
+        """Starts one episode; the key is consumed."""
         state, tokens, length = self.init(key, split)
         return Start(tokens, length, state)
 
@@ -120,34 +120,39 @@ class Env(NamedTuple):
         Raises:
           UserError: naming the function or limit, its value and what would do.
         """
-        said = f"environment {self.name!r}"
+        name_text = f"environment {self.name!r}"
         for name, least in (("turns", 1), ("prompt_tokens", 1), ("turn_tokens", 1), ("players", 1)):
-            _check_limit(f"{said}: {name}", getattr(self, name), least)
-        _check_limit(f"{said}: reply_tokens", self.reply_tokens, 0)
+            _check_limit(f"{name_text}: {name}", getattr(self, name), least)
+        _check_limit(f"{name_text}: reply_tokens", self.reply_tokens, 0)
         for name in ("init", "step", "mover"):
             if not callable(function := getattr(self, name)):
-                raise UserError(f"{said}: {name} = {function!r:.40}; give a function")
+                raise UserError(f"{name_text}: {name} = {function!r:.40}; give a function")
         key = jax.eval_shape(lambda: jax.random.key(0))
         start = jax.eval_shape(lambda k: self.generate(k, "train"), key)
-        drawn, scalar = ((self.turn_tokens,), jnp.int32), ((), jnp.int32)
+        tokens_spec, scalar = ((self.turn_tokens,), jnp.int32), ((), jnp.int32)
         _check_arrays(
-            f"{said}: init",
+            f"{name_text}: init",
             {"prompt": start.tokens, "length": start.length},
             {"prompt": ((self.prompt_tokens,), jnp.int32), "length": scalar},
         )
-        turn_of = (start.state, jax.ShapeDtypeStruct(*drawn), jax.ShapeDtypeStruct(*scalar), key)
+        turn_of = (
+            start.state,
+            jax.ShapeDtypeStruct(*tokens_spec),
+            jax.ShapeDtypeStruct(*scalar),
+            key,
+        )
         state, turn = jax.eval_shape(self.step, *turn_of)
         if not isinstance(turn, Turn):
             raise UserError(
-                f"{said}: step returned {turn!r:.40}; return (state, jrl.episodes.Turn)"
+                f"{name_text}: step returned {turn!r:.40}; return (state, jrl.episodes.Turn)"
             )
         each = (self.players,) if self.players > 1 else ()
         expected: dict[str, Any] = {"reply": ((self.reply_tokens,), jnp.int32), "count": scalar}
         expected |= {"reward": (each, jnp.float32), "success": (each, jnp.bool_)}
         expected |= {"done": ((), jnp.bool_), "state_id": scalar}
-        _check_arrays(f"{said}: step", vars(turn), expected)
+        _check_arrays(f"{name_text}: step", vars(turn), expected)
         mover = jax.eval_shape(self.mover, start.state)
-        _check_arrays(f"{said}: mover", {"player": mover}, {"player": scalar})
+        _check_arrays(f"{name_text}: mover", {"player": mover}, {"player": scalar})
         # Leaf by leaf: a state of another library may compare arrays with ==, not descriptions.
         before, after = (
             {jax.tree_util.keystr(path) or "state": _typed(x) for path, x in leaves}
@@ -155,13 +160,15 @@ class Env(NamedTuple):
         )
         if before != after:
             raise UserError(
-                f"{said}: step returned a state of {after}, and init one of {before}; both need "
-                "the same arrays"
+                f"{name_text}: step returned a state of {after}, and init one of {before}; both "
+                "need the same arrays"
             )
         if self.solution is not None:
             tokens, length = jax.eval_shape(self.solution, start.state)
-            found = {"tokens": tokens, "length": length}
-            _check_arrays(f"{said}: solution", found, {"tokens": drawn, "length": scalar})
+            outputs = {"tokens": tokens, "length": length}
+            _check_arrays(
+                f"{name_text}: solution", outputs, {"tokens": tokens_spec, "length": scalar}
+            )
         return self
 
 
@@ -170,11 +177,11 @@ def _check_limit(name: str, value: object, least: int) -> None:
         raise UserError(f"{name} = {value!r}; give a whole number, at least {least}")
 
 
-def _check_arrays(said: str, found: Any, expected: dict[str, Any]) -> None:
+def _check_arrays(name_text: str, outputs: Any, expected: dict[str, Any]) -> None:
     for name, (shape, dtype) in expected.items():
-        if _typed(found[name]) != _typed(jax.ShapeDtypeStruct(shape, dtype)):
+        if _typed(outputs[name]) != _typed(jax.ShapeDtypeStruct(shape, dtype)):
             raise UserError(
-                f"{said}: {name} is {_typed(found[name])}; declared as "
+                f"{name_text}: {name} is {_typed(outputs[name])}; declared as "
                 f"{_typed(jax.ShapeDtypeStruct(shape, dtype))}"
             )
 
@@ -220,7 +227,7 @@ def task_env(task: Task) -> Env:
 
 
 class TurnLog(struct.PyTreeNode):
-    """Where the turns of B episodes lie, by turn; K of them at most.
+    """Positions of the turns of B episodes, by turn; at most K.
 
     Attributes:
       count: [B] int32, turns taken.
@@ -275,7 +282,7 @@ def empty_log(env: Env, rows: int) -> TurnLog:
 
 
 def paid_points(points: Array, players: Array, turn: Array, reward: Array) -> Array:
-    """[K] float32: the points of ONE episode's turns after turn number ``turn`` was paid for.
+    """[K] float32: the rewards of ONE episode's turns, including turn number ``turn``.
 
     Args:
       points: [K] float32, before.
@@ -290,6 +297,6 @@ def paid_points(points: Array, players: Array, turn: Array, reward: Array) -> Ar
     if reward.ndim == 0:
         return points.at[turn].add(reward, mode="drop")
     number, nobody = jnp.arange(points.shape[0])[None], points.shape[0]
-    own = (players[None] == jnp.arange(reward.shape[0])[:, None]) & (number <= turn)
-    last = jnp.where(own.any(1), jnp.where(own, number, -1).max(1), nobody)
+    own_turns = (players[None] == jnp.arange(reward.shape[0])[:, None]) & (number <= turn)
+    last = jnp.where(own_turns.any(1), jnp.where(own_turns, number, -1).max(1), nobody)
     return points.at[last].add(reward, mode="drop")

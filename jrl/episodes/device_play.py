@@ -23,12 +23,12 @@ from jrl.sampling.cache import pick
 from jrl.sampling.device_loop import Prompts, Turns, as_rollout, sample_rows, turn_ended
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.queue import CHUNK, Queue
-from jrl.sampling.slots import Sequences, extend
+from jrl.sampling.slots import Members, Sequences, extend
 from jrl.types import Array, Network, Params, Rollout, Stack, StopReason
 
 
 class Episodes(NamedTuple):
-    """What ``play`` returns: the rollout, and what the environment recorded beside it.
+    """Result of ``play``: the rollout, and the environment's records.
 
     Attributes:
       rollout: replies are completion tokens outside ``mask``.
@@ -72,10 +72,11 @@ def play(
     sampling_params: SamplingParams,
     version: Array,
     ids: Array,
+    members: Members | None = None,
     *,
     env: Env,
     network: Network,
-    group: int,
+    group: int = 0,
     baseline_members: int = 0,
     slots: int = 0,
     block: int = 0,
@@ -92,9 +93,10 @@ def play(
       sampling_params: scalars.
       version: [] int32, the policy's version.
       ids: [N] int32; an episode's draws depend on (key, its start's id, its member) alone.
+      members: as in ``generate``; limits are the environment's.
       env: the environment.
       network: the policy.
-      group: members drawn from the distribution.
+      group: members drawn from the distribution; not read with ``members``.
       baseline_members: further members drawn greedily.
       slots: episodes played at a time; 0 takes all.
       block: members of a group that leave their slots together; see ``generate``.
@@ -109,12 +111,14 @@ def play(
     Raises:
       UserError: an episode does not fit the network, or the slots no block.
     """
+    assert members is None or not baseline_members, "greedy members have temperature 0"
+    group = group if members is None else members.number.shape[1]
     n, g, width = ids.shape[0], group + baseline_members, env.completion_tokens
     check_room(env, network)
     several = network.extras.stack if step is not None else None
     if several is not None:
         network = several.speaking(jnp.zeros(1, jnp.int32))  # replaced wherever rows are continued
-    prompts = Prompts(starts.tokens, starts.length, starts.state)
+    prompts = Prompts(starts.tokens, starts.length, starts.state, members)
     sampled = sample_rows(
         key,
         params,
@@ -136,7 +140,7 @@ def play(
     log: TurnLog = sampled.log
     tokens = {name: x.reshape(n, g, width) for name, x in log.by_token(width).items()}
     results, routing = sampled.results, sampled.routing
-    rollout = as_rollout(results, prompts, version, group, drawn=tokens["drawn"], routing=routing)
+    rollout = as_rollout(results, prompts, version, group, sampled=tokens["drawn"], routing=routing)
     success, turns = log.success.reshape(n, g, *log.success.shape[1:]), log.count.reshape(n, g)
     paid = jnp.where(rollout.mask, tokens["paid"], 0.0)
     labels = tokens["turn"], tokens["state"], tokens["role"]
@@ -195,21 +199,21 @@ def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
     mine: EpisodeTable = pick(table, queue.index)
     turn, width = mine.log.count, slots.tokens.shape[1]
     size = slots.lengths - mine.begin
-    drawn = jax.vmap(partial(_window, size=env.turn_tokens))(slots.tokens, mine.begin, size)
+    tokens = jax.vmap(partial(_window, size=env.turn_tokens))(slots.tokens, mine.begin, size)
     keys = jax.vmap(jax.random.fold_in)(mine.keys, width + turn)
     player = jax.vmap(env.mover)(mine.state)
-    state, made = jax.vmap(env.step)(mine.state, drawn, size, keys)
+    state, result = jax.vmap(env.step)(mine.state, tokens, size, keys)
 
     last = turn + 1 >= env.turns
-    over = made.done | last
-    reason = jnp.where(made.done, StopReason.DONE, jnp.where(last, StopReason.TURNS, 0))
-    count = jnp.where(ended & ~over, jnp.clip(made.count, 0, env.reply_tokens), 0)
+    over = result.done | last
+    reason = jnp.where(result.done, StopReason.DONE, jnp.where(last, StopReason.TURNS, 0))
+    count = jnp.where(ended & ~over, jnp.clip(result.count, 0, env.reply_tokens), 0)
     begin = slots.lengths + count
     slots = slots.replace(
         stop=jnp.where(ended, reason, slots.stop).astype(jnp.int32), limits=begin + env.turn_tokens
     )
     if env.turns > 1 and env.reply_tokens:
-        slots = extend(weights, slots, made.reply, count, network=network)
+        slots = extend(weights, slots, result.reply, count, network=network)
 
     at = jnp.where(ended, turn, env.turns)  # past the log, where nothing is written
     log = mine.log
@@ -222,10 +226,10 @@ def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
             count=turn + 1,
             starts=put(log.starts, mine.begin),
             ends=put(log.ends, begin - count),
-            states=put(log.states, made.state_id),
+            states=put(log.states, result.state_id),
             players=players,
-            points=jax.vmap(paid_points)(log.points, players, at, made.reward),
-            success=made.success,
+            points=jax.vmap(paid_points)(log.points, players, at, result.reward),
+            success=result.success,
         ),
     )
     index = jnp.where(ended, queue.index, table.begin.shape[0])
@@ -235,8 +239,8 @@ def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
 
 def _window(tokens: Array, begin: Array, length: Array, *, size: int) -> Array:
     """[A] int32: the tokens of ONE row's turn, then 0."""
-    here = jax.lax.dynamic_slice_in_dim(tokens, begin, size)
-    return jnp.where(jnp.arange(size) < length, here, 0)
+    window = jax.lax.dynamic_slice_in_dim(tokens, begin, size)
+    return jnp.where(jnp.arange(size) < length, window, 0)
 
 
 # ---------------------------------------------------------------- scripted episodes
@@ -258,17 +262,17 @@ def scripted(key: Array, start: Start, *, env: Env) -> tuple[Array, Array, TurnL
 
     def turn(carry: tuple, number: Array) -> tuple[tuple, tuple]:
         state, tokens, begin, live = carry
-        drawn, size = solution(state)
-        after, made = env.step(state, drawn, size, jax.random.fold_in(key, number))
-        over = made.done | (number + 1 == env.turns)
+        turn_tokens, size = solution(state)
+        after, result = env.step(state, turn_tokens, size, jax.random.fold_in(key, number))
+        over = result.done | (number + 1 == env.turns)
         size = jnp.where(live, size, 0)
-        count = jnp.where(live & ~over, jnp.clip(made.count, 0, env.reply_tokens), 0)
-        tokens = put(tokens, begin, drawn, size)
+        count = jnp.where(live & ~over, jnp.clip(result.count, 0, env.reply_tokens), 0)
+        tokens = put(tokens, begin, turn_tokens, size)
         end = begin + size
-        tokens = put(tokens, end, made.reply, count)
+        tokens = put(tokens, end, result.reply, count)
         who = env.mover(state)
-        row = (live, jnp.where(live, begin, width), end, made.state_id, who, made.reward)
-        return (after, tokens, end + count, live & ~over), (*row, made.success)
+        row = (live, jnp.where(live, begin, width), end, result.state_id, who, result.reward)
+        return (after, tokens, end + count, live & ~over), (*row, result.success)
 
     first = (start.state, jnp.zeros(width, jnp.int32), jnp.int32(0), jnp.bool_(True))
     (_, tokens, length, _), rows = jax.lax.scan(turn, first, jnp.arange(env.turns))

@@ -1,4 +1,4 @@
-"""The policy against itself: every player of an episode becomes a row, and a group, of its own.
+"""Self-play: every player of an episode becomes a row, and a group, of its own.
 
 What the other players drew is then what any environment says: completion tokens with ``mask`` False
 and version -1. Each player has its own points, and is compared with the same player of the group's
@@ -29,12 +29,12 @@ def rows_of_players(played: Episodes, players: int) -> Episodes:
     mine = jnp.tile(jnp.arange(players), played.success.shape[0])[:, None, None]
     ids = {name: jnp.repeat(getattr(played, name), players, axis=0) for name in _BY_TOKEN}
     mask = rollout.mask & (ids["role"] == mine)
-    moved = mask.any(axis=2)
+    acted = mask.any(axis=2)
     rollout = rollout.replace(
         mask=mask,
         sampler_logprobs=jnp.where(mask, rollout.sampler_logprobs, 0.0),
         versions=jnp.where(mask, rollout.versions, -1),
-        stop=jnp.where(moved, rollout.stop, StopReason.ABORTED).astype(jnp.int32),
+        stop=jnp.where(acted, rollout.stop, StopReason.ABORTED).astype(jnp.int32),
     )
     return Episodes(
         rollout=rollout,

@@ -1,4 +1,4 @@
-"""Conversations in messages, as transcripts to train on what the assistant said.
+"""Conversations in messages, as transcripts that train the assistant's turns.
 
     found = read_dialogues(open_source("talks.jsonl"), tokenizer)
     print(found.counts)
@@ -45,7 +45,7 @@ ASSISTANT = "assistant"
 
 
 class DialogueCounts(NamedTuple):
-    """What was read.
+    """Counts of a reading.
 
     Attributes:
       dialogues: that can be used.
@@ -152,16 +152,16 @@ def dialogue_messages(row: Mapping[str, Any], where: str) -> list[Message]:
       UserError: there are none, one is of an unknown role, without text, or holds what would be
         lost, or none is the assistant's.
     """
-    given = row.get("messages")
-    if given is None or isinstance(given, str | Mapping) or not hasattr(given, "__len__"):
-        have = f"only {', '.join(row)}" if "messages" not in row else f"{str(given)[:40]!r}"
+    value = row.get("messages")
+    if value is None or isinstance(value, str | Mapping) or not hasattr(value, "__len__"):
+        have = f"only {', '.join(row)}" if "messages" not in row else f"{str(value)[:40]!r}"
         raise UserError(
             f"{where}: messages must be a list of messages, each with role and content; there is "
             f"{have}"
         )
     if row.get("tools") is not None:
         raise UserError(f"{where}: tools are not read in dialogues; record such sessions instead")
-    messages = [_message(m, f"{where}: messages[{i}]") for i, m in enumerate(given)]
+    messages = [_message(m, f"{where}: messages[{i}]") for i, m in enumerate(value)]
     if not any(m["role"] == ASSISTANT for m in messages):
         raise UserError(f"{where}: no message is the assistant's; nothing could be learned")
     if messages[0]["role"] == ASSISTANT:
@@ -171,12 +171,12 @@ def dialogue_messages(row: Mapping[str, Any], where: str) -> list[Message]:
     return messages
 
 
-def _message(given: Any, name: str) -> Message:
+def _message(message: Any, name: str) -> Message:
     """One message, of role and content alone."""
-    fields = dict(given) if isinstance(given, Mapping) else {}
+    fields = dict(message) if isinstance(message, Mapping) else {}
     role, content = fields.pop("role", None), fields.pop("content", None)
     if not (isinstance(role, str) and isinstance(content, str)):
-        raise UserError(f"{name} is {str(given)[:60]}; a message has role and content, both text")
+        raise UserError(f"{name} is {str(message)[:60]}; a message has role and content, both text")
     if role not in ROLES:
         raise UserError(f"{name}: role = {role!r}; {nearest(role, ROLES)}")
     more = [key for key, value in fields.items() if value is not None]
@@ -190,7 +190,7 @@ def _message(given: Any, name: str) -> Message:
 def dialogue_points(
     row: Mapping[str, Any], messages: Sequence[Message], where: str
 ) -> list[float | None]:
-    """Points that are paid at the end of each turn of the assistant; None for nothing.
+    """Rewards at the end of each assistant turn; None for none.
 
     Raises:
       UserError: both rewards are given, one is no finite number, or turns have another number.
@@ -200,11 +200,11 @@ def dialogue_points(
     [None, 0.5]
     """
     turns = sum(m["role"] == ASSISTANT for m in messages)
-    whole, each = row.get("reward"), row.get("rewards")
-    if whole is not None and each is not None:
+    total, each = row.get("reward"), row.get("rewards")
+    if total is not None and each is not None:
         raise UserError(f"{where}: reward and rewards are both given; remove one")
     if each is None:
-        paid = None if whole is None else _number(whole, f"{where}: reward")
+        paid = None if total is None else _number(total, f"{where}: reward")
         return [*[None] * (turns - 1), paid]
     if isinstance(each, str | Mapping) or not hasattr(each, "__len__"):
         raise UserError(f"{where}: rewards = {str(each)[:40]}; give a list of numbers")
@@ -216,12 +216,12 @@ def dialogue_points(
     return [_number(value, f"{where}: rewards[{i}]") for i, value in enumerate(each)]
 
 
-def _number(given: Any, name: str) -> float:
+def _number(value: Any, name: str) -> float:
     """A number that float32 holds."""
-    number = isinstance(given, int | float | np.integer | np.floating)
-    if isinstance(given, bool) or not number or not abs(given) <= np.finfo(np.float32).max:
-        raise UserError(f"{name} = {given!r:.40}; write a finite number")
-    return float(given)
+    number = isinstance(value, int | float | np.integer | np.floating)
+    if isinstance(value, bool) or not number or not abs(value) <= np.finfo(np.float32).max:
+        raise UserError(f"{name} = {value!r:.40}; write a finite number")
+    return float(value)
 
 
 # ---------------------------------------------------------------- from messages to ids
@@ -231,11 +231,11 @@ class _Writer(Protocol):
     """Writes messages in ids."""
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """What the policy reads before it answers."""
+        """The policy's input before an answer."""
         ...
 
     def turn(self, before: Sequence[Message], message: Message) -> list[int]:
-        """What it draws to say a message, with the token that ends the turn."""
+        """The ids of a message, with the token that ends the turn."""
         ...
 
 
@@ -269,12 +269,12 @@ class _Chat(NamedTuple):
         tokenizer, content = self.frames.tokenizer, message["content"]
         refuse_controls(tokenizer, content, f"the assistant's message {content!r:.40}")
         text = self.frames.render(before)
-        said = after_prompt(self.frames.render([*before, message], prompt=False), text, content)
-        return until_stop(tokenizer.encode(said), tokenizer)
+        rendered = after_prompt(self.frames.render([*before, message], prompt=False), text, content)
+        return until_stop(tokenizer.encode(rendered), tokenizer)
 
 
 def _writer(tokenizer: Tokenizer, template: str, variables: Mapping[str, Any]) -> _Writer:
-    """What writes messages in ids.
+    """The encoder of messages.
 
     Raises:
       UserError: no template of this kind holds several messages, or the tokenizer has none.
@@ -310,12 +310,12 @@ def _turns(
         prompt = np.array(writer.prompt(messages[:at]), np.int32)
         if not len(prompt):
             raise UserError(f"{where}: nothing stands before the assistant's first message")
-        drawn = np.array(writer.turn(messages[:at], message), np.int32)
+        ids = np.array(writer.turn(messages[:at], message), np.int32)
         node = Drawn(
             prompt=prompt,
-            drawn=drawn,
-            logprobs=np.zeros(len(drawn), np.float32),
-            versions=np.full(len(drawn), -1, np.int32),
+            drawn=ids,
+            logprobs=np.zeros(len(ids), np.float32),
+            versions=np.full(len(ids), -1, np.int32),
             stop=StopReason.STOP_TOKEN,
             sampling=Distribution(),
             number=len(nodes),

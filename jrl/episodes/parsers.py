@@ -1,4 +1,4 @@
-r"""How models of each family write tool calls, as values: text to calls, a call to text.
+r"""Tool-call formats of each model family, as values: text to calls, a call to text.
 
     parser = PARSERS["hermes"]
     parser.parse('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
@@ -103,8 +103,8 @@ def get_parser(name: str, template: str | None = None) -> Parser:
         raise unknown_choice("parser", name, PARSERS)
     fit = [n for n, parser in PARSERS.items() if template is not None and parser.fits(template)]
     if fit and name not in fit:
-        said = f"its chat template is of {' or '.join(map(repr, fit))}"
-        raise UserError(f"parser = {name!r} does not fit the model: {said}; use that parser")
+        fault_text = f"its chat template is of {' or '.join(map(repr, fit))}"
+        raise UserError(f"parser = {name!r} does not fit the model: {fault_text}; use that parser")
     return PARSERS[name]
 
 
@@ -147,7 +147,7 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _json(text: str) -> Any:
-    """The value of a whole text, or ``Malformed``."""
+    """The value of a text, or ``Malformed``."""
     value, end = _json_at(text, 0)
     if isinstance(value, Malformed) or not text[end:].strip():
         return value
@@ -413,9 +413,9 @@ def _parse_mistral(text: str, schemas: Schemas) -> Parsed:
             call = _with_arguments(head[1], value)
             calls.append(call._replace(id=head[2] or "") if isinstance(call, Call) else call)
         else:
-            listed = value if isinstance(value, list) else [value]
-            calls += [_call(item) for item in listed]
-            if not listed:
+            items = value if isinstance(value, list) else [value]
+            calls += [_call(item) for item in items]
+            if not items:
                 calls.append(_malformed("[TOOL_CALLS] without a call"))
         at = text.find(_MISTRAL, max(at, end))
     return tuple(calls)
@@ -494,8 +494,8 @@ def _parse_harmony(text: str, schemas: Schemas) -> Parsed:
             continue
         name = recipient[1]
         value, end_of_value = _json_at(text, at)
-        ended = text.startswith(_CALL_END, _after_space(text, end_of_value))
-        if ended or (isinstance(value, Malformed) and _CALL_END in text[at:]):
+        at_end = text.startswith(_CALL_END, _after_space(text, end_of_value))
+        if at_end or (isinstance(value, Malformed) and _CALL_END in text[at:]):
             calls.append(_with_arguments(name, value))
         else:
             calls.append(_malformed(f"{_CALL_END} is missing", name))
@@ -526,8 +526,8 @@ def _parse_gemma(text: str, schemas: Schemas) -> Parsed:
     at = text.find(_CODE_BEGIN)
     while at >= 0:
         begin = at + len(_CODE_BEGIN)
-        found, at = _code_at(text, begin)
-        calls += found
+        parsed, at = _code_at(text, begin)
+        calls += parsed
         at = text.find(_CODE_BEGIN, at)
     return tuple(calls)
 

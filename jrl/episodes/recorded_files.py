@@ -26,7 +26,7 @@ FORMAT = 1
 
 
 class Distribution(NamedTuple):
-    """What a completion was drawn from; the arguments of ``make_sampling_params``.
+    """Sampling parameters of a completion; the arguments of ``make_sampling_params``.
 
     Attributes:
       temperature, top_k, top_p, min_p: of the request.
@@ -41,8 +41,8 @@ class Distribution(NamedTuple):
 
     def __str__(self) -> str:
         """As keys of [sampling] for a person."""
-        said = [f"{name} = {value:g}" for name, value in [*self._asdict().items()][:-1]]
-        return ", ".join(said) + ", and a logit_bias" * self.biased
+        settings = [f"{name} = {value:g}" for name, value in [*self._asdict().items()][:-1]]
+        return ", ".join(settings) + ", and a logit_bias" * self.biased
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,14 +94,14 @@ def read_file(path: Path) -> tuple[dict[str, Any] | None, list[list[Drawn]], int
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     *lines, rest = data.split(b"\n")  # the last line of a server that was killed has no end
-    broken, server = int(bool(rest)), None
+    damaged, server = int(bool(rest)), None
     sessions: dict[str, list[Drawn]] = {}
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
         try:
             row = json.loads(line)
         except ValueError:
-            broken += 1
+            damaged += 1
             continue
         kind = row.get("kind") if isinstance(row, dict) else None
         if server is None:
@@ -116,7 +116,7 @@ def read_file(path: Path) -> tuple[dict[str, Any] | None, list[list[Drawn]], int
             sessions.setdefault(session, []).append(node)
         elif kind == "reward":
             _pay(sessions.get(row.get("session") or "", []), row, where)
-    return server, list(sessions.values()), broken
+    return server, list(sessions.values()), damaged
 
 
 def _node(row: Mapping[str, Any], where: str) -> tuple[str, Drawn]:
@@ -126,20 +126,20 @@ def _node(row: Mapping[str, Any], where: str) -> tuple[str, Drawn]:
       UserError: a field is missing, or of another kind or length than it should be.
     """
     try:
-        drawn, asked = _array(row["drawn"], np.int32), row["sampling"]
+        sampled, sampling = _array(row["drawn"], np.int32), row["sampling"]
         versions = row["versions"]
         node = Drawn(
             prompt=_array(row["prompt"], np.int32),
-            drawn=drawn,
+            drawn=sampled,
             logprobs=_array(row["logprobs"], np.float32),
-            versions=_array([versions] * len(drawn) if type(versions) is int else versions),
+            versions=_array([versions] * len(sampled) if type(versions) is int else versions),
             stop=StopReason[row["stop"].upper()],
             sampling=Distribution(
-                temperature=float(asked["temperature"]),
-                top_k=int(asked["top_k"]),
-                top_p=float(asked["top_p"]),
-                min_p=float(asked["min_p"]),
-                biased=bool(asked["logit_bias"]),
+                temperature=float(sampling["temperature"]),
+                top_k=int(sampling["top_k"]),
+                top_p=float(sampling["top_p"]),
+                min_p=float(sampling["min_p"]),
+                biased=bool(sampling["logit_bias"]),
             ),
             number=int(row["number"]),
             seen=int(row["seen"]),
@@ -151,9 +151,9 @@ def _node(row: Mapping[str, Any], where: str) -> tuple[str, Drawn]:
         ) from None
     if not isinstance(session, str) or not len(node.prompt):
         raise UserError(f"{where}: a completion without a session, or with an empty prompt")
-    if not len(drawn) == len(node.logprobs) == len(node.versions):
+    if not len(sampled) == len(node.logprobs) == len(node.versions):
         raise UserError(
-            f"{where}: {len(drawn)} drawn ids have {len(node.logprobs)} log-probabilities and "
+            f"{where}: {len(sampled)} drawn ids have {len(node.logprobs)} log-probabilities and "
             f"{len(node.versions)} versions; each needs one"
         )
     if not np.isfinite(node.logprobs).all():
@@ -163,16 +163,16 @@ def _node(row: Mapping[str, Any], where: str) -> tuple[str, Drawn]:
 
 def _array(values: Any, dtype: Any = np.int32) -> np.ndarray:
     """A list of numbers as an array; floats are no ids."""
-    found = np.array(values)
-    if found.ndim != 1 or (len(found) and dtype is np.int32 and found.dtype.kind != "i"):
+    array = np.array(values)
+    if array.ndim != 1 or (len(array) and dtype is np.int32 and array.dtype.kind != "i"):
         raise ValueError("not a list of numbers")
-    if len(found) and dtype is np.int32 and not 0 <= found.min() <= found.max() < 2**31:
+    if len(array) and dtype is np.int32 and not 0 <= array.min() <= array.max() < 2**31:
         raise ValueError("a number out of range")
-    return found.astype(dtype)
+    return array.astype(dtype)
 
 
 def _pay(nodes: Sequence[Drawn], row: Mapping[str, Any], where: str) -> None:
-    """Adds points to the newest completion of a session; nothing where its lines are lost."""
+    """Adds a reward to the newest completion of a session; none if its lines are lost."""
     points: Any = row.get("reward")
     done = row.get("done")
     if type(points) not in (int, float) or not math.isfinite(points) or type(done) is not bool:

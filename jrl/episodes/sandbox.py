@@ -35,13 +35,13 @@ _CHILD = Path(__file__).with_name("sandbox_child.py")
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
 _APART = ("--mount", "--net", "--pid", "--fork", "--kill-child")
 _FIRST_UID, _UIDS = 1_300_000, 10_000
-"""User ids that nobody has, one for each process at a time: limits on processes are by user."""
+"""Unused user ids, one per concurrent process: process limits apply per user."""
 _LONGEST_CODE = 1 << 20
 _AROUND_SECONDS = 10.0
 
 
 class SandboxLimits(NamedTuple):
-    """What one run may use.
+    """Limits of one run.
 
     Attributes:
       seconds: from start to end; also of processor time, rounded up.
@@ -59,7 +59,7 @@ class SandboxLimits(NamedTuple):
 
 
 class SandboxResult(NamedTuple):
-    """What came of a run.
+    """Result of a run.
 
     Attributes:
       output: what was printed, errors included; cut at the limit.
@@ -152,8 +152,8 @@ class Sandbox:
             status = "killed"
             output = bytearray()
             try:
-                done = self._collect(process, code.encode("utf-8", "replace"), output)
-                enough = await asyncio.wait_for(done, self.limits.seconds)
+                collecting = self._collect(process, code.encode("utf-8", "replace"), output)
+                enough = await asyncio.wait_for(collecting, self.limits.seconds)
                 status = "output" if enough else ""
             except TimeoutError:
                 status = "timeout"
@@ -201,9 +201,9 @@ async def _finish(process: asyncio.subprocess.Process) -> None:
 
 
 def _spec(limits: SandboxLimits, apart: bool, filtered: bool, uid: int) -> dict[str, Any]:
-    """What the child is told; a caller who is root gives it a user id of its own."""
-    own = uid if os.geteuid() == 0 else None
-    return {**limits._asdict(), "mounts": apart, "filtered": filtered, "uid": own}
+    """Settings of the child process; under root it gets a separate user id."""
+    child_uid = uid if os.geteuid() == 0 else None
+    return {**limits._asdict(), "mounts": apart, "filtered": filtered, "uid": child_uid}
 
 
 def _command(python: str, prefix: tuple[str, ...], spec: dict[str, Any]) -> list[str]:
@@ -222,7 +222,7 @@ def _kill(pid: int) -> None:
 
 @functools.cache
 def _way_in() -> tuple[str, tuple[str, ...], bool]:
-    """The Python to run, the command before it that sets it apart, and whether calls are filtered.
+    """The Python to run, its isolation command, and whether system calls are filtered.
 
     Found by trying.
     """
@@ -257,7 +257,7 @@ def _way_in() -> tuple[str, tuple[str, ...], bool]:
 
 
 def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
-    """Python as a tool with one argument, "code"; each call begins anew."""
+    """Python as a tool with one argument, "code"; each call starts a fresh interpreter."""
 
     async def call(code: str) -> str:
         result = await sandbox.run(code)
@@ -267,8 +267,8 @@ def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
             "output": f"[ended after {limits.output_bytes} bytes of output]",
             "killed": "[killed]",
         }
-        said = [result.output.rstrip("\n"), ends.get(result.status, "")]
-        return "\n".join(text for text in said if text) or "[no output]"
+        parts = [result.output.rstrip("\n"), ends.get(result.status, "")]
+        return "\n".join(text for text in parts if text) or "[no output]"
 
     return Tool(
         name=name,

@@ -96,7 +96,7 @@ def confine(spec: dict) -> None:
 
 
 def execute(code: str) -> int:
-    """Runs the code; what its last line is worth is printed, as in a notebook. The exit status."""
+    """Runs the code and prints the value of its last line, as a notebook does; the exit status."""
     names = {"__name__": "__main__", "__builtins__": __builtins__}
     try:
         tree = ast.parse(code, "<python>")

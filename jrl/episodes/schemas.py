@@ -18,7 +18,7 @@ from jrl.errors import UserError
 from jrl.system.extras import need
 
 CHECK_SECONDS = 0.25
-"""For the check of one call's arguments; usual ones take a thousandth of a second."""
+"""Time limit of one call's check; typical ones take a millisecond."""
 
 _until: ContextVar[float] = ContextVar("until")
 
@@ -27,14 +27,14 @@ class _TooLongError(Exception):
     """A check takes too long."""
 
 
-def check_schema(schema: Mapping[str, Any], said: str) -> None:
+def check_schema(schema: Mapping[str, Any], owner: str) -> None:
     """Raises a UserError for a schema that cannot check arguments.
 
     The draft is the one that ``$schema`` names, 2020-12 where it names none.
 
     Args:
       schema: of an object.
-      said: whose it is, for the message.
+      owner: whose it is, for the message.
 
     Raises:
       UserError: the schema is invalid, is not of an object, has a ``$ref`` that leads nowhere or
@@ -42,31 +42,31 @@ def check_schema(schema: Mapping[str, Any], said: str) -> None:
     """
     jsonschema = need("jsonschema", "tools", "a run with tools")
     if not isinstance(schema, Mapping):
-        raise UserError(f"{said}: its schema is {schema!r:.60}, not an object")
+        raise UserError(f"{owner}: its schema is {schema!r:.60}, not an object")
     draft = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     try:
         # Without formats: Python's re knows fewer patterns than regex, which reads them here.
         draft.check_schema(schema, format_checker=jsonschema.FormatChecker(()))
         json.dumps(schema)
     except jsonschema.SchemaError as error:
-        raise UserError(f"{said}: its schema is invalid: {error.message:.200}") from None
+        raise UserError(f"{owner}: its schema is invalid: {error.message:.200}") from None
     except Exception as error:
-        raise UserError(f"{said}: its schema is invalid: {error!r:.200}") from None
+        raise UserError(f"{owner}: its schema is invalid: {error!r:.200}") from None
     if schema.get("type") != "object":
-        raise UserError(f'{said}: its schema must have "type": "object"')
-    _check_parts(schema, draft, said)
+        raise UserError(f'{owner}: its schema must have "type": "object"')
+    _check_parts(schema, draft, owner)
     if why := fault(schema, {}, told=False):
-        raise UserError(f"{said}: its schema cannot be used: {why}")
+        raise UserError(f"{owner}: its schema cannot be used: {why}")
 
 
-def _check_parts(schema: Mapping[str, Any], draft: Any, said: str) -> None:
+def _check_parts(schema: Mapping[str, Any], draft: Any, owner: str) -> None:
     """Raises UserError for references and patterns anywhere in a schema that lead nowhere."""
     import referencing
     import referencing.jsonschema
 
     regex = need("regex", "tools", "a run with tools")
     dialect = draft.META_SCHEMA.get("$schema", draft.META_SCHEMA.get("id", ""))
-    known = referencing.jsonschema.specification_with(dialect)
+    specification = referencing.jsonschema.specification_with(dialect)
 
     present: set[str] = set()
 
@@ -82,7 +82,7 @@ def _check_parts(schema: Mapping[str, Any], draft: Any, said: str) -> None:
                 except Exception:
                     where = f"{name} = {part[name]!r:.80}"
                     raise UserError(
-                        f"{said}: its schema has {where}, which it does not define; write what is "
+                        f"{owner}: its schema has {where}, which it does not define; write what is "
                         "meant into $defs"
                     ) from None
         patterns = [part["pattern"]] if isinstance(part.get("pattern"), str) else []
@@ -93,20 +93,20 @@ def _check_parts(schema: Mapping[str, Any], draft: Any, said: str) -> None:
                 regex.compile(pattern)
             except regex.error as error:
                 raise UserError(
-                    f"{said}: its schema has the pattern {pattern!r:.80}: {error}"
+                    f"{owner}: its schema has the pattern {pattern!r:.80}: {error}"
                 ) from None
         for inner in resource.subresources():
             visit(inner, resolver.in_subresource(inner))
 
-    root = known.create_resource(dict(schema))
+    root = specification.create_resource(dict(schema))
     try:
         visit(root, referencing.Registry().resolver_with_root(root))
     except RecursionError:
-        raise UserError(f"{said}: its schema is nested too deeply") from None
+        raise UserError(f"{owner}: its schema is nested too deeply") from None
     if {"unevaluatedProperties", "patternProperties"} <= present:
         # jsonschema matches those patterns by itself, without an end.
         raise UserError(
-            f"{said}: its schema has unevaluatedProperties and patternProperties; use "
+            f"{owner}: its schema has unevaluatedProperties and patternProperties; use "
             "additionalProperties"
         )
 
@@ -144,10 +144,10 @@ def _validator(schema: str) -> Any:
     import jsonschema
     import referencing
 
-    found = json.loads(schema)
-    draft = jsonschema.validators.validator_for(found, jsonschema.Draft202012Validator)
+    parsed = json.loads(schema)
+    draft = jsonschema.validators.validator_for(parsed, jsonschema.Draft202012Validator)
     # Without a registry jsonschema would fetch what other hosts are named in a $ref.
-    return _timed(draft)(_bare(found), registry=referencing.Registry())
+    return _timed(draft)(_bare(parsed), registry=referencing.Registry())
 
 
 def _bare(schema: Any) -> Any:

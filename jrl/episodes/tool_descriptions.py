@@ -10,7 +10,7 @@ from jrl.episodes.parsers import PARSERS, Call
 
 
 class Description(NamedTuple):
-    """What the policy is told of its tools.
+    """The policy's description of its tools.
 
     Attributes:
       head: before the schemas.

@@ -102,9 +102,9 @@ def tool_env(
 
     async def step(state: _Session, reply: Reply) -> tuple[_Session, Feedback]:
         calls = parser.parse(reply.raw, schemas)
-        broken = [c for c in calls if isinstance(c, Malformed)]
-        metrics = {"tool_structure_errors": float(len(broken))}
-        if not calls or (broken and malformed == "end"):
+        malformed_calls = [c for c in calls if isinstance(c, Malformed)]
+        metrics = {"tool_structure_errors": float(len(malformed_calls))}
+        if not calls or (malformed_calls and malformed == "end"):
             return state, await _judged(reward, state.prompt, reply, metrics)
         left = limits.tool_calls - state.calls if limits.tool_calls else len(calls)
         answers = [
@@ -131,11 +131,11 @@ async def _judged(
     reward: Reward, prompt: Prompt, reply: Reply, metrics: Mapping[str, float]
 ) -> Feedback:
     """The end of an episode."""
-    judged = await run_either(reward, prompt, reply)
-    won = isinstance(judged, int | float) and judged >= 1
+    score = await run_either(reward, prompt, reply)
+    won = isinstance(score, int | float) and score >= 1
     # An answer that was cut before it was right is truncated, as a completion of one turn is.
     return Feedback(
-        reward=judged, done=True, success=bool(won), metrics=metrics, cut=reply.cut and not won
+        reward=score, done=True, success=bool(won), metrics=metrics, cut=reply.cut and not won
     )
 
 
@@ -189,8 +189,8 @@ def _shortened(text: str, longest: int) -> str:
 def check_call(call: Call, schemas: Schemas) -> Call | Malformed:
     """The call, or why there is no such tool or its arguments do not fit the schema."""
     if call.name not in schemas:
-        known = ", ".join(sorted(schemas))
-        return Malformed("content", f"there is no tool {call.name!r:.80}; use {known}", call.name)
+        names = ", ".join(sorted(schemas))
+        return Malformed("content", f"there is no tool {call.name!r:.80}; use {names}", call.name)
     why = fault(schemas[call.name], call.arguments)
     return call if why is None else Malformed("content", why, call.name)
 

@@ -1,4 +1,4 @@
-"""What happened in episodes, id for id, and the one function that makes rows for training of it.
+"""Transcripts of episodes, id for id, and the one function that makes training rows of them.
 
 An episode is a list of segments. Tokens that the policy drew keep the ids, log-probabilities and
 versions that the sampler recorded; no text is ever encoded again. Whatever nobody drew (tool
@@ -156,7 +156,7 @@ def to_rollout(
         stand where there is no token or have another number of parts.
     """
     n, g, p = len(groups), shape.group, shape.prompt_tokens
-    worth = np.array(weights or [1.0] * shape.parts, np.float32)
+    part_weights = np.array(weights or [1.0] * shape.parts, np.float32)
     prompts, lengths = np.zeros((n, p), np.int32), np.ones(n, np.int32)
     arrays = _empty(n, shape)
     for i, group in enumerate(groups):
@@ -176,7 +176,7 @@ def to_rollout(
             for name in shape.labels:
                 arrays[name][i, j] = row.labels.get(name, -1)
             if row.alive:  # what others drew may be under any opening, and is never read
-                _fill(arrays, (i, j), row, len(opening), shape, worth)
+                _fill(arrays, (i, j), row, len(opening), shape, part_weights)
     named = (*_IDS, "episode", "role", *shape.labels, *shape.token_labels)
     ids = {name: arrays.pop(name) for name in named}
     if not ids["node"].any():
@@ -189,7 +189,7 @@ def to_rollout(
 
 
 def _empty(n: int, shape: RowShape) -> dict[str, Any]:
-    """The arrays of n groups in which there is no row, by name."""
+    """Empty arrays for n groups, by name."""
     g, t = shape.group, shape.completion_tokens * shape.contexts
     return {
         "tokens": np.zeros((n, g, t), np.int32),
@@ -215,7 +215,7 @@ def _fill(
     row: Transcript,
     shared: int,
     shape: RowShape,
-    worth: np.ndarray,
+    part_weights: np.ndarray,
 ) -> None:
     """Writes what follows the first ``shared`` tokens of a row into the arrays."""
     end = 0
@@ -238,7 +238,7 @@ def _fill(
             arrays[name][at] = numbers
         if part.reward:
             arrays["rewards"][place] += part.reward
-            arrays["paid"][(*place, end - 1)] += worth @ np.array(part.reward, np.float32)
+            arrays["paid"][(*place, end - 1)] += part_weights @ np.array(part.reward, np.float32)
     arrays["lengths"][place] = end
 
 
@@ -258,9 +258,9 @@ def rows_of_players(groups: Sequence[Sequence[Transcript]], players: int) -> lis
             s if s.player == player or not s.drawn else s._replace(**_NOT_DRAWN)
             for s in whole.segments
         )
-        moved = any(s.drawn for s in segments)
-        stop = whole.stop if moved or not whole.alive else StopReason.FAILED
-        reason = whole.reason if moved or whole.reason else f"player {player} never moved"
+        acted = any(s.drawn for s in segments)
+        stop = whole.stop if acted or not whole.alive else StopReason.FAILED
+        reason = whole.reason if acted or whole.reason else f"player {player} never moved"
         return whole._replace(segments=segments, role=player, stop=stop, reason=reason)
 
     return [[row(whole, r) for whole in group] for group in groups for r in range(players)]
@@ -272,7 +272,7 @@ _NOT_DRAWN: Mapping[str, Any] = {
 
 
 def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:
-    """What a group's rows have in common from the start.
+    """The common prefix of a group's rows.
 
     Args:
       openings: [p] int32 each.
@@ -299,7 +299,7 @@ def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _check(part: Segment, row: Transcript, end: int, shape: RowShape) -> None:
-    """Raises UserError for a segment that does not fit behind ``end`` tokens of its row."""
+    """Raises UserError for a segment that does not fit after ``end`` tokens of its row."""
     where = f"prompt {row.prompt.id}, member {row.member}"
     most = shape.completion_tokens * shape.contexts
     if part.context >= shape.contexts:

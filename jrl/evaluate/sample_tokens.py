@@ -31,10 +31,10 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     stream, texts, end = TextStream(tokenizer), [], 0
     stream.push(ids)
     stream.close()
-    for token, here in zip(ids, stream.ends, strict=True):
-        text = stream.text[end:here] or _special(tokenizer, token)
+    for token, stop in zip(ids, stream.ends, strict=True):
+        text = stream.text[end:stop] or _special(tokenizer, token)
         texts.append(text)
-        end = here
+        end = stop
     return texts
 
 
@@ -45,16 +45,16 @@ def _special(tokenizer: Tokenizer, token: int) -> str:
 
 def training_view(
     rollout: Rollout,
-    here: tuple[int, int, slice],
+    where: tuple[int, int, slice],
     advantages: np.ndarray,
     tokenizer: Tokenizer,
     each: bool,
 ) -> dict[str, Any]:
-    """What training knew of one completion, for its record.
+    """Training statistics of one completion, for its record.
 
     Args:
       rollout: on the host.
-      here: its group, its member, and its tokens.
+      where: its group, its member, and its tokens.
       advantages: [groups, G, T] float32; 0 where a token is not trained.
       tokenizer: of the policy.
       each: whether to say it of each token, too.
@@ -65,15 +65,15 @@ def training_view(
       "advantages", one number where all are the same; and its "mask", a character of 0 and 1 a
       token, where not all are 1.
     """
-    mask, mine = rollout.mask[here], advantages[here]
+    mask, mine = rollout.mask[where], advantages[where]
     live = mine[mask]
     view: dict[str, Any] = {"advantage": float(live.mean()) if live.size else 0.0}
     if not each:
         return view
     same = live.size > 0 and bool((live == live[0]).all())
-    logprobs = zip(rollout.sampler_logprobs[here].tolist(), mask, strict=True)
+    logprobs = zip(rollout.sampler_logprobs[where].tolist(), mask, strict=True)
     tokens: dict[str, Any] = {
-        "text": pieces(tokenizer, rollout.tokens[here].tolist()),
+        "text": pieces(tokenizer, rollout.tokens[where].tolist()),
         "logprobs": [round(x, 3) if drawn else None for x, drawn in logprobs],
         "advantages": _rounded(live[0]) if same else [_rounded(x) for x in mine],
     }

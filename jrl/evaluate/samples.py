@@ -12,7 +12,7 @@ import numpy as np
 from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.evaluate.sample_tokens import MOST, training_view
-from jrl.train.collect import external
+from jrl.train.groups import external
 from jrl.train.sources import Groups
 from jrl.types import Rollout, StopReason
 

@@ -19,8 +19,8 @@ from jrl.rewards.model import ModelReward
 from jrl.sampling.params import make_sampling_params
 from jrl.train import programs
 from jrl.train.build import Run
-from jrl.train.collect import to_batch
 from jrl.train.demonstrations import demonstration_rollout
+from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
 from jrl.train.objective import method_of
 from jrl.train.reward_model import model_of, trains_reward

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jrl.errors import UserError, unknown_choice
-from jrl.methods.base import Draw, GroupEditor, Method, Schedule, refill
+from jrl.methods.base import Method, Schedule
 from jrl.methods.definition import Published, published, variant
 from jrl.methods.domains import (
     AboveOne,
@@ -36,6 +36,8 @@ from jrl.methods.domains import (
     Tokens,
     Whole,
 )
+from jrl.methods.edit import refill
+from jrl.methods.plan import Plan
 from jrl.user_code import FORMS, check_options, load, made_by, parameters_of
 
 if TYPE_CHECKING:
@@ -86,13 +88,12 @@ __all__ = [
     "AtLeastOne",
     "Choice",
     "Count",
-    "Draw",
     "Flag",
     "Fraction",
-    "GroupEditor",
     "Method",
     "NonNegative",
     "OwnMethod",
+    "Plan",
     "Positive",
     "Published",
     "Range",

@@ -1,13 +1,13 @@
 """What a published method is: at most eight seams filled, the rest at defaults that do nothing.
 
-    prompts    which problems a step uses, and a round of steps
-    draw       how a group's samples are drawn, and what beside them
-    rewards    an edit of the reward parts
-    groups     which groups are trained on, and whether others are drawn in their place
-    replay     which completions are kept, and where they are trained on again
-    objective  advantage, surrogate, aggregate, regularizers
-    schedule   how often a batch is gone through, and what changes the state beside the updates
-    network    what is trained, of the policy's network
+    curriculum  which problems a step uses
+    plan        which members are sampled, in a first draw and in further rounds
+    rewards     an edit of the reward parts
+    edits       what is left out, replaced or added before the groups are trained on
+    objective   advantage, surrogate, aggregate, regularizers
+    schedule    how often a batch is gone through, and what changes the state beside the updates
+    network     what is trained, of the policy's network
+    needs       what a run must have
 
 A method is a function that returns a ``Method``; ``methods.published`` adds its paper, its
 coefficients and what it inherits.
@@ -21,12 +21,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jrl.methods.curriculum import Curriculum
 from jrl.methods.domains import is_zero
+from jrl.methods.edit import Edit
+from jrl.methods.plan import Plan, dry_view
 from jrl.methods.schedule import Schedule
 from jrl.objectives import advantages, aggregates, ratios, regularizers, transforms
+from jrl.system.readable import as_text, lines
 from jrl.types import (
     Aggregate,
-    Array,
     Branching,
     Network,
     Objective,
@@ -36,31 +39,25 @@ from jrl.types import (
     Surrogate,
     Transform,
 )
+from jrl.types.asks import BASELINE, TRAIN, new_ask
 
 
-class Draw(NamedTuple):
-    """What the sampler draws for one prompt beside its G samples.
+class FirstDraw(NamedTuple):
+    """What ``Plan.first`` asks for, in numbers.
 
     Attributes:
-      baseline_members: greedy completions, flagged in ``Rollout.baseline`` and never trained on.
-      demonstrations: solutions that the data gives, as the group's last members; the statistic
-        "external" is 1 on their tokens, their ``sampler_logprobs`` are 0 and mean nothing, and
-        their rewards are those that the reward functions give them.
-      own: False to draw nothing at all and train on the demonstrations alone (supervised methods).
-      tree: how the group's samples branch off one another; None to draw them apart.
-      search: how a tree is searched of which the group's samples are leaves; None for no search.
-      guide: (the value network's number) -> points of a path that has not ended, by which a search
-        goes, too; None to go by leaves alone.
-      lines: whether the lines of a text are its reasoning steps, the label "step" of its tokens.
+      own: whether the policy draws members to train on.
+      baseline_members: greedy completions of each prompt, never trained on.
+      demonstrations: members of each prompt that the data gives.
+      tree: how the group's samples branch off one another; None where they do not.
+      search: how a tree is searched whose leaves are the group's samples; None for no search.
     """
 
-    baseline_members: int = 0
-    demonstrations: int = 0
-    own: bool = True
-    tree: Branching | None = None
-    search: Search | None = None
-    guide: Callable[[Array], Array] | None = None
-    lines: bool = False
+    own: bool
+    baseline_members: int
+    demonstrations: int
+    tree: Branching | None
+    search: Search | None
 
     @property
     def shares(self) -> bool:
@@ -68,118 +65,21 @@ class Draw(NamedTuple):
         return self.tree is not None or self.search is not None
 
 
-def keep_all(rewards: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """[N] bool, all True: every group is trained on."""
-    return np.ones(len(rewards), bool)
-
-
-class GroupEditor(NamedTuple):
-    """Which groups are trained on. The training loop does the refilling.
-
-    Attributes:
-      keep: (rewards [N, G] float, points; members [N, G] bool) -> [N] bool, True to train on it.
-      refill: True to draw new prompts in place of the groups that were not kept.
-      max_rounds: how many times to draw at most, the first included; what is still missing then is
-        masked out.
-    """
-
-    keep: Callable[[np.ndarray, np.ndarray], np.ndarray] = keep_all
-    refill: bool = False
-    max_rounds: int = 1
-
-
-def refill(min_std: float = 1e-6, max_rounds: int = 10) -> GroupEditor:
-    """Drops groups whose rewards do not differ, and draws others until the batch is full.
-
-    Dynamic sampling of ``dapo``, which keeps groups with some but not all answers right.
-
-    Args:
-      min_std: points; a group is kept when the standard deviation of its live members' rewards is
-        above it. A group with fewer than two live members is dropped; one with a NaN is kept, so
-        that the NaN comes to light.
-      max_rounds: how many times to draw at most, the first included.
-
-    >>> keep = refill().keep
-    >>> keep(np.array([[1.0, 1.0], [1.0, 0.0]]), np.ones((2, 2), bool)).tolist()
-    [False, True]
-    """
-
-    def keep(rewards: np.ndarray, members: np.ndarray) -> np.ndarray:
-        live = np.maximum(members.sum(axis=1), 1)[:, None]
-        mean = np.where(members, rewards, 0).sum(axis=1, keepdims=True) / live
-        squares = np.where(members, np.square(rewards - mean), 0).sum(axis=1)
-        return ~(np.sqrt(squares / live[:, 0]) <= min_std)
-
-    return GroupEditor(keep, refill=True, max_rounds=max_rounds)
-
-
-class Replay(NamedTuple):
-    """Which completions a run keeps by prompt, and where one of them is trained on again.
-
-    It takes a member's place with all that was recorded of it: tokens, log-probabilities of the
-    policy that drew it, versions and points. The training loop keeps them, and saves them with its
-    checkpoints.
-
-    Attributes:
-      keep: (points [N, G] float, members [N, G] bool) -> [N, G] bool, completions to keep. Points
-        are those of the reward part that says what is right, or the score where none does.
-      replace: the same -> [N, G] bool, members whose place a kept completion takes, where one of
-        that prompt is there.
-      each: completions kept of one prompt, the newest.
-      prompts: prompts of which any are kept; the one that was added to longest ago goes first.
-    """
-
-    keep: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    replace: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    each: int
-    prompts: int
-
-
-def replay_successes(above: float, each: int, prompts: int) -> Replay:
-    """Keeps successes; one of them takes the first member's place in a group without any.
-
-    Args:
-      above: points; a completion with more is a success. A NaN is none, and leaves its group alone.
-      each: as in ``Replay``.
-      prompts: as in ``Replay``.
-
-    >>> points, members = np.array([[0.0, 0.0], [0.0, 1.0]]), np.ones((2, 2), bool)
-    >>> rule = replay_successes(0.1, 8, 1024)
-    >>> rule.keep(points, members).tolist(), rule.replace(points, members).tolist()
-    ([[False, False], [False, True]], [[True, False], [False, False]])
-    """
-
-    def keep(points: np.ndarray, members: np.ndarray) -> np.ndarray:
-        return members & (points > above)
-
-    def replace(points: np.ndarray, members: np.ndarray) -> np.ndarray:
-        failed = (~members | (points <= above)).all(axis=1, keepdims=True)
-        return failed & (np.arange(points.shape[1]) == 0)
-
-    return Replay(keep, replace, each, prompts)
-
-
-def replay_rare(above: float, most: float, each: int, prompts: int) -> Replay:
-    """Keeps successes of groups that mostly failed; they take the places of the first members.
-
-    Args:
-      above: points; a completion with more is a success.
-      most: share of a group's members that are successes, above which none of them is kept.
-      each: as in ``Replay``.
-      prompts: as in ``Replay``.
-
-    >>> points, members = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]), np.ones((2, 4))
-    >>> rule = replay_rare(0.5, 0.25, 8, 1024)
-    >>> rule.keep(points, members.astype(bool)).tolist()
-    [[True, False, False, False], [False, False, False, False]]
-    """
-
-    def keep(points: np.ndarray, members: np.ndarray) -> np.ndarray:
-        right = members & (points > above)
-        few = right.sum(axis=1) <= most * members.sum(axis=1)
-        return right & few[:, None]
-
-    return replay_share(above, 1.0, each, prompts)._replace(keep=keep)
+def first_draw(plan: Plan) -> FirstDraw:
+    """What a plan's first draw asks for."""
+    one = np.zeros(1, np.int32)
+    asks = plan.first((new_ask(one, one, 1, tree=plan.tree),), dry_view())
+    given = [ask for ask in asks if ask.prefix_as == "given" and ask.prefix is not None]
+    sampled = [ask for ask in asks if not any(ask is other for other in given)]
+    trees = [ask.tree for ask in sampled if ask.tree is not None]
+    tree = trees[0] if trees else None
+    return FirstDraw(
+        own=any(ask.use == TRAIN for ask in sampled),
+        baseline_members=sum(ask.width for ask in sampled if ask.use == BASELINE),
+        demonstrations=sum(ask.width for ask in given),
+        tree=tree if isinstance(tree, Branching) else None,
+        search=tree if isinstance(tree, Search) else None,
+    )
 
 
 class HardProblems(NamedTuple):
@@ -220,33 +120,6 @@ class WrittenProblems(NamedTuple):
     high: float
 
 
-def replay_share(above: float, share: float, each: int, prompts: int) -> Replay:
-    """Keeps successes; in every group they take the places of the first members, as far as kept.
-
-    Args:
-      above: points; a completion with more is a success.
-      share: of a group's members, rounded down.
-      each: as in ``Replay``.
-      prompts: as in ``Replay``.
-
-    >>> points, members = np.array([[0.0, 1.0, 0.0]]), np.ones((1, 3), bool)
-    >>> rule = replay_share(0.5, 0.7, 8, 1024)
-    >>> rule.keep(points, members).tolist(), rule.replace(points, members).tolist()
-    ([[False, True, False]], [[True, True, False]])
-    """
-
-    def replace(points: np.ndarray, members: np.ndarray) -> np.ndarray:
-        first = np.arange(points.shape[1]) < int(share * points.shape[1])
-        return np.broadcast_to(first, points.shape)
-
-    return replay_successes(above, each, prompts)._replace(replace=replace)
-
-
-def same_prompts(step: int, positions: np.ndarray) -> np.ndarray:
-    """The positions [N] int64 in the data source that the run's own order proposes for a step."""
-    return positions
-
-
 def same_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
     """The reward parts [N, G, R] float32 as the reward functions gave them."""
     return rewards
@@ -276,28 +149,37 @@ class Method(NamedTuple):
 
     Attributes:
       objective: advantage, surrogate, aggregate, regularizers.
-      groups: which groups are trained on, between rollout and advantage.
-      draw: what is drawn beside the group.
       rewards: (rewards [N, G, R] float32 points, rollout) -> rewards, before the batch is made.
-      prompts: (step, positions [N] int64) -> positions of the prompts to use.
       schedule: how a batch is used.
-      replay: which completions are kept and trained on again; None for none.
-      curriculum: which problems of the data a round of steps draws from; None for all.
+      curriculum: which problems of the data a step uses; None for the data's own order.
+      plan: which members are sampled, in a first draw and in further rounds.
+      edits: what is left out, replaced or added before the groups are trained on.
       network: (the policy's network) -> the network that is trained, such as one with further
         heads, or several policies.
       needs: what a run must have for the method; see ``requires``.
     """
 
     objective: Objective
-    groups: GroupEditor = GroupEditor()
-    draw: Draw = Draw()
     rewards: Callable[[np.ndarray, Rollout], np.ndarray] = same_rewards
-    prompts: Callable[[int, np.ndarray], np.ndarray] = same_prompts
     schedule: Schedule = Schedule()
-    replay: Replay | None = None
-    curriculum: HardProblems | WrittenProblems | None = None
+    curriculum: Curriculum | HardProblems | WrittenProblems | None = None
+    plan: Plan = Plan()
+    edits: tuple[Edit, ...] = ()
     network: Callable[[Network], Network] = unchanged
     needs: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        """The parts by name, those at their defaults left out; see ``system.readable``."""
+        objective = self.objective
+        parts = {
+            "advantage": objective.advantage,
+            "surrogate": objective.surrogate,
+            "aggregate": objective.aggregate,
+            **{term.name: term for term in objective.regularizers},
+        }
+        shown = {name: as_text(part, 1) for name, part in parts.items()}
+        shown["statistics"] = as_text(objective.needs)
+        return lines(self, getattr(self, "made_by", "Method"), shown, without=("objective",))
 
     def with_(self, **changes: Any) -> Method:
         """The method with other parts, by name.
@@ -343,6 +225,11 @@ class Method(NamedTuple):
         return "; ".join(text.removeprefix(_LACKING) for text in texts)
 
     @property
+    def draw(self) -> FirstDraw:
+        """What the plan's first draw asks for, in numbers."""
+        return first_draw(self.plan)
+
+    @property
     def value(self) -> bool:
         """True when the method needs a value network."""
         return bool(self.objective.needs & {"values", "rollout_values"})
@@ -350,11 +237,9 @@ class Method(NamedTuple):
     @property
     def seams(self) -> tuple[str, ...]:
         """The names of the seams that the method fills."""
-        names = ("prompts", "draw", "rewards", "groups", "schedule", "replay", "network")
+        names = ("curriculum", "plan", "rewards", "edits", "schedule", "network")
         fields, defaults = self._asdict(), self._field_defaults
         filled = {name for name in fields if fields[name] != defaults.get(name)}
-        if "curriculum" in filled:
-            filled.add("prompts")
         return ("objective", *(name for name in names if name in filled))
 
 
@@ -386,12 +271,10 @@ def against_others(
     aggregate: Aggregate = aggregates.sequence_mean,
     regularizers: tuple[Regularizer, ...] = (),
     epochs: int = 1,
-    groups: GroupEditor | None = None,
 ) -> Method:
     """A method that compares the completions of a prompt with one another: at least two."""
     return Method(
         Objective(advantage, surrogate, aggregate, regularizers),
-        groups=GroupEditor() if groups is None else groups,
         schedule=Schedule(epochs),
         needs=requires(2),
     )

@@ -26,6 +26,7 @@ import jax
 from jrl.errors import Mistakes, nearest
 from jrl.methods.base import Method
 from jrl.methods.domains import Coefficient, coefficients_of
+from jrl.system.readable import as_text
 from jrl.types import Objective
 
 Build = Callable[..., Method]
@@ -58,6 +59,21 @@ def paper_of(docstring: str) -> Paper | None:
         return None
     arxiv = _ARXIV.search(found[2])
     return Paper(found[1], None if arxiv is None else arxiv[1])
+
+
+class _FromPaper(Method):
+    """A ``Method`` that prints the call it came from; changed by ``with_`` it is a plain one.
+
+    Attributes:
+      made_by: the method's name with the coefficients that are not at their defaults.
+    """
+
+    made_by = "Method"
+
+
+def _moved(value: Any, default: Any) -> bool:
+    """Whether a coefficient is not at its default; an array may be traced, and counts as moved."""
+    return isinstance(value, jax.Array) or value != default
 
 
 class Published:
@@ -136,7 +152,21 @@ class Published:
     def build(self, coefficients: Mapping[str, Any]) -> Method:
         """The method with these coefficients, not checked again."""
         defaults = {n: c.default for n, c in self.coefficients.items() if not c.required}
-        return self._build(**{**defaults, **coefficients})
+        method = _FromPaper._make(self._build(**{**defaults, **coefficients}))
+        moved = {
+            name: value
+            for name, value in coefficients.items()
+            if name not in defaults or _moved(value, defaults[name])
+        }
+        arguments = ", ".join(f"{name}={as_text(value, 1)}" for name, value in moved.items())
+        method.made_by = f"{self.name}({arguments})"
+        return method
+
+    def __repr__(self) -> str:
+        """The name, the paper, and coefficients with their defaults."""
+        paper = f'"{self.paper}"' + (f" (arXiv:{self.arxiv})" if self.arxiv else "")
+        rows = [f"  {parameter}" for parameter in self.__signature__.parameters.values()]
+        return "\n".join([f"{self.name}: {self.summary}", f"  {paper}", *rows])
 
     def example(self) -> Method:
         """The method at its defaults, arguments without one made up: to look at, not to train."""

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import UserError
-from jrl.methods.base import Draw, Method
+from jrl.methods.base import Method
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, Flag, NonNegative, Positive, Range, Tokens
 from jrl.methods.group_relative import grpo
+from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.ratios import CLIPS
 from jrl.objectives import aggregates, distill, ratios, transforms
 from jrl.objectives.kl import LOG_RATIO_LIMIT
@@ -56,7 +57,7 @@ def gkd(
         surrogate = distill.minimise(distill.divergence(divergence, beta))
     return Method(
         Objective(transforms.identity(), surrogate, aggregates.sequence_mean),
-        draw=Draw(demonstrations=demonstrations),
+        plan=Plan(demonstrated(demonstrations)),
     )
 
 
@@ -151,5 +152,5 @@ def align_distil(beta: Positive = 0.1, beta2: NonNegative = 15.0, on_policy: Fla
     surrogate = distill.minimise(adaptive_teacher(beta, beta2))
     return Method(
         Objective(transforms.identity(), surrogate, aggregates.sequence_mean),
-        draw=Draw() if on_policy else Draw(demonstrations=2, own=False),
+        plan=Plan() if on_policy else Plan(demonstrated(2, alone=True)),
     )

@@ -13,7 +13,7 @@ from typing import Annotated
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.methods.base import CENTRED, Method, against_others, kl_term, normalised, refill
+from jrl.methods.base import CENTRED, Method, against_others, kl_term, normalised
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     AboveOne,
@@ -29,6 +29,7 @@ from jrl.methods.domains import (
     Tokens,
     is_zero,
 )
+from jrl.methods.edit import refill
 from jrl.objectives import aggregates, normalizers, regularizers, transforms
 from jrl.objectives.corrections import named_correction
 from jrl.objectives.ratios import clip, ratio_loss, token
@@ -124,9 +125,7 @@ def dapo(
         steps.append(transforms.overlong_penalty(max_tokens, buffer, overlong_scale))
     if mask_truncated:  # after the penalty, which counts the tokens under the mask
         steps.append(transforms.mask_truncated())
-    return base.before(*steps).with_(
-        aggregate=aggregates.token_mean, groups=refill(min_std, max_rounds)
-    )
+    return base.before(*steps).with_(aggregate=aggregates.token_mean, **refill(min_std, max_rounds))
 
 
 @variant(grpo)

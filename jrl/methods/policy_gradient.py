@@ -12,7 +12,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import CENTRED, Draw, Method, Schedule, kl_penalty
+from jrl.methods.base import CENTRED, Method, Schedule, kl_penalty
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     AtLeastOne,
@@ -28,6 +28,7 @@ from jrl.methods.domains import (
 )
 from jrl.methods.group_relative import grpo
 from jrl.methods.networks import named_network
+from jrl.methods.plan import Plan, greedy_baseline
 from jrl.methods.ratios import CLIPS
 from jrl.objectives import advantages, aggregates, normalizers, segments, transforms
 from jrl.objectives.corrections import named_correction
@@ -89,7 +90,7 @@ def remax(base: Method, kl_coef: NonNegative = 0.0, kl_kind: KlInReward = "k1") 
     """
     charged = kl_penalty(kl_kind, kl_coef, "sequence")
     centred = transforms.per_group(advantages.greedy_baseline, _members_and_baseline)
-    return base.with_(advantage=transforms.chain(*charged, centred), draw=Draw(baseline_members=1))
+    return base.with_(advantage=transforms.chain(*charged, centred), plan=Plan(greedy_baseline))
 
 
 @published

@@ -63,22 +63,15 @@ class Schedule(NamedTuple):
     Attributes:
       epochs: passes over a batch before the next one is drawn.
       after: changes of the state beside the updates, in order.
-      round_steps: training steps of a round, whose completions are drawn by the policy as the round
-        began (the frozen policy "expert"); 0 to draw with the policy as it is.
     """
 
     epochs: int = 1
     after: tuple[After, ...] = ()
-    round_steps: int = 0
 
     @property
     def frozen(self) -> frozenset[str]:
         """Names of the copies of the policy that ``after`` reads or writes."""
         return frozenset().union(*(each.frozen for each in self.after))
-
-    def drawn_by(self, step: Any) -> Any:
-        """The version of the policy that draws for a training step: how many steps it has had."""
-        return step - step % self.round_steps if self.round_steps else step
 
 
 ONCE = Schedule()

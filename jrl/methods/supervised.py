@@ -5,7 +5,7 @@ In formulas with y it is 1 for a right answer, a score above ``above``, and 0 fo
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import chex
 import jax
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.methods.base import Draw, Method, Schedule, refill, replay_share, requires
+from jrl.methods.base import Method, Schedule, requires
+from jrl.methods.curriculum import unchanged
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -25,7 +26,10 @@ from jrl.methods.domains import (
     Whole,
     is_zero,
 )
+from jrl.methods.edit import Edit, refill
+from jrl.methods.plan import Plan, by_policy, demonstrated, frozen_copy, stored_apart
 from jrl.methods.schedule import copies, every, restart
+from jrl.methods.stores import replay_share
 from jrl.objectives import aggregates, distill, ratios, segments, transforms
 from jrl.objectives.branches import by_branch, of_members
 from jrl.objectives.kl import bounded_exp
@@ -60,8 +64,8 @@ def sft(weigh: Weigh = "tokens") -> Method:
     means instead; the paper does not say which it uses.
     """
     mean = aggregates.token_mean if weigh == "tokens" else aggregates.sequence_mean
-    draw = Draw(demonstrations=1, own=False)
-    return Method(Objective(transforms.identity(), ratios.nll(), mean), draw=draw)
+    given = Plan(demonstrated(1, alone=True))
+    return Method(Objective(transforms.identity(), ratios.nll(), mean), plan=given)
 
 
 @variant(sft)
@@ -220,10 +224,10 @@ def bfs_prover(
     Departures: the paper starts anew where progress has stopped, and filters harder then. Not
     known: the band, a tenth at either end being a guess, and how many steps and rounds.
     """
-    rule = None
+    edits: tuple[Edit, ...] = ()
     if not is_zero(replayed):
         below = float(np.nextafter(np.float32(success), np.float32(0)))  # points are float32
-        rule = replay_share(below, replayed, each, kept_prompts)
+        edits = (replay_share(below, replayed, each, kept_prompts),)
     if restart_rounds and not round_steps:
         raise UserError(
             f"objective.restart_rounds = {restart_rounds}: rounds have no steps; set"
@@ -232,12 +236,19 @@ def bfs_prover(
     after = (copies("expert", every(round_steps)),) if round_steps else ()
     if restart_rounds:
         after = (restart("first", every(round_steps * restart_rounds)), *after)
+    first: Any = stored_apart if edits else unchanged
+    experts = (frozen_copy("expert", round_steps),) if round_steps else ()
     return base.with_(
-        draw=Draw(search=Search("best_first"), lines=True),
+        plan=Plan(
+            by_policy("expert", first) if experts else first,
+            policies=experts,
+            tree=Search("best_first"),
+        ),
+        needs=frozenset({"lines"}),
         advantage=middle_steps(low, high, success),
         surrogate=ratios.reinforce(),
-        schedule=Schedule(after=after, round_steps=round_steps),
-        replay=rule,
+        schedule=Schedule(after=after),
+        edits=edits,
     )
 
 
@@ -288,7 +299,7 @@ def alphamath(base: Method, beta: Positive = 0.01, correct: Positive = 0.5) -> M
     V) / 2, for steps with which no path ends, and the reward for others.
     """
     return base.with_(
-        draw=Draw(guide=lambda number: (1 + jnp.tanh(number)) / 2),
+        plan=Plan(estimate=lambda number: (1 + jnp.tanh(number)) / 2),
         advantage=tree_targets(correct),
         surrogate=ratios.reinforce(),
         regularizers=(bounded_value_loss(beta),),
@@ -383,7 +394,7 @@ def nft(
     mean = aggregates.constant_norm(max_tokens) if level == "token" else aggregates.sequence_mean
     return Method(
         Objective(nft_labels(prompt_weight, negative_weight, above), nft_loss(level, floor), mean),
-        groups=refill(),
+        **refill(),
         schedule=Schedule(epochs),
         needs=requires(2),
     )

@@ -19,7 +19,7 @@ Message = Mapping[str, Any]
 """A dict with "role" and "content", both text, and what else the template reads."""
 
 ANSWER = "JRLANSWER"
-"""What the assistant says in conversations of placeholders."""
+"""Placeholder for the assistant's content in sample conversations."""
 
 _PLAIN_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 """Names and ids that a template may write into a frame: no control token has only such letters."""
@@ -29,7 +29,7 @@ Span = tuple[int, int]
 
 
 def _is_own(message: Message, own: str) -> bool:
-    """Whether a content is not from outside: of the role ``own``, or empty beside tool calls."""
+    """Whether a content is trusted: of the role ``own``, or empty with tool calls."""
     return message["role"] == own or bool(message.get("tool_calls") and not message["content"])
 
 
@@ -88,39 +88,39 @@ class Frames(NamedTuple):
         outside = [(i, m) for i, m in enumerate(messages) if not _is_own(m, own)]
         for i, message in outside:
             mark = marked[i]["content"]
-            part, found, rest = rest.partition(mark)
-            if not found or mark in rest:
+            part, separator, rest = rest.partition(mark)
+            if not separator or mark in rest:
                 raise UserError(
                     f"the chat template writes the content of a {message['role']} message "
-                    f"{'more than once' if found else 'nowhere, or not in its turn'}"
+                    f"{'more than once' if separator else 'nowhere, or not in its turn'}"
                 )
             marks.append(mark)
             parts.append(part)
         text, spans = "", []
         for (i, message), mark, part in zip(outside, marks, parts, strict=True):
-            whole = self.render([*before, *marked[:i], message, *marked[i + 1 :]])
+            rendered = self.render([*before, *marked[:i], message, *marked[i + 1 :]])
             head, _, tail = frame.partition(mark)
-            if not (whole.startswith(head) and whole.endswith(tail)):
+            if not (rendered.startswith(head) and rendered.endswith(tail)):
                 raise UserError(
                     f"the chat template writes a {message['role']} message in another frame "
                     f"because of what it says: {message['content']!r:.60}"
                 )
             text += part
-            spans.append((len(text), len(text) + len(whole) - len(head) - len(tail)))
-            text += whole[len(head) : len(whole) - len(tail)]
+            spans.append((len(text), len(text) + len(rendered) - len(head) - len(tail)))
+            text += rendered[len(head) : len(rendered) - len(tail)]
         return text + rest, spans
 
     def stops(self) -> list[str]:
         """The texts of the tokens that end a turn."""
         return [self.tokenizer.decode([i], skip_special=False) for i in self.tokenizer.stop_ids]
 
-    def last_end(self, said: Sequence[Message]) -> str:
+    def last_end(self, messages: Sequence[Message]) -> str:
         """The stop token that ends the last turn of a conversation, "" where none does."""
         try:
-            _, found, rest = self.render(said, prompt=False).rpartition(ANSWER)
+            _, marker, rest = self.render(messages, prompt=False).rpartition(ANSWER)
         except UserError:
             return ""
-        return next((stop for stop in self.stops() if found and rest.startswith(stop)), "")
+        return next((stop for stop in self.stops() if marker and rest.startswith(stop)), "")
 
 
 def chat_template(tokenizer: FileTokenizer, *, tools: bool) -> str:
@@ -227,12 +227,15 @@ def calling(
     Templates read arguments as an object or as text that holds JSON, and a turn that says nothing
     as an empty content or as none.
     """
-    given: Any = {"it": ANSWER}
+    arguments: Any = {"it": ANSWER}
     calls = [
         {
             "id": call_id,
             "type": "function",
-            "function": {"name": name, "arguments": json.dumps(given) if as_text else given},
+            "function": {
+                "name": name,
+                "arguments": json.dumps(arguments) if as_text else arguments,
+            },
         }
         for name, call_id in zip(names, ids, strict=True)
     ]
@@ -253,14 +256,17 @@ def plain_names(message: Message, number: int) -> Message:
         message = {"name": "unknown", "tool_call_id": "", **message}
     plain = dict(message)
     for key, other in (("name", "unknown"), ("tool_call_id", f"jrlcall{number % 100:02d}")):
-        given = plain.get(key, other)
-        if not (isinstance(given, str) and _PLAIN_NAME.fullmatch(given)) or ANSWER in given:
+        name_given = plain.get(key, other)
+        if (
+            not (isinstance(name_given, str) and _PLAIN_NAME.fullmatch(name_given))
+            or ANSWER in name_given
+        ):
             plain[key] = other
     return plain
 
 
 def outside_spans(text: str, span: Span, pieces: Sequence[tuple[str, bool]]) -> list[Span]:
-    """Where in a text the pieces of one content stand that come from outside.
+    """Positions in a text of the pieces of one untrusted content.
 
     All of the content, where the template does not write it as it is.
     """
@@ -281,9 +287,9 @@ def outside_spans(text: str, span: Span, pieces: Sequence[tuple[str, bool]]) -> 
 def check_descriptions(tokenizer: FileTokenizer, tools: Sequence[Mapping[str, Any]]) -> None:
     """Raises UserError where a template would write a control token of a tool's author."""
     for tool in tools:
-        if found := tokenizer.controls(json.dumps(tool, ensure_ascii=False)):
+        if controls := tokenizer.controls(json.dumps(tool, ensure_ascii=False)):
             name = tool.get("function", {}).get("name", "")
             raise UserError(
-                f"tool {name!r}: its description or schema spells the control token {found[0]!r}, "
-                "which the model would read as one; write it otherwise"
+                f"tool {name!r}: its description or schema spells the control token "
+                f"{controls[0]!r}, which the model would read as one; write it otherwise"
             )

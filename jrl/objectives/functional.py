@@ -55,7 +55,7 @@ def token_logprobs(logits: Array, tokens: Array) -> Array:
 
 
 def sequence_logprobs(logprobs: Array, mask: Array) -> Array:
-    """Log-probabilities of whole completions: sums over live tokens.
+    """Log-probabilities of complete sequences: sums over live tokens.
 
     Args:
       logprobs: [..., T] float, nats.
@@ -268,7 +268,7 @@ def gspo_loss(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Array:
-    """GSPO's loss: one ratio a completion, the geometric mean of its tokens', clipped.
+    """GSPO's loss: one ratio per completion, the geometric mean of its tokens', clipped.
 
     "Group Sequence Policy Optimization" (arXiv:2507.18071). Arguments and result as for
     ``grpo_loss``; advantages ``[...]``, one a completion.
@@ -452,8 +452,8 @@ def remax_advantages(rewards: Array, greedy_rewards: Array) -> Array:
     greedy = jnp.expand_dims(greedy_rewards, -1)
     both = jnp.concatenate([rewards, greedy], axis=-1)
     last = jnp.arange(both.shape[-1]) == rewards.shape[-1]
-    found = _by_group(lambda r, m: group.greedy_baseline(r, m & ~last, last), both, None)
-    return found[..., :-1]
+    advantages = _by_group(lambda r, m: group.greedy_baseline(r, m & ~last, last), both, None)
+    return advantages[..., :-1]
 
 
 def opo_advantages(rewards: Array, lengths: Array, members: Array | None = None) -> Array:
@@ -508,7 +508,7 @@ def gae(
 
 
 def at_last_token(scores: Array, mask: Array) -> Array:
-    """Rewards by token of completions whose whole score is paid at their last live token.
+    """Token rewards of completions whose score is assigned to their last live token.
 
     Args:
       scores: [...] float, points.
@@ -752,8 +752,8 @@ def _kl_term(
     stats: Stats, ref_logprobs: Array | None, coef: float, kind: str
 ) -> tuple[Regularizer, ...]:
     """The divergence as a term, its statistic added to ``stats``; no term without a reference."""
-    wanted = isinstance(coef, jax.Array) or coef != 0
-    if wanted != (ref_logprobs is not None):
+    penalised = isinstance(coef, jax.Array) or coef != 0
+    if penalised != (ref_logprobs is not None):
         raise TypeError("give ref_logprobs and kl_coef together, or neither")
     if ref_logprobs is None:
         return ()
@@ -781,7 +781,7 @@ def _batch(mask: Array, stats: Stats) -> Batch:
 
 
 def _spread(advantages: Array, mask: Array) -> Array:
-    """Advantages [..., T] float32, those of whole completions at each of their tokens."""
+    """Advantages [..., T] float32, those of complete sequences at each of their tokens."""
     chex.assert_type(advantages, float)
     if advantages.ndim == mask.ndim - 1:
         advantages = jnp.expand_dims(advantages, -1)

@@ -26,6 +26,7 @@ from jrl.errors import UserError, unknown_choice
 from jrl.objectives import segments
 from jrl.objectives.corrections import Correction
 from jrl.objectives.kl import LOG_RATIO_LIMIT, bounded_exp
+from jrl.system.readable import readable
 from jrl.types import Array, Stats, Surrogate
 
 Step = Callable[[Array, Array, Array, Stats], tuple[Array, Stats]]
@@ -45,6 +46,10 @@ class Ratio(NamedTuple):
     needs: frozenset[str] = frozenset()
     labels: frozenset[str] = frozenset()
 
+    def __repr__(self) -> str:
+        """The parts by name."""
+        return readable(self)
+
 
 class Rule(NamedTuple):
     """The loss as a function of the ratio.
@@ -56,6 +61,10 @@ class Rule(NamedTuple):
 
     apply: Step
     needs: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        """The parts by name."""
+        return readable(self)
 
 
 # ---------------------------------------------------------------- ratios
@@ -373,6 +382,10 @@ class RatioParts(NamedTuple):
     rule: Rule = clip()
     correction: Correction | None = None
     off_policy_limit: float | None = None
+
+    def __repr__(self) -> str:
+        """The parts by name."""
+        return readable(self)
 
 
 def ratio_loss(

@@ -95,7 +95,7 @@ def per_group(
 
 
 def whiten(over: str = "tokens", *, eps: float = 1e-8, ddof: int = 0) -> Transform:
-    """Subtracts the mean of the whole batch and divides by its standard deviation.
+    """Subtracts the mean of the batch and divides by its standard deviation.
 
     The global normalisation of ``reinforce_plus_plus``. The deviation is the population's by
     default, as in the authors' OpenRLHF, and ``eps`` is added to the variance under the root.

@@ -1,4 +1,4 @@
-"""What a run needs on a TPU slice, found by compiling its programs for it.
+"""Memory and time of a run on a TPU slice, from its compiled programs.
 
 XLA compiles the real sampler and the real training step for the slice, without weights and without
 a TPU. The compiled programs give bytes per chip, operations, collectives by kind and mesh axis, and
@@ -124,8 +124,8 @@ class Plan(NamedTuple):
         """The programs in turn, or in parallel on disjoint devices; None if one is unknown."""
         times = [p.roofline_seconds for p in self.programs.values()]
         together = sum if self.rollout_mesh is None else max
-        known = [t for t in times if t is not None]
-        return None if None in times else float(together(known)) + self.move_seconds
+        times_known = [t for t in times if t is not None]
+        return None if None in times else float(together(times_known)) + self.move_seconds
 
 
 def plan_mesh(config: Config, topology: Topology) -> jax.sharding.Mesh:
@@ -161,8 +161,8 @@ def make_plan(
       UserError: something does not divide over the mesh, or libtpu cannot compile for it.
     """
     run = _abstract_run(config, topology)
-    wanted = wanted_programs(placement)
-    programs = _programs(run, topology, wanted, placement, effort, echo)
+    names = wanted_programs(placement)
+    programs = _programs(run, topology, names, placement, effort, echo)
     return _judged(run, topology, programs)
 
 
@@ -173,6 +173,7 @@ def quick_plan(
     echo: Callable[[str], None] = lambda line: None,
     placement: str = "colocated",
     effort: float = 0.0,
+    timed: bool = True,
 ) -> Plan:
     """``make_plan``, but a program with unrolled layers is compiled twice with few layers.
 
@@ -180,7 +181,16 @@ def quick_plan(
     Bytes, operations and collectives grow linearly with the number of layers, so the two give those
     of the complete model; what XLA does differently in a deep program is missed. Weights that fit
     the chip's fast memory stay there from token to token, so that both programs have more of them,
-    or the complete one has no more. Arguments are those of ``make_plan``.
+    or the complete one has no more.
+
+    Args:
+      config: as for ``make_plan``, and so are the further arguments.
+      topology: the slices.
+      echo: receives lines of progress.
+      placement: of the programs.
+      effort: of XLA.
+      timed: False lets the few layers fit into fast memory. The programs then compile sooner; the
+        memory of a chip is right, and the times are too short.
     """
     run = _abstract_run(config, topology)
     model, sizes = run.shape, config.model.config
@@ -194,23 +204,23 @@ def quick_plan(
 
     low, deep = 2 * period, _prepared_bytes(run)
     each = (deep - _prepared_bytes(of(low))) / max(model.layers - low, 1)
-    if each * model.layers > FAST_BYTES:
+    if timed and each * model.layers > FAST_BYTES:
         low *= math.ceil(FAST_BYTES / (each * low))
     high = low + 2 * period
     if low + high > model.layers:  # two programs of so many layers take longer than the one
         return make_plan(config, topology, echo=echo, placement=placement, effort=effort)
-    wanted = wanted_programs(placement)
+    names = wanted_programs(placement)
     unrolled = PROGRAMS if len(set(model.sparse)) > 1 else ("resharding", "sampler")
-    complete = [name for name in wanted if name not in unrolled]
-    rest = [name for name in wanted if name in unrolled]
+    complete = [name for name in names if name not in unrolled]
+    rest = [name for name in names if name in unrolled]
     programs = _programs(run, topology, complete, placement, effort, echo)
     few = []
     for layers in (low, high) if rest else ():
         few.append(_programs(of(layers), topology, rest, placement, effort, echo))
     steps = (model.layers - low) / (high - low)
     for name in few[0] if few else ():
-        found = extrapolate(few[0][name], few[1][name], steps, topology)
-        programs[name] = found._replace(layers=(low, high))
+        extrapolated = extrapolate(few[0][name], few[1][name], steps, topology)
+        programs[name] = extrapolated._replace(layers=(low, high))
     in_order = {name: programs[name] for name in PROGRAMS if name in programs}
     return _judged(run, topology, in_order)
 
@@ -271,7 +281,7 @@ def _programs(
     echo: Callable[[str], None],
 ) -> dict[str, Program]:
     """The run's programs of these names, compiled; one that the run lacks is left out."""
-    kept = state_bytes(run)
+    held_bytes = state_bytes(run)
     programs: dict[str, Program] = {}
     weights: Any = None
     for name in names:
@@ -279,9 +289,9 @@ def _programs(
         if lowered is None:
             continue
         echo(f"compiling {name} for {topology.name} ...")
-        state = kept if placement == "colocated" or name == "train_step" else {}
+        state = held_bytes if placement == "colocated" or name == "train_step" else {}
         if name != "train_step" and placement != "colocated":
-            state = {"weights": kept["weights"]}
+            state = {"weights": held_bytes["weights"]}
         compiled, seconds = _compiled(lowered, effort_options(effort))
         if isinstance(compiled, str):
             programs[name] = _out_of_memory(compiled, run, name, state, seconds)
@@ -345,11 +355,11 @@ def _patterns(model: ModelConfig) -> tuple[tuple[bool, ...], ...]:
 def _out_of_memory(
     error: str, run: build.Run, name: str, state: Mapping[str, float], seconds: float
 ) -> Program:
-    """What is known of a program for which XLA finds too little memory."""
-    given = _arguments(run, name, state)
-    resident = {k: v for k, v in state.items() if k not in given}
-    temporaries = temporaries_in_error(error, sum(given.values()))
-    sizes = {**resident, **given, "temporaries": temporaries or 0.0}
+    """The partial result of a program that does not fit into memory."""
+    arguments = _arguments(run, name, state)
+    resident = {k: v for k, v in state.items() if k not in arguments}
+    temporaries = temporaries_in_error(error, sum(arguments.values()))
+    sizes = {**resident, **arguments, "temporaries": temporaries or 0.0}
     sizes["total"] = sum(sizes.values())
     return Program(sizes, False, None, None, None, None, None, seconds)
 
@@ -379,9 +389,9 @@ def _measured(
     began, stats = time.perf_counter(), compiled.memory_analysis()
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     total += stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
-    given = _arguments(run, name, state)
-    resident = {k: v for k, v in state.items() if k not in given}
-    sizes = {**resident, **given}
+    arguments = _arguments(run, name, state)
+    resident = {k: v for k, v in state.items() if k not in arguments}
+    sizes = {**resident, **arguments}
     room = float(stats.temp_size_in_bytes)
     if name == "resharding":
         sizes["prepared"] = float(stats.output_size_in_bytes)
@@ -395,15 +405,15 @@ def _measured(
     sizes["total"] = float(total) + sum(resident.values())
     mesh = drawing_mesh(run) if name == "sampler" else run.mesh
     text, shape = compiled.as_text(), list(mesh.shape.values())
-    found = decoding(run, mesh) if name == "sampler" else None
+    decode = decoding(run, mesh) if name == "sampler" else None
     trips = loop_trips(run, mesh, name)
-    costs = program_costs(text, shape, found.live if found else {}, trips)
-    least, bound = roofline(costs, topology, mesh.devices)
-    whole = None
-    if found is not None:
+    costs = program_costs(text, shape, decode.live if decode else {}, trips)
+    least, by_resource = roofline(costs, topology, mesh.devices)
+    full_seconds = None
+    if decode is not None:
         unfilled = program_costs(text, shape, trips=trips)
         if _moved(unfilled) > _moved(costs):  # else no kernel reads a cache in part
-            whole = roofline(unfilled, topology, mesh.devices)[0]
+            full_seconds = roofline(unfilled, topology, mesh.devices)[0]
     return Program(
         bytes_per_chip=sizes,
         fits=sizes["total"] <= topology.chip.hbm_bytes,
@@ -411,15 +421,15 @@ def _measured(
         hbm_bytes=_moved(costs),
         collective_bytes=_by_kind(costs, mesh.axis_names),
         roofline_seconds=least,
-        bound=bound,
+        bound=by_resource,
         compile_seconds=seconds + time.perf_counter() - began,
         alone=each_alone(costs, topology, mesh.devices),
-        full_seconds=whole,
+        full_seconds=full_seconds,
         floor_seconds=floor_seconds(run, mesh, topology, name),
         model_flops=model_flops(run, name) / topology.chips,
         reads=None
-        if found is None
-        else {"weights": found.steps * found.weights, "cache": found.steps * found.cache},
+        if decode is None
+        else {"weights": decode.steps * decode.weights, "cache": decode.steps * decode.cache},
         operations=by_operation(costs, topology, mesh.devices),
     )
 
@@ -449,10 +459,10 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 def temporaries_in_error(error: str, arguments: float) -> float | None:
     """Bytes of temporaries in an out-of-memory error of XLA's; None for another error."""
-    if found := re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", error):
-        return float(found[1]) * _UNITS[found[2]]
-    if found := re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", error):
-        return max(float(found[1]) * _UNITS[found[2]] - arguments, 0.0)
+    if match := re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", error):
+        return float(match[1]) * _UNITS[match[2]]
+    if match := re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", error):
+        return max(float(match[1]) * _UNITS[match[2]] - arguments, 0.0)
     return None
 
 
@@ -465,12 +475,12 @@ def roofline(
     three counts; computations run one after the other. Collectives over different axes do not
     overlap.
     """
-    bound = dict.fromkeys(("compute", "memory", "network"), 0.0)
+    by_resource = dict.fromkeys(("compute", "memory", "network"), 0.0)
     for cost in costs:
         times = _times(cost, topology, devices)
         slowest = max(times, key=lambda k: times[k])
-        bound[slowest] += cost.runs * times[slowest]
-    return sum(bound.values()), bound
+        by_resource[slowest] += cost.runs * times[slowest]
+    return sum(by_resource.values()), by_resource
 
 
 def each_alone(costs: list[Cost], topology: Topology, devices: np.ndarray) -> dict[str, float]:
@@ -483,13 +493,13 @@ def each_alone(costs: list[Cost], topology: Topology, devices: np.ndarray) -> di
 
 
 def by_operation(costs: list[Cost], topology: Topology, devices: np.ndarray) -> dict[str, float]:
-    """Seconds that the operations of each kind would take if nothing else ran beside them."""
-    chip, found = topology.chip, dict.fromkeys(KINDS, 0.0)
+    """Seconds of each kind of operation by itself."""
+    chip, seconds = topology.chip, dict.fromkeys(KINDS, 0.0)
     for cost in costs:
-        for kind, (flops, moved) in cost.kinds.items():
-            found[kind] += cost.runs * max(flops / chip.flops, moved / chip.hbm_bandwidth)
-        found["collectives"] += cost.runs * _times(cost, topology, devices)["network"]
-    return found
+        for kind, (flops, traffic) in cost.kinds.items():
+            seconds[kind] += cost.runs * max(flops / chip.flops, traffic / chip.hbm_bandwidth)
+        seconds["collectives"] += cost.runs * _times(cost, topology, devices)["network"]
+    return seconds
 
 
 def _times(cost: Cost, topology: Topology, devices: np.ndarray) -> dict[str, float]:

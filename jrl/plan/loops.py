@@ -1,4 +1,4 @@
-"""How often each computation of a compiled program runs.
+"""Trip counts of the computations in a compiled program.
 
 XLA's own analysis counts the body of a loop once. Here it counts as often as it runs: the loop's
 counter is followed from its start, by its step, to the bound that its condition compares it with.
@@ -61,78 +61,84 @@ class Scope:
         self._below: dict[str, tuple[Scope, str] | None] = {}
 
     def inside(self, operation: Operation) -> tuple[Scope, str] | None:
-        """What a fusion or call runs, and the name of its result there."""
+        """The computation of a fusion or call, and the name of its result there."""
         if operation.name not in self._below:
             names = [n for n in called_computations(operation) if n in self.program.computations]
-            found = None
+            inner = None
             if len(names) == 1:
                 operations = self.program.computations[names[0]]
                 scope = Scope(self.program, operations, caller=(self, operation.operands))
-                found = scope, result_of(operations)
-            self._below[operation.name] = found
+                inner = scope, result_of(operations)
+            self._below[operation.name] = inner
         return self._below[operation.name]
 
     def value(self, name: str) -> Value:
         """The integer that an operation makes, if it follows from constants and known ones."""
         if (name, None) not in self._known:
-            found = self.operations.get(name)
-            scalar = found is not None and len(found.outputs) == 1 and not found.outputs[0].sizes
-            self._known[name, None] = self._made(found) if found and scalar else None
+            operation = self.operations.get(name)
+            scalar = (
+                operation is not None
+                and len(operation.outputs) == 1
+                and not operation.outputs[0].sizes
+            )
+            self._known[name, None] = self._made(operation) if operation and scalar else None
         return self._known[name, None]
 
     def element(self, name: str, index: int) -> Value:
         """The same of an element of the tuple that an operation makes."""
         if (name, index) not in self._known:
-            found = self.operations.get(name)
-            self._known[name, index] = self._part(found, index) if found else None
+            operation = self.operations.get(name)
+            self._known[name, index] = self._part(operation, index) if operation else None
         return self._known[name, index]
 
-    def _made(self, found: Operation) -> Value:
-        if found.kind == "constant":
-            return _constant(found.text)
-        if found.kind == "parameter" and self._caller is not None:
+    def _made(self, operation: Operation) -> Value:
+        if operation.kind == "constant":
+            return _constant(operation.text)
+        if operation.kind == "parameter" and self._caller is not None:
             scope, names = self._caller
-            return scope.value(names[_number(found)])
-        if found.kind == "get-tuple-element":
-            return self.element(found.operands[0], _index(found))
-        if found.kind in _PASSED_ON and found.operands:
-            return self.value(found.operands[0])
-        if found.kind in ("fusion", "call"):
-            below = self.inside(found)
+            return scope.value(names[_number(operation)])
+        if operation.kind == "get-tuple-element":
+            return self.element(operation.operands[0], _index(operation))
+        if operation.kind in _PASSED_ON and operation.operands:
+            return self.value(operation.operands[0])
+        if operation.kind in ("fusion", "call"):
+            below = self.inside(operation)
             return None if below is None else below[0].value(below[1])
-        return self._computed(found)
+        return self._computed(operation)
 
-    def _part(self, found: Operation, index: int) -> Value:
-        if found.kind == "tuple" or (
-            found.kind == "optimization-barrier" and len(found.operands) > 1
+    def _part(self, operation: Operation, index: int) -> Value:
+        if operation.kind == "tuple" or (
+            operation.kind == "optimization-barrier" and len(operation.operands) > 1
         ):
-            return self.value(found.operands[index]) if index < len(found.operands) else None
-        if found.kind == "optimization-barrier":
-            return self.element(found.operands[0], index)
-        if found.kind == "parameter" and self._caller is not None:
+            return (
+                self.value(operation.operands[index]) if index < len(operation.operands) else None
+            )
+        if operation.kind == "optimization-barrier":
+            return self.element(operation.operands[0], index)
+        if operation.kind == "parameter" and self._caller is not None:
             scope, names = self._caller
-            return scope.element(names[_number(found)], index)
-        if found.kind == "parameter":
+            return scope.element(names[_number(operation)], index)
+        if operation.kind == "parameter":
             return self._state[index] if index < len(self._state) else None
-        if found.kind in ("fusion", "call"):
-            below = self.inside(found)
+        if operation.kind in ("fusion", "call"):
+            below = self.inside(operation)
             return None if below is None else below[0].element(below[1], index)
         return None
 
-    def _computed(self, found: Operation) -> Value:
-        if found.kind not in _ARITHMETIC and found.kind not in ("select", "compare"):
+    def _computed(self, operation: Operation) -> Value:
+        if operation.kind not in _ARITHMETIC and operation.kind not in ("select", "compare"):
             return None
-        values = [self.value(name) for name in found.operands]
-        if found.kind == "select" and len(values) == 3 and values[0] is not None:
+        values = [self.value(name) for name in operation.operands]
+        if operation.kind == "select" and len(values) == 3 and values[0] is not None:
             return values[1] if values[0] else values[2]
         if len(values) != 2:
             return None
         a, b = values
         if a is None or b is None:
             return None
-        if found.kind == "compare":
-            return int(_COMPARISONS[_direction(found)](a, b))
-        return _ARITHMETIC[found.kind](a, b)
+        if operation.kind == "compare":
+            return int(_COMPARISONS[_direction(operation)](a, b))
+        return _ARITHMETIC[operation.kind](a, b)
 
 
 def result_of(operations: Mapping[str, Operation]) -> str:
@@ -148,18 +154,18 @@ def _constant(text: str) -> Value:
     return {"true": 1, "false": 0}.get(number[1]) if number[1][0] in "tf" else int(number[1])
 
 
-def _number(found: Operation) -> int:
-    return int(found.text.removeprefix("parameter(").split(")")[0])
+def _number(operation: Operation) -> int:
+    return int(operation.text.removeprefix("parameter(").split(")")[0])
 
 
-def _index(found: Operation) -> int:
-    index = re.search(r"index=(\d+)", found.text)
+def _index(operation: Operation) -> int:
+    index = re.search(r"index=(\d+)", operation.text)
     assert index is not None
     return int(index[1])
 
 
-def _direction(found: Operation) -> str:
-    direction = re.search(r"direction=(\w+)", found.text)
+def _direction(operation: Operation) -> str:
+    direction = re.search(r"direction=(\w+)", operation.text)
     assert direction is not None
     return direction[1]
 
@@ -170,7 +176,7 @@ def _direction(found: Operation) -> str:
 def computation_runs(
     program: HloProgram, trips: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, float]:
-    """How often each computation runs, the entry and the bodies of loops, by name.
+    """The run count of each computation, the entry and the bodies of loops, by name.
 
     Args:
       program: compiled.
@@ -189,22 +195,22 @@ def _count_runs(
     runs[name] += times
     program = scope.program
 
-    def below(called: str, count: float, **known: Any) -> None:
-        inner = Scope(program, program.computations[called], **known)
-        _count_runs(inner, called, count, runs, trips)
+    def below(computation: str, count: float, **known: Any) -> None:
+        inner = Scope(program, program.computations[computation], **known)
+        _count_runs(inner, computation, count, runs, trips)
 
     for operation in scope.operations.values():
         if operation.kind == "while":
             loop = read_loop(scope, operation, trips)
-            for called in (loop.body, loop.condition):
-                below(called, times * loop.trips, state=loop.fixed)
+            for callee in (loop.body, loop.condition):
+                below(callee, times * loop.trips, state=loop.fixed)
         elif operation.kind == "conditional":
             branches = [c for c in called_computations(operation) if c in program.computations]
             for branch in branches:
                 below(branch, times / len(branches))
         elif operation.kind in ("call", "async-start"):
-            for called in called_computations(operation):
-                below(called, times, caller=(scope, operation.operands))
+            for callee in called_computations(operation):
+                below(callee, times, caller=(scope, operation.operands))
 
 
 class Loop(NamedTuple):
@@ -241,21 +247,21 @@ def read_loop(scope: Scope, loop: Operation, trips: Mapping[str, int]) -> Loop:
     named = re.search(r'op_name="(?:[^"]*/)?([^"/]+)/while"', loop.text)
     if named is not None and named[1] in trips:
         return Loop(body[1], condition[1], float(trips[named[1]]), fixed)
-    if known := re.search(r"known_trip_count[^\d}]*(\d+)", loop.text):
-        return Loop(body[1], condition[1], float(known[1]), fixed)
-    found = _least(scope.program, condition[1], start, after, later)
-    if found is None:
+    if match := re.search(r"known_trip_count[^\d}]*(\d+)", loop.text):
+        return Loop(body[1], condition[1], float(match[1]), fixed)
+    count = _least(scope.program, condition[1], start, after, later)
+    if count is None:
         scalar = [b.dtype[:1] in "su" and not b.sizes for b in loop.outputs]
         start = tuple(0 if x is None and s else x for x, s in zip(start, scalar, strict=True))
         after, later = _turn(scope.program, body[1], start)
-        found = _least(scope.program, condition[1], start, after, later)
-    return Loop(body[1], condition[1], 1.0 if found is None else float(found), fixed)
+        count = _least(scope.program, condition[1], start, after, later)
+    return Loop(body[1], condition[1], 1.0 if count is None else float(count), fixed)
 
 
 def _turn(
     program: HloProgram, body: str, start: tuple[Value, ...]
 ) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """What a loop carries after one turn and after two."""
+    """A loop's carried values after one iteration and after two."""
     operations, states = program.computations[body], [start]
     result = result_of(operations)
     for _ in range(2):
@@ -274,27 +280,27 @@ def _least(program: HloProgram, condition: str, *states: tuple[Value, ...]) -> i
     """
     operations = program.computations[condition]
     scopes = [Scope(program, operations, state) for state in states]
-    found = [_failure(*each) for each in _comparisons(scopes, result_of(operations))]
-    return min((n for n in found if n is not None), default=None)
+    failures = [_failure(*each) for each in _comparisons(scopes, result_of(operations))]
+    return min((n for n in failures if n is not None), default=None)
 
 
 def _comparisons(
     scopes: Sequence[Scope], name: str
 ) -> Iterator[tuple[str, list[tuple[Value, Value]]]]:
     """The comparisons that must all hold for a result to be true, with both sides' values."""
-    found = scopes[0].operations.get(name)
-    if found is None:
+    operation = scopes[0].operations.get(name)
+    if operation is None:
         return
-    if found.kind == "compare":
-        sides = [(s.value(found.operands[0]), s.value(found.operands[1])) for s in scopes]
-        yield _direction(found), sides
-    elif found.kind == "and":
-        for each in found.operands:
+    if operation.kind == "compare":
+        sides = [(s.value(operation.operands[0]), s.value(operation.operands[1])) for s in scopes]
+        yield _direction(operation), sides
+    elif operation.kind == "and":
+        for each in operation.operands:
             yield from _comparisons(scopes, each)
-    elif found.kind in _PASSED_ON:
-        yield from _comparisons(scopes, found.operands[0])
-    elif found.kind in ("fusion", "call"):
-        inner = [s.inside(found) for s in scopes]
+    elif operation.kind in _PASSED_ON:
+        yield from _comparisons(scopes, operation.operands[0])
+    elif operation.kind in ("fusion", "call"):
+        inner = [s.inside(operation) for s in scopes]
         if inner[0] is not None:
             yield from _comparisons([each[0] for each in inner if each is not None], inner[0][1])
 

@@ -7,18 +7,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrl.config import Config, from_table
 from jrl.errors import UserError
+from jrl.methods.plan import dry_view
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.train import build, programs
 from jrl.train.frozen import run_shape
 from jrl.train.kinds import kind_of
+from jrl.train.members import is_plain, members_of
 from jrl.train.resharding import ReshardedSampler
 from jrl.train.shapes import abstract_batch
 from jrl.train.sources import simple_request
 from jrl.types import TrainState
+from jrl.types.asks import Asks, new_ask
 
 
 class _Ids(NamedTuple):
@@ -98,10 +102,23 @@ def lower_sampler(run: build.Run, weights: Any = None) -> Any:
     n = run.config.train.prompts
     step, ids = _int(), _int(n)
     if run.config.data.has_solutions:
-        request = simple_request(key, {"policy": policy}, step, ids, run.config.sampling.group)
+        request = simple_request(key, {"policy": policy}, step, ids)
+        request = request.replace(asks=first_asks(run, n))
         return _lower(run, program, request, sampling_params=sampling_params)
     prompts, lengths = _int(n, run.width), _int(n)
-    return _lower(run, program, key, policy, prompts, lengths, sampling_params, step, ids)
+    args = key, policy, prompts, lengths, sampling_params, step, ids
+    plain = [ask for ask in first_asks(run, n) if is_plain(ask)]
+    # A tree has its members from its program alone.
+    trees = run.method.draw.tree is not None
+    more = () if trees else (members_of(plain, run.config.sampling.temperature),)
+    return _lower(run, program, *args, *more)
+
+
+def first_asks(run: build.Run, n: int) -> Asks:
+    """What a step samples first, of ``n`` prompts."""
+    plan, zeros = run.method.plan, np.zeros(n, np.int32)
+    ask = new_ask(zeros, zeros, run.config.sampling.group, tree=plan.tree)
+    return plan.first((ask,), dry_view())
 
 
 def lower_step(run: build.Run) -> Any:

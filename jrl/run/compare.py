@@ -270,9 +270,9 @@ def _train(run: Run, keys: Array, start: _Start) -> list[dict[str, Any]]:
     iteration = programs.make_train_iteration(run)
 
     def train(key: Array, policy: Params) -> tuple[Params, Any]:
-        state, curves = iterate(
-            iteration, make(key, policy, {}), run.sampling_params, run.config.train.steps
-        )
+        state = make(key, policy, {})
+        records = state, iteration.begin(state)
+        state, _, curves = iterate(iteration, *records, run.sampling_params, run.config.train.steps)
         return policy_of(state, run.network), curves
 
     policies, curves = jax.jit(jax.vmap(train))(keys, start.policies)

@@ -1,4 +1,4 @@
-"""What a configuration lacks on this machine, all of it at once; nothing is compiled or trained."""
+"""Everything a configuration is missing on this machine; nothing is compiled or trained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROWS = 100
 
 
 def lacks(config: Config) -> list[str]:
-    """What keeps a configuration from running here, a line for each thing; [] for nothing.
+    """The obstacles of a configuration here, one line each; [] if none.
 
     Each part is looked at alone, so that one that is wrong does not hide the others. Checkpoints
     are read up to their headers, data up to its first rows.
@@ -59,8 +59,8 @@ def lacks(config: Config) -> list[str]:
         read = look(lambda: kind.read(tokenizer, method, _head))
         if read is not None:
             look(lambda: check_reward_columns(config, read.prompts["train"]))
-    if said := missing_math(config):
-        mistakes.lines.append(said)
+    if note := missing_math(config):
+        mistakes.lines.append(note)
     return mistakes.lines + list(_missing_sinks(config))
 
 
@@ -76,10 +76,10 @@ def with_others(error: UserError, config: Config) -> UserError:
         return re.sub(r"\d+", "", line)
 
     lines = str(error).splitlines()
-    said = {bare(line) for line in lines}
+    seen_lines = {bare(line) for line in lines}
     # Without math-verify a run continues, so that is no mistake beside another.
     others = [line for line in lacks(config) if line != missing_math(config)]
-    return UserError("\n".join(lines + [line for line in others if bare(line) not in said]))
+    return UserError("\n".join(lines + [line for line in others if bare(line) not in seen_lines]))
 
 
 def _model(config: Config, kind: TextKind, mistakes: Mistakes) -> Any:

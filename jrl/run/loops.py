@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jrl.mesh import replicated
 from jrl.rewards.pool import RewardPool
@@ -20,8 +21,10 @@ from jrl.train import programs
 from jrl.train.batches import training_batches
 from jrl.train.build import Run
 from jrl.train.collect import Batches
-from jrl.train.compiled import iterate
+from jrl.train.collect_notes import packed, unpacked
+from jrl.train.compiled import Iteration, iterate
 from jrl.train.loop import train_steps
+from jrl.train.plan import CollectState
 from jrl.train.sources import Groups
 from jrl.train.step import Metrics
 from jrl.train.tree_search import drawn_weights
@@ -143,6 +146,7 @@ class HostLoop:
         """Writes, says and saves what is due after a step; whether the loop shall end."""
         self.state, records = state, self._records
         shown = metrics.pop("advantages", None)
+        self._batches.learn(done - 1, shown)
         with waiting("training", of=f"step {done}"):
             record = records.after_step(done, state, metrics | groups.counts, cursor)
         self._progress.step(done, record)
@@ -160,12 +164,22 @@ class HostLoop:
 # ---------------------------------------------------------------- all of it in one program
 
 
-def train_compiled(training: Training, state: TrainState) -> TrainState:
-    """Segments of many steps, each one program; between them records are written."""
+def train_compiled(training: Training, state: TrainState, notes: Mapping[str, Any]) -> TrainState:
+    """Segments of many steps, each one program; between them records are written.
+
+    Args:
+      training: the run.
+      state: after the steps that are done.
+      notes: of the checkpoint that it is from; {} for a new run.
+    """
     run, shardings = training.run, training.shardings
     records, stopping = training.records, training.stopping
     config = run.config
     iteration = programs.make_train_iteration(run)
+    collected = jax.device_put(
+        begun(iteration, state, notes, records.position.cursor), replicated(run.mesh)
+    )
+    records.batch_notes = lambda: {"collect": packed(collected)}
     sampling_params = jax.device_put(run.sampling_params, replicated(run.mesh))
     compiled: dict[int, Any] = {}
     # A segment ends where a checkpoint or an evaluation is due.
@@ -178,22 +192,24 @@ def train_compiled(training: Training, state: TrainState) -> TrainState:
             if steps not in compiled:
                 segment = jax.jit(
                     partial(iterate, iteration, steps=steps),
-                    out_shardings=(shardings, replicated(run.mesh)),
-                    donate_argnums=0,
+                    out_shardings=(shardings, replicated(run.mesh), replicated(run.mesh)),
+                    donate_argnums=0,  # the training state alone
                 )
                 # Before the clock runs, so that the steps' time is their own.
-                compiled[steps] = segment.lower(state, sampling_params).compile()
+                compiled[steps] = segment.lower(state, collected, sampling_params).compile()
                 records.start_clock()
                 if stop_requested(stopping):  # a signal came meanwhile
                     break
-            state, curves = compiled[steps](state, sampling_params)
+            before = int(collected.cursor)
+            state, collected, curves = compiled[steps](state, collected, sampling_params)
+            issued = (int(collected.cursor) - before) // steps
             with waiting("training", of=f"steps {done + 1} to {done + steps}"):
                 curves = jax.device_get(curves)
             seconds = records.lap() / steps
             for i in range(steps):
                 metrics = {name: curve[i] for name, curve in curves.items()}
                 number = done + i + 1
-                cursor = number * config.train.prompts
+                cursor = before + (i + 1) * issued
                 record = records.after_step(number, state, metrics, cursor, seconds)
                 progress.step(number, record)
                 for line in records.check(number, record):
@@ -203,6 +219,14 @@ def train_compiled(training: Training, state: TrainState) -> TrainState:
             records.save_if_due(int(state.step), state)
             records.end_if_broken(state)
     return state
+
+
+def begun(
+    iteration: Iteration, state: TrainState, notes: Mapping[str, Any], cursor: int
+) -> CollectState:
+    """What drawing carries: as a checkpoint has it, or as at the start of a run."""
+    collected = iteration.begin(state).replace(cursor=jnp.int32(cursor))
+    return unpacked(collected, notes["collect"]) if "collect" in notes else collected
 
 
 def _segment(left: int, most: int) -> int:

@@ -126,11 +126,11 @@ class Progress:
 
     def _line(self, metrics: Mapping[str, Any]) -> str:
         parts = [f"step {self._done}/{self._total}"]
-        shown = next(
+        metric = next(
             (n for n in ("reward", "accuracy", "loss") if metrics.get(n) is not None), None
         )
-        if shown is not None:
-            parts.append(f"{shown} {float(metrics[shown]):.4f}")
+        if metric is not None:
+            parts.append(f"{metric} {float(metrics[metric]):.4f}")
         if (pace := metrics.get("tokens_per_second")) is not None:
             parts.append(f"{float(pace):,.0f} tokens/s")
         if (left := self.seconds_left()) is not None and self._done < self._total:

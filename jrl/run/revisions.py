@@ -21,10 +21,10 @@ def pinned(config: Config) -> Config:
     Raises:
       UserError: a name that neither the Hub nor its cache knows.
     """
-    kept = _kept(config)
+    pins = _kept(config)
 
     def pin(spec: str, kind: Kind, key: str) -> str:
-        return kept[spec] if spec in kept else pinned_name(spec, kind, key)
+        return pins[spec] if spec in pins else pinned_name(spec, kind, key)
 
     model, data = config.model, config.data
     changes: dict[str, Any] = {}
@@ -43,10 +43,10 @@ def pinned(config: Config) -> Config:
     return config.model_copy(update=changes)
 
 
-def _of_data(given: str | Mapping[str, float], pin: Callable[..., str], key: str) -> Any:
-    if isinstance(given, str):
-        return pin(given, "dataset", key)
-    return {pin(spec, "dataset", key): weight for spec, weight in given.items()}
+def _of_data(files: str | Mapping[str, float], pin: Callable[..., str], key: str) -> Any:
+    if isinstance(files, str):
+        return pin(files, "dataset", key)
+    return {pin(spec, "dataset", key): weight for spec, weight in files.items()}
 
 
 def _kept(config: Config) -> dict[str, str]:
@@ -58,11 +58,11 @@ def _kept(config: Config) -> dict[str, str]:
     data = [getattr(theirs.data, name, None) for name in ("train", "eval", "pairs")]
     names = [theirs.model.path, *(path for paths in theirs.frozen.values() for path in paths)]
     names += [
-        spec for given in data for spec in ([given] if isinstance(given, str) else given or ())
+        spec for source in data for spec in ([source] if isinstance(source, str) else source or ())
     ]
-    found = {spec: hub_name(spec) for spec in names if spec}
+    names_by_spec = {spec: hub_name(spec) for spec in names if spec}
     return {
         ("hf:" if spec.startswith("hf:") else "") + str(name._replace(revision=None)): spec
-        for spec, name in found.items()
+        for spec, name in names_by_spec.items()
         if name is not None and name.pinned
     }

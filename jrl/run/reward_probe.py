@@ -1,4 +1,4 @@
-"""What a run rewards, in a line for a person; and whether its data has what its rewards read."""
+"""A one-line description of a run's reward, and a check of the columns that rewards read."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def check_reward_columns(config: Config, prompts: Sequence[Prompt]) -> None:
                 )
     columns = prompts[0].meta if prompts else ()
     for name in _own_rewards(config):
-        known = [*columns, *config.rewards[name].options]
-        check_columns(load(name, "rewards"), known, f"rewards.{name}")
+        columns_known = [*columns, *config.rewards[name].options]
+        check_columns(load(name, "rewards"), columns_known, f"rewards.{name}")
 
 
 def _own_rewards(config: Config) -> list[str]:
@@ -99,8 +99,8 @@ def _own_rewards(config: Config) -> list[str]:
 
 
 def _meaning(name: str) -> str:
-    """What a reward part gives points for, in one line; a function's own docstring says it."""
+    """One line about a reward part, from the function's docstring."""
     if ":" not in name:
         return _MEANS.get(name, "")
-    said = inspect.getdoc(load(name, "rewards")) or ""
-    return said.partition("\n")[0].rstrip(".")
+    text = inspect.getdoc(load(name, "rewards")) or ""
+    return text.partition("\n")[0].rstrip(".")

@@ -175,7 +175,7 @@ def _run(training: Training, state: TrainState) -> Trained:
     if sampler_differs(run.config) and run.method.draw.own:
         training.echo(difference_text(run, state))
     if run.config.train.mode == "compiled":
-        state = train_compiled(training, state)
+        state = train_compiled(training, state, notes)
     else:
         state = train_on_host(training, state, notes)
     records.save(state)

@@ -37,7 +37,7 @@ class RowSampling(NamedTuple):
 
 
 class RowStart(NamedTuple):
-    """The beginning of a row.
+    """The start of a row.
 
     Attributes:
       tokens: the prompt's ids.
@@ -117,7 +117,7 @@ class AdmissionBuilder(NamedTuple):
     vocab_size: int
 
     def split(self, starts: Mapping[int, RowStart]) -> list[dict[int, RowStart]]:
-        """The rows of each admission; all rows of a block, and where it fits of a prompt, together.
+        """The rows of each admission: complete blocks; all rows of a prompt together if they fit.
 
         Args:
           starts: by row. Rows of one block have the same prompt.

@@ -35,7 +35,7 @@ class DecodeBatch(struct.PyTreeNode):
 
 
 class ChunkOutput(NamedTuple):
-    """What one chunk of decoding adds, for the host.
+    """Output of one decode chunk, for the host.
 
     Attributes:
       tokens: [S, W] int32, each row's new tokens from column 0.
@@ -72,7 +72,7 @@ def empty_batch(
 ) -> DecodeBatch:
     """A batch in which nothing runs; its sizes are those of ``Rows``."""
     s, t = blocks * block, max_new_tokens
-    own = network.init_cache(s, t, weights, pieces_of(t)).own
+    pieces = network.init_cache(s, t, weights, pieces_of(t)).own
     prefix = network.init_cache(blocks, prompt_tokens, weights).own
     zeros = jnp.zeros(s, jnp.int32)
     sampling_params = SamplingParams(
@@ -83,7 +83,7 @@ def empty_batch(
         bias=jnp.zeros((s, network.vocab_size), jnp.float32) if biases else None,
     )
     slots = Slots(
-        cache=Cache(own=own, prefix=prefix, prefix_lengths=jnp.zeros(blocks, jnp.int32)),
+        cache=Cache(own=pieces, prefix=prefix, prefix_lengths=jnp.zeros(blocks, jnp.int32)),
         pending=zeros,
         prompt_lengths=zeros + 1,
         lengths=zeros,

@@ -52,22 +52,22 @@ def rows_of(cache: Cache, rows: Array) -> Cache:
 
 
 def pick(tree: Any, rows: Array) -> Any:
-    """The rows of all arrays of a tree, in this order; one that is not there is the nearest."""
+    """Gathers rows of all arrays of a tree; indices are clamped."""
     # Clipped: the default fills with NaN, a comparison and a select on the whole cache.
     return jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), tree)
 
 
 def take(cache: Cache, source: Array) -> Cache:
     """Row i continues row ``source[i]``; prefixes are copied, since any rows may be neighbours."""
-    own = pick(cache.own, source)
+    pieces = pick(cache.own, source)
     if cache.prefix is None:
-        return cache.replace(own=own)
+        return cache.replace(own=pieces)
     assert cache.prefix_lengths is not None
     rows = jax.tree.leaves(cache.own)[0].shape[0]
     # Each row takes its block's prefix along, since the rows of a new block may come from several.
     blocks = source // (rows // cache.prefix_lengths.shape[0])
     return cache.replace(
-        own=own,
+        own=pieces,
         prefix=pick(cache.prefix, blocks),
         prefix_lengths=jnp.take(cache.prefix_lengths, blocks),
     )

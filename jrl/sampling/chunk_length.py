@@ -1,4 +1,4 @@
-"""How many decode steps an engine runs between two returns to the host, chosen by measurement.
+"""The number of decode steps between two returns to the host, tuned by measurement.
 
 Returning to the host costs the same after a short chunk as after a long one, so short chunks pay
 more often. In a long chunk a slot whose completion has ended stays idle until the chunk ends, and
@@ -78,7 +78,7 @@ class ChunkLength:
 
 
 def costs(times: Iterable[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds of a return to the host and of a step, fitted to (steps, seconds) of chunks.
+    """Seconds per return to the host and per step, fitted to (steps, seconds) of chunks.
 
     The Theil-Sen line: its slope is the median slope of all pairs of points, so that a few delayed
     chunks do not move it.

@@ -22,7 +22,16 @@ from jrl.sampling.cache import rows_of
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.queue import Queue, Results, finish
 from jrl.sampling.slot_sizes import SlotSizes, shrinking_pays, slot_sizes
-from jrl.sampling.slots import Sequences, Slots, decode, fresh_rows, pieces_of, sequences_of, start
+from jrl.sampling.slots import (
+    Members,
+    Sequences,
+    Slots,
+    decode,
+    fresh_rows,
+    pieces_of,
+    sequences_of,
+    start,
+)
 from jrl.types import (
     Array,
     Cache,
@@ -41,11 +50,13 @@ class Prompts(NamedTuple):
       tokens: [N, P] int32, from column 0.
       lengths: [N] int32, 1 to P.
       state: of an environment, any pytree of arrays with N rows; None without one.
+      members: which members of each are sampled, and how; None for the first ones, all alike.
     """
 
     tokens: Array
     lengths: Array
     state: Any = None
+    members: Members | None = None
 
 
 class Turns(NamedTuple):
@@ -167,8 +178,12 @@ def _sample_rows(
     Returns:
       The results, the slot-steps [1], the record of the prompts' routing, and the turns' log.
     """
-    tokens, lengths, state = prompts
-    sequences = sequences_of(key, weights, tokens, lengths, sampling_params, ids, members, network)
+    tokens, lengths, state, chosen = prompts
+    sequences = sequences_of(
+        *(key, weights, tokens, lengths, sampling_params, ids),
+        members if chosen is None else chosen,
+        network,
+    )
     queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
     draw = partial(decode, weights, version=version, stop_tokens=stop_tokens)
     recorded = network.extras.recorded
@@ -251,7 +266,7 @@ def as_rollout(
     version: Array,
     group: int,
     *,
-    drawn: Array | None = None,
+    sampled: Array | None = None,
     routing: Array | None = None,
 ) -> Rollout:
     """The record of N * G rows.
@@ -261,7 +276,7 @@ def as_rollout(
       prompts: N of them.
       version: [] int32, of the policy.
       group: sampled members; those after them are greedy.
-      drawn: [N, G, T] bool, tokens that the row itself sampled; None for all.
+      sampled: [N, G, T] bool, tokens that the row itself sampled; None for all.
       routing: of the prompts, [N, P, n, k]; None for no record.
     """
     n, t = prompts.tokens.shape[0], results.tokens.shape[1]
@@ -269,7 +284,7 @@ def as_rollout(
     lengths, stop = results.lengths.reshape(n, g), results.stop.reshape(n, g)
     # Past a sequence's end lies what its slot's last sequence wrote there.
     mask = jnp.arange(t)[None, None] < lengths[:, :, None]
-    mask = mask if drawn is None else mask & drawn
+    mask = mask if sampled is None else mask & sampled
     rollout = Rollout(
         prompt_tokens=prompts.tokens,
         prompt_lengths=prompts.lengths,
@@ -334,11 +349,19 @@ def on_own_prompts(
     sampler, args = run(parts), (key, weights, prompts, sampling_params, version, ids, shared)
     if not axes:
         return sampler(*args)
-    whole, own = PartitionSpec(), PartitionSpec(axes)
+    replicated_spec, sharded = PartitionSpec(), PartitionSpec(axes)
     return jax.shard_map(
         sampler,
-        in_specs=(whole, whole, own, whole, whole, own, whole),
-        out_specs=own,
+        in_specs=(
+            replicated_spec,
+            replicated_spec,
+            sharded,
+            replicated_spec,
+            replicated_spec,
+            sharded,
+            replicated_spec,
+        ),
+        out_specs=sharded,
         check_vma=False,
     )(*args)
 
@@ -379,7 +402,8 @@ def fill_slots(
         max_new_tokens=width,
     )
     # Where all start at once and none takes another's place, all stay at the same column.
-    slots = slots.replace(prompt_lengths=fresh["prompt_lengths"], aligned=s == rows)
+    begun = {name: fresh[name] for name in ("prompt_lengths", "stop", "limits") if name in fresh}
+    slots = slots.replace(**begun, aligned=s == rows)
     # New arrays are divided by rows like the cache, or each would be sent to all devices.
     arrays = slots.replace(cache=None, sampling_params=None, keys=None)
     arrays = jax.tree.map(by_row, arrays)

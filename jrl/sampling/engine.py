@@ -186,7 +186,7 @@ class Engine:
 
     @property
     def slot_use(self) -> float:
-        """The share of slot-steps that sampled a token."""
+        """The fraction of slot-steps that sampled a token."""
         return self.live_steps / max(self.slot_steps, 1)
 
     # ------------------------------------------------------------ decoding
@@ -222,8 +222,8 @@ class Engine:
 
     def _decode(self, steps: int) -> ChunkOutput:
         """Decodes up to this many steps; the output is on the host."""
-        asked = [None if m is None else m.request.top_logprobs for m in self._members]
-        reports = [-1 if top is None else top for top in asked]
+        counts = [None if m is None else m.request.top_logprobs for m in self._members]
+        reports = [-1 if top is None else top for top in counts]
         out = self.rows.decode(0, steps=steps, reports=reports)
         self.slot_steps += int(out.steps) * len(self._members)
         return out
@@ -347,7 +347,7 @@ class Engine:
 
 
 def _reports(out: ChunkOutput, row: int, count: int, top: int | None) -> list[TokenLogprobs]:
-    """What is reported about a row's new tokens; empty where nothing was asked for."""
+    """Reports on a row's new tokens; empty if none were requested."""
     if out.report is None or top is None:
         return []
     report = out.report

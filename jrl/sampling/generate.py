@@ -19,7 +19,7 @@ from jrl.sampling.device_loop import (
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.queue import CHUNK
 from jrl.sampling.slot_sizes import shrinking_pays, slot_sizes
-from jrl.sampling.slots import check_length, decode, sequences_of
+from jrl.sampling.slots import Members, check_length, decode, sequences_of
 from jrl.types import Array, Network, Params, Rollout
 
 
@@ -31,9 +31,10 @@ def generate(
     sampling_params: SamplingParams,
     version: Array,
     ids: Array,
+    members: Members | None = None,
     *,
     network: Network,
-    group: int,
+    group: int = 0,
     max_new_tokens: int,
     stop_tokens: Sequence[int],
     baseline_members: int = 0,
@@ -52,8 +53,9 @@ def generate(
       sampling_params: scalars; the bias, if any, [V].
       version: [] int32, the policy's version.
       ids: [N] int32; a sequence's draws depend on (key, its prompt's id, its member) alone.
+      members: [N, G], which members are drawn and how; None for numbers 0 to ``group`` - 1.
       network: the policy.
-      group: members drawn from the distribution.
+      group: members drawn from the distribution; not read with ``members``.
       max_new_tokens: T.
       stop_tokens: ids that end a sequence.
       baseline_members: further members drawn greedily, flagged in ``Rollout.baseline``.
@@ -74,19 +76,25 @@ def generate(
       UserError: prompt and completion do not fit the network, or the slots no block.
     """
     chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
+    assert members is None or not baseline_members, "greedy members have temperature 0"
+    group = group if members is None else members.number.shape[1]
     check_length(network, prompt_tokens.shape[1], max_new_tokens)
-    prompts = Prompts(prompt_tokens, prompt_lengths)
-    n, members, width = ids.shape[0], (group, baseline_members), max_new_tokens
+    n, counts, width = ids.shape[0], (group, baseline_members), max_new_tokens
+    if members is not None and members.limit is not None:
+        members = members.replace(limit=jnp.minimum(members.limit, width))
+    prompts = Prompts(prompt_tokens, prompt_lengths, members=members)
     _, parts = independent_axes(network, n)
     pays = shrinking_pays(width, stop_tokens, alone=parts > 1 or not divided())
     shrink = pays if shrink is None else shrink
-    sizes = slot_sizes(n // parts * sum(members), sum(members), slots, block, shrink=shrink)
-    if sizes.slots == n * sum(members) and not sizes.smaller:
+    sizes = slot_sizes(n // parts * sum(counts), sum(counts), slots, block, shrink=shrink)
+    if sizes.slots == n * sum(counts) and not sizes.smaller:
         # A slot for each sequence, to the end. What a queue needs is not compiled then: results
         # apart from the slots, and one more decode loop for each smaller state.
         weights = network.prepare(params)
         sequences = sequences_of(
-            key, weights, prompt_tokens, prompt_lengths, sampling_params, ids, members, network
+            *(key, weights, prompt_tokens, prompt_lengths, sampling_params, ids),
+            counts if members is None else members,
+            network,
         )
         queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
         rows, count = decode(
@@ -102,7 +110,7 @@ def generate(
         version,
         ids,
         network=network,
-        members=members,
+        members=counts,
         width=width,
         stop_tokens=stop_tokens,
         slots=slots,

@@ -1,4 +1,4 @@
-"""The distribution that tokens are drawn from, shared by sampler and trainer, and the draw.
+"""The sampling distribution, shared by sampler and trainer, and sampling from it.
 
 The sampler draws from ``sampling_logprobs(logits, sampling_params)``; the trainer scores with
 ``token_logprobs`` under the same ``SamplingParams``. Temperature and truncation are part of the
@@ -26,7 +26,7 @@ _SUMMED = 64
 _ROWS = 4
 """Rows of a mixed batch that are truncated at a time."""
 _HALVES = 24
-"""How often a search halves what is between two logits, before it halves their bits."""
+"""Bisection steps between two logits, before bisection of their bits."""
 MOST_HALVINGS = _HALVES + 32
 """The longest search: then the interval is one float32."""
 _SIGN = np.uint32(1 << 31)
@@ -35,7 +35,7 @@ _BLOCK = 64
 
 
 class SamplingParams(struct.PyTreeNode):
-    """How logits become the distribution drawn from: temperature, then top-k, top-p, min-p.
+    """Sampling parameters: temperature, then top-k, top-p, min-p.
 
     The numbers are arrays so that they can change from step to step, or from row to row, without a
     new executable. The flags are static: a distribution that does not truncate pays nothing for it.
@@ -99,7 +99,7 @@ def make_sampling_params(
 
 
 def per_row(sampling_params: SamplingParams, rows: int) -> SamplingParams:
-    """The distribution with one value a row: what is shared by all rows is repeated."""
+    """The parameters with one value per row; shared values are repeated."""
 
     def spread(x: Array, rank: int) -> Array:
         x = jnp.asarray(x)
@@ -116,23 +116,23 @@ def kept_tokens(scaled: Array, sampling_params: SamplingParams) -> Array:
     Ties with the last token kept are kept, so the set is a function of the distribution alone.
     """
     scaled = jax.lax.stop_gradient(scaled)
-    kept = jnp.ones(scaled.shape, bool)
+    mask = jnp.ones(scaled.shape, bool)
     if sampling_params.truncates:
         rows = scaled.shape[:1]
         k = jnp.broadcast_to(jnp.asarray(sampling_params.top_k), rows)
         p = jnp.broadcast_to(jnp.asarray(sampling_params.top_p), rows)
         if sampling_params.mixed:
             warm = jnp.broadcast_to(jnp.asarray(sampling_params.temperature), rows) > 0
-            wanted = warm & (((k > 0) & (k < scaled.shape[-1])) | (p < 1))
-            cut = jnp.where(wanted, _cuts_of_some(scaled, k, p, wanted), -jnp.inf)
+            truncating = warm & (((k > 0) & (k < scaled.shape[-1])) | (p < 1))
+            cut = jnp.where(truncating, _cuts_of_some(scaled, k, p, truncating), -jnp.inf)
         else:
             cut = _cuts(scaled, k, p)
-        kept = scaled >= cut[:, None]
+        mask = scaled >= cut[:, None]
     if sampling_params.floors:
         peak = jnp.max(scaled, axis=-1, keepdims=True)
         floor = jnp.log(jnp.maximum(_column(sampling_params.min_p, scaled), 1e-30))
-        kept &= scaled - peak >= floor
-    return kept
+        mask &= scaled - peak >= floor
+    return mask
 
 
 def _cuts(scaled: Array, k: Array, p: Array) -> Array:
@@ -147,20 +147,20 @@ def _cuts(scaled: Array, k: Array, p: Array) -> Array:
     peak = jnp.max(scaled, axis=-1)
     weights = jnp.where(scaled >= cut[:, None], jnp.exp(scaled - peak[:, None]), 0.0)
     total = _sum(weights)
-    lost = 2 * (_SUMMED + v / _SUMMED) * np.finfo(np.float32).eps * total  # in two sums, at most
+    error = 2 * (_SUMMED + v / _SUMMED) * np.finfo(np.float32).eps * total  # in two sums, at most
 
     def least(x: Array) -> Array:
         weight = jnp.exp(x - peak)
-        return jnp.where(weight > 4 * lost, weight, 0.0)
+        return jnp.where(weight > 4 * error, weight, 0.0)
 
     limit = jnp.where(p >= 1, jnp.inf, p * total)
     return jnp.maximum(cut, _search(scaled, weights, limit, jnp.maximum(lowest, cut), least))
 
 
-def _cuts_of_some(scaled: Array, k: Array, p: Array, wanted: Array) -> Array:
+def _cuts_of_some(scaled: Array, k: Array, p: Array, rows_wanted: Array) -> Array:
     """``_cuts`` of the rows wanted [B], a few at a time; -inf, which cuts nothing, elsewhere."""
     rows = scaled.shape[0]
-    order, at_once = jnp.argsort(~wanted, stable=True), min(_ROWS, rows)
+    order, at_once = jnp.argsort(~rows_wanted, stable=True), min(_ROWS, rows)
 
     def some(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         done, cuts = carry
@@ -169,7 +169,9 @@ def _cuts_of_some(scaled: Array, k: Array, p: Array, wanted: Array) -> Array:
         return done + at_once, cuts.at[mine].set(_cuts(scaled[mine], k[mine], p[mine]))
 
     nothing = jnp.full(rows, -jnp.inf)
-    return jax.lax.while_loop(lambda c: c[0] < jnp.sum(wanted), some, (jnp.int32(0), nothing))[1]
+    return jax.lax.while_loop(lambda c: c[0] < jnp.sum(rows_wanted), some, (jnp.int32(0), nothing))[
+        1
+    ]
 
 
 def _ordered(x: Array) -> Array:
@@ -300,9 +302,9 @@ def token_logprobs(
     scaled, _ = scaled_logits(logits, sampling_params)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)
     if sampling_params.truncates or sampling_params.floors:
-        kept = kept_tokens(scaled, sampling_params)
-        kept |= jnp.arange(scaled.shape[-1])[None] == tokens[:, None]
-        scaled = jnp.where(kept, scaled, -jnp.inf)
+        mask = kept_tokens(scaled, sampling_params)
+        mask |= jnp.arange(scaled.shape[-1])[None] == tokens[:, None]
+        scaled = jnp.where(mask, scaled, -jnp.inf)
     total = jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
     out = {"logprobs": (chosen - total)[:, 0]}
     if entropy:
@@ -315,7 +317,7 @@ def token_logprobs(
 
 
 def sample(uniform: Array, logits: Array, sampling_params: SamplingParams) -> tuple[Array, Array]:
-    """Tokens drawn from the distribution, one random number a row, with their log-probabilities.
+    """Samples one token per row from one random number each, with its log-probability.
 
     The cumulative distribution is inverted without normalising it first. The search runs over
     blocks, then inside one, which keeps the running sums short and exact. Drawing this way needs

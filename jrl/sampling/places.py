@@ -1,4 +1,4 @@
-"""Where members of a tree leave one another: what a token is worth as a place to branch at."""
+"""Branching places of trees: scores of tokens as places to branch at."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PLACES: dict[str, Measure | None] = {
     "surprise": None,
     "even": None,
 }
-"""``Branching.at`` -> what is measured of the distributions drawn from; None where nothing is."""
+"""``Branching.at`` -> the statistic of the sampling distribution, or None."""
 
 
 def branches(
     tree: Slots, forks: Array, here: Array, branching: Branching, count: int, group: int
 ) -> tuple[Array, Array, Array]:
-    """Which members are left at which of their own tokens, in one round.
+    """The (member, token) pairs to branch from in one round.
 
     Each member that is there names its best places, and the best of all that are named are taken,
     no more of one member than an equal share rounded up.
@@ -52,17 +52,17 @@ def branches(
       ``forks``.
     """
     t = tree.tokens.shape[1]
-    own = tree.mask.reshape(-1, group, t)
+    own_tokens = tree.mask.reshape(-1, group, t)
     most = min(-(-count // branching.roots), t)
     if branching.at == "even":
-        values, places = _even_places(own, forks, most)
+        values, places = _even_places(own_tokens, forks, most)
     else:
         numbers = -tree.logprobs if branching.at == "surprise" else tree.measured
         assert numbers is not None
         # The places that a member was left at before are the best ones; they count no more.
-        worth = jnp.where(own, numbers.reshape(own.shape), -jnp.inf)
+        priority = jnp.where(own_tokens, numbers.reshape(own_tokens.shape), -jnp.inf)
         most = min(most * branching.rounds, t)
-        values, places = jax.lax.top_k(worth, most)
+        values, places = jax.lax.top_k(priority, most)
     rank = jnp.arange(most)[None, None]
     share = -(-count // here)
     if branching.at != "even":
@@ -74,24 +74,24 @@ def branches(
     place = jnp.take_along_axis(places.reshape(-1, group * most), index, axis=1)
     left = best > branching.above
     place = jnp.where(left, place, 0).astype(jnp.int32)
-    counted = jax.nn.one_hot(source, group, dtype=jnp.int32) * jnp.expand_dims(left, 2)
-    return source.astype(jnp.int32), place, forks + counted.sum(axis=1)
+    picks = jax.nn.one_hot(source, group, dtype=jnp.int32) * jnp.expand_dims(left, 2)
+    return source.astype(jnp.int32), place, forks + picks.sum(axis=1)
 
 
-def _even_places(own: Array, forks: Array, most: int) -> tuple[Array, Array]:
+def _even_places(own_tokens: Array, forks: Array, most: int) -> tuple[Array, Array]:
     """Values and places [n, G, most]: the middle, then the quarters of what each member drew.
 
     The longest stretches that are left are worth the most.
     """
-    count = jnp.expand_dims(own.sum(axis=2), 2)
+    count = jnp.expand_dims(own_tokens.sum(axis=2), 2)
     number = jnp.expand_dims(forks, 2) + jnp.arange(most)[None, None]
-    first = jnp.expand_dims(jnp.argmax(own, axis=2), 2)
-    places = first + jnp.floor(count * jnp.asarray(_halves(own.shape[1] + most))[number])
+    first = jnp.expand_dims(jnp.argmax(own_tokens, axis=2), 2)
+    places = first + jnp.floor(count * jnp.asarray(_halves(own_tokens.shape[1] + most))[number])
     return jnp.where(count > 0, count / (number + 1), -jnp.inf), places.astype(jnp.int32)
 
 
 def _halves(count: int) -> np.ndarray:
-    """[count] float32 in (0, 1): the bits of 1, 2, 3, ... in reverse behind the binary point.
+    """[count] float32 in (0, 1): the van der Corput sequence in base 2.
 
     >>> _halves(5).tolist()
     [0.5, 0.25, 0.75, 0.125, 0.625]

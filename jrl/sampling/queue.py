@@ -1,7 +1,8 @@
-"""Sequences that take turns in decode slots: refilled while some wait, moved together at the end.
+"""Continuous batching: refill free slots; at the end compact live rows into smaller batches.
 
-A block of slots whose sequences have all ended hands its results over and takes the next ones. When
-none waits any more and slots fall idle, the live ones move into ever smaller states.
+A block of slots whose sequences have all ended writes its results and is refilled. When the queue
+is
+empty and slots fall idle, the live rows are compacted into ever smaller states.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ CHUNK = 4
 
 
 class Results(struct.PyTreeNode):
-    """What came of B sequences.
+    """Results of B sequences.
 
     Attributes:
       tokens: [B, T] int32.
@@ -62,7 +63,7 @@ class Queue(struct.PyTreeNode):
 Advance = Callable[[Queue, Array | int, Array | int], Queue]
 """(queue, steps, until) -> the queue after ``decode`` of its slots."""
 Recorded = Callable[[Any], Array] | None
-"""What reads the record of routing in a cache's own arrays, ``NetworkExtras.recorded``."""
+"""Reads the routing record in a cache's own arrays, ``NetworkExtras.recorded``."""
 
 
 def finish(
@@ -124,10 +125,10 @@ def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Q
     # The record of routing lies in the cache, and goes with the slot's next sequence.
     experts = results.experts
     if recorded is not None and experts is not None:
-        own = slots.cache.own
-        own = own if rows is None else jax.tree.map(lambda x: x[rows], own)
+        caches = slots.cache.own
+        caches = caches if rows is None else jax.tree.map(lambda x: x[rows], caches)
         index = queue.index if rows is None else queue.index[rows]
-        experts = experts.at[index].set(recorded(own), mode="drop")
+        experts = experts.at[index].set(recorded(caches), mode="drop")
     return queue.replace(
         results=Results(
             tokens=put(results.tokens, slots.tokens),

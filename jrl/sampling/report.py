@@ -1,4 +1,4 @@
-"""What is reported to people about the tokens of a decode call: log-probabilities, alternatives.
+"""Reports on the tokens of a decode call: log-probabilities and alternatives.
 
 They come from the logits of the decode step itself, so that no second pass and no second cache is
 needed, and only steps in which a row asked for them pay.
@@ -55,14 +55,14 @@ class TokenReport(struct.PyTreeNode):
 
         def filled(report: TokenReport) -> TokenReport:
             logprobs = reported_logprobs(logits, sampling_params)
-            own = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+            token_logprob = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
             likeliest = lambda: tuple(jax.lax.top_k(logprobs, report.top_ids.shape[2]))  # noqa: E731
             nothing = lambda: (report.top_logprobs[:, 0], report.top_ids[:, 0])  # noqa: E731
-            found, ids = jax.lax.cond(jnp.any(report.wanted > 0), likeliest, nothing)
+            top_values, ids = jax.lax.cond(jnp.any(report.wanted > 0), likeliest, nothing)
             return report.replace(
-                logprobs=report.logprobs.at[:, step].set(own),
+                logprobs=report.logprobs.at[:, step].set(token_logprob),
                 top_ids=report.top_ids.at[:, step].set(ids),
-                top_logprobs=report.top_logprobs.at[:, step].set(found),
+                top_logprobs=report.top_logprobs.at[:, step].set(top_values),
             )
 
         return jax.lax.cond(jnp.any(self.wanted >= 0), filled, lambda report: report, self)

@@ -83,15 +83,15 @@ class Request:
         return out
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Request:
+    def from_json(cls, fields: dict[str, Any]) -> Request:
         """The request that ``to_json`` wrote."""
-        stops = found["stop_tokens"]
+        stops = fields["stop_tokens"]
         return cls(
-            **found
+            **fields
             | {
-                "logit_bias": {int(t): float(x) for t, x in found["logit_bias"]},
+                "logit_bias": {int(t): float(x) for t, x in fields["logit_bias"]},
                 "stop_tokens": None if stops is None else tuple(stops),
-                "stop_strings": tuple(found["stop_strings"]),
+                "stop_strings": tuple(fields["stop_strings"]),
             }
         )
 
@@ -120,7 +120,7 @@ class Completion:
 
 
 class TokenLogprobs(NamedTuple):
-    """What a reply reports about one token; see ``report.reported_logprobs``.
+    """Report on one token of a reply; see ``report.reported_logprobs``.
 
     Attributes:
       logprob: of the token, nats.
@@ -132,7 +132,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What one chunk of decoding added to one completion.
+    """The part of one completion added by one decode chunk.
 
     Attributes:
       request: the number that ``submit`` gave.
@@ -158,24 +158,26 @@ class Update(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         """The update as JSON values, for ``from_json``; it must end a completion."""
         assert self.completion is not None
-        done = self.completion
-        lists = {n: getattr(done, n).tolist() for n in ("tokens", "logprobs", "versions")}
-        return self._asdict() | {"completion": {"stop": int(done.stop), "text": done.text} | lists}
+        completion = self.completion
+        lists = {n: getattr(completion, n).tolist() for n in ("tokens", "logprobs", "versions")}
+        return self._asdict() | {
+            "completion": {"stop": int(completion.stop), "text": completion.text} | lists
+        }
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Update:
+    def from_json(cls, fields: dict[str, Any]) -> Update:
         """The update that ``to_json`` wrote."""
-        done = found["completion"]
+        completion_fields = fields["completion"]
         completion = Completion(
-            request=found["request"],
-            member=found["member"],
-            tokens=np.array(done["tokens"], np.int32),
-            logprobs=np.array(done["logprobs"], np.float32),
-            versions=np.array(done["versions"], np.int32),
-            stop=StopReason(done["stop"]),
-            text=done["text"],
+            request=fields["request"],
+            member=fields["member"],
+            tokens=np.array(completion_fields["tokens"], np.int32),
+            logprobs=np.array(completion_fields["logprobs"], np.float32),
+            versions=np.array(completion_fields["versions"], np.int32),
+            stop=StopReason(completion_fields["stop"]),
+            text=completion_fields["text"],
         )
-        return cls(**found | {"completion": completion})
+        return cls(**fields | {"completion": completion})
 
 
 class PartialCompletion:
@@ -205,7 +207,7 @@ class PartialCompletion:
         stop: StopReason,
         reports: Sequence[TokenLogprobs] = (),
     ) -> Update:
-        """Appends new tokens; those behind a stop string are dropped.
+        """Appends new tokens; those after a stop string are dropped.
 
         Args:
           tokens: the new ones, a stop token included.
@@ -228,9 +230,9 @@ class PartialCompletion:
         self._tokens += tokens
         self._logprobs += logprobs
         self._versions += [version] * len(tokens)
-        done = None
+        completion = None
         if stop != StopReason.RUNNING:
-            done = Completion(
+            completion = Completion(
                 request=self.number,
                 member=self.member,
                 tokens=np.array(self._tokens, np.int32),
@@ -239,7 +241,7 @@ class PartialCompletion:
                 stop=stop,
                 text=self._text.text if self._text is not None else "",
             )
-        return Update(self.number, self.member, tokens, logprobs, text, ends, done, reports)
+        return Update(self.number, self.member, tokens, logprobs, text, ends, completion, reports)
 
     def to_json(self) -> dict[str, Any]:
         """The completion so far as JSON values, for ``from_json``."""
@@ -253,14 +255,16 @@ class PartialCompletion:
         }
 
     @classmethod
-    def from_json(cls, found: dict[str, Any], tokenizer: Tokenizer | None) -> PartialCompletion:
+    def from_json(cls, fields: dict[str, Any], tokenizer: Tokenizer | None) -> PartialCompletion:
         """What ``to_json`` wrote; later updates do not repeat text of earlier ones."""
-        made = cls(found["number"], found["member"], Request.from_json(found["request"]), tokenizer)
-        made._tokens, made._logprobs = list(found["tokens"]), list(found["logprobs"])
-        made._versions = list(found["versions"])
-        if made._text is not None:
-            made._text.push(made._tokens)
-        return made
+        partial = cls(
+            fields["number"], fields["member"], Request.from_json(fields["request"]), tokenizer
+        )
+        partial._tokens, partial._logprobs = list(fields["tokens"]), list(fields["logprobs"])
+        partial._versions = list(fields["versions"])
+        if partial._text is not None:
+            partial._text.push(partial._tokens)
+        return partial
 
 
 # ---------------------------------------------------------------- limits
@@ -268,7 +272,7 @@ class PartialCompletion:
 
 @dataclasses.dataclass(frozen=True)
 class RequestLimits:
-    """What the requests of an engine may ask for.
+    """Limits of the requests of an engine.
 
     Attributes:
       slots: completions decoded at once; the largest ``n``.

@@ -1,4 +1,4 @@
-"""What the work around episodes' rows costs, as measured, and what to do with a row that waits.
+"""Measured costs of the work around episode rows, and the decision for a waiting row.
 
 All costs of a choice are in slot-seconds: a slot that stands idle for a second costs one, and a
 device that does something else than decode costs one for every slot.
@@ -17,13 +17,13 @@ from typing import NamedTuple
 from jrl.sampling.chunk_length import costs
 
 _KEPT, _INTERVAL = 12, 16
-"""Timings that count, the last ones; from half as many on, one of so many times is timed."""
+"""Keep the last 12 timings; after 6, time one call in 16."""
 _WAITS = 256
-"""Answers whose seconds are kept."""
+"""Number of recent environment latencies kept."""
 
 
 class WaitingPlace(enum.Enum):
-    """Where a row is that waits for its environment."""
+    """Place of a row that waits for its environment."""
 
     HELD = "held"
     """It stays in its slot, which idles."""
@@ -34,7 +34,7 @@ class WaitingPlace(enum.Enum):
 
 
 class WaitCosts(NamedTuple):
-    """What it costs, in slot-seconds, to let a row wait in one place or another.
+    """Costs, in slot-seconds, of the places where a row can wait.
 
     Attributes:
       held: expected.
@@ -110,7 +110,7 @@ class Timings:
         return min((seconds for _, seconds in self._times), default=0.0)
 
     def seconds(self, size: int) -> float:
-        """What work of a size is expected to take."""
+        """Expected seconds of work of a size."""
         call, each = self.line
         return call + each * size
 
@@ -149,7 +149,7 @@ class RowCosts:
         return self._sums[longer - 1] / longer - waited if longer else waited
 
     def wait(self, waited: float, *, tokens: int) -> WaitCosts:
-        """What it costs to let a row wait that has done so for ``waited`` seconds already.
+        """Costs of letting a row wait on, after ``waited`` seconds.
 
         Args:
           waited: seconds.

@@ -371,7 +371,7 @@ class Rows:
     ) -> ChunkOutput:
         """One call of the program; the output is on the device."""
         # Where reports can be asked for they always have an array, so that there is one program.
-        asked = np.array([-1] * self.slots if reports is None else reports, np.int32)
+        counts = np.array([-1] * self.slots if reports is None else reports, np.int32)
         self._batch, out = self._decode(
             self._weights,
             self.batch,
@@ -379,11 +379,11 @@ class Rows:
             self._halted,
             np.int32(steps),
             idle,
-            asked if self._reports else None,
+            counts if self._reports else None,
             policies,
         )
         # A report that nobody asked for is not sent to the host.
-        return out if asked.max() >= 0 else out._replace(report=None)
+        return out if counts.max() >= 0 else out._replace(report=None)
 
     def wait(self) -> None:
         """Waits until the device has done all that it was given."""

@@ -86,13 +86,34 @@ class IdleLimit(NamedTuple):
         return jnp.maximum(self.wanted - runs, 0)
 
 
-def sequence_keys(key: Array, ids: Array, group: int) -> Array:
-    """[N, group] keys, each a function of (key, prompt id, member) alone."""
+class Members(struct.PyTreeNode):
+    """Which members of N groups are sampled, and how.
+
+    Attributes:
+      number: [N, G] int32; the random numbers of a member follow from its prompt's id and this.
+      live: [N, G] bool, False for a place that stays empty (``StopReason.ABSENT``).
+      temperature: [N, G] float32, in place of the batch's; None for the batch's.
+      limit: [N, G] int32, the most tokens sampled; None for the batch's.
+    """
+
+    number: Array
+    live: Array
+    temperature: Array | None = None
+    limit: Array | None = None
+
+
+def member_keys(key: Array, ids: Array, numbers: Array) -> Array:
+    """[N, G] keys, each a function of (key, prompt id [N], member [N, G]) alone."""
     # Folded in twice, not split: a prompt that is drawn alone, on another device or in another
     # order has the same keys.
-    members = jnp.arange(group)
     prompt_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
-    return jax.vmap(lambda k: jax.vmap(jax.random.fold_in, (None, 0))(k, members))(prompt_keys)
+    return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(prompt_keys, numbers)
+
+
+def sequence_keys(key: Array, ids: Array, group: int) -> Array:
+    """[N, group] keys of the members 0 to ``group`` - 1."""
+    numbers = jnp.broadcast_to(jnp.arange(group), (ids.shape[0], group))
+    return member_keys(key, ids, numbers)
 
 
 def prefill(
@@ -132,6 +153,7 @@ class Sequences(struct.PyTreeNode):
       keys: [B] PRNG keys.
       sampling_params: scalars.
       warm: [B] bool, False for a row that is drawn greedily whatever the distribution says.
+      members: numbers, temperatures and limits of single members; None where all are alike.
     """
 
     prompts: Cache
@@ -140,6 +162,7 @@ class Sequences(struct.PyTreeNode):
     keys: Array
     sampling_params: SamplingParams
     warm: Array
+    members: Members | None = None
 
 
 def sequences_of(
@@ -149,10 +172,21 @@ def sequences_of(
     prompt_lengths: Array,
     sampling_params: SamplingParams,
     ids: Array,
-    members: tuple[int, int],
+    members: tuple[int, int] | Members,
     network: Network,
 ) -> Sequences:
     """All members, sampled and greedy ones, of some prompts."""
+    if isinstance(members, Members):
+        mixed = members.temperature is not None
+        plain = (members.number.shape[1], 0)
+        sequences = sequences_of(
+            key, weights, prompt_tokens, prompt_lengths, sampling_params, ids, plain, network
+        )
+        return sequences.replace(
+            keys=member_keys(key, ids, members.number).reshape(-1),
+            sampling_params=sampling_params.replace(greedy=sampling_params.greedy or mixed),
+            members=members,
+        )
     sampled, greedy = members
     return Sequences(
         prompts=prefill(weights, prompt_tokens, prompt_lengths, network=network),
@@ -171,7 +205,7 @@ def fresh_rows(sequences: Sequences, index: Array) -> dict[str, Any]:
     # Members of a prompt are neighbours, so no table from sequence to prompt is needed.
     prompt = index // (sequences.keys.shape[0] // sequences.last.shape[0])
     sampling_params = per_row(sequences.sampling_params, index.shape[0])
-    return {
+    fresh: dict[str, Any] = {
         "pending": sequences.last[prompt],
         "prompt_lengths": sequences.prompt_lengths[prompt],
         "lengths": jnp.zeros_like(index),
@@ -181,6 +215,18 @@ def fresh_rows(sequences: Sequences, index: Array) -> dict[str, Any]:
             temperature=jnp.where(sequences.warm[index], sampling_params.temperature, 0.0)
         ),
     }
+    if (members := sequences.members) is None:
+        return fresh
+    live = members.live.reshape(-1)[index]
+    if members.temperature is not None:
+        own = members.temperature.reshape(-1)[index]
+        fresh["sampling_params"] = sampling_params.replace(temperature=own)
+    if members.limit is not None:
+        fresh["limits"] = members.limit.reshape(-1)[index]
+        live &= fresh["limits"] > 0
+    # An absent member has ended before its first step, so that its slot is free at once.
+    fresh["stop"] = jnp.where(live, StopReason.RUNNING, StopReason.ABSENT).astype(jnp.int32)
+    return fresh
 
 
 def start(

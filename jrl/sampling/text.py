@@ -59,19 +59,19 @@ class TextStream:
     def _decode(self, last: bool) -> None:
         # Decoders may treat the first token specially, so both texts start at the same token.
         decode = self._tokenizer.decode
-        known = decode(self._ids[self._anchor : self._read])
+        decoded = decode(self._ids[self._anchor : self._read])
         longer = decode(self._ids[self._anchor :])
         pending = len(self._ids) - self._read
         if longer.endswith(_BROKEN) and pending <= _MAX_PENDING and not last:
             return
         begin = len(self.text)
-        self.text += longer[len(known) :]
+        self.text += longer[len(decoded) :]
         if pending:
             self._anchor, self._read = self._read, len(self._ids)
         matches = [
-            found
+            position
             for stop in self._stop
-            if (found := self.text.find(stop, max(0, begin - len(stop) + 1))) >= 0
+            if (position := self.text.find(stop, max(0, begin - len(stop) + 1))) >= 0
         ]
         if matches:
             self.text, self.stopped = self.text[: min(matches)], True
@@ -91,7 +91,7 @@ class TextStream:
 
 
 def longest_text(tokenizer: Tokenizer, prompt_tokens: int) -> int:
-    """Characters of the longest text that can be a prompt; a longer one is not encoded at all.
+    """Maximum characters of a prompt; a longer text is not encoded at all.
 
     Args:
       tokenizer: of the prompt.

@@ -138,7 +138,7 @@ def generate_tree(
 
     args = key, params, prompts, sampling_params, version, ids
     results, mask, owner, steps = on_own_prompts(grow, *args, network=network)
-    rollout = as_rollout(results, prompts, version, group, drawn=mask)
+    rollout = as_rollout(results, prompts, version, group, sampled=mask)
     node = jax.vmap(nodes_of)(owner, rollout.lengths)
     return Drawn(rollout, steps.sum(), node)
 
@@ -245,7 +245,7 @@ def _grow(
     stop_tokens: Sequence[int],
 ) -> _Trees:
     """The trees of n prompts side by side; steps are []."""
-    prompt_tokens, prompt_lengths, _ = prompts
+    prompt_tokens, prompt_lengths, *_ = prompts
     n, roots = prompt_tokens.shape[0], branching.roots
     each, measure = (group - roots) // branching.rounds, PLACES[branching.at]
     root = _Roots(

@@ -103,7 +103,7 @@ class Job:
             self._handles.append(self._sampler.submit(request, on_update))
 
     def stop(self) -> None:
-        """Aborts the prompts of which a completion still runs."""
+        """Aborts the prompts with running completions."""
         for i, handle in enumerate(self._handles):
             group = self.choices[i * self.request.n : (i + 1) * self.request.n]
             if any(choice.finish is None for choice in group):
@@ -230,8 +230,8 @@ class Service:
         """Raises ApiError for a request without the server's key."""
         if self._api_key is None:
             return
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
-        same = hmac.compare_digest(given.strip().encode(), self._api_key.encode())
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
+        same = hmac.compare_digest(token.strip().encode(), self._api_key.encode())
         if kind.lower() != "bearer" or not same:
             raise ApiError(
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY",
@@ -293,8 +293,8 @@ class Service:
         on_completed: OnCompleted | None = None
         if self.recorder is not None:
             prompts = [each.tokens for each in api_request.requests]
-            given = session_name(request.headers, body)
-            place = await asyncio.to_thread(self.recorder.place, given, prompts)
+            requested = session_name(request.headers, body)
+            place = await asyncio.to_thread(self.recorder.place, requested, prompts)
             on_completed = functools.partial(
                 self.recorder.completed, place, api_request, head["id"]
             )
@@ -317,8 +317,8 @@ class Service:
         points, done = read_reward(await _read(request, self.max_bytes))
         name = request.path_params["name"]
         await asyncio.to_thread(self.recorder.reward, name, points, done=done)
-        told = {"id": name, "object": "session.reward", "reward": points, "done": done}
-        return _reply(told)
+        reply = {"id": name, "object": "session.reward", "reward": points, "done": done}
+        return _reply(reply)
 
 
 # ---------------------------------------------------------------- HTTP
@@ -381,8 +381,8 @@ async def _read(request: Request, most: int) -> Any:
         raise ApiError(f"content-type = {kind!r}; must be 'application/json'", status=415)
     packed = request.headers.get("content-encoding", "identity")
     if packed.strip().lower() not in ("", "identity"):
-        said = f"content-encoding = {packed!r:.40} is not read; send the body as it is"
-        raise ApiError(said, status=415)
+        problem = f"content-encoding = {packed!r:.40} is not read; send the body as it is"
+        raise ApiError(problem, status=415)
     data = bytearray()
     try:
         async with asyncio.timeout(READ_SECONDS):
@@ -391,8 +391,8 @@ async def _read(request: Request, most: int) -> Any:
                 if len(data) > most:
                     raise ApiError(f"the body is longer than {most} bytes", status=413)
     except TimeoutError:
-        said = f"the body did not arrive in {READ_SECONDS:g} s ({len(data)} bytes did)"
-        raise ApiError(said, status=408) from None
+        problem = f"the body did not arrive in {READ_SECONDS:g} s ({len(data)} bytes did)"
+        raise ApiError(problem, status=408) from None
     except ClientDisconnect:  # nobody reads the reply
         raise ApiError("the client disconnected") from None
     try:
@@ -436,8 +436,8 @@ def _stream(job: Job, head: Json, stack: contextlib.ExitStack) -> Response:
             async for piece in job.pieces(gone):
                 yield head | {"choices": [piece]}
         except Exception as error:
-            shown = error if isinstance(error, ApiError) else ApiError(str(error), status=500)
-            yield shown.body()
+            api_error = error if isinstance(error, ApiError) else ApiError(str(error), status=500)
+            yield api_error.body()
             return
         if request.usage:
             yield head | {"choices": [], "usage": usage(request, job.choices)}

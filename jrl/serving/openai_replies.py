@@ -40,7 +40,7 @@ class ReplyChoice:
         self.finish: str | None = None
 
     def add(self, update: Update) -> Json | None:
-        """What a client may be sent now, as a choice of a streamed piece; None for nothing yet."""
+        """The next streamed piece of a choice; None if there is nothing to send yet."""
         if self.finish is not None:
             return None
         spoken = len(update.ends)
@@ -69,12 +69,12 @@ class ReplyChoice:
 
     def _tokens_of_text(self, update: Update) -> int:
         """Tokens that the text so far shows, at least in part."""
-        done, ends, shown = update.completion, self._ends, self._shown
-        if done is not None and done.stop is not StopReason.STOP_STRING:
+        completion, ends, count = update.completion, self._ends, self._shown
+        if completion is not None and completion.stop is not StopReason.STOP_STRING:
             return len(ends)
-        while shown < len(ends) and (ends[shown - 1] if shown else 0) < len(self._text):
-            shown += 1
-        return shown
+        while count < len(ends) and (ends[count - 1] if count else 0) < len(self._text):
+            count += 1
+        return count
 
     def _json(self, text: str, tokens: range, piece: bool) -> Json:
         choice: Json = {"index": self._index, "finish_reason": self.finish, "logprobs": None}
@@ -89,9 +89,9 @@ class ReplyChoice:
         if calls:
             choice["finish_reason"] = "tool_calls"
         if piece:
-            said = before if calls else text
+            visible = before if calls else text
             numbered = [{"index": i, **call} for i, call in enumerate(calls)]
-            choice["delta"] = {"content": said} if said else {}
+            choice["delta"] = {"content": visible} if visible else {}
             choice["delta"] |= {"tool_calls": numbered} if calls else {}
         else:
             content = before if calls else text
@@ -156,7 +156,7 @@ LOGPROBS_OF = (
     "the distribution sampled from: temperature, logit_bias, top_k, top_p and min_p applied; at "
     "temperature 0 the model's own, without any of them"
 )
-"""What log-probabilities in a reply are of."""
+"""The distribution of a reply's log-probabilities."""
 
 
 def reply_head(request: ApiRequest, model: str, name: str, created: int, *, piece: bool) -> Json:

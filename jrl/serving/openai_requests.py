@@ -59,7 +59,7 @@ KNOWN: Mapping[bool, frozenset[str]] = {
 """The parameters of completions (False) and of chat completions (True)."""
 
 _READ = ("tool_calls", "tool_call_id", "reasoning_content")
-"""Fields of a message, beside role and content, that the chat template reads."""
+"""Message fields read by the chat template, in addition to role and content."""
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat completion may be as long as the limits allow."""
@@ -161,13 +161,15 @@ def parse(
     if chat:
         prompts = _chat_prompt(body, tokenizer, limits, tools)
     else:
-        given = body.get("prompt")
-        asked = n * len(given) if isinstance(given, list) and not _ids(given) else n
-        if most is not None and asked > most:  # before any of them is encoded
-            raise ApiError(f"{asked} completions at once; this server takes at most {most}")
+        raw_prompt = body.get("prompt")
+        requested = (
+            n * len(raw_prompt) if isinstance(raw_prompt, list) and not _ids(raw_prompt) else n
+        )
+        if most is not None and requested > most:  # before any of them is encoded
+            raise ApiError(f"{requested} completions at once; this server takes at most {most}")
         prompts = _prompts(body, tokenizer, limits)
     longest = _check_prompts(prompts, limits, "messages" if chat else "prompt")
-    wanted, top = _logprobs(body, chat, limits)
+    with_logprobs, top = _logprobs(body, chat, limits)
     stream = bool(_get(body, "stream", bool, None))
     options = _stream_options(body, stream)
     seed = _integer(body, "seed", None, -(2**63), 2**63 - 1)
@@ -188,7 +190,7 @@ def parse(
         min_p=_number(body, "min_p", 0.0, lambda x: 0 <= x < 1, "at least 0, below 1"),
         logit_bias=_logit_bias(body, limits),
         stop_strings=_stop(body, tokenizer),
-        top_logprobs=top if wanted else None,
+        top_logprobs=top if with_logprobs else None,
     )
     return ApiRequest(
         chat=chat,
@@ -198,7 +200,7 @@ def parse(
             )
             for i, prompt in enumerate(prompts)
         ),
-        logprobs=wanted,
+        logprobs=with_logprobs,
         top_logprobs=top,
         stream=stream,
         usage=bool(_get(options, "include_usage", bool, None)),
@@ -367,8 +369,8 @@ def _chat_prompt(
         if not message["role"] or not isinstance(message.get("name") or "", str):
             wrong = "name" if message["role"] else "role"
             raise ApiError(f"{where}.{wrong} must be a text", param=f"{where}.{wrong}")
-        known = ("role", "content", "name", "refusal", *_READ)
-        more = [name for name in message if name not in known and message[name] is not None]
+        supported = ("role", "content", "name", "refusal", *_READ)
+        more = [name for name in message if name not in supported and message[name] is not None]
         if more:
             raise ApiError(
                 f"{where}.{more[0]} is not supported by this server", param=f"{where}.{more[0]}"
@@ -435,19 +437,19 @@ def _max_tokens(body: Json, chat: bool, prompt_tokens: int, limits: RequestLimit
     name = (
         "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     )
-    wanted = _integer(body, name, None, 1, 2**31 - 1)
-    if name != "max_tokens" and body.get("max_tokens") not in (None, wanted):
+    limit = _integer(body, name, None, 1, 2**31 - 1)
+    if name != "max_tokens" and body.get("max_tokens") not in (None, limit):
         raise ApiError("max_tokens and max_completion_tokens differ; give one", param="max_tokens")
-    if wanted is None:
-        wanted = most if chat else min(most, DEFAULT_MAX_TOKENS)
-    if wanted > most or most < 1:
+    if limit is None:
+        limit = most if chat else min(most, DEFAULT_MAX_TOKENS)
+    if limit > most or most < 1:
         raise ApiError(
-            f"{name} = {wanted}; after a prompt of {prompt_tokens} tokens this server can write "
+            f"{name} = {limit}; after a prompt of {prompt_tokens} tokens this server can write "
             f"{max(most, 0)}",
             param=name,
             code="context_length_exceeded",
         )
-    return wanted
+    return limit
 
 
 def _n(body: Json, limits: RequestLimits) -> int:
@@ -472,29 +474,29 @@ def _top_k(body: Json, limits: RequestLimits) -> int:
 def _logprobs(body: Json, chat: bool, limits: RequestLimits) -> tuple[bool, int]:
     """Whether log-probabilities are wanted, and of how many alternatives."""
     if chat:
-        wanted = bool(_get(body, "logprobs", bool, None))
+        requested = bool(_get(body, "logprobs", bool, None))
         top = _integer(body, "top_logprobs", 0, 0, min(TOP_LOGPROBS, limits.vocab_size))
         assert top is not None
-        if top and not wanted:
+        if top and not requested:
             raise ApiError("top_logprobs needs logprobs = true", param="top_logprobs")
-        return wanted, top
+        return requested, top
     top = _integer(body, "logprobs", None, 0, min(TOP_LOGPROBS, limits.vocab_size))
     return top is not None, top or 0
 
 
 def _logit_bias(body: Json, limits: RequestLimits) -> dict[int, float]:
     bias: dict[int, float] = {}
-    given = _get(body, "logit_bias", dict, {})
-    for key in given:
+    biases = _get(body, "logit_bias", dict, {})
+    for key in biases:
         name = f"logit_bias[{key!r:.40}]"
         # In digits as JSON writes them: "07" and other scripts' would name one token twice.
         if not re.fullmatch("0|[1-9][0-9]{0,8}", key) or int(key) >= limits.vocab_size:
             raise ApiError(
                 f"{name}: keys are token ids, 0 to {limits.vocab_size - 1}", param="logit_bias"
             )
-        if given[key] is None:
+        if biases[key] is None:
             raise ApiError(f"{name} must be a number, not null", param="logit_bias")
-        value = {name: given[key]}
+        value = {name: biases[key]}
         try:
             bias[int(key)] = _number(value, name, 0.0, lambda x: -100 <= x <= 100, "-100 to 100")
         except ApiError as error:

@@ -1,4 +1,4 @@
-"""Tools in chat completions: what the chat template is told of them, and calls in the reply.
+"""Tools in chat completions: their description for the chat template, and calls in the reply.
 
 A family's parser (``jrl.episodes.parsers``) reads the calls of what was drawn, so that an agent
 that talks OpenAI's API plays with a policy as environments of tools do. A text in which a call
@@ -41,7 +41,7 @@ class Tools(NamedTuple):
 
 
 def tool_parser(name: str | None, tokenizer: Tokenizer) -> Parser | None:
-    """How the served model writes calls: the named family, or the one whose marks its template has.
+    """The served model's call format: the named family, or the one whose marks its template has.
 
     Returns:
       None where nothing says so; requests with tools are refused then.
@@ -69,16 +69,16 @@ def read_tools(body: Json, parser: Parser | None, fail: Callable[..., Exception]
     Raises:
       What ``fail`` makes: tools are not what OpenAI's API takes, or no parser reads their calls.
     """
-    given, choice = body.get("tools"), body.get("tool_choice")
+    entries, choice = body.get("tools"), body.get("tool_choice")
     if choice not in (None, "none", "auto"):
-        said = f"tool_choice = {choice!r:.60}; this server takes 'auto' and 'none'"
-        raise fail(said, "tool_choice")
-    if given in (None, []):
+        problem = f"tool_choice = {choice!r:.60}; this server takes 'auto' and 'none'"
+        raise fail(problem, "tool_choice")
+    if entries in (None, []):
         return None
-    if not isinstance(given, list):
+    if not isinstance(entries, list):
         raise fail("tools must be an array of functions", "tools")
-    told = tuple(_read_tool(each, i, fail) for i, each in enumerate(given))
-    if len({each["function"]["name"] for each in told}) < len(told):
+    tools = tuple(_read_tool(each, i, fail) for i, each in enumerate(entries))
+    if len({each["function"]["name"] for each in tools}) < len(tools):
         raise fail("tools: two functions have the same name", "tools")
     if choice == "none":
         return None
@@ -89,21 +89,21 @@ def read_tools(body: Json, parser: Parser | None, fail: Callable[..., Exception]
             f" with --tool-parser, one of {families}",
             "tools",
         )
-    return Tools(told, parser)
+    return Tools(tools, parser)
 
 
-def _read_tool(given: Any, i: int, fail: Callable[..., Exception]) -> Json:
+def _read_tool(entry: Any, i: int, fail: Callable[..., Exception]) -> Json:
     where = f"tools[{i}]"
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or given.get("type") != "function":
+    function = entry.get("function") if isinstance(entry, dict) else None
+    if not isinstance(function, dict) or entry.get("type") != "function":
         raise fail(f'{where} must be an object with "type": "function" and a "function"', where)
     name, schema = function.get("name"), function.get("parameters") or {}
     if not isinstance(name, str) or not name:
         raise fail(f"{where}.function.name must be a text", f"{where}.function.name")
     if not isinstance(schema, dict):
         raise fail(f"{where}.function.parameters must be an object", f"{where}.function.parameters")
-    whole = {"type": "object", "properties": {}, **schema}
-    return {"type": "function", "function": {**function, "parameters": whole}}
+    parameters = {"type": "object", "properties": {}, **schema}
+    return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
 def told_calls(message: Json, where: str, fail: Callable[..., Exception]) -> Json | None:
@@ -132,8 +132,8 @@ def _read_call(call: Any, where: str, fail: Callable[..., Exception]) -> Json:
         arguments = None
     if not isinstance(arguments, dict):
         raise fail(f"{where}.function.arguments must be JSON of an object", f"{where}.function")
-    made = {"name": name, "arguments": arguments}
-    return {"type": "function", "id": str(call.get("id") or ""), "function": made}
+    called = {"name": name, "arguments": arguments}
+    return {"type": "function", "id": str(call.get("id") or ""), "function": called}
 
 
 def conversation(
@@ -159,13 +159,15 @@ def conversation(
         else m
         for m in messages
     ]
-    given = {**variables, "tools": offered} if tools else dict(variables)
+    template_values = {**variables, "tools": offered} if tools else dict(variables)
     frames = None
     if isinstance(tokenizer, FileTokenizer) and tokenizer.templates:
-        frames = Frames(tokenizer, chat_template(tokenizer, tools=tools is not None), given)
-    text = frames.render(results) if frames else tokenizer.chat(results, **given)
-    called = [c["function"]["name"] for m in messages for c in m.get("tool_calls", ())]
-    for name in [*tools.schemas, *called] if tools else ():
+        frames = Frames(
+            tokenizer, chat_template(tokenizer, tools=tools is not None), template_values
+        )
+    text = frames.render(results) if frames else tokenizer.chat(results, **template_values)
+    names = [c["function"]["name"] for m in messages for c in m.get("tool_calls", ())]
+    for name in [*tools.schemas, *names] if tools else ():
         if name not in text:
             raise UserError(
                 f"the model's chat template does not write the tool {name!r}; tell of tools and"
@@ -184,9 +186,9 @@ def calls_of(raw: str, tools: Tools) -> tuple[str | None, list[Json]]:
     Returns:
       (None where nothing stands before, calls); no calls where none can be read.
     """
-    found = tools.parser.parse(raw, tools.schemas)
-    calls = [call for call in found if isinstance(call, Call)]
-    if not found or len(calls) < len(found):
+    parsed = tools.parser.parse(raw, tools.schemas)
+    calls = [call for call in parsed if isinstance(call, Call)]
+    if not parsed or len(calls) < len(parsed):
         return None, []
     begin = raw.find(_mark(tools.parser))
     before = raw[:begin].strip() if begin > 0 else ""
@@ -194,7 +196,7 @@ def calls_of(raw: str, tools: Tools) -> tuple[str | None, list[Json]]:
 
 
 def _mark(parser: Parser) -> str:
-    """What the family's calls begin with."""
+    """The opening mark of the family's calls."""
     before, _, _ = parser.render(Call("NAME", {})).partition("NAME")
     return before.split("\n")[0].split('"')[0].rstrip(" {[") or "{"
 

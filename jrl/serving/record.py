@@ -1,4 +1,4 @@
-"""What a server draws, appended to files that training reads: the sessions of foreign agents.
+"""Samples of a server, appended to files for training: the sessions of external agents.
 
     recorder = Recorder(Path("recorded"))
     recorder.begin({"model": "tiny", "version": 0})
@@ -40,11 +40,11 @@ LONGEST_NAME = 256
 """Characters of a session's name."""
 
 End = tuple[int, bytes]
-"""A prompt with what was drawn behind it: tokens, and a hash of their ids."""
+"""A prompt with its sampled continuation: tokens, and a hash of their ids."""
 
 
 class Place(NamedTuple):
-    """Where a request belongs.
+    """Position of a request in its session.
 
     Attributes:
       session: its name.
@@ -100,7 +100,7 @@ class Recorder:
     # ------------------------------------------------------------ sessions
 
     def place(self, name: str | None, prompts: Sequence[Sequence[int]]) -> Place:
-        """Where a request belongs that comes now.
+        """The position of an incoming request.
 
         Args:
           name: of its session, by the client; None to look for the request that it continues.
@@ -111,8 +111,8 @@ class Recorder:
         """
         with self._lock:
             if name is None:
-                found = (session for each in prompts if (session := self._continued(each)))
-                name = next(found, None) or uuid.uuid4().hex
+                sessions = (session for each in prompts if (session := self._continued(each)))
+                name = next(sessions, None) or uuid.uuid4().hex
             self._check_open(name)
             return Place(name, self._number)
 
@@ -150,8 +150,8 @@ class Recorder:
           choice: number in the reply.
           completion: what was drawn.
         """
-        asked = request.requests[choice // request.n]
-        drawn, logprobs = completion.tokens.tolist(), completion.logprobs.tolist()
+        sampling = request.requests[choice // request.n]
+        sampled, logprobs = completion.tokens.tolist(), completion.logprobs.tolist()
         versions = completion.versions.tolist()
         line = {
             "kind": "completion",
@@ -160,20 +160,20 @@ class Recorder:
             "request": name,
             "choice": choice,
             "time": time.time(),
-            "prompt": list(asked.tokens),
-            "drawn": drawn,
+            "prompt": list(sampling.tokens),
+            "drawn": sampled,
             "logprobs": logprobs,
             "versions": versions[0] if len(set(versions)) == 1 else versions,
             "stop": completion.stop.name.lower(),
             "sampling": {
-                "temperature": asked.temperature,
-                "top_k": asked.top_k,
-                "top_p": asked.top_p,
-                "min_p": asked.min_p,
-                "logit_bias": {str(token): x for token, x in asked.logit_bias.items()},
-                "stop": list(asked.stop_strings),
-                "max_new_tokens": asked.max_new_tokens,
-                "seed": asked.seed,
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "logit_bias": {str(token): x for token, x in sampling.logit_bias.items()},
+                "stop": list(sampling.stop_strings),
+                "max_new_tokens": sampling.max_new_tokens,
+                "seed": sampling.seed,
                 "member": completion.member,
             },
         }
@@ -184,10 +184,10 @@ class Recorder:
                 return
             if self._append(line | {"number": self._number}):
                 self._number += 1
-                self._remember_end([*asked.tokens, *drawn], place.session)
+                self._remember_end([*sampling.tokens, *sampled], place.session)
 
     def reward(self, session: str, points: float, *, done: bool) -> None:
-        """Writes points for a session, and whether it is done.
+        """Records a session's reward, and whether it is done.
 
         Raises:
           ApiError: there is no such session, it is done, or nothing can be written.
@@ -214,7 +214,7 @@ class Recorder:
     # ------------------------------------------------------------ the file
 
     def _append(self, line: Mapping[str, Any]) -> bool:
-        """Writes a line, or takes back what was written of it; whether it is there."""
+        """Writes a line, or removes a partial one; whether it was written."""
         try:
             self._write(line)
         except (OSError, ValueError) as error:
@@ -264,20 +264,20 @@ def session_name(headers: Mapping[str, str], body: Any) -> str | None:
     """
     metadata = body.get("metadata") if isinstance(body, dict) else None
     inside = metadata.get("session_id") if isinstance(metadata, dict) else None
-    given = [x for x in (headers.get("x-session-id"), inside) if x is not None]
-    for name in given:
+    names = [x for x in (headers.get("x-session-id"), inside) if x is not None]
+    for name in names:
         if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
             raise ApiError(
                 f"session_id = {name!r:.80}; must be a text of 1 to {LONGEST_NAME} characters",
                 param="metadata.session_id",
             )
-        if name != given[0]:
+        if name != names[0]:
             raise ApiError(
-                f"X-Session-Id = {given[0]!r:.80} and metadata.session_id = {name!r:.80} differ; "
+                f"X-Session-Id = {names[0]!r:.80} and metadata.session_id = {name!r:.80} differ; "
                 "send one of them",
                 param="metadata.session_id",
             )
-    return given[0] if given else None
+    return names[0] if names else None
 
 
 def read_reward(body: Any) -> tuple[float, bool]:
@@ -306,19 +306,19 @@ def read_reward(body: Any) -> tuple[float, bool]:
 def _hashes(ids: Sequence[int], lengths: Container[int]) -> list[End]:
     """The beginnings of the ids that have one of these lengths, the shortest first."""
     data = np.asarray(ids, np.int32).tobytes()
-    running, found, hashed = hashlib.blake2b(digest_size=16), [], 0
+    running, ends, hashed = hashlib.blake2b(digest_size=16), [], 0
     for length in (n for n in range(1, len(ids) + 1) if n in lengths):
         running.update(data[hashed : 4 * length])
         hashed = 4 * length
-        found.append((length, running.copy().digest()))
-    return found
+        ends.append((length, running.copy().digest()))
+    return ends
 
 
-def _remember(known: collections.OrderedDict[Any, Any], key: Any, value: Any) -> Any:
+def _remember(memory: collections.OrderedDict[Any, Any], key: Any, value: Any) -> Any:
     """Keeps a value as the newest; the key of the oldest where that had to go, else None."""
-    known[key] = value
-    known.move_to_end(key)
-    return known.popitem(last=False)[0] if len(known) > MOST else None
+    memory[key] = value
+    memory.move_to_end(key)
+    return memory.popitem(last=False)[0] if len(memory) > MOST else None
 
 
 def _log() -> logging.Logger:

@@ -84,9 +84,9 @@ def enable_compile_cache(directory: str | Path | None = None) -> Path | None:
     chosen = os.environ.get("JRL_CACHE_DIR") if directory is None else str(directory)
     if chosen == "":
         return None
-    given = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    if chosen is None and given:
-        return Path(given)
+    directory_set = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if chosen is None and directory_set:
+        return Path(directory_set)
     if chosen is None:
         chosen = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jrl")
     path = Path(chosen).expanduser() / _machine()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -47,19 +48,28 @@ NAMES: Mapping[str, str] = MappingProxyType(
 """Function -> what its program is, for a reader."""
 
 
-class CompileNotes:
-    """Says what this process compiles while it is on; a context manager.
+_ACTIVE: list[CompileNotes] = []
+"""Reports that are on; none of a plain ``jax.jit(run)`` is needed beside them."""
 
-    A line comes when a program has been compiling for a second, on a CPU with about how long it
-    will take, and one with its time when it is done, so that nothing is said of programs that come
-    from the compile cache.
+
+class CompileNotes:
+    """Reports what this process compiles while it is on; a context manager.
+
+    A line comes when a program has been compiling for a second, on a CPU with an estimate of the
+    time, and one with its time when it is done. Programs from the compile cache need less, so
+    nothing is printed of them.
 
     Args:
       echo: where the lines go; called from another thread.
+      names: function -> what its program is; programs of other functions are not reported.
     """
 
-    def __init__(self, echo: Callable[[str], object]) -> None:
+    def __init__(
+        self, echo: Callable[[str], object], names: Mapping[str, str] | None = None
+    ) -> None:
         self._echo = echo
+        self._names = NAMES if names is None else names
+        self._expected: set[int] = set()  # threads that traced a run and have not compiled it yet
         self._open: dict[str, _Note] = {}
         self._traced: dict[str, float] = {}
         self._compiling: set[int] = set()  # threads between lowering a program and having it
@@ -67,6 +77,7 @@ class CompileNotes:
 
     def __enter__(self) -> Self:
         """Begins to listen."""
+        _ACTIVE.append(self)
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         return self
 
@@ -77,6 +88,7 @@ class CompileNotes:
         trace: TracebackType | None,
     ) -> None:
         """Stops listening."""
+        _ACTIVE.remove(self)
         jax.monitoring.unregister_event_duration_listener(self._on_duration)
         with self._lock:
             for note in self._open.values():
@@ -94,9 +106,13 @@ class CompileNotes:
             self._traced[name] = duration_secs
         elif event.endswith(_LOWERED):
             self._compiling.add(threading.get_ident())
-            if name in NAMES:
+            label = self._names.get(name)
+            if threading.get_ident() in self._expected:
+                self._expected.discard(threading.get_ident())
+                label = NAMES.get(name, NAMES["whole_run"])
+            if label is not None:
                 traced = self._traced.pop(name, None)
-                self._start(name, NAMES[name] + _about(traced, duration_secs))
+                self._start(name, label, _about(traced, duration_secs))
         elif event.endswith(_COMPILED):
             self._compiling.discard(threading.get_ident())
             # Other threads compile at the same time, and small programs in between.
@@ -106,15 +122,19 @@ class CompileNotes:
                     note.timer.cancel()
                     if note.said:
                         took = time.monotonic() - note.began
-                        self._echo(f"compiled {NAMES[name]} in {took:.0f} s")
+                        self._echo(f"compiled {note.label} in {took:.0f} s")
 
-    def _start(self, name: str, text: str) -> None:
-        timer = threading.Timer(PATIENCE, self._say, [name, text])
+    def expect(self) -> None:
+        """Has the next program that this thread compiles reported, whatever its function."""
+        self._expected.add(threading.get_ident())
+
+    def _start(self, name: str, label: str, about: str) -> None:
+        timer = threading.Timer(PATIENCE, self._say, [name, label + about])
         timer.daemon = True
         with self._lock:
             if name in self._open:
                 self._open[name].timer.cancel()
-            self._open[name] = _Note(timer, time.monotonic())
+            self._open[name] = _Note(label, timer, time.monotonic())
             timer.start()
 
     def _say(self, name: str, text: str) -> None:
@@ -129,6 +149,7 @@ class CompileNotes:
 class _Note:
     """A running compilation: its report timer, start time, and whether it was reported."""
 
+    label: str
     timer: threading.Timer
     began: float
     said: bool = False
@@ -150,7 +171,7 @@ def _about(traced: float | None, lowered: float) -> str:
 def compile_run(
     run: Callable[..., Any], *args: Any, echo: Callable[[str], object] = print
 ) -> jax.stages.Compiled:
-    """``jax.jit(run)`` compiled for these arguments, with an estimate of the time beforehand.
+    """Compiles ``jax.jit(run)`` for these arguments and reports about how long that takes.
 
     Compiled as in ``jrl train``: programs are cached on disk, and the compiler's leftover memory is
     returned to the system.
@@ -171,3 +192,28 @@ def compile_run(
 
     with CompileNotes(echo):
         return jax.jit(whole_run).lower(*args).compile()
+
+
+def report_traced_run(*arguments: Any) -> None:
+    """Reports the compilation of the program that a run is being traced into.
+
+    A run calls it at the end of its own trace, so that ``jax.jit(run)`` reports as ``compile_run``
+    does, under any name and through ``vmap``. Nothing happens when a ``CompileNotes`` is on already
+    or nothing is traced.
+
+    Args:
+      *arguments: of the run, pytrees of arrays.
+    """
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments))
+    if traced and not _ACTIVE:
+        _of_plain_jit().expect()
+
+
+@functools.cache
+def _of_plain_jit() -> CompileNotes:
+    """Reports that stay on for the life of the process and name what is expected alone."""
+    # Not entered: a listener cannot be removed while JAX walks the list of them, which is when the
+    # end of a compilation is known.
+    notes = CompileNotes(print, names={})
+    jax.monitoring.register_event_duration_secs_listener(notes._on_duration)
+    return notes

@@ -1,4 +1,4 @@
-"""JSON that others wrote: read whole, or refused in one line."""
+"""External JSON: parsed completely, or refused in one line."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def parse_json(data: bytes | str, where: str) -> Any:
     """
     try:
         raw = data.encode() if isinstance(data, str) else data
-        found = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=one_value_each)
+        value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=one_value_each)
         if _SURROGATE.search(raw):
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
         raise UserError(
@@ -57,13 +57,13 @@ def one_value_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
       TwoValues: that.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         for key, value in pairs:
-            if repr(value) != repr(found[key]):  # 1, 1.0 and true are three values
-                one, other = repr(value)[:60], repr(found[key])[:60]
+            if repr(value) != repr(entries[key]):  # 1, 1.0 and true are three values
+                one, other = repr(value)[:60], repr(entries[key])[:60]
                 raise TwoValues(f"the key {key!r} is there twice, with {one} and with {other}")
-    return found
+    return entries
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -79,10 +79,10 @@ def read_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     refuse_pointer(path)
-    found = parse_json(data, str(path))
-    if not isinstance(found, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(found).__name__}")
-    return found
+    value = parse_json(data, str(path))
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
 
 
 def refuse_pointer(path: Path) -> None:

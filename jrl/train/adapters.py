@@ -63,7 +63,7 @@ def start_params(config: Config, model: ModelConfig, network: Network, params: P
 
 
 def put_policy(network: Network, params: Params, where: Any) -> Params:
-    """A policy on the devices, part by part: no device or host ever holds the whole of a model.
+    """Loads a policy to the devices part by part, never holding all of it in one place.
 
     Args:
       network: the policy.
@@ -79,7 +79,7 @@ def put_policy(network: Network, params: Params, where: Any) -> Params:
 
 
 def without_base(state: TrainState) -> TrainState:
-    """What a checkpoint holds of a state: everything but the base, which does not change."""
+    """The checkpointed part of a state: everything but the base, which does not change."""
     return state.replace(frozen={n: tree for n, tree in state.frozen.items() if n != "base"})
 
 
@@ -96,15 +96,15 @@ def base_checksum(base: Params) -> int:
 _checksum = jax.jit(checksum)
 
 
-def check_base(config: Config, base: Params, known: int | None) -> int:
+def check_base(config: Config, base: Params, expected: int | None) -> int:
     """The checksum of a base; a UserError when the run resumed from another one."""
-    found = base_checksum(base)
-    if known is not None and found != known:
+    checksum = base_checksum(base)
+    if expected is not None and checksum != expected:
         raise UserError(
             f"model.path = {config.model.path!r} holds other weights than when the run began, and "
             "its adapters belong to those; put them back, or start again in another run.dir"
         )
-    return found
+    return checksum
 
 
 def has_base(config: Config) -> bool:
@@ -170,7 +170,7 @@ def restore_policy(
     checkpoint: int | None = None,
     also: Mapping[str, Any] = NOTHING,
 ) -> tuple[Params, dict[str, Any]]:
-    """The whole policy of a run's checkpoint, and the notes that are asked for.
+    """The complete policy of a run's checkpoint, and the requested notes.
 
     Args:
       config: the run's, with ``run.dir``.
@@ -185,10 +185,10 @@ def restore_policy(
     trained, base = layout, None
     if network.extras.split is not None:
         trained, base = network.extras.split.split(layout)
-    wanted = dict(also) | {"params": {"policy": trained, **also.get("params", {})}}
+    template = dict(also) | {"params": {"policy": trained, **also.get("params", {})}}
     saved = Checkpoints(Path(config.run.dir or "") / "checkpoints", 1)
-    found, _ = saved.restore(wanted, checkpoint, subset=True)
-    policy = found["params"].pop("policy")
+    restored, _ = saved.restore(template, checkpoint, subset=True)
+    policy = restored["params"].pop("policy")
     if network.extras.split is not None:
         policy = network.extras.split.join(policy, load_base(config, network, base))
-    return policy, found
+    return policy, restored

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jrl.data.tasks import Task
 from jrl.episodes.transcript import RowShape
 from jrl.mesh import replicated
+from jrl.methods.curriculum import Curriculum, Table
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.system.signals import Stopping
@@ -35,15 +39,15 @@ from jrl.train.kinds import (
     TextKind,
 )
 from jrl.train.pairs import JudgedSource, sizes_of
+from jrl.train.plan_tools import Hinter, TaskTools, TextTools
 from jrl.train.recorded import RECORDED_REWARD, RecordedSource
-from jrl.train.replay import recall_of
 from jrl.train.resharding import ReshardedSampler
 from jrl.train.reward_model import NAME, ModelRewards
 from jrl.train.run_rows import line_ends
 from jrl.train.sources import Source
 from jrl.train.sources_own import Sampler, make_own_source
 from jrl.train.sources_task import EnvSource, TaskSource
-from jrl.train.sources_text import TextSource
+from jrl.train.sources_text import TextSampler, TextSource
 from jrl.train.task_rewards import OwnRewards, is_own
 from jrl.train.tree_search import search_source, undrawn_text
 
@@ -69,8 +73,6 @@ def run_source(
         source = SOURCES[type(run.kind)](run, pool)
     source = with_own_rewards(run, source, pool)
     source = with_model_rewards(run, source)
-    if run.method.replay is not None:
-        source = recall_of(run, run.method.replay, source, notes.get("replay"))
     return source
 
 
@@ -98,6 +100,29 @@ def with_model_rewards(run: Run, source: Source) -> Source:
     return ModelRewards(source, model, list(run.rewards.weights).index(NAME))
 
 
+def table_of(run: Run, curriculum: Curriculum) -> Table:
+    """The problems that a run's curriculum chooses from."""
+    own = run.kind.task is not None  # a task makes its problems
+    rows = curriculum.pool if own else len(run.data.prompts["train"])
+    return Table(rows, 1, jnp.zeros(rows, jnp.int32))
+
+
+def tools_of(run: Run) -> Callable[[Any], Any] | None:
+    """What the data of a run offers to plans."""
+    if isinstance(run.kind.task, Task):
+        return partial(TaskTools, run.kind.task)
+    if run.kind.task is not None or run.config.data.given:
+        return None
+    sizes = run.data.prompts["train"], run.config.sampling.max_new_tokens
+    tools = TextTools(*sizes, hinted=Hinter(run) if in_text(run) else None)
+    return lambda key: tools
+
+
+def in_text(run: Run) -> bool:
+    """Whether a run samples completions of prompts in text, without an environment."""
+    return type(run.kind) is TextKind
+
+
 @contextlib.contextmanager
 def training_batches(
     run: Run, pool: RewardPool | None, cursor: int, notes: Mapping[str, Any], stopping: Stopping
@@ -114,6 +139,7 @@ def training_batches(
     packer = programs.packer(run)
     if packer is not None and "packing" in notes:
         packer.resume(notes["packing"])
+    curriculum = run.method.curriculum
     collector = Collector(
         source=run_source(run, pool, notes),
         prompts=run.config.train.prompts,
@@ -123,6 +149,11 @@ def training_batches(
         pack=packer,
         sampled=not run.config.data.scored,
         group=run.config.sampling.group,
+        judge=run.rewards.judged,
+        tools=tools_of(run),
+        table=table_of(run, curriculum) if isinstance(curriculum, Curriculum) else None,
+        contexts=in_text(run),
+        notes=notes,
     )
     if run.rollout_mesh is None:
         yield collector
@@ -160,6 +191,7 @@ def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Sourc
     if draw.search is not None:
         return search_source(run, draw.search, undrawn_text(run, pool, seed))
     program = programs.train_sampler(run) if program is None else program
+    by_line = "lines" in run.method.needs
     return TextSource(
         all_prompts=run.data.prompts["train"],
         width=run.width,
@@ -168,9 +200,9 @@ def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Sourc
         sampling_params=_placed(run, run.sampling_params, "train"),
         pool=pool,
         tokenizer=run.tokenizer,
-        demonstrations=draw.demonstrations,
         max_new_tokens=config.sampling.max_new_tokens,
-        lines=line_ends(run.tokenizer, run.network.vocab_size) if draw.lines else (),
+        temperature=config.sampling.temperature,
+        lines=line_ends(run.tokenizer, run.network.vocab_size) if by_line else (),
         free=_free(program),
     )
 
@@ -201,7 +233,9 @@ def pair_source(run: Run, pool: RewardPool | None) -> Source:
 def own_source(run: Run, pool: RewardPool | None) -> Source:
     """A source of one's own."""
     params = _placed(run, run.sampling_params, "train")
-    return make_own_source(run, Sampler(programs.train_sampler(run), params, run.width))
+    sampling = run.config.sampling
+    sampler = TextSampler(programs.train_sampler(run), params, sampling.temperature)
+    return make_own_source(run, Sampler(sampler, run.width, sampling.max_new_tokens))
 
 
 MakeSource = Callable[[Run, RewardPool | None], Source]
@@ -252,7 +286,9 @@ def held_out_episodes(run: Run, pool: RewardPool | None) -> Source:
 
 def held_out_own(run: Run, pool: RewardPool | None) -> Source:
     """A source of one's own, asked for the split "eval"."""
-    return make_own_source(run, Sampler(*_evaluation(run), run.width))
+    sampler = TextSampler(*_evaluation(run), run.config.eval.temperature)
+    limit = run.config.sampling.max_new_tokens
+    return make_own_source(run, Sampler(sampler, run.width, limit))
 
 
 HELD_OUT: Mapping[type[TextKind], MakeSource] = {

@@ -335,15 +335,15 @@ def _check_tokens(data: RunData, vocab_size: int) -> None:
         check_ids(max((int(x.max()) for x in arrays), default=0), vocab_size, f"data.{split}")
 
 
-def question_prompts(run: Run, questions: Sequence[str]) -> list[Prompt]:
-    """Prompts without answers, made as the run's own are; at most as long as those."""
+def question_prompts(run: Run, questions: Sequence[str], most: int = 0) -> list[Prompt]:
+    """Prompts without answers, made as the run's own are; at most as long as those, or ``most``."""
     data = run.config.data
     prompts, _ = build_prompts(
         MemoryRows([{"question": q} for q in questions], "prompt"),
         run.tokenizer,
         answer_key=None,
         **data.wording,
-        max_prompt_tokens=run.width,
+        max_prompt_tokens=most or run.width,
     )
     return prompts
 

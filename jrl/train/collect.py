@@ -17,12 +17,25 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jrl.methods.base import GroupEditor, Method, keep_all, same_rewards
-from jrl.train.asks import DrawRequest, new_ask
+from jrl.methods.base import Method, same_rewards
+from jrl.methods.curriculum import Table
+from jrl.train.collect_notes import packed, unpacked
+from jrl.train.edit import edit_counts, edited, learned, mean_sizes, outcome_of
+from jrl.train.groups import PlacedGroups, to_batch
 from jrl.train.packing import Packer
-from jrl.train.sources import Groups, Source, join_groups, take_groups, to_host
+from jrl.train.plan import (
+    First,
+    Now,
+    Setting,
+    first_asks,
+    host_rounds,
+    new_collected,
+    rest_of_step,
+)
+from jrl.train.sources import Groups, Source, take_groups, to_host
 from jrl.train.step import place_batch
-from jrl.types import NOTHING, Array, Batch, Params, Rollout, StopReason
+from jrl.types import NOTHING, Array, Batch, Params
+from jrl.types.asks import ASIDE, Asks, DrawRequest
 
 
 class StepGroups(NamedTuple):
@@ -30,17 +43,18 @@ class StepGroups(NamedTuple):
 
     Attributes:
       groups: N of them.
-      live: [N] bool, False where too few groups were kept and a dropped one takes the place; None
-        when all are live.
+      members: [N, G] bool, those trained on; None for all that count in their group.
       cursor: tickets issued so far, these included.
       packing: ``Packer.notes`` before their completions were packed; None if they are not packed,
         or not yet.
+      prior: [N] float32 by name, what a curriculum knew of each problem.
     """
 
     groups: Groups
-    live: Any
+    members: Any
     cursor: int
     packing: dict[str, Any] | None = None
+    prior: Mapping[str, Any] = NOTHING
 
 
 class Batches(Protocol):
@@ -60,29 +74,63 @@ class Batches(Protocol):
     def forget(self, cursor: int) -> None:
         """Drops what is drawn ahead; ``cursor`` counts the tickets of the steps that are done."""
 
+    def learn(self, step: int, advantages: Any) -> None:
+        """Tells a curriculum what the step's advantages [N, G, T] were; None where unknown."""
 
-class Collector(NamedTuple):
+
+class Collector:
     """Batches whose groups are drawn when they are asked for.
 
-    Attributes:
+    Args:
       source: of groups.
       prompts: N, groups of a batch.
       reward_weights: [R] float32.
-      method: its rewards and groups seams are used here.
+      method: its curriculum, plan, rewards and edits are used here.
       mesh: where batches go.
       pack: packs completions into rows; None to leave them.
       sampled: whether a policy drew the completions, so that ``sampler_logprobs`` are known.
-      group: members that a group has by sampling.
+      group: G, members that a group has by sampling.
+      judge: the column of the reward part that says what is right; None for the score.
+      tools: (root key) -> what the data offers to plans; None where it offers nothing.
+      table: the problems, for a curriculum.
+      contexts: whether asks may have contexts that are trained under.
+      notes: of a checkpoint; {} for a new run.
     """
 
-    source: Source
-    prompts: int
-    reward_weights: Any
-    method: Method
-    mesh: Mesh
-    pack: Packer | None = None
-    sampled: bool = True
-    group: int = 1
+    def __init__(
+        self,
+        source: Source,
+        prompts: int,
+        reward_weights: Any,
+        method: Method,
+        mesh: Mesh,
+        pack: Packer | None = None,
+        sampled: bool = True,
+        group: int = 1,
+        *,
+        judge: int | None = None,
+        tools: Callable[[Any], Any] | None = None,
+        table: Table | None = None,
+        contexts: bool = False,
+        notes: Mapping[str, Any] = NOTHING,
+    ) -> None:
+        sizes = prompts, group, np.asarray(reward_weights, np.float32)
+        setting = Setting(method, *sizes, judge, source.order, tools, table, contexts)
+        self.source, self.mesh = source, mesh
+        self.pack, self.sampled = pack, sampled
+        self.collected = new_collected(setting)
+        if "collect" in notes:
+            self.collected = unpacked(self.collected, notes["collect"])
+        self._next = self.collected
+        self._outcome: tuple[PlacedGroups, PlacedGroups] | None = None
+        curriculum = setting.curriculum
+        self._plain = not (method.plan.next or method.edits or curriculum)
+        if curriculum is not None:  # as one program each, the same numbers as in a compiled run
+            curriculum = curriculum._replace(
+                choose=jax.jit(curriculum.choose), update=jax.jit(curriculum.update)
+            )
+            method = method._replace(curriculum=curriculum)
+        self.setting = setting._replace(method=method)
 
     def collect(
         self, key: Array, weights: Mapping[str, Params], *, step: int, cursor: int
@@ -95,12 +143,14 @@ class Collector(NamedTuple):
           step: training steps done; the policy's version.
           cursor: tickets issued so far; every round continues where the last one ended.
         """
-        request = self.request(key, weights, step, cursor)
+        now, first = self._first(key, step, cursor)
+        request = self.request(key, weights, step, first.asks)
         with self._drawing():
-            # The first round is drawn here, and not in ``_fill_up``, to keep stack traces short.
+            # The first draw is asked for here, and not in ``_further``, to keep stack traces short.
             groups = self.source.draw(request)
-            drawn = self._fill_up(groups, request, step, cursor)
+            drawn = self._further(groups, first, request, now)
             _, batch = self.assemble(drawn)
+        self.collected = self._next  # what a step that failed had stored would be stored twice
         return batch, drawn.groups, drawn.cursor
 
     def draw(
@@ -116,62 +166,91 @@ class Collector(NamedTuple):
         """The groups of a training step, drawn by weights of an older version.
 
         Returns:
-          N groups. With a filter, ``counts`` of the groups gains reward (points, over all groups
-          drawn, kept or not), rounds, groups_kept (fraction of those drawn) and groups_missing
-          (places left without a kept group when the rounds ran out; a dropped one stands there).
+          N groups. With further rounds or edits ``counts`` of the groups gains reward (points, over
+          all members sampled to be trained on, kept or not), and with further rounds also rounds,
+          groups_kept (fraction of those sampled) and groups_missing (places left without a group to
+          train on when the rounds ran out; a dropped one stands there).
         """
-        request = self.request(key, weights, step, cursor, version, newer)
+        now, first = self._first(key, step, cursor)
+        request = self.request(key, weights, step, first.asks, version, newer)
         with self._drawing():
-            return self._fill_up(self.source.draw(request), request, step, cursor)
+            drawn = self._further(self.source.draw(request), first, request, now)
+        self.collected = self._next
+        return drawn
+
+    def _first(self, key: Array, step: int, cursor: int) -> tuple[Now, First]:
+        """The step, and what it samples first."""
+        now = Now(key, np.int32(step))
+        if not self._plain:
+            now = Now(np.asarray(jax.random.key_data(key) if _typed(key) else key), now.step)
+        collected = self.collected.replace(cursor=np.int32(cursor))
+        with on_host():
+            first = first_asks(collected, now, self.setting)
+        return now, first._replace(asks=_host_asks(first.asks))
 
     def request(
         self,
         key: Array,
         weights: Mapping[str, Params],
         step: int,
-        cursor: int,
+        asks: Asks,
         version: int | None = None,
         newer: Callable[[], Any] | None = None,
     ) -> DrawRequest:
-        """What a round asks for; ``version`` is the weights', None for the schedule's."""
-        if version is None:
-            version = self.method.schedule.drawn_by(step)
-        tickets = self.method.prompts(step, cursor + np.arange(self.prompts)).astype(np.int32)
-        rows = self.source.order(tickets)
-        ask = new_ask(tickets, rows, self.group, tree=self.method.draw.search)
-        versions = dict.fromkeys(weights, np.int32(version))
-        return DrawRequest(key, weights, versions, np.int32(step), (ask,), newer=newer)
+        """What a draw asks for; ``version`` is the weights', None for the step."""
+        versions = dict.fromkeys(weights, np.int32(step if version is None else version))
+        for policy in self.setting.method.plan.policies:
+            versions[policy.name] = np.int32(policy.version(step))
+        return DrawRequest(key, weights, versions, np.int32(step), asks, newer=newer)
 
-    def _fill_up(self, first: Groups, request: DrawRequest, step: int, cursor: int) -> StepGroups:
-        """The first round's groups, and further rounds' where the method's filter dropped some."""
-        editor = self.method.groups
-        groups = self._edit(first)
-        cursor += self.prompts
-        if editor.keep is keep_all:
-            return StepGroups(groups, None, cursor)
-        groups = to_host(groups)  # a filter reads the rewards of whole groups, on the host
-        kept = self._keep(editor, groups)
-        rounds = 1
-        while editor.refill and kept.sum() < self.prompts and rounds < editor.max_rounds:
-            more = self.request(request.key, request.weights, step, cursor)
-            drawn = self.source.draw(more.replace(versions=request.versions, newer=request.newer))
-            further = to_host(self._edit(drawn))
-            cursor, rounds = cursor + self.prompts, rounds + 1
-            groups = join_groups([groups, further])
-            kept = np.concatenate([kept, self._keep(editor, further)])
-        # Kept groups first, in the order sampled; dropped ones only pad a batch that is too small,
-        # because its shape is part of the program. ``assemble`` masks them out.
-        order = np.argsort(~kept, kind="stable")[: self.prompts]
-        live = kept[order]
-        members = counted(groups.rollout)
-        scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(self.reward_weights))
-        counts = groups.counts | {
-            "reward": float(scores[members].mean()) if members.any() else 0.0,
-            "rounds": float(rounds),
-            "groups_kept": float(kept.mean()),
-            "groups_missing": float(self.prompts - live.sum()),
-        }
-        return StepGroups(take_groups(groups, order)._replace(counts=counts), live, cursor)
+    def _further(self, drawn: Groups, first: First, request: DrawRequest, now: Now) -> StepGroups:
+        """The first draw's groups behind the plan's rounds and the edits."""
+        if first.order is not None:
+            drawn = take_groups(to_host(drawn), first.order)
+        drawn = self._edit(drawn)
+        self._next = first.collected
+        if self._plain and not (first.origin.use == ASIDE).any():
+            cursor = int(first.collected.cursor)
+            return StepGroups(drawn, None, cursor)
+
+        def draw(asks: Asks) -> Groups:
+            with jax.default_device(None):  # sampling stays where the weights are
+                return to_host(self._edit(self.source.draw(request.replace(asks=asks))))
+
+        drawn, base = to_host(drawn), int(first.origin.ticket[0])
+        with on_host():
+            state = base, now, self.setting, host_rounds
+            groups, collected, counts = rest_of_step(first, drawn, draw, *state)
+            trained, more = groups, {}
+            if self.setting.method.edits or self.setting.method.plan.next is not None:
+                trained, collected, share = edited(groups, collected, now, self.setting)
+                more = edit_counts(groups, trained, share, self.setting)
+        groups, trained, more = jax.device_get((groups, trained, more))
+        counts = counts | {name: float(x) for name, x in more.items()}
+        self._next = collected
+        self._outcome = None if self.setting.curriculum is None else (groups, trained)
+        kept = np.asarray(trained.members())
+        subject, _ = self.source.prompts(request.key, trained.row)
+        made = Groups(
+            trained.rollout, trained.rewards, subject, counts, trained.ids, trained.stats or None
+        )
+        prior = {name: np.asarray(x, np.float32) for name, x in trained.prior.items()}
+        return StepGroups(made, kept, int(collected.cursor), None, prior)
+
+    def learn(self, step: int, advantages: Any) -> None:
+        """As ``Batches.learn``."""
+        if (curriculum := self.setting.curriculum) is None or self._outcome is None:
+            return
+        (groups, trained), table = self._outcome, self.setting.table
+        assert table is not None
+        with on_host():
+            sizes = None
+            if advantages is not None:
+                live = trained.rollout.mask & np.asarray(trained.members())[:, :, None]
+                sizes = mean_sizes(np.asarray(advantages), live)
+            outcome = outcome_of(groups, trained, sizes, np.int32(step), table)
+            self.collected = learned(curriculum, self.collected, outcome)
+        self._outcome = None
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -185,21 +264,19 @@ class Collector(NamedTuple):
 
     def assemble(self, drawn: StepGroups) -> tuple[StepGroups, Batch]:
         """(the groups, their batch on the mesh of training with dropped groups masked out)."""
-        groups, live = drawn.groups, drawn.live
+        groups, method = drawn.groups, self.setting.method
         # On a device: one program, where eager lines would be a dispatch each.
         make = to_batch if isinstance(groups.rollout.tokens, np.ndarray) else _batch_on_device
         batch = make(
             groups.rollout,
             groups.rewards,
-            self.reward_weights,
+            self.setting.weights,
             groups.ids,
             groups.stats,
-            own=self.sampled and self.method.draw.own,
+            drawn.members,
+            dict(drawn.prior),
+            own=self.sampled and method.draw.own,
         )
-        if live is not None:
-            mask = np.asarray(batch.mask) & live[:, None, None]
-            members = np.asarray(batch.members) & live[:, None]
-            batch = batch.replace(mask=mask, members=members)
         if self.pack is not None:
             drawn = drawn._replace(packing=self.pack.notes())
             batch = self.pack(batch)
@@ -207,20 +284,18 @@ class Collector(NamedTuple):
 
     def _edit(self, groups: Groups) -> Groups:
         """The method's own edit of the reward parts."""
-        if self.method.rewards is same_rewards:
+        rewards = self.setting.method.rewards
+        if rewards is same_rewards:
             return groups
         groups = to_host(groups)
-        return groups._replace(rewards=self.method.rewards(groups.rewards, groups.rollout))
-
-    def _keep(self, editor: GroupEditor, groups: Groups) -> np.ndarray:
-        """[N] bool: which groups the editor keeps."""
-        scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(self.reward_weights))
-        return np.asarray(editor.keep(scores, np.asarray(counted(groups.rollout))), bool)
+        return groups._replace(rewards=rewards(groups.rewards, groups.rollout))
 
     def notes(self) -> dict[str, Any]:
         """As ``Batches.notes``."""
-        packing = {} if self.pack is None else {"packing": self.pack.notes()}
-        return packing | self.source.notes()
+        notes = {} if self.pack is None else {"packing": self.pack.notes()}
+        if self.setting.curriculum is not None or self.setting.method.edits:
+            notes["collect"] = packed(self.collected)
+        return notes | self.source.notes()
 
     def wait(self) -> None:
         """Nothing draws between two calls."""
@@ -231,59 +306,24 @@ class Collector(NamedTuple):
 
 # ---------------------------------------------------------------- groups to batch
 
-
-def to_batch(
-    rollout: Rollout,
-    rewards: Array,
-    weights: Array,
-    ids: Mapping[str, Array] = NOTHING,
-    recorded: Mapping[str, Array] | None = None,
-    *,
-    own: bool = True,
-) -> Batch:
-    """What the training step reads; pure, so that compiled runs use it too.
-
-    Args:
-      rollout: from the sampler.
-      rewards: [N, G, R] float32, points.
-      weights: [R] float32.
-      ids: of ``Groups``.
-      recorded: ``Groups.stats``.
-      own: False when the policy drew nothing; there are no ``sampler_logprobs`` then.
-    """
-    stats = {"external": external(rollout).astype(np.float32), **(recorded or {})}
-    if own:
-        stats["sampler_logprobs"] = rollout.sampler_logprobs
-    members = counted(rollout)
-    return Batch(
-        prompt_tokens=rollout.prompt_tokens,
-        prompt_lengths=rollout.prompt_lengths,
-        tokens=rollout.tokens,
-        lengths=rollout.lengths,
-        mask=rollout.mask & members[:, :, None],
-        rewards=rewards,
-        reward_weights=weights,
-        members=members,
-        baseline=rollout.baseline,
-        truncated=(rollout.stop == StopReason.LENGTH) | (rollout.stop == StopReason.TURNS),
-        stats=stats,
-        ids=dict(ids),
-        routing=rollout.routing,
-    )
-
-
 _batch_on_device = jax.jit(to_batch, static_argnames="own")
 
 
-def counted(rollout: Rollout) -> Any:
-    """[N, G] bool: members that count in their group.
+def on_host() -> Any:
+    """Where plans, edits and curricula are computed between two programs: on the CPU."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        return contextlib.nullcontext()
 
-    They are neither greedy baselines, nor left out (ABORTED), nor did their environment fail.
-    """
-    left_out = (rollout.stop == StopReason.ABORTED) | (rollout.stop >= StopReason.FAILED)
-    return ~rollout.baseline & ~left_out
+
+def _typed(key: Any) -> bool:
+    return jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
-def external(rollout: Rollout) -> Any:
-    """[N, G, T] bool: the tokens that are trained on and that no policy drew."""
-    return rollout.mask & (rollout.versions < 0)
+def _host_asks(asks: Asks) -> Asks:
+    """The asks with every array on the host; those of the same tickets share them still."""
+    first, *others = jax.device_get(asks)
+    same = all(ask.ticket.shape == first.ticket.shape for ask in others)
+    shared = {"ticket": first.ticket, "row": first.row} if same else {}
+    return (first, *(ask.replace(**shared) for ask in others))

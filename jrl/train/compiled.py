@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,25 @@ from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.methods import get_method
 from jrl.methods.base import Method
+from jrl.methods.curriculum import Curriculum, Table
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
-from jrl.train.collect import to_batch
+from jrl.system.compile_reports import report_traced_run
+from jrl.train.edit import edit_counts, edited, learned, mean_sizes, outcome_of
 from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
 from jrl.train.features import check_features, method_features
+from jrl.train.groups import PlacedGroups, batch_of, widened
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
-from jrl.train.score import drawing_policy, policy_of
+from jrl.train.plan import (
+    CollectState,
+    Now,
+    Setting,
+    new_collected,
+    sample_step,
+    traced_rounds,
+)
+from jrl.train.plan_tools import TaskTools
+from jrl.train.score import drawn_trees, policy_of
 from jrl.train.sources import Groups, simple_request
 from jrl.train.state import init_state
 from jrl.train.step import Metrics, Step, check_value, make_step, with_slot_use
@@ -44,8 +56,73 @@ from jrl.types import (
     ValueNetwork,
     stream,
 )
+from jrl.types.asks import Asks, DrawRequest
 
-Iterate = Callable[[TrainState, SamplingParams], tuple[TrainState, Metrics]]
+
+class Iteration(NamedTuple):
+    """One iteration, prompt to gradient, as pure functions of the two records that a run carries.
+
+    Attributes:
+      train: the training step; with a curriculum it returns the advantages of all groups.
+      setting: the method and the sizes of a step.
+      network: the policy as completions are drawn from it.
+      rollout: (request, sampling_params=) -> groups.
+    """
+
+    train: Step
+    setting: Setting
+    network: Network
+    rollout: Callable[..., Groups]
+
+    def begin(self, state: TrainState) -> CollectState:
+        """What drawing carries at the start of a run, from the state at step 0."""
+        setting, shapes = self.setting, None
+        if edits := setting.method.edits:  # whose stores have the shapes of a step's groups
+            bare = setting._replace(method=setting.method._replace(edits=()))
+            plain, params = self._replace(setting=bare), make_sampling_params()
+            collected = plain.begin(state)
+            shapes = jax.eval_shape(lambda s: plain.sample(s, collected, params)[0], state)
+            extra = sum(edit.extra(setting.prompts) for edit in edits)
+            m, size = shapes.use.shape
+            shapes = jax.eval_shape(lambda g: widened(g, m + extra, size), shapes)
+        collected = new_collected(setting, shapes)
+        return collected.replace(cursor=jnp.asarray(collected.cursor, jnp.int32))
+
+    def sample(
+        self, state: TrainState, collected: CollectState, sampling_params: SamplingParams
+    ) -> tuple[PlacedGroups, CollectState, dict[str, Any]]:
+        """The groups of a step before the edits, what drawing carries, and counts."""
+        policies = self.setting.method.plan.policies
+        trees = drawn_trees(state, self.network, policies)
+        made = {"policy": state.step}
+        made |= {policy.name: policy.version(state.step) for policy in policies}
+
+        def draw(asks: Asks) -> Groups:
+            request = DrawRequest(state.key, trees, made, state.step, asks)
+            return self.rollout(request, sampling_params=sampling_params)
+
+        now = Now(state.key, state.step)
+        return sample_step(draw, collected, now, self.setting, traced_rounds)
+
+    def step(
+        self, state: TrainState, collected: CollectState, sampling_params: SamplingParams
+    ) -> tuple[TrainState, CollectState, Metrics]:
+        """(state, what drawing carries, metrics) after one iteration."""
+        setting, method, done = self.setting, self.setting.method, state.step
+        groups, collected, counts = self.sample(state, collected, sampling_params)
+        trained, more = groups, {}
+        if method.edits or method.plan.next is not None:
+            now = Now(state.key, done)
+            trained, collected, share = edited(groups, collected, now, setting)
+            more = edit_counts(groups, trained, share, setting)
+        batch = batch_of(trained, own=method.draw.own)
+        state, metrics = self.train(state, batch, sampling_params)
+        if (curriculum := setting.curriculum) is not None:
+            assert setting.table is not None
+            sizes = mean_sizes(metrics.pop("advantages"), batch.mask)
+            outcome = outcome_of(groups, trained, sizes, done, setting.table)
+            collected = learned(curriculum, collected, outcome)
+        return state, collected, metrics | with_slot_use(counts) | more
 
 
 def make_iteration(
@@ -60,12 +137,13 @@ def make_iteration(
     slots: int = 0,
     chunk: int = 4,
     sampler: Network | None = None,
-) -> Iterate:
-    """One iteration, prompt to gradient, as a pure function of (state, distribution).
+    judge: int | None = None,
+) -> Iteration:
+    """One iteration, prompt to gradient, as pure functions.
 
     Args:
-      step: from ``step.make_step``.
-      method: its sampler seam is used here; its group editor must keep every group.
+      step: from ``step.make_step``; with a curriculum its ``shown`` is all groups.
+      method: its curriculum, plan and edits are used here.
       task: the procedural task, or the environment.
       network: the policy.
       weights: reward part ("verify", "partial"; "reward", "success" of an environment) -> weight.
@@ -74,64 +152,62 @@ def make_iteration(
       slots: completions decoded at a time; 0 takes all.
       chunk: decode steps between slot refills.
       sampler: the policy as completions are drawn from it; None for ``network``.
-
-    Returns:
-      (state, distribution) -> (state, metrics).
+      judge: the column of the reward part that says what is right; None for the score.
 
     Raises:
-      UserError: the method draws groups anew until they are good, which takes a host.
+      UserError: the method has work for a host.
     """
     features = method_features(method) | {"compiled": "train.mode = 'compiled'"}
     if isinstance(task, Env):
         features["device environment"] = f"the environment {task.name!r}"
     check_features(features)
-    if method.draw.tree is not None:
-        tree = check_branching(method.draw.tree, group, slots)
-        method = method._replace(draw=method.draw._replace(tree=tree))
-    part_weights = jnp.array(list(weights.values()), jnp.float32)
+    if (tree := method.draw.tree) is not None:
+        tree = check_branching(tree, group, slots)
+        method = method._replace(plan=method.plan._replace(tree=tree))
+    curriculum = method.curriculum
+    setting = Setting(
+        method=method,
+        prompts=prompts,
+        group=group,
+        weights=jnp.array(list(weights.values()), jnp.float32),
+        judge=judge,
+        order=lambda tickets: tickets,
+        tools=partial(TaskTools, task) if isinstance(task, Task) else None,
+        table=pool_table(curriculum.pool) if isinstance(curriculum, Curriculum) else None,
+    )
+    drawing = network if sampler is None else sampler
+    how: dict[str, Any] = {"task": task, "parts": weights, "network": drawing}
+    rollout = partial(rollout_of(task), slots=slots, chunk=chunk, **how)
+    return Iteration(step, setting, drawing, rollout)
 
-    def iteration(state: TrainState, sampling_params: SamplingParams) -> tuple[TrainState, Metrics]:
-        tickets = state.step * prompts + jnp.arange(prompts, dtype=jnp.int32)
-        request = simple_request(
-            state.key,
-            {"policy": drawing_policy(state, network if sampler is None else sampler)},
-            state.step,
-            tickets,
-            group,
-            version=method.schedule.drawn_by(state.step),
-        )
-        groups = rollout_of(task)(
-            request,
-            sampling_params=sampling_params,
-            task=task,
-            parts=weights,
-            network=network if sampler is None else sampler,
-            group=group if method.draw.own else 0,
-            baseline_members=method.draw.baseline_members,
-            demonstrations=method.draw.demonstrations,
-            slots=slots,
-            chunk=chunk,
-            **({} if method.draw.tree is None else {"tree": method.draw.tree}),
-        )
-        batch = to_batch(
-            groups.rollout,
-            groups.rewards,
-            part_weights,
-            groups.ids,
-            groups.stats,
-            own=method.draw.own,
-        )
-        state, metrics = step(state, batch, sampling_params)
-        return state, metrics | with_slot_use(groups.counts)
 
-    return iteration
+def shown_in_compiled(method: Method, prompts: int) -> int:
+    """Groups whose advantages a compiled run's step returns: all, for a curriculum, or none."""
+    if not isinstance(method.curriculum, Curriculum):
+        return 0
+    return prompts + sum(edit.extra(prompts) for edit in method.edits)
+
+
+def pool_table(rows: int) -> Table:
+    """The problems of a procedural task that a curriculum chooses from."""
+    return Table(rows, 1, jnp.zeros(rows, jnp.int32))
 
 
 def iterate(
-    iteration: Iterate, state: TrainState, sampling_params: SamplingParams, steps: int
-) -> tuple[Any, Metrics]:
+    iteration: Iteration,
+    state: TrainState,
+    collected: CollectState,
+    sampling_params: SamplingParams,
+    steps: int,
+) -> tuple[TrainState, CollectState, Metrics]:
     """``steps`` iterations as one scan; metrics come back with a leading [steps]."""
-    return jax.lax.scan(lambda s, _: iteration(s, sampling_params), state, length=steps)
+
+    def one(carry: tuple[TrainState, CollectState], _: None) -> tuple[Any, Metrics]:
+        state, collected, metrics = iteration.step(*carry, sampling_params)
+        return (state, collected), metrics
+
+    (state, collected), metrics = jax.lax.scan(one, (state, collected), length=steps)
+    return state, collected, metrics
 
 
 def solution_batch(key: Array, *, task: Task | Env, count: int) -> Batch:
@@ -248,7 +324,6 @@ def held_out(
         task=task,
         parts=eval_parts(task),
         network=network,
-        group=samples,
     )
 
 
@@ -329,6 +404,7 @@ def make_run(
             value=value,
             networks=networks,
             schedule=used.schedule,
+            shown=shown_in_compiled(used, prompts),
             **(splits or {}),
         )
 
@@ -347,8 +423,10 @@ def make_run(
             prompts=prompts,
             group=group,
         )
-        state, curves = iterate(iteration, state, chosen.sampling_params, steps)
+        collected, params = iteration.begin(state), chosen.sampling_params
+        state, _, curves = iterate(iteration, state, collected, params, steps)
         after = accuracy(state.key, policy_of(state, network)).rewards[..., 0].mean()
+        report_traced_run(key, hyperparameters)
         return state, curves | {"accuracy_before": before, "accuracy_after": after}
 
     return run

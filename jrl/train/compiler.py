@@ -24,5 +24,5 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
 
 def compiler_options(mesh: Mesh) -> dict[str, str] | None:
     """The options of every program of a run on this mesh, for ``jax.jit``."""
-    found = OPTIONS.get(mesh.devices.flat[0].platform)
-    return None if found is None else dict(found)
+    options = OPTIONS.get(mesh.devices.flat[0].platform)
+    return None if options is None else dict(options)

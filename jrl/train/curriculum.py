@@ -23,9 +23,8 @@ from jrl.errors import UserError
 from jrl.methods.base import HardProblems, WrittenProblems
 from jrl.rewards.pool import RewardPool
 from jrl.system.wait_reports import waiting
-from jrl.train.asks import DrawRequest, new_ask
 from jrl.train.build import Run
-from jrl.train.collect import counted
+from jrl.train.groups import counted
 from jrl.train.host_episodes import host_source
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.sources import Around, Groups, Source
@@ -38,6 +37,7 @@ from jrl.train.tree_search import (
     value_estimate,
 )
 from jrl.types import Prompt
+from jrl.types.asks import DrawRequest, new_ask
 
 
 class CurrentPrompts(Sequence[Prompt]):
@@ -272,8 +272,7 @@ def rounds_of(
     run: Run, pool: RewardPool | None, notes: Mapping[str, Any] | None
 ) -> HardRounds | WrittenRounds:
     """The source of a run's groups, in rounds; ``notes`` are those of its checkpoint."""
-    rule = run.method.curriculum
-    assert rule is not None
+    rule: Any = run.method.curriculum
     if isinstance(rule, HardProblems):
         return hard_rounds(run, rule, pool, notes)
     return written_rounds(run, rule, notes)

@@ -229,6 +229,9 @@ class Ahead:
         """Returns when no device is drawing."""
         self.drawn()
 
+    def learn(self, step: int, advantages: Any) -> None:
+        """As ``Batches.learn``; a curriculum does not go together with drawing ahead."""
+
     def forget(self, cursor: int) -> None:
         """Drops what is drawn ahead; the next batch is drawn by the policy that asks for it.
 
@@ -480,7 +483,7 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 def stored(drawn: StepGroups) -> dict[str, Any]:
     """Groups as numbers and NumPy arrays; ``restored`` reads them."""
-    groups, live = jax.device_get((drawn.groups._replace(subject=None), drawn.live))
+    groups, members = jax.device_get((drawn.groups._replace(subject=None), drawn.members))
     subject = drawn.groups.subject
     if isinstance(subject, list):  # prompts, which the data has
         subject = {"ids": np.array([prompt.id for prompt in subject], np.int64)}
@@ -493,7 +496,7 @@ def stored(drawn: StepGroups) -> dict[str, Any]:
         "counts": groups.counts,
         "ids": groups.ids,
         "stats": groups.stats,
-        "live": live,
+        "members": members,
         "cursor": drawn.cursor,
     }
 
@@ -519,4 +522,4 @@ def restored(notes: Mapping[str, Any], run: Run) -> StepGroups:
         ids=notes["ids"],
         stats=notes["stats"],
     )
-    return StepGroups(groups, notes["live"], notes["cursor"])
+    return StepGroups(groups, notes["members"], notes["cursor"])

@@ -17,10 +17,11 @@ from jrl.episodes.device_play import Episodes, play, scripted
 from jrl.episodes.device_self_play import rows_of_players
 from jrl.errors import UserError, unknown_choice
 from jrl.sampling.params import SamplingParams
-from jrl.train.asks import DrawRequest
+from jrl.train.members import flagged, members_of
 from jrl.train.sources import Groups, entries
 from jrl.train.sources_task import SAMPLE_STREAMS, task_problems, task_rollout
 from jrl.types import Array, Batch, Network, stream
+from jrl.types.asks import Asks, DrawRequest
 
 EPISODE_REWARDS = ("reward", "success")
 """Reward parts of an episode: the points that the environment paid, and 1 where it ended well."""
@@ -48,9 +49,6 @@ def episode_rollout(
     task: Env,
     parts: Mapping[str, float],
     network: Network,
-    group: int,
-    baseline_members: int = 0,
-    demonstrations: int = 0,
     slots: int = 0,
     chunk: int = 4,
 ) -> Groups:
@@ -60,14 +58,11 @@ def episode_rollout(
     are a function of that, the weights, and (key, step, ticket).
 
     Args:
-      request: tickets and rows [N] int32, and the weights to play with.
+      request: asks of the same N tickets, and the weights to play with.
       sampling_params: scalars.
       task: the environment.
       parts: reward part, of ``EPISODE_REWARDS`` -> weight.
       network: the policy.
-      group: members drawn from the distribution.
-      baseline_members: further members drawn greedily.
-      demonstrations: must be 0.
       slots: episodes played at a time; 0 takes all.
       chunk: decode steps after which ended turns are answered.
 
@@ -77,25 +72,26 @@ def episode_rollout(
       weighted points "paid" [N, G, T]. Where the policy plays R players, training gets N * R
       groups, a player of a start each (``rows_of_players``).
     """
-    check_members(task, group, demonstrations)
+    check_asks(task, request.asks)
     (tickets, rows), split = entries(request), request.split
     starts = task_problems(task, request.key, rows, split)
     own_policies = split == "train" and network.extras.stack is not None
+    drawing = request.asks[0].policy
     played, slot_steps = play(
         stream(request.key, SAMPLE_STREAMS[split], request.step),
-        request.weights["policy"],
+        request.weights[drawing],
         starts,
         sampling_params,
-        request.versions["policy"],
+        request.versions[drawing],
         tickets,
+        members_of(request.asks, sampling_params.temperature),
         env=task,
         network=network,
-        group=group,
-        baseline_members=baseline_members,
         slots=slots,
         chunk=chunk,
         step=request.step if own_policies else None,
     )
+    played = played._replace(rollout=flagged(played.rollout, request.asks))
     if task.players > 1:
         played, starts, rows = _by_role(played, starts, rows, task, split)
     points = {"reward": played.paid.sum(2), "success": played.success.astype(jnp.float32)}
@@ -135,6 +131,16 @@ def check_members(env: Env, group: int, demonstrations: int) -> None:
         raise UserError(
             f"data.env: the method learns from demonstrations, and the environment {env.name!r} has"
             " none; choose a method that draws its own completions, or a procedural task"
+        )
+
+
+def check_asks(env: Env, asks: Asks) -> None:
+    """Raises UserError for asks that an environment cannot play."""
+    check_members(env, 1, sum(ask.prefix is not None for ask in asks))
+    if any(ask.context is not None for ask in asks):
+        raise UserError(
+            "data.env: the method samples under other prompts than the data's, and the environment"
+            f" {env.name!r} opens its episodes itself; choose a procedural task, or data.train"
         )
 
 

@@ -19,7 +19,9 @@ from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.episodes.host import HostEnv
 from jrl.errors import UserError
-from jrl.methods.base import HardProblems, Method, Schedule, WrittenProblems, keep_all
+from jrl.methods.base import HardProblems, Method, Schedule, WrittenProblems
+from jrl.methods.curriculum import Curriculum
+from jrl.methods.stores import is_by_prompt
 from jrl.models.config import ModelConfig
 from jrl.types import NOTHING, Network, Objective
 
@@ -305,10 +307,13 @@ def method_features(method: Method, named: str = "the method") -> Features:
       named: how messages name it.
     """
     draw, objective, rounds = method.draw, method.objective, method.curriculum
-    edits = sorted({"prompts", "rewards", "groups", "replay"} & set(method.seams))
+    edits = sorted({"rewards"} & set(method.seams))
+    replays = any(is_by_prompt(edit) for edit in method.edits)
+    # A curriculum chooses from a pool, whose problems come again.
+    replays = replays and not isinstance(rounds, Curriculum)
     tree = f"tree.by = {draw.search.by!r}" if draw.search else ""
     tree = f"tree.at = {draw.tree.at!r}" if draw.tree else tree
-    expert = method.schedule.round_steps
+    expert = bool(method.plan.policies)
     hard = rounds.steps if isinstance(rounds, HardProblems) else 0
     written = rounds.problems if isinstance(rounds, WrittenProblems) else 0
     attention = any(statistic.over == "attention" for statistic in objective.statistics)
@@ -318,7 +323,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "host edits": (edits, f"{named}, which edits {', '.join(edits)} on the host,"),
             "tree": (draw.shares, tree),
             "search": (draw.search, tree),
-            "guided search": (draw.search and draw.guide, tree),
+            "guided search": (draw.search and method.plan.estimate, tree),
             "branches": (draw.tree, tree),
             "greedy members": (draw.baseline_members, f"{named}, which draws greedy baselines,"),
             "demonstrations": (draw.demonstrations, f"{named}, which reads demonstrations,"),
@@ -335,11 +340,11 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "on-policy loss": (objective.surrogate.on_policy, draws),
             "attention": (attention, f"{named}, which reads attention,"),
             "dropped groups": (
-                method.groups.keep is not keep_all,
+                method.plan.next is not None or (method.edits and not replays),
                 f"{named}, which keeps some groups and drops others,",
             ),
-            "replay": (method.replay, f"{named}, which keeps completions by prompt,"),
-            "expert": (expert, f"objective.round_steps = {expert}"),
+            "replay": (replays, f"{named}, which keeps completions by prompt,"),
+            "expert": (expert, f"{named}, whose completions another policy draws,"),
             "hard problems": (hard, f"objective.round_steps = {hard}"),
             "written problems": (written, f"objective.written = {written}"),
         }

@@ -35,16 +35,16 @@ from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.places import entropy
 from jrl.sampling.slots import Measure
-from jrl.train.asks import DrawRequest
 from jrl.train.build import Run, run_features
 from jrl.train.features import check_features, host_features
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.run_rows import RunRows, run_rows
-from jrl.train.sources import Groups, entries, epoch_order
+from jrl.train.sources import Groups, all_entries, drawing, epoch_order
 from jrl.train.sources_text import answer_number, root_key
 from jrl.train.state import check_division
 from jrl.train.tree_search import Estimate, drawn_alone, estimates, plan_of, run_estimate
 from jrl.types import Params, Prompt, Rollout, Search
+from jrl.types.asks import DrawRequest
 
 SUCCESS = "success"
 """The reward part that is 1 where the environment says that an episode ended well, beside those
@@ -145,14 +145,17 @@ class HostEpisodes:
 
         Entries that ask for no tree are not searched.
         """
-        step, version = int(request.step), int(request.versions["policy"])
-        tickets, order = entries(request)
+        name = drawing(request)
+        step, version = int(request.step), int(request.versions[name])
+        tickets, order = all_entries(request)
         self._env.lifecycle.begin(step, "eval" if self._sample == "eval" else "train")
         problems, _ = self.prompts(request.key, order)
         chosen = [self._asked(prompt, k) for prompt in problems for k in range(self._asks)]
         score = self._scorer(request.weights)
-        with self._rows.loaded(root_key(request), request.weights["policy"], version) as key:
-            seeds = partial(prompt_seeds, key, self._sample, request.step, tickets)
+        with self._rows.loaded(root_key(request), request.weights[name], version) as key:
+            seeds = partial(
+                self._seeds_of, partial(prompt_seeds, key, self._sample, request.step, tickets)
+            )
             newer, policy_of = request.newer or keep_weights, self._rows.policy_of(step)
             device = Device(self._rows.rows, newer, policy_of=policy_of)
             play = partial(self._play, device)

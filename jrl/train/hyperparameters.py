@@ -1,4 +1,4 @@
-"""Numbers that a whole run in one program takes as arguments, so that ``vmap`` can sweep them."""
+"""Numbers that a compiled run takes as arguments, so that ``vmap`` can sweep them."""
 
 from __future__ import annotations
 

@@ -42,13 +42,13 @@ def check_training(run: Any) -> None:
     check_weights(run)
     draws = draw.own and config.data.given is None
     group = config.sampling.group + draw.baseline_members if draws else 1
-    said = f"train.prompts = {config.train.prompts}"
+    setting = f"train.prompts = {config.train.prompts}"
     if draws:
-        said += f" with sampling.group = {config.sampling.group}"
-    _check(run, said, config.train.prompts, group, drawn=draws)
+        setting += f" with sampling.group = {config.sampling.group}"
+    _check(run, setting, config.train.prompts, group, sampled=draws)
     if config.warmup.steps and config.data.has_solutions:
-        said = f"warmup.batch = {config.warmup.batch}"
-        _check(run, said, config.warmup.batch, 1, drawn=False)
+        setting = f"warmup.batch = {config.warmup.batch}"
+        _check(run, setting, config.warmup.batch, 1, sampled=False)
     if run.kind.held_out(run.config, run.data).problems:
         check_evaluation(run)
 
@@ -68,9 +68,9 @@ def check_weights(run: Any, *, key: str = "", times: int = 1) -> None:
         float(np.prod(x.shape)) * min(x.dtype.itemsize, least) for x in jax.tree.leaves(shapes)
     )
     model = "model.config" if path is None else f"model.path = {path!r}"
-    said = f"{key} = {times}" if key else model
+    setting = f"{key} = {times}" if key else model
     remedy = f"lower {key}" if key else "choose a smaller model"
-    check_fits(f"{said}: the weights", times * size, remedy, available=available_bytes())
+    check_fits(f"{setting}: the weights", times * size, remedy, available=available_bytes())
 
 
 def check_evaluation(run: Any, keys: Sequence[str] = ("eval.problems", "eval.samples")) -> None:
@@ -81,11 +81,11 @@ def check_evaluation(run: Any, keys: Sequence[str] = ("eval.problems", "eval.sam
       keys: what the number of problems and that of completions for each are called.
     """
     table = run.config.eval
-    said = f"{keys[0]} = {table.problems} with {keys[1]} = {table.samples}"
+    setting = f"{keys[0]} = {table.problems} with {keys[1]} = {table.samples}"
     held_out = run.kind.held_out(run.config, run.data)
     # Some kinds decode as many at a time as a training step has.
-    _check(run, said, min(held_out), table.samples)
-    _check(run, said, held_out.problems, table.samples, drawn=False)
+    _check(run, setting, min(held_out), table.samples)
+    _check(run, setting, held_out.problems, table.samples, sampled=False)
 
 
 def check_problems(run: Any, key: str, problems: int) -> None:
@@ -96,7 +96,7 @@ def check_problems(run: Any, key: str, problems: int) -> None:
       key: what sets how many there are.
       problems: as many.
     """
-    _check(run, f"{key} = {problems}", problems, 1, drawn=False)
+    _check(run, f"{key} = {problems}", problems, 1, sampled=False)
 
 
 def check_slots(key: str, slots: int, tokens: int, model: ModelConfig | None) -> None:
@@ -109,8 +109,8 @@ def check_slots(key: str, slots: int, tokens: int, model: ModelConfig | None) ->
       model: the policy's shape; None where it is not known.
     """
     each = _TOKEN_BYTES if model is None else token_cache_bytes(model)
-    said = f"{key} = {slots} of {tokens} tokens each"
-    check_fits(said, float(slots) * tokens * each, f"lower {key}", available=available_bytes())
+    setting = f"{key} = {slots} of {tokens} tokens each"
+    check_fits(setting, float(slots) * tokens * each, f"lower {key}", available=available_bytes())
 
 
 def token_cache_bytes(model: ModelConfig, itemsize: int | None = None) -> int:
@@ -118,17 +118,17 @@ def token_cache_bytes(model: ModelConfig, itemsize: int | None = None) -> int:
     return 2 * model.layers * model.kv_heads * model.head_dim * (itemsize or 1)
 
 
-def _check(run: Any, said: str, prompts: int, group: int, *, drawn: bool = True) -> None:
+def _check(run: Any, setting: str, prompts: int, group: int, *, sampled: bool = True) -> None:
     """Checks completions of a group for each prompt; those that are drawn have a cache, too."""
     config: Config = run.config
     new = run.kind.new_tokens
     new *= run.kind.contexts  # a row of training holds all contexts of an episode
     size = 4.0 * prompts * run.width + float(prompts) * group * new * _TOKEN_BYTES
     # The caches of episodes may wait on the host, so they are not counted.
-    if drawn and run.model is not None and not config.data.plays:
+    if sampled and run.model is not None and not config.data.plays:
         itemsize = 1 if "cache" in config.sampling.int8 else np.dtype(run.model.dtype).itemsize
         cached = cached_tokens(prompts, group, run.width, new, config.sampling.slots)
         size += cached * token_cache_bytes(run.model, itemsize)
-    keys = " or ".join(part.split(" = ")[0] for part in said.split(" with "))
-    said = f"{said}, {run.width} + {new} tokens each"
-    check_fits(said, size, f"lower {keys}", available=available_bytes())
+    keys = " or ".join(part.split(" = ")[0] for part in setting.split(" with "))
+    setting = f"{setting}, {run.width} + {new} tokens each"
+    check_fits(setting, size, f"lower {keys}", available=available_bytes())

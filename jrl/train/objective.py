@@ -14,7 +14,7 @@ from jrl.episodes import Env
 from jrl.episodes.tree import SEARCHES
 from jrl.errors import Mistakes, UserError
 from jrl.methods import OwnMethod, Published, find_method
-from jrl.methods.base import Draw, Method
+from jrl.methods.base import Method
 from jrl.methods.domains import Choice, Coefficient, Range, Switch
 from jrl.methods.networks import named_network
 from jrl.objectives.corrections import CORRECTIONS, named_correction
@@ -80,32 +80,32 @@ def _in_trees(config: Config, method: Method) -> Method:
     Raises:
       UserError: a tree that no run of this kind grows, or that does not fit.
     """
-    method = method._replace(draw=_with_tree(config, method.draw))
-    search, tree = method.draw.search, method.draw.tree
-    if search is not None:
-        _check_search(config, search)
-    if tree is not None:
+    tree = _chosen_tree(config, method.plan.tree)
+    method = method._replace(plan=method.plan._replace(tree=tree))
+    if isinstance(tree, Search):
+        _check_search(config, tree)
+    if isinstance(tree, Branching):
         _check_branching(config, tree)
-    if search is None and tree is None:
-        return method
-    if tree is not None:
         tree = check_branching(tree, config.sampling.group, config.sampling.slots)
-        method = method._replace(draw=method.draw._replace(tree=tree))
+        method = method._replace(plan=method.plan._replace(tree=tree))
+    if tree is None:
+        return method
     return method.after(over_branches())
 
 
-def _with_tree(config: Config, draw: Draw) -> Draw:
-    """A method's draw with the tree of the configuration, whose keys come before its own."""
+def _chosen_tree(config: Config, tree: Branching | Search | None) -> Branching | Search | None:
+    """The tree of the configuration, whose keys come before those of the method's own."""
     table = config.tree
     if isinstance(table, MethodTree):
         # A search of the method's own is for groups that are drawn.
-        return draw._replace(search=None) if config.data.given else draw
+        return None if config.data.given and isinstance(tree, Search) else tree
     keys = {k: v for k, v in table.model_dump(exclude={"kind"}).items() if v is not None}
     if isinstance(table, BranchTree):
-        return draw._replace(tree=(draw.tree or Branching())._replace(**keys), search=None)
+        branching = tree if isinstance(tree, Branching) else Branching()
+        return branching._replace(**keys)
     if isinstance(table, SearchTree):
-        return draw._replace(tree=None, search=(draw.search or Search())._replace(**keys))
-    return draw._replace(tree=None, search=None)
+        return (tree if isinstance(tree, Search) else Search())._replace(**keys)
+    return None
 
 
 def _check_branching(config: Config, tree: Branching) -> None:

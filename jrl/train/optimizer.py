@@ -37,15 +37,19 @@ def schedule(table: Optimizer, peak: Any, updates: int, warmup: Any) -> optax.Sc
       updates: optimiser updates of the whole run.
       warmup: updates of the rise; may be traced.
     """
-    known = isinstance(warmup, int)
-    length = max(updates - warmup, 1) if known else jnp.maximum(updates - warmup, 1)
-    over = max(warmup, 1) if known else jnp.maximum(warmup, 1)
+    static = isinstance(warmup, int)
+    length = max(updates - warmup, 1) if static else jnp.maximum(updates - warmup, 1)
+    over = max(warmup, 1) if static else jnp.maximum(warmup, 1)
     rises = not is_zero(warmup)
 
     def rate(count: Any) -> Any:
         rise = jnp.minimum((count + 1) / over, 1.0) if rises else 1.0
-        done = jnp.clip((count - warmup) / length, 0.0, 1.0)
-        fall = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + jnp.cos(jnp.pi * done))}
+        progress = jnp.clip((count - warmup) / length, 0.0, 1.0)
+        fall = {
+            "constant": 1.0,
+            "linear": 1 - progress,
+            "cosine": 0.5 * (1 + jnp.cos(jnp.pi * progress)),
+        }
         return peak * rise * fall[table.schedule]
 
     return rate
@@ -71,25 +75,25 @@ def make_optimizer(
     function = _function(table.name)
     _check_options(table, function)
     if ":" in table.name:
-        said = f"optimizer.name = {table.name!r}"
-        made = own.made_by(function, said, table.learning_rate, **table.options)
-        if not isinstance(made, optax.GradientTransformation):
-            raise UserError(f"{said} returned {made!r:.40}; return an optax optimizer")
+        setting = f"optimizer.name = {table.name!r}"
+        result = own.made_by(function, setting, table.learning_rate, **table.options)
+        if not isinstance(result, optax.GradientTransformation):
+            raise UserError(f"{setting} returned {result!r:.40}; return an optax optimizer")
 
     def build(learning_rate: Any, **numbers: Any) -> optax.GradientTransformation:
-        given = _with_numbers(table, _arguments(function), numbers)
-        warmup = given.warmup_steps * updates_per_step
-        rate = schedule(given, learning_rate, steps * updates_per_step, warmup)
-        optimizer = function(rate, **given.options)
-        if is_zero(given.clip_norm):
+        numbers_table = _with_numbers(table, _arguments(function), numbers)
+        warmup = numbers_table.warmup_steps * updates_per_step
+        rate = schedule(numbers_table, learning_rate, steps * updates_per_step, warmup)
+        optimizer = function(rate, **numbers_table.options)
+        if is_zero(numbers_table.clip_norm):
             return optimizer
-        return optax.chain(optax.clip_by_global_norm(given.clip_norm), optimizer)
+        return optax.chain(optax.clip_by_global_norm(numbers_table.clip_norm), optimizer)
 
     return build
 
 
 def _function(name: str) -> Callable[..., optax.GradientTransformation]:
-    """What makes the optimizer of a learning rate; weights do not decay unless asked to."""
+    """A function from learning rates to optimizers; no weight decay by default."""
     if ":" in name:
         return own.load(name, "optimizer.name")
     if name not in NAMES:
@@ -118,14 +122,14 @@ def _check_options(table: Optimizer, function: Callable[..., Any]) -> None:
     defaults = _arguments(function)
     lines = []
     for name, value in table.options.items():
-        said = f"optimizer.{name} = {value!r}"
+        setting = f"optimizer.{name} = {value!r}"
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if isinstance(defaults.get(name), float) and not number:
-            lines.append(f"{said}; must be a number")
+            lines.append(f"{setting}; must be a number")
         elif number and name in _BELOW_ONE and not 0 <= value < 1:
-            lines.append(f"{said}; must be at least 0 and below 1")
+            lines.append(f"{setting}; must be at least 0 and below 1")
         elif number and name in _NOT_BELOW_ZERO and value < 0:
-            lines.append(f"{said}; must be at least 0")
+            lines.append(f"{setting}; must be at least 0")
     if lines:
         raise UserError("\n".join(lines))
 
@@ -139,12 +143,12 @@ def _with_numbers(
       UserError: the optimizer has no such number.
     """
     values = {**arguments, **table.options}
-    known = [
+    names = [
         name
         for name, value in values.items()
         if type(value) in (int, float) and name not in _OF_SHAPES
     ]
     for name in numbers:
-        if name not in (*known, "warmup_steps", "clip_norm"):
-            raise unknown_choice("optimizer", name, [*known, "warmup_steps", "clip_norm"])
+        if name not in (*names, "warmup_steps", "clip_norm"):
+            raise unknown_choice("optimizer", name, [*names, "warmup_steps", "clip_norm"])
     return table.model_copy(update=numbers)

@@ -115,7 +115,7 @@ class Packer:
 
 
 def pack(
-    lengths: np.ndarray, width: int, *, parts: int = 1, shards: int = 1, worth: float = 0.9
+    lengths: np.ndarray, width: int, *, parts: int = 1, shards: int = 1, threshold: float = 0.9
 ) -> Packing | None:
     """The row and columns of each completion.
 
@@ -124,7 +124,7 @@ def pack(
       width: T, of the batch.
       parts: microbatches, as ``score.split`` assigns prompts to them.
       shards: devices that each part is divided over.
-      worth: the rows must hold less than this share of the batch's N * G * T columns.
+      threshold: packing pays below this fraction of the batch's N * G * T columns.
 
     Returns:
       The packing, its arrays with a leading axis of ``parts``; None where it does not pay.
@@ -133,7 +133,7 @@ def pack(
     >>> packing.members[0].tolist(), packing.steps[0].tolist()
     ([[0, 0, 0, 0, 3, 3, 1, 2]], [[0, 1, 2, 3, 0, 1, 0, 0]])
     """
-    deal = _Deal(lengths, width, parts, shards, worth)
+    deal = _Deal(lengths, width, parts, shards, threshold)
     return None if deal.needed is None else deal.packed(deal.needed)
 
 
@@ -239,7 +239,7 @@ class _Deal:
         width: int,
         parts: int,
         shards: int,
-        worth: float = 0.9,
+        threshold: float = 0.9,
         trees: Mapping[tuple[int, int], Tree] | None = None,
     ) -> None:
         self._trees = trees
@@ -267,7 +267,7 @@ class _Deal:
         # ``most``.
         best = min(shapes, key=math.prod)
         # Packing costs gathers and masks, so it must save at least a tenth of the columns.
-        pays = math.prod(best) * (each // block) < worth * each * g * width
+        pays = math.prod(best) * (each // block) < threshold * each * g * width
         self.needed = best if pays else None
 
     def rows(self, columns: int) -> int:

@@ -9,9 +9,9 @@ import numpy as np
 
 from jrl.data.pairs import Judged, judged_batch
 from jrl.errors import UserError
-from jrl.train.asks import DrawRequest
-from jrl.train.sources import Groups, entries, epoch_order
+from jrl.train.sources import Groups, all_entries, epoch_order
 from jrl.types import Prompt, Rollout, StopReason
+from jrl.types.asks import DrawRequest
 
 
 class BatchSizes(NamedTuple):
@@ -61,7 +61,7 @@ class JudgedSource(NamedTuple):
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``; only the rows are read, since nothing is drawn."""
-        _, rows = entries(request)
+        _, rows = all_entries(request)
         chosen = [self.judged[i] for i in np.asarray(rows).tolist()]
         return judged_groups(chosen, self.sizes)
 

@@ -1,4 +1,4 @@
-"""Which devices train and which sample (one mesh, or two disjoint ones), checked against sizes."""
+"""The devices of training and of sampling (one mesh, or two disjoint ones), checked for sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jrl.models.config import ModelConfig
 
 
 def make_meshes(config: Config, *, apart: bool = True) -> tuple[Mesh, Mesh | None]:
-    """The mesh of training, and that of rollout where it has devices of its own, if ``apart``.
+    """The meshes of training and, if ``apart`` and it has its own devices, of rollout.
 
     Training takes the first devices of every process and rollout the ones after them. The number
     of devices of one divides that of the other, so that weights move in whole shards.
@@ -52,7 +52,7 @@ def make_meshes(config: Config, *, apart: bool = True) -> tuple[Mesh, Mesh | Non
 
 
 def sampler_mesh(config: Config, mesh: Mesh) -> Mesh | None:
-    """The mesh that completions are drawn on, if ``[sampling.mesh]`` names another than training's.
+    """The sampling mesh, if ``[sampling.mesh]`` differs from the training mesh.
 
     It has the devices of training in their order, so that one compiled program can move weights
     from one to the other.
@@ -77,8 +77,8 @@ def sampler_mesh(config: Config, mesh: Mesh) -> Mesh | None:
             f"which only the data axis can lie; make it a multiple of {slices}"
         )
     grid = np.asarray(mesh.devices).reshape([sizes[axis] for axis in AXES])
-    found = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    return None if found.shape == mesh.shape else found
+    sampling = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return None if sampling.shape == mesh.shape else sampling
 
 
 def check_sampler_mesh(
@@ -93,13 +93,13 @@ def check_sampler_mesh(
       prompt: P, tokens.
       completion: T, tokens.
     """
-    own = sampler_mesh(config, mesh)
-    if own is None:
+    sampling = sampler_mesh(config, mesh)
+    if sampling is None:
         return
-    parts = batch_shards(own)
+    parts = batch_shards(sampling)
     lines = list(rollout_conflicts(config, parts))
     slots, rows = config.sampling.slots, config.train.prompts * config.sampling.group
-    if parts < own.size and slots < rows and slots % parts:
+    if parts < sampling.size and slots < rows and slots % parts:
         lines.append(
             f"sampling.slots = {slots} cannot be split over the {parts} devices of sampling.mesh "
             f"that divide a batch; make it a multiple of {parts}"
@@ -107,8 +107,8 @@ def check_sampler_mesh(
     if lines:
         raise UserError("\n".join(lines))
     if model is not None:
-        check_model_on_mesh(own, model, prompt, completion, key="sampling.mesh")
-        check_attention_on_mesh(own, model, config.model.attention)
+        check_model_on_mesh(sampling, model, prompt, completion, key="sampling.mesh")
+        check_attention_on_mesh(sampling, model, config.model.attention)
 
 
 def _shares(
@@ -124,7 +124,9 @@ def _shares(
         )
     each = [[d for d in devices if d.process_index == p] for p in range(processes)]
     n, m = n // processes, m // processes
-    return [d for own in each for d in own[:n]], [d for own in each for d in own[n : n + m]]
+    return [d for shares in each for d in shares[:n]], [
+        d for shares in each for d in shares[n : n + m]
+    ]
 
 
 def _fixed(axes: Mapping[str, int]) -> int:

@@ -14,12 +14,14 @@ from jax.sharding import Mesh
 
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
+from jrl.methods.curriculum import Curriculum
 from jrl.models import hf
 from jrl.sampling.generate import generate
 from jrl.sampling.tree import generate_tree
 from jrl.train.adapters import put_policy, trained_network
 from jrl.train.build import Run, policy_network, run_features, sampler_of
-from jrl.train.compiled import Iterate, make_iteration
+from jrl.train.check_plan import check_plan
+from jrl.train.compiled import Iteration, make_iteration, shown_in_compiled
 from jrl.train.compiler import compiler_options
 from jrl.train.episodes import held_out_rollout, rollout_of
 from jrl.train.features import check_features
@@ -73,6 +75,7 @@ def check_trainable(run: Run) -> None:
             "sampling.temperature = 0 draws the same completion for every member of a group; "
             "training needs a temperature above 0"
         )
+    check_plan(run)
     state_layout(run)
     check_resharding(run)
     sampler_of(run)
@@ -328,14 +331,7 @@ def train_sampler(run: Run) -> Any:
     data = run.config.data
     if (data.given and not data.scored) or not (group or data.has_solutions):
         return None
-    return sampler_program(
-        run,
-        split="train",
-        group=group,
-        baselines=draw.baseline_members,
-        demonstrations=draw.demonstrations,
-        tree=draw.tree,
-    )
+    return sampler_program(run, split="train", group=group, tree=draw.tree)
 
 
 def sampler_program(
@@ -343,41 +339,29 @@ def sampler_program(
     *,
     split: str,
     group: int,
-    baselines: int = 0,
-    demonstrations: int = 0,
     tree: Branching | None = None,
 ) -> Any:
-    """Program 1, compiled: ``task_rollout`` for a task, episodes, or ``generate`` for text.
-
-    Demonstrations in text are joined to the groups on the host, by ``TextSource``.
-    """
+    """Program 1, compiled: ``task_rollout`` for a task, episodes, or ``generate`` for text."""
     sampling, own = run.config.sampling, sampler_mesh(run.config, run.mesh)
     network = sampler_of(run, network_on(run, own)) if split == "train" else evaluated(run)
     if (task := run.kind.task) is not None:
         weights = run.rewards.weights
         named = device_parts(name for name in weights if name != NAME)
         parts = run.kind.eval_parts if split == "eval" else {n: weights.get(n, 0.0) for n in named}
-        branching: dict[str, Any] = {} if tree is None else {"tree": tree}
         draw: Any = partial(
             rollout_of(task) if split == "train" else held_out_rollout,
             task=task,
             parts=parts,
-            group=group,
-            baseline_members=baselines,
-            demonstrations=demonstrations,
             slots=sampling.slots if split == "train" else 0,
-            **branching,
         )
         # Processes that keep samples must see all of them, and so must an evaluation.
         whole = split == "eval" or jax.process_count() > 1
         return compiled_draw(run, draw, network, whole=whole, split=split)
     draw = partial(
-        generate if tree is None else generate_tree,
-        group=group,
+        generate if tree is None else partial(generate_tree, group=group, branching=tree),
         max_new_tokens=sampling.max_new_tokens,
         stop_tokens=run.tokenizer.stop_ids,
         slots=sampling.slots,
-        **({"baseline_members": baselines} if tree is None else {"branching": tree}),
     )
     # Replicated, because every host judges a share of the text.
     return compiled_draw(run, draw, network, whole=True, split=split)
@@ -436,7 +420,12 @@ def train_program(run: Run, shardings: TrainState) -> Step:
 def shown_groups(run: Run) -> int:
     """Groups of a batch that samples.jsonl keeps, whole: of ``LogTable.KEPT`` members or more."""
     draw, group = run.method.draw, run.config.sampling.group
-    if run.config.data.scored or not run.config.log.samples_every:
+    if run.config.data.scored:
+        return 0
+    if isinstance(run.method.curriculum, Curriculum):  # which learns from all of them
+        extra = sum(edit.extra(run.config.train.prompts) for edit in run.method.edits)
+        return run.config.train.prompts + extra
+    if not run.config.log.samples_every:
         return 0
     members = (group if draw.own else 0) + draw.baseline_members + draw.demonstrations
     return min(-(-run.config.log.KEPT // members), run.config.train.prompts)
@@ -467,7 +456,7 @@ def make_train_step(run: Run, shown: int = 0) -> Step:
     )
 
 
-def make_train_iteration(run: Run) -> Iterate:
+def make_train_iteration(run: Run) -> Iteration:
     """All five hops of a run on a task as a pure function, for compiled runs.
 
     Raises:
@@ -475,7 +464,7 @@ def make_train_iteration(run: Run) -> Iterate:
     """
     task: Any = run.kind.task
     return make_iteration(
-        make_train_step(run),
+        make_train_step(run, shown_in_compiled(run.method, run.config.train.prompts)),
         method=run.method,
         task=task,
         network=run.network,
@@ -484,4 +473,5 @@ def make_train_iteration(run: Run) -> Iterate:
         prompts=run.config.train.prompts,
         group=run.config.sampling.group,
         slots=run.config.sampling.slots,
+        judge=run.rewards.judged,
     )

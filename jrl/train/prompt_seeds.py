@@ -1,4 +1,4 @@
-"""Seeds of the draws of each prompt, for rows that a host schedules."""
+"""Sampling seeds of each prompt, for rows scheduled by a host."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from jrl.episodes.transcript import RowShape, Transcript, common_opening, to_rol
 from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.models.tokenizer import Tokenizer
-from jrl.train.asks import DrawRequest
-from jrl.train.sources import Groups, entries, epoch_order
+from jrl.train.sources import Groups, all_entries, epoch_order
 from jrl.types import Prompt, Rollout
+from jrl.types.asks import DrawRequest
 
 if TYPE_CHECKING:
     from jrl.episodes.dialogues import DialogueCounts, Dialogues
@@ -202,7 +202,7 @@ class RecordedSource(NamedTuple):
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``; only the rows are read, since nothing is drawn."""
-        _, asked = entries(request)
+        _, asked = all_entries(request)
         chosen = np.asarray(asked).tolist()
         rows = to_rollout([self.groups[i] for i in chosen], self.shape, [self.weight])
         turns = np.where(rows.rollout.mask, rows.ids["turn"] + 1, 0).max(axis=2)

@@ -27,10 +27,11 @@ from jrl.mesh import RULES, replicated, tree_shardings
 from jrl.models.layers import rounded
 from jrl.models.quant import axes_in_8_bits, in_8_bits
 from jrl.train.adapters import trained_network
-from jrl.train.asks import DrawRequest
 from jrl.train.build import Run, policy_network
 from jrl.train.compiler import compiler_options
+from jrl.train.sources import drawing
 from jrl.types import Array, Network, Params
+from jrl.types.asks import DrawRequest
 
 
 def weights_program(run: Run, network: Network, mesh: Mesh) -> Any:
@@ -183,7 +184,8 @@ class ReshardedSampler:
     def draw(self, request: DrawRequest, **more: Any) -> Any:
         """The same of a program that takes a request."""
         with jax.set_mesh(self.mesh):
-            weights = {"policy": self._weights_of(request.weights["policy"])}
+            name = drawing(request)
+            weights = {name: self._weights_of(request.weights[name])}
             key = jax.device_put(request.key, replicated(self.mesh))
             drawn = self.program(request.replace(key=key, weights=weights), **more)
         return jax.device_put(drawn, replicated(self._back))

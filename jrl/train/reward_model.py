@@ -21,13 +21,13 @@ from jrl.models.transformer import transformer
 from jrl.rewards.model import ModelReward, insert_part
 from jrl.sampling.params import make_sampling_params
 from jrl.train.adapters import restore_policy, trained_network
-from jrl.train.asks import DrawRequest
-from jrl.train.collect import to_batch
 from jrl.train.frozen import run_shape
+from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
 from jrl.train.score import in_parts, score
 from jrl.train.sources import Around, Groups, Source
 from jrl.types import Array, Batch, Network, Params, Rollout, ValueNetwork
+from jrl.types.asks import DrawRequest
 
 NAME = "model"
 """The reward part that is a reward model: ``[rewards.model] path = RUN_DIR``."""

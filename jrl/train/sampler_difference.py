@@ -12,7 +12,7 @@ import numpy as np
 from jrl.objectives.kl import k3
 from jrl.train.batches import SOURCES
 from jrl.train.build import Run
-from jrl.train.collect import to_batch
+from jrl.train.groups import to_batch
 from jrl.train.score import policy_of, score
 from jrl.train.sources import simple_request
 from jrl.types import Array, Batch, Network, Params, Rollout, TrainState
@@ -74,7 +74,8 @@ def measure_run(run: Run, state: TrainState) -> dict[str, float]:
     source, policy = SOURCES[type(here.kind)](here, None), policy_of(state, run.network)
     tickets = np.arange(run.config.train.prompts, dtype=np.int32)
     rows = source.order(tickets)
-    request = simple_request(state.key, {"policy": policy}, np.int32(0), tickets, rows=rows)
+    group = run.config.sampling.group
+    request = simple_request(state.key, {"policy": policy}, np.int32(0), tickets, group, rows=rows)
     rollout = source.draw(request).rollout
     source.finish(complete=True)
     measure = jax.jit(partial(rollout_difference, network=run.network))

@@ -7,9 +7,9 @@ many, forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -332,9 +332,18 @@ def policy_of(state: TrainState, network: Network) -> Params:
     return network.extras.split.join(state.params["policy"], state.frozen["base"])
 
 
-def drawing_policy(state: TrainState, network: Network) -> Params:
-    """The parameters that sample training completions: the round's expert, if there is one."""
-    return state.frozen["expert"] if "expert" in state.frozen else policy_of(state, network)
+def drawn_trees(
+    state: TrainState, network: Network, policies: Sequence[Any] = ()
+) -> dict[str, Params]:
+    """The trees that completions to train on are drawn with, by name.
+
+    Args:
+      state: of the run.
+      network: the policy.
+      policies: those of the plan that draw besides the policy.
+    """
+    trees = {other.name: other.params(state) for other in policies}
+    return {"policy": policy_of(state, network)} | trees
 
 
 def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) -> Params:

@@ -12,6 +12,7 @@ from jrl.mesh import batch_sharding, replicated
 from jrl.models.config import ModelConfig
 from jrl.models.routing import record_dtype
 from jrl.train import build
+from jrl.train.kinds import TextKind
 from jrl.types import Batch, RoutingRecord
 
 
@@ -23,6 +24,10 @@ def abstract_batch(run: build.Run) -> Batch:
     t = run.kind.new_tokens
     own = config.sampling.group if draw.own else 0
     g = own + (draw.baseline_members if own else 0) + draw.demonstrations
+    n += sum(edit.extra(n) for edit in method.edits)
+    if (plan := method.plan).next is not None:
+        g += plan.members(config.sampling.group)
+        t += plan.tokens if type(run.kind) is TextKind else 0
     rows = batch_sharding(run.mesh)
 
     def array(dtype: Any, *shape: int) -> Any:

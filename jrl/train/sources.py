@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jrl.data.sources import order
 from jrl.errors import UserError
-from jrl.train.asks import DrawRequest, new_ask
 from jrl.types import Params, Prompt, Rollout
+from jrl.types.asks import DrawRequest, new_ask
 
 
 class Groups(NamedTuple):
@@ -149,12 +148,20 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
 
 
 def entries(request: DrawRequest) -> tuple[Any, Any]:
-    """(tickets, rows), each [N] int32, of all entries that a request asks for."""
+    """(tickets, rows), each [N] int32, which all asks of a request have in common."""
+    return request.asks[0].ticket, request.asks[0].row
+
+
+def drawing(request: DrawRequest) -> str:
+    """The name of the weights that draw, where all asks of a request have one policy."""
+    (name,) = {ask.policy for ask in request.asks}
+    return name
+
+
+def all_entries(request: DrawRequest) -> tuple[Any, Any]:
+    """(tickets, rows), each [N] int32, of asks that are for different groups, in their order."""
     tickets, rows = ([getattr(ask, name) for ask in request.asks] for name in ("ticket", "row"))
-    if len(tickets) == 1:
-        return tickets[0], rows[0]
-    xp: Any = np if isinstance(tickets[0], np.ndarray) else jnp
-    return xp.concatenate(tickets), xp.concatenate(rows)
+    return np.concatenate(tickets), np.concatenate(rows)
 
 
 def simple_request(

@@ -11,12 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from jrl.config.secrets import reveal
 from jrl.data.prompts import pad_prompts
-from jrl.sampling.params import SamplingParams
-from jrl.train.asks import DrawRequest
 from jrl.train.build import Run
 from jrl.train.sources import (
     Around,
@@ -24,11 +20,10 @@ from jrl.train.sources import (
     Source,
     check_groups,
     check_source,
-    counted_draw,
-    entries,
 )
-from jrl.train.sources_text import compiled_stream, root_key
+from jrl.train.sources_text import TextSampler
 from jrl.types import Prompt, Rollout
+from jrl.types.asks import DrawRequest, Tokens
 from jrl.user_code import check_options, check_takes, load, made_by
 
 
@@ -36,32 +31,24 @@ class Sampler(NamedTuple):
     """The sampler of a run, for a source of one's own.
 
     Attributes:
-      program: ``generate``, compiled.
-      sampling_params: scalars.
+      sampler: of prompts in text.
       width: P, tokens.
+      limit: T, tokens.
     """
 
-    program: Any
-    sampling_params: SamplingParams
+    sampler: TextSampler
     width: int
+    limit: int
 
     def __call__(self, request: DrawRequest, prompts: Sequence[Prompt]) -> Rollout:
         """A group of completions of each prompt, on the host.
 
         Args:
-          request: whose tickets and weights are used.
+          request: whose asks and weights are used.
           prompts: N, one for each entry of the request, of at most ``width`` tokens.
         """
-        tickets, _ = entries(request)
-        drawn = self.program(
-            compiled_stream(root_key(request), "sample", request.step),
-            request.weights["policy"],
-            *pad_prompts(prompts, self.width),
-            self.sampling_params,
-            request.versions["policy"],
-            tickets,
-        )
-        rollout, _, _ = counted_draw(jax.device_get(drawn))
+        padded = Tokens(*pad_prompts(prompts, self.width))
+        rollout, _, _ = self.sampler(request, padded, self.limit)
         return rollout
 
 

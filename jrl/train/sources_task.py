@@ -19,11 +19,12 @@ from jrl.episodes import Env
 from jrl.errors import UserError, unknown_choice
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams
+from jrl.sampling.slots import Members
 from jrl.sampling.tree import generate_tree
-from jrl.train.asks import DrawRequest
-from jrl.train.demonstrations import demonstration_rollout, join_members, task_solution
+from jrl.train.members import Drawn, join_drawn, plain_ask
 from jrl.train.sources import Groups, counted_draw, entries
 from jrl.types import Array, Branching, Network, Prompt, Rollout, stream
+from jrl.types.asks import Ask, DrawRequest, Tokens
 
 
 def task_rollout(
@@ -33,12 +34,8 @@ def task_rollout(
     task: Task,
     parts: Sequence[str],
     network: Network,
-    group: int,
-    baseline_members: int = 0,
-    demonstrations: int = 0,
     slots: int = 0,
     chunk: int = 4,
-    tree: Branching | None = None,
 ) -> Groups:
     """Problems, completions and rewards in one program; the same function in every mode.
 
@@ -46,18 +43,14 @@ def task_rollout(
     step are a function of that, the weights, and (key, step, ticket).
 
     Args:
-      request: tickets and rows [N] int32, and the weights to draw with.
+      request: asks of the same N tickets, and the weights to draw with. With a tree ``ids`` gains
+        "node", and no members may stand beside the tree's.
       sampling_params: scalars.
       task: the procedural task.
       parts: reward parts, of "verify" and "partial".
       network: the policy.
-      group: members drawn from the distribution; 0 draws nothing at all.
-      baseline_members: further members drawn greedily.
-      demonstrations: last members, each the task's own solution.
       slots: completions decoded at a time; 0 takes all.
       chunk: decode steps between slot refills.
-      tree: how members branch off one another; None draws them apart. With it ``ids`` gains "node",
-        and no members may stand beside the group's.
 
     Returns:
       The groups; their subject is the problems, with N rows. ``ids`` holds "answer" [N, G], a
@@ -65,37 +58,44 @@ def task_rollout(
     """
     tickets, rows = entries(request)
     problems = task_problems(task, request.key, rows, request.split)
-    members: list[Rollout] = []
-    counts: dict[str, Any] = {}
-    labels: dict[str, Any] = {}
-    if group:
-        drawing: Any = partial(generate, baseline_members=baseline_members, chunk=chunk)
-        if tree is not None:
-            assert baseline_members == demonstrations == 0
-            drawing = partial(generate_tree, branching=tree)
-        drawn, labels, counts = counted_draw(
-            drawing(
-                stream(request.key, SAMPLE_STREAMS[request.split], request.step),
-                request.weights["policy"],
-                problems.tokens,
-                problems.length,
-                sampling_params,
-                request.versions["policy"],
-                tickets,
-                network=network,
-                group=group,
-                max_new_tokens=task.completion_tokens,
-                stop_tokens=(task.stop_id,),
-                slots=slots,
-            )
+    key = stream(request.key, SAMPLE_STREAMS[request.split], request.step)
+
+    how: dict[str, Any] = {"network": network, "slots": slots, "stop_tokens": (task.stop_id,)}
+    how |= {"max_new_tokens": task.completion_tokens}
+
+    def given(prompts: Tokens, ask: Ask, *members: Members) -> Any:
+        weights, version = request.weights[ask.policy], request.versions[ask.policy]
+        return (
+            key,
+            weights,
+            prompts.ids,
+            prompts.lengths,
+            sampling_params,
+            version,
+            tickets,
+            *members,
         )
-        members.append(drawn)
-    if demonstrations:
-        solutions = jax.vmap(partial(task_solution, task))(problems)
-        members.append(
-            demonstration_rollout(problems.tokens, problems.length, *solutions, demonstrations)
-        )
-    rollout = members[0] if len(members) == 1 else join_members(members)
+
+    def sample(prompts: Tokens, members: Members, ask: Ask) -> Drawn:
+        return counted_draw(generate(*given(prompts, ask, members), chunk=chunk, **how))
+
+    prompts, together = Tokens(problems.tokens, problems.length), None
+    if (plain := plain_ask(request.asks, sampling_params.temperature)) is not None:
+        ask, members = plain
+        drawn: Any
+        if not isinstance(ask.tree, Branching):
+            drawn = generate(*given(prompts, ask, members), chunk=chunk, **how)
+        else:
+            drawn = generate_tree(*given(prompts, ask), branching=ask.tree, group=ask.width, **how)
+        together = counted_draw(drawn)
+    rollout, labels, counts = join_drawn(
+        request.asks,
+        together,
+        sample,
+        prompts,
+        sampling_params.temperature,
+        task.completion_tokens,
+    )
     rewards = judge_problems(task, parts, problems, rollout.tokens, rollout.lengths)
     answer = jax.vmap(jax.vmap(completion_number))(rollout.tokens, rollout.lengths)
     ids = {"prompt": rows, "answer": answer, **labels}

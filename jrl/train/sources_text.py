@@ -15,11 +15,12 @@ from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool, Sample
 from jrl.sampling.params import SamplingParams
+from jrl.sampling.slots import Members
 from jrl.system.processes import deal
-from jrl.train.asks import DrawRequest
-from jrl.train.demonstrations import demonstration_rollout, join_members, pad_solutions
+from jrl.train.members import join_drawn, plain_ask
 from jrl.train.sources import Groups, counted_draw, entries, epoch_order
 from jrl.types import Array, Prompt, Rollout, StopReason, stream
+from jrl.types.asks import Ask, DrawRequest, Tokens
 
 compiled_stream = jax.jit(stream, static_argnums=1)
 """``stream`` as one program, for use outside of others."""
@@ -30,6 +31,40 @@ def root_key(request: DrawRequest) -> Any:
     if request.split == "eval":
         return compiled_stream(request.key, "eval", np.int32(0))
     return request.key
+
+
+class TextSampler(NamedTuple):
+    """What draws the members that a request asks for under prompts in text.
+
+    Attributes:
+      program: ``jax.jit`` of ``generate`` with its keyword arguments bound; None draws nothing.
+      sampling_params: scalars.
+      temperature: theirs, where asks give some members another one.
+    """
+
+    program: Callable[..., tuple[Rollout, Array]] | None
+    sampling_params: SamplingParams | None
+    temperature: float = 1.0
+
+    def __call__(
+        self, request: DrawRequest, prompts: Tokens, limit: int
+    ) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
+        """(rollout on the host, labels, counts) of N prompts; ``limit`` cuts a demonstration."""
+        tickets, _ = entries(request)
+        key = compiled_stream(root_key(request), "sample", request.step)
+
+        def sample(prompts: Tokens, members: Members, ask: Ask) -> tuple[Any, ...]:
+            assert self.program is not None
+            params, version = request.weights[ask.policy], request.versions[ask.policy]
+            given = key, params, prompts.ids, prompts.lengths, self.sampling_params
+            # A tree has its members from its program alone.
+            more = (members,) if ask.tree is None else ()
+            return counted_draw(jax.device_get(self.program(*given, version, tickets, *more)))
+
+        plain = plain_ask(request.asks, self.temperature)
+        together = None if plain is None else sample(prompts, plain[1], plain[0])
+        drawn = join_drawn(request.asks, together, sample, prompts, self.temperature, limit)
+        return jax.device_get(drawn[0]), *drawn[1:]
 
 
 class TextSource(NamedTuple):
@@ -44,8 +79,8 @@ class TextSource(NamedTuple):
       sampling_params: scalars.
       pool: the reward functions; None gives every completion 0 points.
       tokenizer: turns completions into text for them.
-      demonstrations: last members of each group, each the prompt's own solution.
       max_new_tokens: T, where a solution is cut.
+      temperature: the run's, where asks give some members another one.
       lines: ids that end a line, where lines are steps, the label "step"; () for no label.
       name: of what is drawn for, where several processes share the judging.
       free: frees what ``program`` holds between draws.
@@ -58,8 +93,8 @@ class TextSource(NamedTuple):
     sampling_params: SamplingParams | None
     pool: RewardPool | None
     tokenizer: Tokenizer
-    demonstrations: int = 0
     max_new_tokens: int = 0
+    temperature: float = 1.0
     lines: Sequence[int] = ()
     name: str = "train"
     free: Callable[[], None] | None = None
@@ -75,28 +110,11 @@ class TextSource(NamedTuple):
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``."""
-        tickets, rows = entries(request)
+        _, rows = entries(request)
         chosen, _ = self.prompts(request.key, rows)
-        tokens, lengths = pad_prompts(chosen, self.width)
-        members: list[Rollout] = []
-        counts: dict[str, Any] = {}
-        labels: dict[str, Any] = {}
-        if self.program is not None:
-            drawn = self.program(
-                compiled_stream(root_key(request), "sample", request.step),
-                request.weights["policy"],
-                tokens,
-                lengths,
-                self.sampling_params,
-                request.versions["policy"],
-                tickets,
-            )
-            rollout, labels, counts = counted_draw(jax.device_get(drawn))
-            members.append(rollout)
-        if self.demonstrations:
-            solutions = pad_solutions(chosen, self.max_new_tokens)
-            members.append(demonstration_rollout(tokens, lengths, *solutions, self.demonstrations))
-        rollout = members[0] if len(members) == 1 else join_members(members)
+        prompts = Tokens(*pad_prompts(chosen, self.width))
+        sampler = TextSampler(self.program, self.sampling_params, self.temperature)
+        rollout, labels, counts = sampler(request, prompts, self.max_new_tokens)
         if len(self.lines):
             ends = np.isin(rollout.tokens, self.lines)
             labels = labels | {"step": (np.cumsum(ends, axis=2) - ends).astype(np.int32)}
@@ -144,6 +162,7 @@ class _Judging(NamedTuple):
     def share(self, rows: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, float]]:
         """(points [n, G, R] float32, answer numbers [n, G] int32) of some prompts, and counts."""
         rollout, g = self.rollout, self.rollout.tokens.shape[1]
+        there = np.asarray(rollout.stop)[rows] != StopReason.ABSENT  # nobody asked for the others
         samples = [
             Sample(
                 prompt=self.prompts[i],
@@ -151,16 +170,16 @@ class _Judging(NamedTuple):
                 tokens=tokens,
                 stop=StopReason(int(rollout.stop[i, j])).name.lower(),
             )
-            for i in rows
-            for j in range(g)
+            for i, present in zip(rows, there, strict=True)
+            for j in np.flatnonzero(present)
             for tokens in [np.asarray(rollout.tokens[i, j, : rollout.lengths[i, j]])]
         ]
-        points, counts = self.pool.scores(samples, group=g)
-        answers = np.array([answer_number(s.completion) for s in samples], np.int32)
-        return (
-            points.reshape(len(rows), g, points.shape[1]),
-            answers.reshape(len(rows), g),
-        ), counts
+        points, counts = self.pool.scores(samples, group=g if there.all() else None)
+        answers = np.zeros((len(rows), g), np.int32)
+        answers[there] = [answer_number(s.completion) for s in samples]
+        every = np.zeros((len(rows), g, points.shape[1]), np.float32)
+        every[there] = points
+        return (every, answers), counts
 
 
 def answer_number(text: str) -> int:

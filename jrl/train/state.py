@@ -56,26 +56,26 @@ def init_state(
     check_frozen(objective, {*frozen, *schedule.frozen})
     derived, stack = network.extras.derived, network.extras.stack
     if derived is not None and stack is not None:
-        given: dict[str, Any] = {"objective": objective, "optimizer": optimizer, "value": value}
-        given |= {"frozen": frozen, "schedule": schedule}
-        each = init_state(key, params, network=derived.network, **given)
+        options: dict[str, Any] = {"objective": objective, "optimizer": optimizer, "value": value}
+        options |= {"frozen": frozen, "schedule": schedule}
+        each = init_state(key, params, network=derived.network, **options)
         return each.replace(**{n: stacked(getattr(each, n), stack.policies) for n in STACKED})
     root, policy = init_policy(key, params, network=network)
-    kept, needed = {}, frozen_names(objective, schedule)
+    frozen_params, names = {}, frozen_names(objective, schedule)
     if network.extras.split is not None:
-        policy, kept["base"] = network.extras.split.split(policy)
-        needed = needed - ({"ref"} - set(frozen))
+        policy, frozen_params["base"] = network.extras.split.split(policy)
+        names = names - ({"ref"} - set(frozen))
     trained = {"policy": policy}
     if value is not None:
         trained["value"] = value.init(jax.random.split(key, 3)[1])
     # Buffers of their own: the state is donated, and a buffer cannot be donated twice.
-    for name in sorted(needed):
-        kept[name] = jax.tree.map(jnp.copy, frozen.get(name, policy))
+    for name in sorted(names):
+        frozen_params[name] = jax.tree.map(jnp.copy, frozen.get(name, policy))
     return TrainState(
         step=jnp.int32(0),
         params=trained,
         opt_state=optimizer.init(trained),
-        frozen=kept,
+        frozen=frozen_params,
         method=objective.init(),
         key=root,
     )
@@ -121,15 +121,15 @@ def frozen_names(objective: Objective, schedule: Schedule) -> frozenset[str]:
     return objective.frozen | (schedule.frozen - {"ref"})
 
 
-def check_frozen(objective: Objective, given: Collection[str], method: str = "") -> None:
+def check_frozen(objective: Objective, available: Collection[str], method: str = "") -> None:
     """Raises UserError when an objective reads a frozen policy that nobody gives.
 
     Args:
       objective: what to train with.
-      given: names of those that are there; the reference need not be among them.
+      available: names of those that are there; the reference need not be among them.
       method: the method's name, for the message.
     """
-    for name in sorted(objective.frozen - {"ref", *given}):
+    for name in sorted(objective.frozen - {"ref", *available}):
         reader = f"method = {method!r}" if method else "the objective"
         key = f"frozen.{name}"
         raise UserError(
@@ -161,25 +161,25 @@ def state_shardings(
     Raises:
       UserError: a weight that the mesh does not divide.
     """
-    axes, kept = {"policy": network.axes()}, {}
+    axes, frozen_shardings = {"policy": network.axes()}, {}
     if network.extras.stack is not None:
         networks = {name: _with_stacked_axes(other) for name, other in networks.items()}
         value = None if value is None else _with_stacked_axes(value)
     if network.extras.split is not None:
         axes["policy"], base = network.extras.split.split(network.axes())
-        kept["base"] = tree_shardings(mesh, base, state.frozen["base"])
+        frozen_shardings["base"] = tree_shardings(mesh, base, state.frozen["base"])
     if value is not None:
         axes["value"] = value.axes()
     params = tree_shardings(mesh, axes, state.params)
     everywhere: Any = replicated(mesh)
-    for name in state.frozen.keys() - kept.keys():
+    for name in state.frozen.keys() - frozen_shardings.keys():
         other = networks.get(name, network).axes()
-        kept[name] = tree_shardings(mesh, other, state.frozen[name])
+        frozen_shardings[name] = tree_shardings(mesh, other, state.frozen[name])
     return TrainState(
         step=everywhere,
         params=params,
         opt_state=_like_params(state.opt_state, state.params, params, everywhere),
-        frozen=kept,
+        frozen=frozen_shardings,
         method=jax.tree.map(lambda _: everywhere, state.method),
         key=everywhere,
     )
@@ -220,9 +220,9 @@ def check_division(players: int, network: Network) -> None:
 def rolled_back(good: TrainState, state: TrainState) -> TrainState:
     """An earlier state that continues where a later one stands: its step and its schedule."""
     schedules = jax.tree.leaves(state.opt_state, is_leaf=is_rate_schedule)
-    kept = iter([node for node in schedules if is_rate_schedule(node)])
+    schedule_states = iter([node for node in schedules if is_rate_schedule(node)])
     opt_state = jax.tree.map(
-        lambda node: next(kept) if is_rate_schedule(node) else node,
+        lambda node: next(schedule_states) if is_rate_schedule(node) else node,
         good.opt_state,
         is_leaf=is_rate_schedule,
     )

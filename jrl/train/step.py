@@ -255,9 +255,9 @@ def complete(
         statistics=statistics,
         networks=parts.networks,
     )
-    found = in_parts(scoring, batch, parts.minibatches * parts.microbatches)
-    start = {name: found[source] for name, source in names.items()}
-    start |= {name: found[name] for name in {*frozen, *(s.name for s in statistics)}}
+    scored = in_parts(scoring, batch, parts.minibatches * parts.microbatches)
+    start = {name: scored[source] for name, source in names.items()}
+    start |= {name: scored[name] for name in {*frozen, *(s.name for s in statistics)}}
     return batch.replace(stats=stats | jax.lax.stop_gradient(start))
 
 
@@ -289,8 +289,8 @@ def draw_tie_breakers(key: Array, n: int, g: int) -> Array:
     """[N, G] int32, at least 0: a number of each member that depends on its place alone."""
 
     def tie_breaker(row: Array, member: Array) -> Array:
-        own = jax.random.fold_in(jax.random.fold_in(key, row), member)
-        return (jax.random.bits(own) >> 1).astype(jnp.int32)
+        member_key = jax.random.fold_in(jax.random.fold_in(key, row), member)
+        return (jax.random.bits(member_key) >> 1).astype(jnp.int32)
 
     return jax.vmap(jax.vmap(tie_breaker, (None, 0)), (0, None))(jnp.arange(n), jnp.arange(g))
 
@@ -304,29 +304,29 @@ def _gradient(
     sampling_params: SamplingParams,
 ) -> tuple[Params, Pairs]:
     """The gradient of the mean loss over a minibatch, and the sums behind its metrics."""
-    whole, advantages = part
+    minibatch, advantages = part
     objective, microbatches = parts.objective, parts.microbatches
     # Counts of the whole minibatch, so that each microbatch adds its share of the one mean: a mean
     # of microbatch means would weigh tokens of short microbatches more.
-    counts, live = term_counts(objective, whole), live_statistics(parts, frozenset({"router"}))
+    counts, live = term_counts(objective, minibatch), live_statistics(parts, frozenset({"router"}))
 
     def loss(params: Params, rows: tuple[Batch, Array]) -> tuple[Array, tuple[Pairs, Stats]]:
         batch, advantages = rows
-        found = live(policies_of(params, frozen, parts.network), batch, sampling_params)
-        router = {name: found.pop(name) for name in [*found] if name.startswith("router_")}
-        stats = batch.stats | found
+        scores = live(policies_of(params, frozen, parts.network), batch, sampling_params)
+        router = {name: scores.pop(name) for name in [*scores] if name.startswith("router_")}
+        stats = batch.stats | scores
         terms, sums = policy_loss(objective, stats, batch, advantages, method)
         terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}
         mean = combine_terms(objective, terms, method)
         if router:
-            more, router = router_loss(parts.router, router, routed_tokens(whole))
+            more, router = router_loss(parts.router, router, routed_tokens(minibatch))
             mean += more
         share = {"loss": (mean, jnp.float32(1 / microbatches))}
         return mean, (_drift(stats, batch) | sums | share, router)
 
     grad = jax.grad(loss, has_aux=True)
     if microbatches == 1:
-        grads, (sums, router) = grad(params, (undivided(whole), advantages))
+        grads, (sums, router) = grad(params, (undivided(minibatch), advantages))
         return grads, sums | (router_pairs(router) if router else {})
 
     def add(total: Any, rows: Any) -> tuple[Any, None]:
@@ -334,7 +334,7 @@ def _gradient(
 
     # Strided like ``score.split``, so that rows and their advantages stay together.
     shape = (-1, microbatches, *advantages.shape[1:])
-    split_parts = split(whole, microbatches), jnp.moveaxis(advantages.reshape(shape), 1, 0)
+    split_parts = split(minibatch, microbatches), jnp.moveaxis(advantages.reshape(shape), 1, 0)
     shapes = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], split_parts))
     # float32 whatever the parameters are: bfloat16 sums lose small contributions.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
@@ -355,8 +355,8 @@ def _apply_gradient(
     state = run_due(parts.schedule.after, "update", state, done, view)
     # Selected, not branched: the step stays one program, and no host has to look at the norm.
     new, old = (state.params, state.opt_state), (params, opt_state)
-    kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-    return kept, sums | {
+    updated = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    return updated, sums | {
         "grad_norm": (norm, jnp.float32(1)),
         "skipped_updates": ((~finite).astype(jnp.float32), jnp.float32(0)),
     }
@@ -401,9 +401,9 @@ def _drift(stats: Stats, batch: Batch) -> Pairs:
     now = jax.lax.stop_gradient(stats["logprobs"])
     pairs = {}
     if "sampler_logprobs" in stats:  # supervised examples were drawn by nobody
-        own, difference = drawn(batch), jnp.abs(now - stats["sampler_logprobs"])
-        total = jnp.where(own, difference, 0).sum()
-        pairs["logprob_diff"] = (total, own.sum(dtype=jnp.float32))
+        sampled, difference = drawn(batch), jnp.abs(now - stats["sampler_logprobs"])
+        total = jnp.where(sampled, difference, 0).sum()
+        pairs["logprob_diff"] = (total, sampled.sum(dtype=jnp.float32))
     if "ref_logprobs" in stats:
         divergence = k3(now.reshape(-1), stats["ref_logprobs"].reshape(-1))
         pairs["kl"] = (jnp.where(live.reshape(-1), divergence, 0).sum(), count)
@@ -474,11 +474,11 @@ def batch_metrics(batch: Batch) -> Metrics:
       log-probabilities).
       Demonstrations count towards token totals only.
     """
-    live, own = batch.mask & batch.members[:, :, None], drawn(batch)
+    live, sampled = batch.mask & batch.members[:, :, None], drawn(batch)
     members, scores = batch.members, batch.score()
     if "external" in batch.stats:
-        given = ((batch.stats["external"] != 0) & live).any(-1)
-        members = jnp.where((members & ~given).any(), members & ~given, members)
+        demonstrated = ((batch.stats["external"] != 0) & live).any(-1)
+        members = jnp.where((members & ~demonstrated).any(), members & ~demonstrated, members)
     count = jnp.maximum(members.sum(), 1)
     size = members.sum(1)
     groups = jnp.maximum((size > 0).sum(), 1)
@@ -496,12 +496,12 @@ def batch_metrics(batch: Batch) -> Metrics:
         "padding": _padding(batch),
     }
     if "turn" in batch.ids:
-        taken = jnp.where(batch.mask, batch.ids["turn"] + 1, 0).max(2)
-        metrics["turns"] = jnp.where(members, taken, 0).sum() / count
+        turns_taken = jnp.where(batch.mask, batch.ids["turn"] + 1, 0).max(2)
+        metrics["turns"] = jnp.where(members, turns_taken, 0).sum() / count
         metrics["row_length"] = jnp.where(members, batch.lengths, 0).sum() / count
     if "sampler_logprobs" in batch.stats:
-        entropies = jnp.where(own, batch.stats["sampler_logprobs"], 0)
-        metrics["entropy"] = -entropies.sum() / jnp.maximum(own.sum(), 1)
+        entropies = jnp.where(sampled, batch.stats["sampler_logprobs"], 0)
+        metrics["entropy"] = -entropies.sum() / jnp.maximum(sampled.sum(), 1)
     return metrics
 
 
@@ -523,8 +523,8 @@ def _minibatch_rows(key: Array, index: Array, n: int, minibatches: int) -> Array
 def _take_rows(batch: Batch, rows: Array) -> Batch:
     if rows.shape[0] == batch.tokens.shape[0]:
         return batch
-    taken = jax.tree.map(lambda x: x[rows], batch.replace(reward_weights=None))
-    return taken.replace(reward_weights=batch.reward_weights)
+    selected = jax.tree.map(lambda x: x[rows], batch.replace(reward_weights=None))
+    return selected.replace(reward_weights=batch.reward_weights)
 
 
 def summarise(pairs: Pairs) -> Metrics:

@@ -9,10 +9,10 @@ import numpy as np
 
 from jrl.data.tasks import Task
 from jrl.rewards.pool import RewardPool
-from jrl.train.asks import DrawRequest
 from jrl.train.sources import Around, Groups, Source, entries
 from jrl.train.sources_text import TextSource
 from jrl.types import Prompt
+from jrl.types.asks import DrawRequest
 
 
 def is_own(name: str) -> bool:

@@ -25,16 +25,16 @@ from jrl.episodes.world import TextWorld
 from jrl.methods.base import WrittenProblems
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.places import entropy
-from jrl.train.asks import DrawRequest
 from jrl.train.build import Run
-from jrl.train.collect import counted
 from jrl.train.demonstrations import demonstration_rollout
+from jrl.train.groups import counted
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.run_rows import RunRows, completion_ends, run_rows, step_ends
-from jrl.train.score import drawing_policy
-from jrl.train.sources import Around, Groups, Source, entries
+from jrl.train.score import drawn_trees
+from jrl.train.sources import Around, Groups, Source, all_entries, drawing
 from jrl.train.sources_text import TextSource
 from jrl.types import Network, Params, Prompt, Search, StopReason, TrainState
+from jrl.types.asks import DrawRequest
 
 Estimate = Callable[[Mapping[str, Params], np.ndarray, np.ndarray], Any]
 """(weights "policy" and "value", tokens [M, P + T] int32, their lengths [M]) -> points [M]."""
@@ -114,12 +114,13 @@ class TreeSearch(Around):
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``; entries that ask for no tree are drawn without search."""
-        tickets, rows = entries(request)
+        tickets, rows = all_entries(request)
         subject, prompts = self.source.prompts(request.key, rows)
         estimate = None if self._estimate is None else partial(self._estimate, request.weights)
         leaves = Leaves(self.source, self._weights, subject, prompts, self._shape, estimate)
-        version = int(request.versions["policy"])
-        with self._rows.loaded(request.key, request.weights["policy"], version) as key:
+        name = drawing(request)
+        version = int(request.versions[name])
+        with self._rows.loaded(request.key, request.weights[name], version) as key:
             searched = play_search(
                 Device(self._rows.rows),
                 TextWorld(self._ends, self._step_tokens),
@@ -289,29 +290,34 @@ class DrawnWeights:
     Args:
       network: the policy.
       value: whether the value network is read too.
+      policies: those of the plan that draw besides the policy.
     """
 
-    def __init__(self, network: Network, value: bool = False) -> None:
-        self.network, self.value = network, value
+    def __init__(
+        self, network: Network, value: bool = False, policies: tuple[Any, ...] = ()
+    ) -> None:
+        self.network, self.value, self.policies = network, value, policies
 
     def __call__(self, state: TrainState) -> dict[str, Params]:
         """The policy's tree, and that of "value" where it is read."""
-        policy = {"policy": drawing_policy(state, self.network)}
-        return policy | ({"value": state.params["value"]} if self.value else {})
+        trees = drawn_trees(state, self.network, self.policies)
+        return trees | ({"value": state.params["value"]} if self.value else {})
 
 
 def drawn_weights(run: Run) -> DrawnWeights:
     """What the source of a run draws with."""
     written = isinstance(run.method.curriculum, WrittenProblems)
-    return DrawnWeights(run.network, run_estimate(run) is not None or written)
+    value = run_estimate(run) is not None or written
+    return DrawnWeights(run.network, value, run.method.plan.policies)
 
 
 def run_estimate(run: Run) -> Estimate | None:
     """What a run's search makes of paths that have not ended, or None."""
     draw = run.method.draw
-    if draw.search is None or draw.guide is None or run.value is None:
+    points = run.method.plan.estimate
+    if draw.search is None or points is None or run.value is None:
         return None
-    return value_estimate(run, draw.guide)
+    return value_estimate(run, points)
 
 
 def value_estimate(run: Run, points: Callable[[Any], Any]) -> Estimate:
@@ -353,4 +359,4 @@ def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> TextSou
 
 def drawn_alone(request: DrawRequest) -> list[bool]:
     """For each entry of a request, whether its members are drawn without search."""
-    return [ask.tree is None for ask in request.asks for _ in range(len(ask.ticket))]
+    return [ask.tree is None for ask in request.asks for _ in range(ask.entries)]

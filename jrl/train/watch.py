@@ -1,4 +1,4 @@
-"""Limits on the metrics of a run: what is said, and when the run ends, where one is broken.
+"""Limits on the metrics of a run: warnings, rollbacks, and stops.
 
     [watch.entropy]
     below = 0.05
@@ -49,14 +49,14 @@ LIMITS = {
 }
 
 ROLLBACKS = 3
-"""How often a run returns to an earlier checkpoint before it stops."""
+"""Maximum rollbacks of a run before it stops."""
 
 _WINDOW = 10
 """Steps whose mean a relative limit compares with."""
 
 
 class Broken(NamedTuple):
-    """The limits that a step has broken for long enough, a line for each by metric.
+    """Limits violated for long enough at a step, one line per metric.
 
     Attributes:
       warn: to be said; a step that was skipped is among them.
@@ -87,7 +87,7 @@ class Watch:
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew, as after a rollback."""
+        """Restarts the statistics, as after a rollback."""
         self._broken: collections.Counter[str] = collections.Counter()
         self._past = {
             name: _Past()
@@ -106,7 +106,7 @@ class Watch:
         return any(limit.action in ("rollback", "stop") for limit in self._asked.values())
 
     def __call__(self, step: int, record: Mapping[str, Any]) -> Broken:
-        """What to say and do about a step.
+        """Actions after a step.
 
         A limit is named once, when it has been broken for its number of steps in a row; a skipped
         step each time.
@@ -115,7 +115,7 @@ class Watch:
           UserError: the run has no such metric.
         """
         self._check_names(record)
-        found: dict[str, dict[str, str]] = {"warn": {}, "rollback": {}, "stop": {}}
+        lines: dict[str, dict[str, str]] = {"warn": {}, "rollback": {}, "stop": {}}
         since = step
         for name, limit in self._limits.items():
             if limit.action == "none" or name not in record:
@@ -129,12 +129,12 @@ class Watch:
                 times = f" for {limit.steps} steps in a row" if limit.steps > 1 else ""
                 times += "; its update was left out" if limit.action == "skip" else ""
                 line = f"step {step}: {name} = {_text(value)}, {fault}{times}"
-                found["warn" if limit.action == "skip" else limit.action][name] = line
+                lines["warn" if limit.action == "skip" else limit.action][name] = line
                 if limit.action == "rollback":
                     since = min(since, step - limit.steps + 1)
         back = [name for name, limit in self._limits.items() if limit.action == "rollback"]
         suspects = any(self._broken[name] for name in back)
-        return Broken(**found, since=since, suspects=suspects)
+        return Broken(**lines, since=since, suspects=suspects)
 
     def _check_names(self, record: Mapping[str, Any]) -> None:
         """Raises at the first step; those of evaluations are checked before it."""
@@ -149,7 +149,7 @@ class Watch:
 def skip_rule(
     limits: Mapping[str, WatchTable],
 ) -> Callable[[Mapping[str, Array]], Array] | None:
-    """What leaves a step's update out, inside the step; None where no limit says so.
+    """The in-step rule that skips updates; None without such a limit.
 
     Args:
       limits: by metric.
@@ -158,31 +158,31 @@ def skip_rule(
       (metrics of the step, [] each) -> [] bool, whether one of them is beyond its limit or not
       finite. It raises UserError for a metric that the training step does not compute itself.
     """
-    asked = {name: limit for name, limit in limits.items() if limit.action == "skip"}
-    if not asked:
+    rules = {name: limit for name, limit in limits.items() if limit.action == "skip"}
+    if not rules:
         return None
 
     def broken(metrics: Mapping[str, Array]) -> Array:
-        found = jnp.zeros((), bool)
-        for name, limit in asked.items():
+        violated = jnp.zeros((), bool)
+        for name, limit in rules.items():
             if name not in metrics or metrics[name].ndim:
-                known = (n for n, x in metrics.items() if x.ndim == 0)
+                scalars = (n for n, x in metrics.items() if x.ndim == 0)
                 raise unknown_choice(
-                    'action = "skip" needs a metric of the step: watch', name, known
+                    'action = "skip" needs a metric of the step: watch', name, scalars
                 )
             value = metrics[name]
-            found |= ~jnp.isfinite(value)
+            violated |= ~jnp.isfinite(value)
             if limit.above is not None:
-                found |= value > limit.above
+                violated |= value > limit.above
             if limit.below is not None:
-                found |= value < limit.below
-        return found
+                violated |= value < limit.below
+        return violated
 
     return broken
 
 
 class _Past:
-    """What a relative limit compares with."""
+    """The reference value of a relative limit."""
 
     def __init__(self) -> None:
         self._first: list[float] = []
@@ -190,7 +190,7 @@ class _Past:
         self._best: float | None = None
 
     def fault(self, value: float | None, limit: WatchTable) -> str:
-        """What is wrong with a value; it is remembered."""
+        """The violation of a value, if any; the value is remembered."""
         if value is None:
             return ""
         if len(self._first) < _WINDOW:

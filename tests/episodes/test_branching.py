@@ -28,7 +28,7 @@ from jrl.objectives.policy import compute_advantages
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.row_costs import WaitingPlace
 from jrl.sampling.rows import Rows
-from jrl.train.collect import to_batch
+from jrl.train.groups import to_batch
 from jrl.train.host_episodes import HostEpisodes
 from jrl.train.run_rows import RunRows
 from jrl.train.sources import simple_request

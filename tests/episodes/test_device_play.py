@@ -16,8 +16,8 @@ from jrl.mesh import make_mesh, tree_shardings
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import to_batch
 from jrl.train.episodes import episode_rollout
+from jrl.train.groups import to_batch
 from jrl.train.score import score
 from jrl.train.sources import simple_request
 from jrl.train.sources_task import task_rollout
@@ -253,7 +253,7 @@ def test_a_task_is_the_environment_of_one_turn():
         )
     )
     weights = jit(network.init)(jax.random.key(0))
-    common = {"sampling_params": SAMPLING, "network": network, "group": 3}
+    common = {"sampling_params": SAMPLING, "network": network}
     ids = jnp.arange(4)
     ask = simple_request(KEY, {"policy": weights}, jnp.int32(2), ids, 3)
     text = jit(partial(task_rollout, task=task, parts=("verify",), **common))(ask)

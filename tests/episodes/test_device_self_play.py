@@ -15,9 +15,9 @@ from jrl.episodes.device_self_play import rows_of_players
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import counted, to_batch
 from jrl.train.compiled import held_out
 from jrl.train.episodes import episode_rollout
+from jrl.train.groups import counted, to_batch
 from jrl.train.score import score
 from jrl.train.sources import simple_request
 from jrl.types import StopReason
@@ -151,7 +151,6 @@ def test_the_trainer_scores_each_player_as_it_was_drawn(params):
             task=LIKELY,
             parts={"reward": 1.0},
             network=NETWORK,
-            group=G,
         )
     )(simple_request(KEY, {"policy": params}, jnp.int32(1), IDS, G))
     assert groups.rewards.shape == (2 * N, G, 1)

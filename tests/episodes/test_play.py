@@ -26,7 +26,7 @@ from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.row_costs import WaitingPlace
 from jrl.sampling.rows import Rows
-from jrl.train.collect import to_batch
+from jrl.train.groups import to_batch
 from jrl.train.score import score
 from jrl.types import Prompt, StopReason
 

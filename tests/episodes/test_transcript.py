@@ -15,7 +15,7 @@ from jrl.methods.group_relative import grpo
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import to_batch
+from jrl.train.groups import to_batch
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Prompt, StopReason

@@ -15,8 +15,10 @@ import numpy as np
 import optax
 from table import EVERYONE, LANES, NAMES, G, N, T, as_float32, draws, example, fresh_state, program
 
-from jrl.methods.base import keep_all, same_rewards
+from jrl.methods.base import same_rewards
+from jrl.methods.edit import EditView, Stateless
 from jrl.sampling.params import make_sampling_params
+from jrl.train.groups import PlacedGroups
 from jrl.train.score import score
 from jrl.types import Batch, Network, Rollout, StopReason, ValueNetwork
 
@@ -121,7 +123,7 @@ well formed and found with tools."""
 def rollout_of(method, step, table, parts=1):
     """What the method's draw asks for, and its rewards, both as its seams leave them."""
     rng = np.random.default_rng(step)
-    places = np.asarray(method.prompts(step, step * B + np.arange(B)))
+    places = step * B + np.arange(B)
     prompts = 1 + places % (V - 1)
     sampled, logprobs = jax.device_get(sampler()(jax.random.key(step), table, prompts))
     members, greedy, demonstrations = draws(method)
@@ -156,12 +158,27 @@ def rollout_of(method, step, table, parts=1):
     return rollout, rewards.sum(2, keepdims=True), places, kind == 2
 
 
+def left_by(edit, rollout, rewards):
+    """[B, G] bool: the members that an edit leaves in their groups."""
+    zeros, numbers = np.zeros(rollout.baseline.shape, np.int32), np.arange(len(rewards))
+    ones = np.ones(1, np.float32)
+    labels = {}, {}, {}, numbers, numbers, zeros, zeros == 0, zeros
+    groups = PlacedGroups(rollout, rewards, ones, *labels)
+    keys = jax.random.split(jax.random.key(0), len(rewards))
+    made, _ = edit.apply((), groups, EditView(0, keys[0], keys, numbers < 0))
+    return np.asarray(made.members())
+
+
 def batch_of(method, step, table, parts=1):
-    """A step's batch of B prompts, made as the training loop makes it, group editor included."""
+    """A step's batch of B prompts, made as the training loop makes it, its edits included.
+
+    Edits that store completions leave the batch as it is: no prompt has come before.
+    """
     rollout, rewards, places, given = rollout_of(method, step, table, parts)
     members = ~rollout.baseline
-    if method.groups.keep is not keep_all:
-        members &= np.asarray(method.groups.keep(rewards.sum(2), members), bool)[:, None]
+    for edit in method.edits:
+        if isinstance(edit.init, Stateless):
+            members &= left_by(edit, rollout, rewards)
     external = np.broadcast_to(given[:, None], rollout.mask.shape) & rollout.mask
     batch = Batch(
         prompt_tokens=rollout.prompt_tokens,

@@ -1,20 +1,25 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.methods.base import (
-    Draw,
-    Method,
-    Schedule,
-    keep_all,
-    refill,
-)
+from jrl.methods.base import Method, Schedule
 from jrl.methods.definition import paper_of, published, variant
 from jrl.methods.domains import Count, NonNegative
+from jrl.methods.edit import differing, refill
+from jrl.methods.plan import Plan, also
 from jrl.objectives import aggregates, ratios, transforms
-from jrl.types import Objective
+from jrl.train.groups import PlacedGroups
+from jrl.types import Objective, StopReason
+from jrl.types.asks import BASELINE
 
 PLAIN = Objective(transforms.identity(), ratios.reinforce(), aggregates.token_mean)
+
+
+def baselines(count):
+    """A first draw with greedy members."""
+    return lambda asks, view: (*asks, also(asks, count, use=BASELINE))
 
 
 @published
@@ -23,7 +28,7 @@ def sample_method(strength: NonNegative, rounds: Count = 1) -> Method:
 
     "A Title" (a talk) and more, after "Another Title" (arXiv:2501.00001).
     """
-    return Method(PLAIN, schedule=Schedule(rounds), draw=Draw(int(strength)))
+    return Method(PLAIN, schedule=Schedule(rounds), plan=Plan(baselines(int(strength))))
 
 
 def test_a_published_method_describes_itself():
@@ -31,7 +36,7 @@ def test_a_published_method_describes_itself():
     assert told["name"] == "sample_method"
     assert (told["paper"], told["arxiv"], told["family"]) == ("A Title", None, "test_base")
     assert told["summary"] == "Says what it does."
-    assert told["seams"] == ["objective", "draw"]
+    assert told["seams"] == ["objective", "plan"]
     strength, rounds = told["coefficients"]
     assert strength == {
         "name": "strength",
@@ -46,7 +51,7 @@ def test_a_published_method_describes_itself():
 def test_coefficients_reach_the_method():
     method = sample_method(strength=2.0, rounds=3)
     assert (method.draw.baseline_members, method.schedule.epochs) == (2, 3)
-    assert method.seams == ("objective", "draw", "schedule")
+    assert method.seams == ("objective", "plan", "schedule")
 
 
 @pytest.mark.parametrize(
@@ -125,28 +130,38 @@ def test_the_paper_is_the_first_that_the_docstring_names(docstring, paper):
     assert paper_of("Says nothing.") is None
 
 
-def test_keep_all_keeps_all():
-    assert keep_all(np.zeros((3, 2)), np.zeros((3, 2), bool)).tolist() == [True] * 3
+def placed(rewards, members):
+    """Groups with these rewards, as an edit sees them."""
+    m, size = members.shape
+    stop = np.where(members, StopReason.STOP_TOKEN, StopReason.FAILED).astype(np.int32)
+    rollout = SimpleNamespace(stop=stop, baseline=np.zeros((m, size), bool))
+    zeros = np.zeros((m, size), np.int32)
+    scores = np.asarray(rewards, np.float32)[:, :, None]
+    labels = ({}, {}, {}, np.arange(m), np.arange(m))
+    ones = np.ones(1, np.float32)
+    return PlacedGroups(rollout, scores, ones, *labels, zeros, zeros == 0, zeros)
 
 
 def test_refill_keeps_groups_whose_live_rewards_differ_and_those_with_a_nan():
     rewards = np.array([[1, 1, 0], [1, 0, 9], [1, 5, 5], [0.1, 0.1, 0.1], [np.nan, 1, 1]])
     members = np.array([[1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]], bool)
-    editor = refill(max_rounds=4)
-    assert editor.keep(rewards, members).tolist() == [False, True, False, False, True]
-    assert editor.refill
-    assert editor.max_rounds == 4
+    groups = placed(rewards, members)
+    assert differing(groups, 1e-6).tolist() == [False, True, False, False, True]
+    (drop,) = refill(max_rounds=4)["edits"]
+    left, _ = drop.apply((), groups, None)
+    assert left.members().any(1).tolist() == [False, True, False, False, True]
+    plan = refill(max_rounds=4)["plan"]
+    assert (plan.rounds, plan.prompts(8)) == (3, 24)
 
 
 def test_refill_compares_the_deviation_with_its_bound():
-    rewards, members = np.array([[0.0, 1.0]]), np.ones((1, 2), bool)
-    assert refill(min_std=0.4).keep(rewards, members).tolist() == [True]
-    assert refill(min_std=0.6).keep(rewards, members).tolist() == [False]
+    groups = placed(np.array([[0.0, 1.0]]), np.ones((1, 2), bool))
+    assert differing(groups, 0.4).tolist() == [True]
+    assert differing(groups, 0.6).tolist() == [False]
 
 
 def test_hooks_that_are_not_filled_do_nothing():
     method = Method(PLAIN)
-    positions, rewards = np.arange(3), np.ones((3, 2, 1), np.float32)
-    assert method.prompts(7, positions) is positions
+    rewards = np.ones((3, 2, 1), np.float32)
     assert method.rewards(rewards, None) is rewards
     assert method.seams == ("objective",)

@@ -19,8 +19,14 @@ from table import COEFFICIENTS, NAMES
 
 from jrl.errors import UserError
 from jrl.methods import all_methods
+from jrl.methods.base import first_draw
+from jrl.methods.curriculum import Curriculum, Outcome, Query, Table
 from jrl.methods.domains import Choice, Switch
+from jrl.methods.edit import EditView, tree_shapes
+from jrl.methods.plan import StepView
+from jrl.train.groups import PlacedGroups, widened
 from jrl.types import STATISTICS, Batch, Rollout
+from jrl.types.asks import Tokens
 
 N, G, T, R, V = 2, 4, 5, 3, 7
 
@@ -187,22 +193,64 @@ def of_rewards(edit):
     return out
 
 
-def of_groups(groups):
-    spread = np.geomspace(1e-8, 10, 40)[:, None] * np.array([-1.0, 1.0])
-    kept = groups.keep(spread, np.ones((40, 2), bool)).tolist()
-    return kept, groups.refill, groups.max_rounds
+class Hints:
+    """What a plan may read of the data."""
+
+    def hints(self, groups, level, levels):
+        lengths = jnp.full(N, 7 * level // levels, jnp.int32)
+        return {"prefix": Tokens(jnp.zeros((N, 7), jnp.int32), lengths)}
 
 
-def of_replay(replay):
-    if replay is None:
-        return None
-    points, members = np.linspace(-1, 3, 80).reshape(40, 2), np.ones((40, 2), bool)
-    rules = [rule(points, members).tolist() for rule in (replay.keep, replay.replace)]
-    return rules, replay.each, replay.prompts
+def placed_groups():
+    """Groups as plans and edits see them."""
+    rollout = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), ROLLOUT)
+    rollout = rollout.replace(
+        mask=jnp.ones((N, G, T), bool),
+        sampler_logprobs=jnp.zeros((N, G, T)),
+        baseline=jnp.zeros((N, G), bool),
+    )
+    zeros, numbers = jnp.zeros((N, G), jnp.int32), jnp.arange(N)
+    labels = {"prompt": numbers}, {}, {}, numbers, numbers, zeros, zeros == 0, zeros
+    return PlacedGroups(rollout, jnp.zeros((N, G, R)), jnp.ones(R), *labels)
 
 
-def of_prompts(prompts):
-    return [np.asarray(prompts(step, np.arange(4))).tolist() for step in range(5)]
+def of_plan(plan):
+    view = StepView(jnp.int32(60), jnp.int32(1), jax.random.key(0), N, G, (), (), Hints())
+    further = None
+    if plan.next is not None:
+        further = traced(lambda groups: plan.next(groups, view), placed_groups())
+    policies = [(p.name, [p.version(step) for step in range(9)]) for p in plan.policies]
+    bounds = plan.rounds, plan.members(8), plan.prompts(8), plan.tokens
+    estimate = None if plan.estimate is None else traced(plan.estimate, jnp.zeros(2))
+    return first_draw(plan), further, policies, bounds, estimate
+
+
+def of_edits(edits):
+    return [of_edit(edit) for edit in edits]
+
+
+def of_edit(edit):
+    extra = edit.extra(N)
+    groups = widened(placed_groups(), N + extra, G)
+    keys = jax.random.split(jax.random.key(0), N + extra)
+    views = [
+        EditView(jnp.int32(step), keys[0], keys, jnp.arange(N + extra) >= N) for step in (9, 70)
+    ]
+    state = jax.eval_shape(lambda: edit.init(tree_shapes(groups), N))
+    programs = [traced(lambda s, g: edit.apply(s, g, view), state, groups) for view in views]  # noqa: B023
+    return edit.extra(8), edit.extra(80), str(state), programs
+
+
+def of_curriculum(curriculum):
+    if not isinstance(curriculum, Curriculum):
+        return curriculum
+    state = curriculum.init(Table(8, 1, jnp.zeros(8, jnp.int32)))
+    query = Query(jax.random.key(0), jnp.arange(N), jnp.int32(N), jnp.int32(0), jnp.zeros(8, bool))
+    rows, some, scores = jnp.arange(N), jnp.ones(N, bool), jnp.zeros((N, G))
+    outcome = Outcome(jnp.int32(0), rows, rows, some, some, rows / N, rows * 1.0, scores, scores)
+    first = jax.tree.map(lambda x: np.asarray(x).tolist(), state)
+    programs = traced(curriculum.choose, state, query), traced(curriculum.update, state, outcome)
+    return first, programs, curriculum.pool
 
 
 def of_values(values):
@@ -216,12 +264,12 @@ def of_regularizers(terms):
 def parts_of(method):
     """(what describes it, the part) of all parts of a method."""
     objective = method.objective
-    yield of_values, (method.draw, method.needs)
+    yield of_values, method.needs
     yield fingerprint, method.schedule
-    yield of_values, (method.curriculum, method.network)
-    yield of_groups, method.groups
-    yield of_replay, method.replay
-    yield of_prompts, method.prompts
+    yield of_values, method.network
+    yield of_curriculum, method.curriculum
+    yield of_plan, method.plan
+    yield of_edits, method.edits
     yield of_rewards, method.rewards
     yield of_aggregate, objective.aggregate
     yield of_regularizers, objective.regularizers

@@ -49,8 +49,8 @@ def test_each_paper_is_written_once():
 
 def test_seams_and_group_sizes_are_those_of_the_papers():
     listed = {method["name"]: method for method in list_methods()}
-    assert listed["dapo"]["seams"] == ["objective", "groups"]
-    assert listed["remax"]["seams"] == ["objective", "draw"]
+    assert listed["dapo"]["seams"] == ["objective", "plan", "edits"]
+    assert listed["remax"]["seams"] == ["objective", "plan"]
     assert listed["grpo"]["min_group"] == 2
     assert listed["ppo"]["min_group"] == 1
 

@@ -460,7 +460,7 @@ def test_a_step_on_what_was_recorded_begins_at_a_ratio_of_one(tmp_path):
 
     from jrl.methods.group_relative import grpo
     from jrl.sampling.params import make_sampling_params
-    from jrl.train.collect import to_batch
+    from jrl.train.groups import to_batch
     from jrl.train.state import init_state
     from jrl.train.step import make_step
 

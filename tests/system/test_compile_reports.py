@@ -4,15 +4,16 @@ import time
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
-from jrl.system import compile_reports as compile_notes
+from jrl.system import compile_reports
 from jrl.system.compile_reports import CompileNotes, compile_run
 
 
 @pytest.fixture
 def patience(monkeypatch):
-    monkeypatch.setattr(compile_notes, "PATIENCE", 0.02)
+    monkeypatch.setattr(compile_reports, "PATIENCE", 0.02)
 
 
 def events(notes, name, seconds, traced=None):
@@ -66,8 +67,8 @@ def test_a_line_ends_with_its_own_program(patience):
 
 
 def test_an_estimate_has_an_end():
-    assert compile_notes._about(5.0, 1.0) == " (about 65 s)"
-    assert compile_notes._about(50.0, 6.0) == " (2 minutes or more)"
+    assert compile_reports._about(5.0, 1.0) == " (about 65 s)"
+    assert compile_reports._about(50.0, 6.0) == " (2 minutes or more)"
 
 
 def test_a_whole_run_is_compiled_with_a_word_beforehand(patience):
@@ -101,3 +102,59 @@ def test_jax_tells_what_it_compiles(patience):
     assert said[1].startswith("compiled the evaluation in ")
     jax.jit(held_out)(jnp.ones((5, 5)))
     assert len(said) == 2
+
+
+def slow_run(key):
+    """A program that takes longer to compile than the patience of these tests."""
+    x = jax.random.normal(key, (4, 4)) * jnp.float32(time.time() % 1)
+    for _ in range(150):
+        x = jnp.sin(x @ x) / 4
+    compile_reports.report_traced_run(key)
+    return x
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap, lambda f: lambda key: f(key)])
+def test_a_plain_jit_of_a_run_reports_that_it_compiles(patience, capsys, wrap):
+    key = jax.random.key(0)
+    jax.jit(wrap(slow_run))(key[None] if wrap is jax.vmap else key)
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("compiling one program for the whole run (about ")
+    assert last.startswith("compiled one program for the whole run in ")
+    jax.jit(lambda x: sum(jnp.sin(x @ x) for _ in range(150)))(jnp.ones((3, 3)) * 0.5)
+    assert not capsys.readouterr().out  # of a later program nothing is printed
+
+
+def test_a_run_is_reported_once(patience, capsys):
+    said = []
+    compile_run(slow_run, jax.random.key(0), echo=said.append)
+    assert len(said) == 2
+    assert not capsys.readouterr().out
+    slow_run(jax.random.key(0))  # without jit nothing is expected afterwards
+    assert not compile_reports._of_plain_jit()._expected
+
+
+def test_every_run_of_make_run_is_reported(monkeypatch):
+    from jrl.data.tasks import get_task
+    from jrl.methods import get_method
+    from jrl.models.config import ModelConfig
+    from jrl.models.transformer import transformer
+    from jrl.train import compiled
+
+    task, calls = get_task("sorting", difficulty=3), []
+    length = task.prompt_tokens + task.completion_tokens
+    sizes = {"layers": 1, "embed_dim": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp_dim": 8}
+    network = transformer(ModelConfig(vocab_size=task.vocab_size, max_length=length, **sizes))
+    monkeypatch.setattr(compiled, "report_traced_run", lambda *x: calls.append(len(x)))
+    run = compiled.make_run(
+        method=get_method("rloo"),
+        task=task,
+        network=network,
+        optimizer=optax.sgd,
+        steps=1,
+        prompts=2,
+        group=2,
+        weights={"verify": 1.0},
+        eval_problems=2,
+    )
+    jax.eval_shape(run, jax.random.key(0), {"learning_rate": jnp.float32(0.1)})
+    assert calls == [2]

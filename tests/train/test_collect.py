@@ -5,9 +5,12 @@ import numpy as np
 import pytest
 
 from jrl.mesh import make_mesh
-from jrl.methods import GroupEditor, get_method, refill
+from jrl.methods import get_method, refill
+from jrl.methods.curriculum import Choice, Curriculum, Table
+from jrl.methods.edit import edit_of
 from jrl.objectives.advantages import mean_centred
-from jrl.train.collect import Collector, to_batch
+from jrl.train.collect import Collector
+from jrl.train.groups import to_batch
 from jrl.train.sources import Groups, entries, simple_request
 from jrl.train.sources_task import completion_number
 from jrl.train.sources_text import TextSource, answer_number
@@ -31,11 +34,16 @@ class Script:
     def order(self, tickets):
         return tickets
 
+    def prompts(self, key, rows):
+        rows = np.asarray(rows)
+        listed = [f"prompt {i}" for i in rows.tolist()]
+        return (listed if self.listed else {"id": rows}), listed
+
     def finish(self, complete):
         assert complete
 
     def draw(self, request):
-        (positions, _), step = entries(request), request.step
+        (_, positions), step = entries(request), request.step
         assert positions.dtype == np.int32
         assert step.dtype == np.int32
         self.calls.append((int(step), positions.tolist()))
@@ -77,8 +85,8 @@ def collected(script, method, prompts=4, step=3, cursor=100):
     return batch.check(), groups, cursor
 
 
-def editing(editor, method=PLAIN):
-    return method._replace(groups=editor)
+def editing(changes, method=PLAIN):
+    return method.with_(**changes)
 
 
 def test_without_an_editor_everything_is_kept():
@@ -150,7 +158,7 @@ def test_nothing_is_kept():
 
 def test_dropping_without_refilling():
     script = Script(good=[101, 102])
-    batch, groups, cursor = collected(script, editing(refill()._replace(refill=False)))
+    batch, groups, cursor = collected(script, editing(refill(max_rounds=1)))
     assert len(script.calls) == 1
     assert cursor == 104
     assert batch.tokens[:2, 0, 0].tolist() == [101, 102]
@@ -178,22 +186,23 @@ def test_baselines_do_not_make_a_group_good():
     assert np.asarray(batch.baseline)[:, -1].all()
 
 
-def test_the_editor_sees_weighted_scores():
+def test_an_edit_sees_weighted_scores():
     seen = []
 
-    def keep(scores, members):
-        seen.append((scores.copy(), members.copy()))
-        return np.ones(len(scores), bool)
+    def keep(groups, view):
+        seen.append((np.asarray(groups.score()), np.asarray(groups.members())))
+        return groups
 
-    collected(Script(good=[101], baseline=True), editing(GroupEditor(keep)), prompts=2)
+    edits = {"edits": (edit_of(keep),)}
+    collected(Script(good=[101], baseline=True), editing(edits), prompts=2)
     scores, members = seen[0]
     np.testing.assert_allclose(scores[0], [50.0, 50.0, 57.0])
     np.testing.assert_allclose(scores[1], [51.5, 50.5, 57.5])
     assert members.tolist() == [[True, True, False]] * 2
 
 
-@pytest.mark.parametrize("editor", [GroupEditor(), refill(max_rounds=2)])
-def test_the_rewards_seam(editor):
+@pytest.mark.parametrize("changes", [{}, refill(max_rounds=2)])
+def test_the_rewards_seam(changes):
     seen = []
 
     def rewards(parts, rollout):
@@ -203,7 +212,7 @@ def test_the_rewards_seam(editor):
         edited[:, 1, 0] = 5.0  # now every group has a spread
         return edited
 
-    method = editing(editor)._replace(rewards=rewards)
+    method = editing(changes)._replace(rewards=rewards)
     batch, groups, _ = collected(Script(good=()), method)
     assert seen == [[100, 101, 102, 103]]
     assert np.asarray(batch.rewards)[:, 1, 0].tolist() == [5.0] * 4
@@ -211,19 +220,32 @@ def test_the_rewards_seam(editor):
     assert bool(batch.members.all())
 
 
-def test_the_prompts_seam():
-    asked = []
+def test_a_curriculum_chooses_the_rows_and_learns_from_all_groups_drawn():
+    outcomes = []
 
-    def choose_prompts(step, positions):
-        asked.append((step, positions.tolist()))
-        return 2 * positions
+    def choose(state, query):
+        return Choice(2 * query.tickets % 256, prior={"ticket": query.tickets / 1.0}), state
+
+    def update(state, outcome):
+        jax.debug.callback(
+            lambda rows, rate: outcomes.append((rows, rate)), outcome.row, outcome.rate
+        )
+        return state
 
     script = Script(good=[202])
-    method = editing(refill(max_rounds=2))._replace(prompts=choose_prompts)
-    _, _, cursor = collected(script, method, prompts=2)
-    assert asked == [(3, [100, 101]), (3, [102, 103])]
-    assert script.calls == [(3, [200, 202]), (3, [204, 206])]
+    curriculum = Curriculum(lambda table: np.zeros(1, np.float32), choose, update)
+    method = editing(refill(max_rounds=2))._replace(curriculum=curriculum)
+    table = Table(256, 1, np.zeros(256, np.int32))
+    collector = Collector(script, 2, WEIGHTS, method, MESH, group=G, judge=0, table=table)
+    batch, _, cursor = collector.collect(KEY, {"policy": None}, step=3, cursor=100)
+    assert [[rows for _, rows in script.calls]] == [[[200, 202], [204, 206]]]
     assert cursor == 104
+    assert batch.prior["ticket"][0] == 101.0
+    collector.learn(3, None)
+    jax.effects_barrier()
+    ((rows, rate),) = outcomes
+    assert rows.tolist() == [200, 202, 204, 206]
+    np.testing.assert_allclose(rate, [0, 1 / 3, 0, 0], atol=1e-6)
 
 
 class Pool:
@@ -299,6 +321,7 @@ def test_lines_of_a_text_are_steps_where_a_method_wants_it(lines):
 
 
 def test_which_methods_have_lines_for_steps():
-    assert [get_method("oreo", level=level).draw.lines for level in ("token", "step")] == [0, 1]
-    assert get_method("bfs_prover").draw.lines
+    levels = [get_method("oreo", level=level).needs for level in ("token", "step")]
+    assert ["lines" in needs for needs in levels] == [False, True]
+    assert "lines" in get_method("bfs_prover").needs
     assert not get_method("oreo", level="step").lacks

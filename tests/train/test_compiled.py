@@ -11,7 +11,8 @@ import pytest
 from jrl.config.unions import Optimizer
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
-from jrl.methods import Draw, GroupEditor, find_method, get_method
+from jrl.methods import Plan, find_method, get_method
+from jrl.methods.plan import demonstrated, greedy_baseline
 from jrl.methods.schedule import Schedule, copies, every, restart
 from jrl.sampling.params import make_sampling_params
 from jrl.train.collect import Collector
@@ -26,6 +27,7 @@ from jrl.train.compiled import (
 )
 from jrl.train.loop import policy_weights
 from jrl.train.optimizer import make_optimizer
+from jrl.train.plan_tools import TaskTools
 from jrl.train.sources_task import TaskSource, task_rollout
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, with_slot_use
@@ -58,7 +60,8 @@ def assert_close(a, b, atol):
 
 def test_host_and_compiled_agree(network, task, quick_jit):
     """Several steps, with a greedy member and a solution: the same tokens, metrics, weights."""
-    method = get_method("grpo")._replace(draw=Draw(baseline_members=1, demonstrations=1))
+    both = lambda asks, view: demonstrated(1)(greedy_baseline(asks, view), view)  # noqa: E731
+    method = get_method("grpo")._replace(plan=Plan(both))
     common = {"network": network, "objective": method.objective, "optimizer": optax.sgd(0.3)}
     step = make_step(**common)
     fresh = partial(init_state, KEY, **common)
@@ -71,9 +74,6 @@ def test_host_and_compiled_agree(network, task, quick_jit):
             task=task,
             parts=tuple(WEIGHTS),
             network=network,
-            group=GROUP,
-            baseline_members=method.draw.baseline_members,
-            demonstrations=method.draw.demonstrations,
         )
     )
     log, drawn, asked, cursor = [], [], [], 0
@@ -83,6 +83,8 @@ def test_host_and_compiled_agree(network, task, quick_jit):
         reward_weights=np.array(list(WEIGHTS.values()), np.float32),
         method=method,
         mesh=mesh,
+        group=GROUP,
+        tools=partial(TaskTools, task),
     )
     with jax.set_mesh(mesh):
         shardings = state_shardings(jax.eval_shape(fresh), mesh, network=network)
@@ -111,7 +113,9 @@ def test_host_and_compiled_agree(network, task, quick_jit):
         prompts=PROMPTS,
         group=GROUP,
     )
-    scanned, curves = quick_jit(lambda s: iterate(iteration, s, SAMPLING, STEPS))(fresh())
+    state_, begun = fresh(), iteration.begin(fresh())
+    run = quick_jit(partial(iterate, iteration, steps=STEPS))
+    scanned, _, curves = run(state_, begun, SAMPLING)
     tokens = curves.pop("tokens")
     assert np.array_equal(tokens, np.stack(drawn))
     assert tokens.shape == (STEPS, PROMPTS, GROUP + 2, task.completion_tokens)
@@ -128,8 +132,6 @@ def test_host_and_compiled_agree(network, task, quick_jit):
 @pytest.mark.parametrize(
     ("seam", "change"),
     [
-        ("groups", {"groups": GroupEditor(lambda scores, members: scores[:, 0] > 0)}),
-        ("prompts", {"prompts": lambda step, positions: positions + 1}),
         ("rewards", {"rewards": lambda rewards, rollout: 2 * rewards}),
     ],
 )

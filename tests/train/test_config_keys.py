@@ -23,7 +23,7 @@ from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build
 from jrl.train import programs as compiled
 from jrl.train.batches import run_source
-from jrl.train.collect import to_batch
+from jrl.train.groups import to_batch
 from jrl.train.score import policy_of
 from jrl.train.sources import simple_request
 from jrl.types import Batch

@@ -15,18 +15,21 @@ from jrl.evaluate import episode_metrics
 from jrl.evaluate.samples import samples_of
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
+from jrl.methods.plan import also
 from jrl.objectives.transforms import completion_tokens, overlong_penalty, paid
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import Collector, to_batch
+from jrl.train.collect import Collector
 from jrl.train.compiled import held_out, iterate, make_iteration, make_run, solution_batch
 from jrl.train.episodes import episode_rollout
 from jrl.train.features import check_features, features_of
+from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
 from jrl.train.loop import policy_weights
 from jrl.train.sources import simple_request
 from jrl.train.sources_task import TaskSource
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, with_slot_use
+from jrl.types.asks import Tokens
 
 WEIGHTS = {"reward": 2.0, "success": 1.0}
 PROMPTS, GROUP, STEPS, KEY = 4, 3, 2, jax.random.key(5)
@@ -48,7 +51,6 @@ def draw(network, quick_jit):
             task=ENV,
             parts=WEIGHTS,
             network=network,
-            group=GROUP,
         )
     )
 
@@ -72,6 +74,7 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
         reward_weights=np.array(list(WEIGHTS.values()), np.float32),
         method=method,
         mesh=mesh,
+        group=GROUP,
     )
     with jax.set_mesh(mesh):
         shardings = state_shardings(jax.eval_shape(fresh), mesh, network=network)
@@ -97,7 +100,9 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
         prompts=PROMPTS,
         group=GROUP,
     )
-    scanned, curves = quick_jit(lambda s: iterate(iteration, s, SAMPLING, STEPS))(fresh())
+    state_, begun = fresh(), iteration.begin(fresh())
+    run = quick_jit(partial(iterate, iteration, steps=STEPS))
+    scanned, _, curves = run(state_, begun, SAMPLING)
     assert np.array_equal(curves.pop("tokens"), np.stack(drawn))
     assert_close(scanned.params, state.params, 1e-5)
     assert curves.keys() == log[0].keys() >= {"turns", "slot_use"}
@@ -230,15 +235,17 @@ def test_a_warm_start_learns_the_turns_and_not_the_replies():
 
 
 def test_methods_with_demonstrations_are_refused(network):
+    tickets = np.arange(2, dtype=np.int32)
+    request = simple_request(KEY, {"policy": None}, np.int32(0), tickets, 2)
+    solution = Tokens(np.zeros((2, 1), np.int32), np.ones(2, np.int32))
+    asks = (*request.asks, also(request.asks, 1, prefix=solution, prefix_as="given"))
     with pytest.raises(UserError, match="data.env: the method learns from demonstrations"):
         episode_rollout(
-            simple_request(KEY, {"policy": None}, jnp.int32(0), jnp.arange(2), 2),
+            request.replace(asks=asks),
             sampling_params=SAMPLING,
             task=ENV,
             parts=WEIGHTS,
             network=network,
-            group=2,
-            demonstrations=1,
         )
 
 

@@ -14,7 +14,7 @@ from jrl.methods import get_method
 from jrl.models.flax_bridge import linen_network, linen_value, nnx_network, nnx_value
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import to_batch
+from jrl.train.groups import to_batch
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 

@@ -16,9 +16,9 @@ from jrl.models.transformer import transformer
 from jrl.run.export import export_run
 from jrl.sampling.params import make_sampling_params
 from jrl.train import build
-from jrl.train.collect import to_batch
 from jrl.train.compiled import held_out
 from jrl.train.episodes import episode_rollout
+from jrl.train.groups import to_batch
 from jrl.train.loop import policy_weights
 from jrl.train.sources import simple_request
 from jrl.train.state import init_state

@@ -21,7 +21,7 @@ def natural(n, g, seed, mean=64, most=256):
 def test_every_token_once_and_in_order(n, g, parts, shards):
     lengths = natural(n, g, 0, mean=9, most=40)
     lengths[1, 0] = 0
-    packing = pack(lengths, 40, parts=parts, shards=shards, worth=9)
+    packing = pack(lengths, 40, parts=parts, shards=shards, threshold=9)
     for part in range(parts):
         own = lengths[part::parts]
         order, members, steps, owners = (

@@ -8,19 +8,21 @@ import pytest
 
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.mesh import make_mesh
 from jrl.methods import get_method
-from jrl.methods.base import replay_successes
+from jrl.methods.edit import EditView
+from jrl.methods.stores import member_store, replay_successes
 from jrl.objectives import combine_terms, compute_advantages, policy_loss
 from jrl.train import build, programs
-from jrl.train.collect import to_batch
+from jrl.train.collect import Collector
 from jrl.train.features import check_features, method_features
-from jrl.train.replay import Recall, packed, recalled, unpacked
-from jrl.train.sources import Groups, simple_request
+from jrl.train.groups import Origin, batch_of, place
+from jrl.train.sources import Groups
 from jrl.types import Rollout, StopReason
 
 G, P, T = 3, 2, 4
 RULE = replay_successes(0.1, each=2, prompts=2)
-FIRST = np.zeros((1, 2))
+KEY = jax.random.key(3)
 
 
 def groups_of(prompts, rewards, *, step=0, openings=None, dead=()):
@@ -32,8 +34,8 @@ def groups_of(prompts, rewards, *, step=0, openings=None, dead=()):
     mark = 100 * step + 10 * np.array(prompts)[:, None, None] + np.arange(G)[None, :, None]
     mark = np.broadcast_to(mark, (n, G, T))
     stop = np.full((n, G), StopReason.STOP_TOKEN, np.int32)
-    for place in dead:
-        stop[place] = StopReason.FAILED
+    for dead_member in dead:
+        stop[dead_member] = StopReason.FAILED
     rollout = Rollout(
         prompt_tokens=np.array(
             [[o, 0] for o in (prompts if openings is None else openings)], np.int32
@@ -57,9 +59,35 @@ def groups_of(prompts, rewards, *, step=0, openings=None, dead=()):
     return Groups(rollout, rewards[..., None], ["p"] * n, {}, ids, stats)
 
 
-def recall(memory, groups, rule=RULE, order=None):
-    order = np.tile(np.arange(2.0), (len(groups.rewards), 1)) if order is None else order
-    return recalled(memory, groups, groups.rewards[:, :, 0], rule, order)
+def empty(rule=RULE):
+    return rule.init(None, 1)
+
+
+def recall(store, groups, rule=RULE, key=KEY):
+    """(what is stored then, the groups with what was replayed in its places)."""
+    n = len(groups.rewards)
+    numbers = np.arange(n, dtype=np.int32)
+    members = np.tile(np.arange(G, dtype=np.int32), (n, 1))
+    origin = Origin(numbers, numbers, members, np.zeros(G, np.int32), np.int32(0), {})
+    placed = place(groups, origin, np.ones(1, np.float32), None)
+    view = EditView(0, key, jax.random.split(key, n), np.zeros(n, bool))
+    made, store = rule.apply(store, placed, view)
+    return store, jax.device_get(made)
+
+
+def replayed(groups):
+    return int(groups.ids["replayed"].sum())
+
+
+def versions(store):
+    """Prompt -> the versions of the completions that are stored, the oldest first."""
+    age, prompts = np.asarray(store.slots.age), np.asarray(store.slots.prompt)
+    held = {}
+    for slot in np.argsort(age):
+        if age[slot] >= 0:
+            row = store.rows[int(slot)]
+            held.setdefault(int(prompts[slot]), []).append(int(row["rollout.versions"][0]))
+    return held
 
 
 def rows(groups, place):
@@ -77,30 +105,27 @@ def rows(groups, place):
 
 def test_a_failed_group_gets_an_earlier_success_as_it_was_drawn():
     solved = groups_of([5], [[0, 0, 1]], step=0)
-    memory, same = recall({}, solved)
-    assert same.counts == {"replayed": 0.0}
+    store, same = recall(empty(), solved)
+    assert replayed(same) == 0
     failed = groups_of([5, 6], [[0, 0, 0], [0, 0, 0]], step=3)
-    after, swapped = recall(memory, failed)
-    assert swapped.counts == {"replayed": 1.0}
+    after, swapped = recall(store, failed)
     assert swapped.ids["replayed"].tolist() == [[1, 0, 0], [0, 0, 0]]
     assert rows(swapped, (0, 0)) == rows(solved, (0, 2))
     assert swapped.rollout.versions[0, 0].tolist() == [0, 0, 0, -1]
     assert swapped.rollout.sampler_logprobs[0, 0, 3] == 0
     assert swapped.ids["episode"].tolist() == [[0, 1, 2]] * 2
-    for place in [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]:
-        assert rows(swapped, place) == rows(failed, place)
+    for place_ in [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]:
+        assert rows(swapped, place_) == rows(failed, place_)
     swapped.rollout.check()
-    assert after == memory  # what is replayed is not kept again
+    assert versions(after) == versions(store)  # what is replayed is not stored again
     assert rows(failed, (0, 0))["reward"] == [0]  # the groups drawn stay as they were
 
 
 def test_the_advantages_and_the_loss_of_the_swapped_group_are_grpos(quick_jit):
     """By hand: points (1, 0, 0), the first drawn with the log-probabilities of its own policy."""
-    memory, _ = recall({}, groups_of([5], [[0, 0, 1]]))
+    memory, _ = recall(empty(), groups_of([5], [[0, 0, 1]]))
     _, swapped = recall(memory, groups_of([5], [[0, 0, 0]], step=3))
-    batch = to_batch(
-        swapped.rollout, swapped.rewards, np.ones(1, np.float32), swapped.ids, swapped.stats
-    )
+    batch = batch_of(swapped)
     objective = get_method("arpo_replay").objective
     logprobs = np.where(batch.mask, -0.15, 0).astype(np.float32)
 
@@ -123,16 +148,20 @@ def test_the_advantages_and_the_loss_of_the_swapped_group_are_grpos(quick_jit):
     np.testing.assert_allclose(float(loss), total / 3, rtol=1e-5)
 
 
-def test_what_is_kept_is_the_newest_of_the_prompts_added_to_lately():
-    memory = {}
+def test_what_is_stored_is_the_newest_of_the_prompts_added_to_lately():
+    store = empty()
     for step, (prompt, points) in enumerate([(1, 1), (2, 1), (1, 1), (1, 1), (3, 1), (3, 0)]):
-        memory, _ = recall(memory, groups_of([prompt], [[0, points, 0]], step=step))
-    kept = {p: [k.row["rollout.versions"][0] for k in every] for p, every in memory.items()}
-    assert kept == {1: [2, 3], 3: [4]}
-    failed = groups_of([1], [[0, 0, 0]], step=9)
-    for order, version in (([0.0, 1.0], 2), ([1.0, 0.0], 3)):
-        _, swapped = recall(memory, failed, order=np.array([order]))
-        assert swapped.rollout.versions[0, 0, 0] == version
+        store, _ = recall(store, groups_of([prompt], [[0, points, 0]], step=step))
+    assert versions(store) == {1: [2, 3], 3: [4]}
+    failed, taken = groups_of([1], [[0, 0, 0]], step=9), set()
+    for seed in range(8):
+        key = jax.random.key(seed)
+        _, swapped = recall(store, failed, key=key)
+        draws = jax.random.uniform(jax.random.split(key, 1)[0], (2,))  # of the older and the newer
+        version = int(swapped.rollout.versions[0, 0, 0])
+        assert version == [2, 3][int(draws[1] < draws[0])]
+        taken.add(version)
+    assert taken == {2, 3}
 
 
 @pytest.mark.parametrize(
@@ -144,37 +173,52 @@ def test_what_is_kept_is_the_newest_of_the_prompts_added_to_lately():
     ],
 )
 def test_groups_that_are_left_alone(groups, why):
-    memory, _ = recall({}, groups_of([5], [[0, 0, 1]]))
+    memory, _ = recall(empty(), groups_of([5], [[0, 0, 1]]))
     _, same = recall(memory, groups)
-    assert same.counts["replayed"] == 0, why
+    assert replayed(same) == 0, why
     assert rows(same, (0, 0)) == rows(groups, (0, 0))
 
 
 def test_a_member_that_failed_to_answer_is_no_success_and_can_be_replaced():
-    memory, _ = recall({}, groups_of([5], [[0, 0, 1]], dead=[(0, 2)]))
-    assert not memory
-    memory, _ = recall({}, groups_of([5], [[0, 0, 1]]))
+    memory, _ = recall(empty(), groups_of([5], [[0, 0, 1]], dead=[(0, 2)]))
+    assert not memory.rows
+    memory, _ = recall(empty(), groups_of([5], [[0, 0, 1]]))
     _, swapped = recall(memory, groups_of([5], [[0, 0, 1]], step=3, dead=[(0, 0), (0, 2)]))
-    assert swapped.counts["replayed"] == 1
+    assert replayed(swapped) == 1
     assert swapped.rollout.stop[0].tolist() == [1, 1, StopReason.FAILED]
 
 
-def test_what_a_checkpoint_holds_is_what_is_kept():
-    memory = {}
+def test_what_a_checkpoint_holds_is_what_is_stored():
+    rule = replay_successes(0.1, 8, 8)
+    store = empty(rule)
     for prompts, points in (([1, 2], [[1, 0, 0], [0, 1, 1]]), ([2, 3], [[0, 0, 1], [1, 0, 1]])):
-        memory, _ = recall(memory, groups_of(prompts, points), replay_successes(0.1, 8, 8))
-    again = unpacked(packed(memory))
-    assert list(again) == list(memory) == [1, 2, 3]
-    for prompt, every in memory.items():
-        for a, b in zip(every, again[prompt], strict=True):
-            jax.tree.map(np.testing.assert_array_equal, a, b)
-            assert {n: x.dtype for n, x in a.row.items()} == {n: x.dtype for n, x in b.row.items()}
+        store, _ = recall(store, groups_of(prompts, points), rule)
+    again = empty(rule).unpacked(store.packed())
+    assert {*again.rows} == {*store.rows}
+    assert len(store.rows) == 6
+    jax.tree.map(np.testing.assert_array_equal, again.slots, store.slots)
+    for slot, row in store.rows.items():
+        jax.tree.map(np.testing.assert_array_equal, dict(row), dict(again.rows[slot]))
+        assert {n: x.dtype for n, x in row.items()} == {
+            n: x.dtype for n, x in again.rows[slot].items()
+        }
 
 
 class Script:
     """Prompt 5 is solved at step 0 and never again."""
 
+    def __init__(self, fails=False):
+        self.fails = fails
+
+    def order(self, tickets):
+        return tickets
+
+    def prompts(self, key, rows):
+        return ["p"] * len(rows), []
+
     def draw(self, request):
+        if self.fails:
+            raise OSError("lost")
         step = int(request.step)
         return groups_of([5], [[0, 0, float(step == 0)]], step=step)
 
@@ -185,49 +229,48 @@ class Script:
         return {}
 
 
-def asked(step):
-    return simple_request(jax.random.key(0), {"policy": None}, np.int32(step), TICKET)
+def collector_of(source, rule=RULE, weights=(1.0,), notes=None, judge=None):
+    method = get_method("grpo")._replace(edits=(rule,))
+    mesh = make_mesh({}, jax.devices()[:1])
+    weights = np.array(weights, np.float32)
+    return Collector(source, 1, weights, method, mesh, group=G, judge=judge, notes=notes or {})
 
 
-TICKET = np.array([7], np.int32)
+def collected(collector, step):
+    _, groups, _ = collector.collect(KEY, {"policy": None}, step=step, cursor=step)
+    return groups
 
 
-def test_a_run_keeps_what_a_whole_step_drew():
-    keeper = Recall(RULE, Script(), np.ones(1, np.float32))
-
-    def step(number, fails=False):
-        drawn = keeper.draw(asked(number))
-        keeper.finish(complete=not fails)
-        return drawn
-
-    step(0, fails=True)
-    assert keeper.notes() == {}
-    step(0)
-    (note,) = keeper.notes().values()
-    assert note["prompts"].tolist() == [5]
-    found = step(1)
-    assert found.counts == {"replayed": 1.0, "reward": 0.0}  # the reward is that of the draws
-    assert found.rewards[0, :, 0].tolist() == [1, 0, 0]
-    resumed = Recall(RULE, Script(), np.ones(1, np.float32), notes=note)
-    again = resumed.draw(asked(1))
-    jax.tree.map(np.testing.assert_array_equal, again.rollout, found.rollout)
+def test_a_run_stores_what_a_whole_step_drew():
+    collector = collector_of(Script(fails=True))
+    begun = collector.notes()
+    with pytest.raises(OSError, match="lost"):
+        collected(collector, 0)
+    jax.tree.map(np.testing.assert_array_equal, collector.notes(), begun)
+    collector.source = Script()
+    collected(collector, 0)
+    note = jax.device_get(collector.notes())
+    first = collected(collector, 1)
+    assert first.counts["replayed"] == 1.0
+    assert first.counts["reward"] == 0.0  # that of the draws
+    assert first.rewards[0, :, 0].tolist() == [1, 0, 0]
+    again = collected(collector_of(Script(), notes=note), 1)
+    jax.tree.map(np.testing.assert_array_equal, again.rollout, first.rollout)
 
 
 def test_points_are_those_of_the_part_that_says_what_is_right():
     class Paid(Script):
         def draw(self, request):
-            found = super().draw(request)
-            well_formed = np.ones_like(found.rewards)
-            return found._replace(rewards=np.concatenate([found.rewards, well_formed], axis=2))
+            groups = super().draw(request)
+            well_formed = np.ones_like(groups.rewards)
+            return groups._replace(rewards=np.concatenate([groups.rewards, well_formed], axis=2))
 
-    weights = np.array([1.0, 0.5], np.float32)
-    kept = {}
+    stored = {}
     for judge in (None, 0):
-        keeper = Recall(RULE, Paid(), weights, judge)
-        keeper.draw(asked(0))
-        keeper.finish(complete=True)
-        kept[judge] = len(keeper.notes()["replay"]["prompts"])
-    assert kept == {None: 2, 0: 1}
+        collector = collector_of(Paid(), weights=(1.0, 0.5), judge=judge)
+        collected(collector, 0)
+        stored[judge] = len(collector.collected.edits[0].rows)
+    assert stored == {None: 2, 0: 1}
 
 
 @pytest.mark.parametrize(
@@ -258,10 +301,11 @@ def test_what_does_not_go_together_with_a_replay_is_named(other):
 
 
 def test_coefficients_reach_the_rule():
-    rule = get_method("arpo_replay", above=0.5, each=3, kept_prompts=4).replay
-    points, members = np.array([[0.5, 0.4], [0.6, 0.0]]), np.ones((2, 2), bool)
-    assert rule.keep(points, members).tolist() == [[False, False], [True, False]]
-    assert rule.replace(points, members).tolist() == [[True, False], [False, False]]
-    assert (rule.each, rule.prompts) == (3, 4)
+    (rule,) = get_method("arpo_replay", above=0.5, each=3, kept_prompts=4).edits
+    assert rule.init == member_store(12, 3, 4)
+    store, _ = recall(empty(rule), groups_of([1, 2], [[0.5, 0.4, 0], [0.6, 0, 0]]), rule)
+    assert versions(store) == {2: [0]}
+    _, swapped = recall(store, groups_of([2, 2], [[0.5, 0.4, 0], [0.6, 0, 0]]), rule)
+    assert swapped.ids["replayed"].tolist() == [[1, 0, 0], [0, 0, 0]]
     with pytest.raises(UserError, match="each = 0"):
         get_method("arpo_replay", each=0)

@@ -28,6 +28,7 @@ GUESS = (
     "data={env='guess_number', numbers=4, turns=3, cost=0.25}",
     "rewards={reward={}, success={}}",
 )
+CHAIN = ("data.task=chain", "data.difficulty=2", "rewards={partial={}}", "train.steps=4")
 KINDS = {
     "an environment": (*GUESS, "method=gigpo", "train.steps=4"),
     "an environment in one program": (*GUESS, "train.mode=compiled", "train.steps=4"),
@@ -38,6 +39,23 @@ KINDS = {
     "trees in packed rows": (
         *("data.task=chain", "data.difficulty=8", "rewards={partial={}}", "train.mode=packed"),
         *("tree={kind='branch',rounds=2}", "train.steps=4"),
+    ),
+    "a curriculum": (*CHAIN, "method=mopps", "objective.pool=8"),
+    "a curriculum in one program": (
+        *(*CHAIN, "method=mopps", "objective.pool=8", "train.mode=compiled"),
+    ),
+    "stored groups": (*CHAIN, "method=remix"),
+    "stored groups in one program": (*CHAIN, "method=remix", "train.mode=compiled"),
+    "further members in packed rows": (
+        *(*CHAIN, "method=dars", "objective.max_group=6", "train.mode=packed"),
+    ),
+    "hints in one program": (
+        *(*CHAIN, "method=scaf_grpo", "objective.exempt_steps=1", "objective.levels=3"),
+        "train.mode=compiled",
+    ),
+    "the best and the worst": (*CHAIN, "method=pf_ppo"),
+    "dynamic sampling in one program": (
+        *(*CHAIN, "method=dapo", "objective.max_rounds=3", "train.mode=compiled"),
     ),
 }
 

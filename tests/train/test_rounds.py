@@ -1,6 +1,7 @@
 """Rounds whose completions an expert draws: who drew what, in every mode, and what is refused."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,9 @@ def test_completions_are_the_experts(place, on_host):
         frozen=state.frozen | {"expert": jax.tree.map(lambda x: 1.3 * x, state.frozen["expert"])}
     )
     source = run_source(run, None, {})
-    collector = Collector(source, 4, np.ones(1, np.float32), run.method, run.mesh)
+    collector = Collector(
+        source, 4, np.ones(1, np.float32), run.method, run.mesh, group=run.config.sampling.group
+    )
     weights = drawn_weights(run)(state)
     batch, groups, _ = collector.collect(state.key, weights, step=STEPS - 1, cursor=0)
     rollout = jax.device_get(groups.rollout)
@@ -129,11 +132,12 @@ def test_only_what_a_schedule_uses_is_kept():
     assert get_method("bfs_prover").schedule.frozen == frozenset()
     once = get_method("bfs_prover", round_steps=3)
     assert frozen_names(once.objective, once.schedule) == once.schedule.frozen == {"expert"}
-    assert [once.schedule.drawn_by(step) for step in (0, 2, 3, 7)] == [0, 0, 3, 6]
+    (expert,) = once.plan.policies
+    assert [expert.version(step) for step in (0, 2, 3, 7)] == [0, 0, 3, 6]
+    assert expert.params(SimpleNamespace(frozen={"expert": "weights"})) == "weights"
     both = get_method("bfs_prover", round_steps=3, restart_rounds=2)
     assert both.schedule.frozen == {"expert", "first"}
     assert "schedule" in both.seams
-    points = np.array([[1.0, 0.99, 0.0]], np.float32)
-    rule = get_method("bfs_prover", replayed=0.7).replay
-    assert rule.keep(points, np.ones((1, 3), bool)).tolist() == [[True, False, False]]
-    assert rule.replace(points, np.ones((1, 3), bool)).tolist() == [[True, True, False]]
+    assert both.plan.policies
+    assert get_method("bfs_prover", replayed=0.7).edits
+    assert not get_method("bfs_prover").edits

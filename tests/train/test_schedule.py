@@ -19,6 +19,11 @@ from jrl.types import NetworkExtras
 KEY, SAMPLING = jax.random.key(3), make_sampling_params()
 
 
+@pytest.fixture
+def batch(make_batch):
+    return make_batch(n=4)
+
+
 def states_of(bag, bag_params, batch, quick_jit, count, after, **splits):
     """The states before and after each of ``count`` steps in which no update moves anything."""
     common = {"network": bag, "objective": get_method("grpo").objective}
@@ -51,8 +56,7 @@ def plus_one(state, view):
         ("update", every(5), [0, 1, 2]),  # counted through the steps
     ],
 )
-def test_a_change_is_made_when_it_is_due(bag, bag_params, make_batch, quick_jit, on, due, expected):
-    batch = make_batch(n=4)
+def test_a_change_is_made_when_it_is_due(bag, bag_params, batch, quick_jit, on, due, expected):
     after = (After(plus_one, due, on=on),)
     states = states_of(bag, bag_params, batch, quick_jit, 3, after, minibatches=2)
     np.testing.assert_allclose(raised(states), expected, atol=1e-5)

@@ -17,9 +17,9 @@ from jrl.run.run import train
 from jrl.serving.launch import served_policy
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, programs
-from jrl.train.collect import to_batch
 from jrl.train.episodes import episode_rollout
 from jrl.train.frozen import frozen_params
+from jrl.train.groups import to_batch
 from jrl.train.loop import policy_weights
 from jrl.train.sources import simple_request
 from jrl.train.step import make_step
@@ -63,7 +63,7 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
     state = jax.jit(make)(jax.random.key(0), None, {})
     state = state.replace(params=far_apart(state.params))
     made = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
-    draw = jax.jit(functools.partial(episode_rollout, group=6, slots=8, **made))
+    draw = jax.jit(functools.partial(episode_rollout, slots=8, **made))
     step = jax.jit(programs.make_train_step(run))
     parts = {"objective": run.method.objective, "optimizer": run.optimizer}
     alone = jax.jit(
@@ -109,7 +109,7 @@ def test_a_frozen_copy_plays_and_is_renewed_in_time():
     state = jax.jit(make)(jax.random.key(0), None, {})
     state = state.replace(params=far_apart(state.params))
     made = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
-    draw = functools.partial(episode_rollout, group=6, slots=8, **made)
+    draw = functools.partial(episode_rollout, slots=8, **made)
     ids, law = jnp.arange(6, dtype=jnp.int32), run.sampling_params
     step = programs.make_train_step(run)
 

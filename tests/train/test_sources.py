@@ -166,7 +166,6 @@ def test_the_row_says_what_is_asked_and_the_ticket_what_is_drawn(make_bag):
             task=task,
             parts=("verify",),
             network=network,
-            group=2,
         )
         rollout = jax.device_get(groups.rollout)
         return rollout.prompt_tokens.tolist(), rollout.tokens.tolist(), groups.ids["prompt"]

@@ -20,9 +20,9 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
 from jrl.storage.metrics import read_jsonl
-from jrl.train.collect import to_batch
 from jrl.train.compiled import iterate, make_iteration
 from jrl.train.features import check_features, features_of
+from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
 from jrl.train.objective import method_of
 from jrl.train.sources import simple_request
@@ -47,7 +47,7 @@ def network(make_bag, first_letter):
 def on_trees(name):
     """The method as ``[tree]`` makes it."""
     method = get_method(name)
-    return method.with_(draw=method.draw._replace(tree=TREE, search=None)).after(over_branches())
+    return method.with_(plan=method.plan._replace(tree=TREE)).after(over_branches())
 
 
 @pytest.mark.parametrize("name", ["arpo", "treerl", "tempo", "deepsearch", "alphamath", "rloo"])
@@ -66,7 +66,8 @@ def test_a_method_trains_on_trees_three_steps(name, network, first_letter, quick
 
     iteration = make_iteration(spied, method=method, weights=WEIGHTS, prompts=PROMPTS, **seen)
     state = init_state(KEY, **common)
-    after, curves = quick_jit(partial(iterate, iteration, steps=STEPS))(state, SAMPLING)
+    run = quick_jit(partial(iterate, iteration, steps=STEPS))
+    after, _, curves = run(state, iteration.begin(state), SAMPLING)
     curves = jax.device_get(curves)
     assert np.isfinite(curves["loss"]).all()
     moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), state.params, after.params)

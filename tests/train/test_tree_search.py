@@ -20,7 +20,8 @@ from jrl.evaluate.search import problems_of
 from jrl.evaluate.searcher import searched_run, searcher_of
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
-from jrl.methods.base import replay_rare
+from jrl.methods.plan import Plan, stored_apart
+from jrl.methods.stores import replay_rare
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.objectives.policy import compute_advantages
@@ -32,11 +33,12 @@ from jrl.sampling.rows import Rows
 from jrl.storage.metrics import read_jsonl
 from jrl.train.batches import task_source
 from jrl.train.build import setup
-from jrl.train.collect import to_batch
+from jrl.train.collect import Collector
+from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
 from jrl.train.objective import method_of
+from jrl.train.plan_tools import TextTools
 from jrl.train.prompt_seeds import prompt_seeds
-from jrl.train.replay import Recall, unpacked
 from jrl.train.run_rows import RunRows
 from jrl.train.sources import Groups, simple_request
 from jrl.train.tree_search import TreeSearch, plan_of, run_estimate
@@ -87,7 +89,8 @@ def problems(lost=lambda tokens: False):
         return Groups(rollout.replace(stop=stop), points, about, {"judged": float(n)}, {})
 
     chosen = lambda key, rows: ([PROMPTS[i] for i in rows],) * 2  # noqa: E731
-    source = SimpleNamespace(prompts=chosen, judge=judge, notes=dict, finish=lambda complete: None)
+    rest = {"notes": dict, "finish": lambda complete: None, "order": lambda tickets: tickets}
+    source = SimpleNamespace(prompts=chosen, judge=judge, **rest)
     return source, judged
 
 
@@ -331,20 +334,25 @@ def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
     search = SEARCHED["frontier"]
     source = TreeSearch(RunRows(rows()), search, asked, WEIGHTS, group=G, width=P, ends=(END,))
     rule = replay_rare(0.5, 0.8, each=2, prompts=8)
-    recall = Recall(rule, source, WEIGHTS, searches=True)
+    plan = Plan(stored_apart, tree=search)
+    method = get_method("grpo")._replace(plan=plan, edits=(rule,))
+    mesh = make_mesh({}, jax.devices()[:1])
+    tools = lambda key: TextTools(PROMPTS, T)  # noqa: E731
+    collector = Collector(source, 3, WEIGHTS, method, mesh, group=G, tools=tools)
 
     def step(number):
-        groups = recall.draw(request(np.int32(number), search, {"policy": params()}))
-        recall.finish(complete=True)
-        return groups
+        key, weights = jax.random.key(4), {"policy": params()}
+        return collector.collect(key, weights, step=number, cursor=0)[1]
 
     first = step(5)
     assert first.counts["replayed"] == 0
-    kept = unpacked(recall.notes()["replay"])
+    store = collector.collected.edits[0]
+    kept = {}
+    for slot, row in sorted(store.rows.items(), key=lambda item: store.slots.age[item[0]]):
+        kept.setdefault(int(store.slots.prompt[slot]), []).append(row)
     shared = 0
     for prompt, every in kept.items():
-        for each in every:
-            row = each.row
+        for row in every:
             assert row["rollout.mask"].all()
             assert (row["rollout.versions"] == 5).all()
             shares = first.ids["node"][prompt] > 0
@@ -367,7 +375,7 @@ def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
             assert len(tree.nodes[0].children) == G
             nodes = [set(again.ids["node"][n, g][again.rollout.mask[n, g]]) for g in range(G)]
             assert sum(map(len, nodes)) == len(set.union(*nodes))
-        found = {tuple(k.row["rollout.tokens"]) for k in held}
+        found = {tuple(row["rollout.tokens"]) for row in held}
         first_ones = range(len(held))
         tokens = [again.rollout.tokens[n, g, : again.rollout.lengths[n, g]] for g in first_ones]
         assert {tuple(x) for x in tokens} == found

@@ -336,7 +336,7 @@ def _kernel(kind: str, config: ModelConfig, prefix_length: int | None) -> Kernel
 
     windows, interpret = tuple(set(config.windows)), platform() != "tpu"
     return splash_kernel(
-        scale=scale, softcap=cap, windows=windows, past=prefix_length, interpret=interpret
+        scale=scale, softcap=cap, windows=windows, prefix_length=prefix_length, interpret=interpret
     )
 
 

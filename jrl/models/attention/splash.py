@@ -37,7 +37,7 @@ def splash_kernel(
     scale: float,
     softcap: float | None,
     windows: tuple[int | None, ...],
-    past: int | None = None,
+    prefix_length: int | None = None,
     interpret: bool = False,
 ) -> Kernel:
     """A place looked at by the splash kernel, forward and backward.
@@ -46,8 +46,9 @@ def splash_kernel(
       scale: what scores are multiplied by; queries are, in their own dtype.
       softcap: scores become cap * tanh(score / cap).
       windows: the distinct windows that ``window`` may have, tokens; None for no window.
-      past: None for a row's own keys, of which column c is query c's own. Else the place holds
-        prompts before all queries, each in that many columns from its position 0 on, and ids are
+      prefix_length: None for a row's own keys, where column c belongs to query c. Else the place
+      has
+        prompts before all queries, each in this many columns from its position 0 on, and ids are
         1 + the prompt's number.
       interpret: runs the kernel's steps as plain JAX, slowly, for tests on other platforms.
     """
@@ -55,7 +56,7 @@ def splash_kernel(
         "scale": scale,
         "softcap": softcap,
         "windows": tuple(sorted({NO_WINDOW if w is None else int(w) for w in windows})),
-        "past": past,
+        "prefix_length": prefix_length,
         "interpret": interpret,
     }
     return Kernel(functools.partial(_forward, **options), functools.partial(_backward, **options))
@@ -85,7 +86,7 @@ def _made(
     shape: tuple[int, int, int],
     window: int,
     softcap: float | None,
-    past: int | None,
+    prefix_length: int | None,
     sequence: Array | None,
     interpret: bool,
 ) -> splash.SplashAttentionKernel:
@@ -107,7 +108,7 @@ def _made(
         block_kv_dq=bk,
     )
     # Blocks above the diagonal, or behind a window, are then not even in the kernel's grid.
-    if past is None and sequence is None:
+    if prefix_length is None and sequence is None:
         # A static mask: the kernel's grid is built from it at trace time.
         mask: masks.Mask = masks.CausalMask((q, c))
         if window < NO_WINDOW:
@@ -121,7 +122,7 @@ def _made(
             attn_logits_soft_cap=softcap,
             interpret=interpret,
         )
-    hides = _hides(window, past is None)
+    hides = _hides(window, prefix_length is None)
     # Without a static mask the kernel visits every block and asks ``mask_function``; ids do the
     # rest.
     info = MaskInfo(None, None, None, None, sequence if hides else None)  # type: ignore[arg-type]
@@ -152,14 +153,14 @@ def _each_window(
     return jax.lax.switch(index, [functools.partial(run, w) for w in windows])
 
 
-def _inputs(q: Array, place: Place, scale: float, past: int | None) -> tuple[Any, ...]:
+def _inputs(q: Array, place: Place, scale: float, prefix_length: int | None) -> tuple[Any, ...]:
     """Scaled queries, keys, values, ids of queries and keys, columns: padded to whole blocks."""
     # The kernel has no scale of its own.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     bq, bk = block_of(q.shape[2]), block_of(place.k_bkcd.shape[2])
     ids, positions = place.queries.ids, place.queries.positions
     # Among the prompts' columns those of number i begin at i * past, and so do its queries' places.
-    columns = place.columns if past is None else positions + (ids - 1) * past
+    columns = place.columns if prefix_length is None else positions + (ids - 1) * prefix_length
     return (
         _filled(q, 2, bq),
         _filled(place.k_bkcd, 2, bk),
@@ -178,17 +179,17 @@ def _forward(
     scale: float,
     softcap: float | None,
     windows: tuple[int, ...],
-    past: int | None,
+    prefix_length: int | None,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    inputs = _inputs(q, place, scale, past)
+    inputs = _inputs(q, place, scale, prefix_length)
     shape = q.shape[1], inputs[0].shape[2], inputs[1].shape[2]
 
     def run(w: int) -> tuple[Array, Array]:
         # The kernel takes one row: [H, Q, h] and ids [Q].
         def one(*row: Any) -> tuple[Array, Array]:
             q, k, v, ids, key_ids, columns = row
-            kernel = _made(shape, w, softcap, past, columns, interpret)
+            kernel = _made(shape, w, softcap, prefix_length, columns, interpret)
             out, (log_sum,) = kernel(q, k, v, splash.SegmentIds(ids, key_ids))
             return out, log_sum
 
@@ -211,10 +212,10 @@ def _backward(
     scale: float,
     softcap: float | None,
     windows: tuple[int, ...],
-    past: int | None,
+    prefix_length: int | None,
     interpret: bool,
 ) -> tuple[Array, Array, Array]:
-    inputs = _inputs(q, place, scale, past)
+    inputs = _inputs(q, place, scale, prefix_length)
     n, c = q.shape[2], place.k_bkcd.shape[2]
     shape = q.shape[1], inputs[0].shape[2], inputs[1].shape[2]
     results = [_filled(x, 2, shape[1]) for x in (outputs, log_sums, g.astype(outputs.dtype))]
@@ -222,7 +223,7 @@ def _backward(
     def run(w: int) -> tuple[Array, Array, Array]:
         def one(*row: Any) -> tuple[Array, Array, Array]:
             q, k, v, ids, key_ids, columns, out, log_sum, g = row
-            kernel = _made(shape, w, softcap, past, columns, interpret)
+            kernel = _made(shape, w, softcap, prefix_length, columns, interpret)
             segments = splash.SegmentIds(ids, key_ids)
             # The kernel's own derivative starts from what it saw by itself. Given what was seen
             # at all places, the same functions make the gradient of that.

@@ -47,20 +47,20 @@ def pgx(id: str = "tic_tac_toe", opponent: str = "random", turns: int = 20, **op
     library = need("pgx", EXTRA, "data.env = 'pgx'")
     if id not in library.available_envs():
         raise unknown_choice("data.id", id, library.available_envs())
-    made = library.make(id)
+    env = library.make(id)
 
     def step(state: Any, action: Array, key: Array) -> tuple[Any, Array, Array]:
-        state = made.step(state, action, key)
-        rewards = state.rewards if made.num_players > 1 else state.rewards[0]
+        state = env.step(state, action, key)
+        rewards = state.rewards if env.num_players > 1 else state.rewards[0]
         return state, rewards, state.terminated | state.truncated
 
     game = Game(
         name=f"pgx {id}",
-        reset=made.init,
+        reset=env.init,
         step=step,
         observe=lambda state: state.observation,
-        actions=made.num_actions,
-        players=made.num_players,
+        actions=env.num_actions,
+        players=env.num_players,
         player=lambda state: state.current_player,
         legal=lambda state: state.legal_action_mask,
     )
@@ -88,8 +88,8 @@ def jumanji(id: str = "Maze-v0", turns: int = 50, **options: Any) -> Env:
         range.
     """
     library = need("jumanji", EXTRA, "data.env = 'jumanji'")
-    made = _made(id, library.make, sorted(library.registered_environments()))
-    spec = made.action_spec
+    env = _made(id, library.make, sorted(library.registered_environments()))
+    spec = env.action_spec
     sizes = np.asarray(getattr(spec, "num_values", None))
     if sizes.dtype == object:
         raise UserError(
@@ -101,12 +101,12 @@ def jumanji(id: str = "Maze-v0", turns: int = 50, **options: Any) -> Env:
         if sizes.ndim:
             action = jnp.stack(jnp.unravel_index(action, tuple(sizes.ravel().tolist())))
             action = action.reshape(sizes.shape)
-        inner, timestep = made.step(state[0], action.astype(spec.dtype))
+        inner, timestep = env.step(state[0], action.astype(spec.dtype))
         reward = jnp.asarray(timestep.reward, jnp.float32)
         return (inner, timestep.observation), reward.sum(), timestep.last()
 
     def reset(key: Array) -> tuple[Any, Any]:
-        state, timestep = made.reset(key)
+        state, timestep = env.reset(key)
         return state, timestep.observation
 
     game = Game(
@@ -140,20 +140,20 @@ def gymnax(id: str = "CartPole-v1", turns: int = 50, **options: Any) -> Env:
     library = need("gymnax", EXTRA, "data.env = 'gymnax'")
     if id not in library.registered_envs:
         raise unknown_choice("data.id", id, library.registered_envs)
-    made, parameters = library.make(id)
-    actions = getattr(made.action_space(parameters), "n", None)
+    env, parameters = library.make(id)
+    actions = getattr(env.action_space(parameters), "n", None)
     if actions is None:
         raise UserError(
             f"data.id = {id!r}: its actions are not integers; choose another environment"
         )
 
     def reset(key: Array) -> tuple[Any, Any]:
-        observation, state = made.reset_env(key, parameters)
+        observation, state = env.reset_env(key, parameters)
         return state, observation
 
     def step(state: Any, action: Array, key: Array) -> tuple[Any, Array, Array]:
-        observation, inner, reward, ended, _ = made.step_env(key, state[0], action, parameters)
-        done = ended | made.is_truncated(inner, parameters)
+        observation, inner, reward, ended, _ = env.step_env(key, state[0], action, parameters)
+        done = ended | env.is_truncated(inner, parameters)
         return (inner, observation), jnp.asarray(reward, jnp.float32), done
 
     game = Game(f"gymnax {id}", reset, step, lambda state: state[1], int(actions))
@@ -178,28 +178,28 @@ def navix(id: str = "Navix-Empty-5x5-v0", turns: int = 30, **options: Any) -> En
       UserError: navix is not installed, has no such environment, or an option is out of its range.
     """
     library = need("navix", EXTRA, "data.env = 'navix'")
-    made = _made(id, library.make, sorted(library.registry()))
+    env = _made(id, library.make, sorted(library.registry()))
 
     def step(state: Any, action: Array, key: Array) -> tuple[Any, Array, Array]:
-        state = made.step(state, action)
+        state = env.step(state, action)
         return state, jnp.asarray(state.reward, jnp.float32), state.step_type > 0
 
     game = Game(
         name=f"navix {id}",
-        reset=made.reset,
+        reset=env.reset,
         step=step,
         observe=lambda state: state.observation,
-        actions=len(made.action_set),
+        actions=len(env.action_set),
     )
     return array_env(game, turns=turns, **_own_show(options))
 
 
-def _made(id: str, make: Callable[[str], Any], known: list[str]) -> Any:
-    """A library's environment by its name, or by a function of one's own."""
+def _made(id: str, make: Callable[[str], Any], names: list[str]) -> Any:
+    """A library's environment by name, or from a user function."""
     if ":" in id:
         return load(id, "data.id")()
-    if id not in known:
-        raise unknown_choice("data.id", id, known)
+    if id not in names:
+        raise unknown_choice("data.id", id, names)
     return make(id)
 
 
@@ -212,5 +212,5 @@ def _own_show(options: dict[str, Any]) -> dict[str, Any]:
 
 def _without(observation: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """The fields of a NamedTuple or dataclass but for some, in their order."""
-    given = observation._asdict() if hasattr(observation, "_asdict") else vars(observation)
-    return {name: jax.tree.leaves(x) for name, x in given.items() if name not in names}
+    fields = observation._asdict() if hasattr(observation, "_asdict") else vars(observation)
+    return {name: jax.tree.leaves(x) for name, x in fields.items() if name not in names}

@@ -22,7 +22,7 @@ from jrl.models.tokenizer import STOP_ID, char_tokenizer
 from jrl.types import Array
 
 FIGURES = string.digits + string.ascii_lowercase
-"""Of whole numbers, which are written to the base 36."""
+"""Base of integers in observations."""
 LETTERS = string.ascii_uppercase
 BITS = 5
 """The most flags of a cell that one figure holds."""
@@ -30,7 +30,7 @@ OPPONENTS = ("random", "self")
 
 
 class Game(NamedTuple):
-    """What an environment is to the adapter: pure functions of ONE episode.
+    """The adapter's interface of a game: pure functions of ONE episode.
 
     Attributes:
       name: for messages.
@@ -95,12 +95,14 @@ def array_env(
       UserError: an option out of its range.
     """
     _check(game, turns, goal, opponent, digits, decimals)
-    seen = (lambda state: game.observe(state)) if show is None else _shown(game.observe, show)
+    observation = (
+        (lambda state: game.observe(state)) if show is None else _shown(game.observe, show)
+    )
     key = jax.eval_shape(lambda: jax.random.key(0))
     symbols = FIGURES + "+-"
     width = 1 if game.actions <= len(LETTERS) else 2
     tokenizer = char_tokenizer(symbols + LETTERS[: game.actions])
-    write = lambda state: 2 + written(seen(state), digits, decimals)  # noqa: E731
+    write = lambda state: 2 + written(observation(state), digits, decimals)  # noqa: E731
     text = jax.eval_shape(lambda k: write(game.reset(k)), key)
     several = game.players > 1 and opponent == "self"
     mover = lambda playing: game.player(playing.state).astype(jnp.int32)  # noqa: E731
@@ -141,10 +143,10 @@ def array_env(
         action = letters[0] if width == 1 else letters[0] * len(LETTERS) + letters[1]
         valid = jnp.all((letters >= 0) & (letters < len(LETTERS))) & (action < game.actions)
         state, paid, done = game.step(playing.state, jnp.where(valid, action, 0), of_step)
-        moved = Playing(state, playing.total, playing.alone)
-        state, done, paid = answered(moved, of_others, done | ~valid, jnp.atleast_1d(paid))
-        lost = jnp.where(jnp.arange(game.players) == player, -1.0, 0.0)
-        paid = jnp.where(valid, paid, lost).astype(jnp.float32)
+        next_playing = Playing(state, playing.total, playing.alone)
+        state, done, paid = answered(next_playing, of_others, done | ~valid, jnp.atleast_1d(paid))
+        forfeit = jnp.where(jnp.arange(game.players) == player, -1.0, 0.0)
+        paid = jnp.where(valid, paid, forfeit).astype(jnp.float32)
         total, before = playing.total + paid, write(playing.state)
         well = total >= goal
         return Playing(state, total, playing.alone), Turn(

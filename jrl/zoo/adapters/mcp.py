@@ -125,9 +125,9 @@ class McpServer:
             if name not in offered:
                 choice = ", ".join(sorted(offered))
                 raise UserError(f"MCP server {self._name!r} has no tool {name!r}; it has {choice}")
-        made: dict[str, Tool] = {}
+        tools: dict[str, Tool] = {}
         for name in names or offered:
-            tool = self._tool(offered[name], plain_name(name, made), seconds)
+            tool = self._tool(offered[name], plain_name(name, tools), seconds)
             try:
                 check_tool(tool, f"MCP server {self._name!r}, tool {name!r}")
             except UserError as error:
@@ -135,10 +135,10 @@ class McpServer:
                     raise
                 logging.getLogger("jrl").warning("%s; it is left out", error)
                 continue
-            made[tool.name] = tool
-        if not made:
+            tools[tool.name] = tool
+        if not tools:
             raise UserError(f"MCP server {self._name!r} has no tool that can be used")
-        return list(made.values())
+        return list(tools.values())
 
     def _tool(self, offered: Any, name: str, seconds: float) -> Tool:
         async def call(**arguments: Any) -> str:

@@ -23,7 +23,7 @@ def from_openenv(
     fixed: Mapping[str, Any] = NOTHING,
     limits: Limits = Limits(turns=16, call_seconds=60.0),  # noqa: B008 - cannot be changed
 ) -> HostEnv:
-    """An environment behind its server's address; needs the extra ``openenv``.
+    """An environment on a server; needs the extra ``openenv``.
 
     Every episode has a connection of its own, and with it an environment of its own on the server.
     It is reset with the group's seed, so that members start alike where the environment reads
@@ -42,13 +42,13 @@ def from_openenv(
     """
     core = need("openenv.core", "openenv", repr(url))
 
-    def shown(seen: Any) -> str:
+    def shown(fields_seen: Any) -> str:
         if not observation:
-            return json.dumps(seen, ensure_ascii=False, default=str)
-        if observation not in seen:
-            fields = ", ".join(map(str, seen)) or "none"
+            return json.dumps(fields_seen, ensure_ascii=False, default=str)
+        if observation not in fields_seen:
+            fields = ", ".join(map(str, fields_seen)) or "none"
             raise EnvError(f"an observation without {observation!r}; it has {fields}")
-        return str(seen[observation])
+        return str(fields_seen[observation])
 
     async def init(prompt: Prompt, seed: int) -> tuple[_Session, list[dict[str, str]]]:
         client = core.GenericEnvClient(url, message_timeout_s=limits.call_seconds)

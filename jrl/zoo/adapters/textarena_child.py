@@ -24,8 +24,8 @@ class TextGame:
         env.reset(num_players=self.players, seed=seed % 2**31)
         state = {"env": env, "seen": ""}
         done, _ = self._others(env)
-        shown = f"{prompt.text}\n{self._new(state)}".strip() if not done else "The game is over."
-        return state, [{"role": "user", "content": shown}]
+        text = f"{prompt.text}\n{self._new(state)}".strip() if not done else "The game is over."
+        return state, [{"role": "user", "content": text}]
 
     def step(self, state: Any, reply: Any) -> tuple[Any, dict]:
         """Plays the policy's move and those of the others."""
@@ -45,8 +45,8 @@ class TextGame:
                 "success": points >= 1,
                 "metrics": metrics,
             }
-        shown = self._new(state, reply.text)
-        return state, {"messages": [{"role": "user", "content": shown}], "state_key": state["seen"]}
+        text = self._new(state, reply.text)
+        return state, {"messages": [{"role": "user", "content": text}], "state_key": state["seen"]}
 
     def close(self, state: Any) -> None:
         """Forgets the game."""
@@ -63,18 +63,18 @@ class TextGame:
                 return True, info
         return False, None
 
-    def _new(self, state: Any, said: str = "") -> str:
+    def _new(self, state: Any, reply: str = "") -> str:
         """The part of the observation that is new to the policy, without its last move."""
         _, observation = state["env"].get_observation()
         if not isinstance(observation, str):  # messages not read before, as (sender, text, kind)
-            shown = "\n".join(str(item[1]) for item in observation if item[0] != 0)
-            state["seen"] += shown
-            return shown or "Your turn."
+            text = "\n".join(str(item[1]) for item in observation if item[0] != 0)
+            state["seen"] += text
+            return text or "Your turn."
         before, state["seen"] = state["seen"], observation
         new = observation.removeprefix(before).strip()
-        if said := said.strip():
-            echo, found, rest = new.partition(said)
-            if found and echo.startswith("[") and "\n" not in echo:
+        if reply := reply.strip():
+            echo, separator, rest = new.partition(reply)
+            if separator and echo.startswith("[") and "\n" not in echo:
                 new = rest.strip()
         return new or "Your turn."
 

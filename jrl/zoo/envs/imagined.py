@@ -28,7 +28,7 @@ Ask = Callable[[str, int], Any]
 """(prompt, seed of the draw) -> what the model replies."""
 
 ATTEMPTS = 3
-"""How often a model is asked for what cannot be read."""
+"""Retries after an unreadable reply."""
 
 SKILLS = {
     "good": "The agent is skilled: it finds out what it needs to know about this human, adapts to"
@@ -38,11 +38,11 @@ SKILLS = {
     "poor": "The agent is of poor skill, in a way that happens to real people: it asks too little,"
     " assumes too much, or does not adapt, and mostly fails to reach the goal.",
 }
-"""How well the agent of a dialogue does."""
+"""Skill levels of a dialogue's agent."""
 
 
 class Task(NamedTuple):
-    """What conversations are about.
+    """Description of the conversations.
 
     Attributes:
       description: of the task, as one would tell it to somebody new.
@@ -72,9 +72,9 @@ class UnreadableError(Exception):
 # ---------------------------------------------------------------- what the model is asked
 
 
-def reason_prompt(task: Task, count: int, known: Sequence[str] = ()) -> str:
+def reason_prompt(task: Task, count: int, existing: Sequence[str] = ()) -> str:
     """Asks for people who could be the human of a task, other than those that are known."""
-    others = "".join(f"- {persona}\n" for persona in known)
+    others = "".join(f"- {persona}\n" for persona in existing)
     return (
         f"{_about(task)}\n"
         f"Think about who {task.human} in this conversation could be. List {count} such people who"
@@ -87,7 +87,7 @@ def reason_prompt(task: Task, count: int, known: Sequence[str] = ()) -> str:
 
 
 def imagine_prompt(task: Task, persona: str, skill: str) -> str:
-    """Asks for a whole dialogue with one of them, by an agent of some skill (of ``SKILLS``)."""
+    """The request for a complete dialogue with a persona, by an agent of a skill of ``SKILLS``."""
     return (
         f"{_about(task)}\n"
         f"The human: {persona}\n"
@@ -156,10 +156,10 @@ def read_personas(reply: Any) -> list[str]:
     Raises:
       UnreadableError: there is no list.
     """
-    found = re.findall(r"^\s*(?:\d+[.):]|[-*])\s+(\S.*?)\s*$", _said(reply), re.MULTILINE)
-    if not found:
+    personas = re.findall(r"^\s*(?:\d+[.):]|[-*])\s+(\S.*?)\s*$", _said(reply), re.MULTILINE)
+    if not personas:
         raise UnreadableError("no line of a list")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(personas))
 
 
 _LABEL = re.compile(
@@ -181,21 +181,21 @@ def read_dialogue(reply: Any, opening: str) -> list[Message]:
     Raises:
       UnreadableError: it has no end, so that it may be cut, or one of the two says nothing.
     """
-    said: list[tuple[str, list[str]]] = []
+    turns: list[tuple[str, list[str]]] = []
     for line in _said(reply).splitlines():
         if _END.match(line):
             break
         if label := _LABEL.match(line):
             role = {"agent": "assistant", "human": "user"}[label[1].lower()]
-            if not said or said[-1][0] != role:
-                said.append((role, []))
-            said[-1][1].append(label[2])
-        elif said:
-            said[-1][1].append(line)
+            if not turns or turns[-1][0] != role:
+                turns.append((role, []))
+            turns[-1][1].append(label[2])
+        elif turns:
+            turns[-1][1].append(line)
     else:
         raise UnreadableError("no line END, so the dialogue may be cut")
     messages: list[Message] = [
-        {"role": role, "content": "\n".join(lines).strip()} for role, lines in said
+        {"role": role, "content": "\n".join(lines).strip()} for role, lines in turns
     ]
     if not all(message["content"] for message in messages):
         raise UnreadableError("a message without words")
@@ -215,10 +215,10 @@ def read_score(reply: Any) -> float:
     Raises:
       UnreadableError: there is none, or it is above 10.
     """
-    found = re.findall(r"score\W{0,6}?(-?\d+(?:\.\d+)?)", _said(reply), re.IGNORECASE)
-    if not found or not 0 <= float(found[-1]) <= 10:
+    scores = re.findall(r"score\W{0,6}?(-?\d+(?:\.\d+)?)", _said(reply), re.IGNORECASE)
+    if not scores or not 0 <= float(scores[-1]) <= 10:
         raise UnreadableError("no score from 0 to 10")
-    return float(found[-1]) / 10
+    return float(scores[-1]) / 10
 
 
 def _said(reply: Any) -> str:
@@ -229,13 +229,13 @@ def _said(reply: Any) -> str:
 # ---------------------------------------------------------------- the three steps
 
 
-def reason(ask: Ask, task: Task, known: Sequence[str], *, seed: int) -> list[str]:
+def reason(ask: Ask, task: Task, existing: Sequence[str], *, seed: int) -> list[str]:
     """The personas of a task: those that are known, and as many others as are missing.
 
     Args:
       ask: the model.
       task: what conversations are about.
-      known: personas that dialogues were imagined with already.
+      existing: personas that dialogues were imagined with already.
       seed: of the run.
 
     Returns:
@@ -244,18 +244,18 @@ def reason(ask: Ask, task: Task, known: Sequence[str], *, seed: int) -> list[str
     Raises:
       UnreadableError: it lists none.
     """
-    found, error = list(dict.fromkeys(known)), UnreadableError("no personas")
+    personas, error = list(dict.fromkeys(existing)), UnreadableError("no personas")
     for attempt in range(ATTEMPTS):
-        if (missing := task.personas - len(found)) <= 0:
+        if (missing := task.personas - len(personas)) <= 0:
             break
-        reply = ask(reason_prompt(task, missing, found), draw_seed(seed, -1, "reason", attempt))
+        reply = ask(reason_prompt(task, missing, personas), draw_seed(seed, -1, "reason", attempt))
         try:
-            found += [each for each in read_personas(reply) if each not in found][:missing]
+            personas += [each for each in read_personas(reply) if each not in personas][:missing]
         except UnreadableError as other:
             error = other
-    if not found:
+    if not personas:
         raise error
-    return found
+    return personas
 
 
 def imagine_row(

@@ -100,8 +100,8 @@ def dialogue_env(
         answer = prompt.text
         while True:
             conversation.append(user_message((await policy(answer)).text))
-            judged = await run_either(judged_by, prompt, tuple(conversation))
-            score, done = judged if isinstance(judged, tuple) else (judged, False)
+            judgement = await run_either(judged_by, prompt, tuple(conversation))
+            score, done = judgement if isinstance(judgement, tuple) else (judgement, False)
             policy.reward(score)
             if done or policy.turns >= turns:
                 return Outcome(success=float(score) > 0)
@@ -176,8 +176,8 @@ def discussion_rewards(text: str) -> tuple[float, float, float]:
     scores = re.findall(r"<score>\s*([123])\s*</score>", text)
     if not scores:
         return 0.0, 0.0, -1.0
-    worth = (int(scores[-1]) - 1) / 2
-    return worth, 1 - worth, 0.0
+    judge_reward = (int(scores[-1]) - 1) / 2
+    return judge_reward, 1 - judge_reward, 0.0
 
 
 def expert_env(*, patches: int = 2, turns: int = 16) -> HostEnv:
@@ -252,7 +252,7 @@ def consultation_env(
     async def episode(policy: Policy, prompt: Prompt, seed: int) -> Outcome:
         allowed = least + seed % (most - least + 1)
         conversation: list[Message] = [{"role": "system", "content": str(prompt.answer)}]
-        asked: set[str] = set()
+        questions: set[str] = set()
         rule = f"You have {allowed} turns. Each is one line, Question: ... or Diagnosis: ..."
         message = f"{prompt.text}\n{rule}"
         while True:
@@ -265,13 +265,13 @@ def consultation_env(
                 return Outcome(-5.0, success=False)
             if kind.lower() != "question" or not words:
                 score, answer = -2.0, "Write Question: ... or Diagnosis: ..."
-            elif words.lower() in asked:
+            elif words.lower() in questions:
                 score, answer = -2.0, "You have asked that."
             else:
                 conversation.append(user_message(words))
                 answer = await reply_of(patient, conversation)
                 conversation.append(assistant_message(answer))
-                asked.add(words.lower())
+                questions.add(words.lower())
                 score = -1.0 if answer.strip() == UNKNOWN else 1.0
             policy.reward(score)
             message = f"{answer}\nTurn {policy.turns} of {allowed}."

@@ -48,7 +48,7 @@ def negation(formula: Formula) -> Formula:
 # ---------------------------------------------------------------- reading and writing
 
 _BINDS = {"<->": 20, "->": 25, "\\/": 30, "/\\": 35}
-"""How strongly a connective binds, the numbers of Lean 4's notation."""
+"""Precedence of each connective, the numbers of Lean 4's notation."""
 _NOT = 40
 _UNICODE = {"→": "->", "∧": "/\\", "∨": "\\/", "¬": "~", "↔": "<->"}  # noqa: RUF001
 _TOKEN = re.compile(r"\s*(<->|->|/\\|\\/|[~()]|[A-Za-z_][A-Za-z0-9_']*|\S|\Z)")
@@ -89,14 +89,14 @@ class _Reader:
         self.next += 1
         return self.tokens[self.next - 1][0]
 
-    def wrong(self, wanted: str) -> FormulaError:
+    def wrong(self, expected: str) -> FormulaError:
         token, place = self.tokens[self.next]
-        found = f"{token!r}" if token else "the end"
-        return FormulaError(f"character {place}: expected {wanted}, found {found}")
+        actual = f"{token!r}" if token else "the end"
+        return FormulaError(f"character {place}: expected {expected}, found {actual}")
 
-    def expect(self, token: str, wanted: str) -> None:
+    def expect(self, token: str, expected: str) -> None:
         if self.tokens[self.next][0] != token:
-            raise self.wrong(wanted)
+            raise self.wrong(expected)
         self.next += 1
 
     def formula(self, least: int, depth: int) -> Formula:
@@ -214,7 +214,7 @@ class _Decision:
 
 
 def _decomposed(formula: Formula, given: frozenset[Formula]) -> list[set[Formula]] | None:
-    """What replaces a hypothesis in each case to prove, where nothing is lost; None for no rule."""
+    """The replacement of a hypothesis in each case to prove, if invertible; None for no rule."""
     if formula == TRUE:
         return [set()]
     if formula.name == "/\\":

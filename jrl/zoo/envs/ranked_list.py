@@ -13,7 +13,7 @@ from jrl.types import Prompt
 
 
 def ranked_list(length: int = 10) -> HostEnv:
-    """Requests that are answered with a list of items, one a line, the best first (``rank_grpo``).
+    """Requests answered by a list of items, one per line, the best first (``rank_grpo``).
 
     Reward part "rank_k" is 1 where the k-th item is one of the problem's answers, a list or a text
     with an item a line, and no earlier item is the same; in ``[rewards]`` name all of them, in
@@ -28,17 +28,17 @@ def ranked_list(length: int = 10) -> HostEnv:
 
     async def episode(policy: Policy, prompt: Prompt) -> Outcome:
         reply = await policy(prompt.text)
-        wanted = {_plain(item) for item in _items_of(prompt.answer)}
+        relevant = {_plain(item) for item in _items_of(prompt.answer)}
         items, of_character = [], []
         for line in reply.text.splitlines(keepends=True):
             item = _plain(line)
             items += [item] if item else []
             of_character += [len(items) - 1 if item else -1] * len(line)
         rewards = [
-            float(i < len(items) and items[i] in wanted and items[i] not in items[:i])
+            float(i < len(items) and items[i] in relevant and items[i] not in items[:i])
             for i in range(length)
         ]
-        recall = sum(rewards) / max(min(len(wanted), length), 1)
+        recall = sum(rewards) / max(min(len(relevant), length), 1)
         return Outcome(
             rewards,
             success=recall >= 1,

@@ -24,7 +24,7 @@ _FEWEST = 3
 _NODES = 3000
 """Goals that the search for a proof looks at."""
 _IDLE = 20_000
-"""Formulas drawn in vain before no more statements are expected."""
+"""Failed formulas in a row before giving up."""
 
 
 def statements(seed: int, count: int, *, atoms: int = 3, depth: int = 3) -> list[str]:
@@ -53,26 +53,26 @@ def proved(
     if not 1 <= atoms <= 26 or not 2 <= depth <= 5:
         raise UserError(f"atoms = {atoms}, depth = {depth}; give 1 to 26 and 2 to 5")
     rng = random.Random(seed)
-    found: dict[str, tuple[str, ...]] = {}
+    proofs: dict[str, tuple[str, ...]] = {}
     lengths: dict[int, int] = {}
     share, idle = -(-count // 4), 0
-    while len(found) < count:
+    while len(proofs) < count:
         idle += 1
         if idle > _IDLE:
             raise UserError(
-                f"{len(found)} of {count} statements were found with atoms = {atoms}, depth = "
+                f"{len(proofs)} of {count} statements were found with atoms = {atoms}, depth = "
                 f"{depth}; ask for fewer, or raise these"
             )
         formula = _renamed(_drawn(rng, atoms, depth))
         text = show(formula)
-        if text in found or not provable((), formula) or _empty_parts(formula):
+        if text in proofs or not provable((), formula) or _empty_parts(formula):
             continue
         proof = short_proof(formula)
         if proof is None or len(proof) < _FEWEST or lengths.get(len(proof), 0) >= share:
             continue
-        found[text], idle = proof, 0
+        proofs[text], idle = proof, 0
         lengths[len(proof)] = lengths.get(len(proof), 0) + 1
-    rows = list(found.items())
+    rows = list(proofs.items())
     rng.shuffle(rows)  # short ones are found first
     return rows
 
@@ -148,7 +148,7 @@ def short_proof(statement: Formula, most: int = MOST_TACTICS) -> tuple[str, ...]
 
 
 class _Search:
-    """What is known of goals, over all depths."""
+    """Provability of goals, over all depths."""
 
     def __init__(self) -> None:
         self.nodes = 0
@@ -198,11 +198,11 @@ def _candidates(goal: Goal) -> Iterator[str]:
         elif formula.name == "->":
             yield f"apply {name}"
     yield from ("left", "right", "exfalso")
-    known = {formula for _, formula in goal.hypotheses}
+    formulas = {formula for _, formula in goal.hypotheses}
     for _, formula in goal.hypotheses:
         while formula.name == "->":
             formula = formula.parts[1]
-            if formula not in known and formula != goal.target:
+            if formula not in formulas and formula != goal.target:
                 yield f"have {free_name(goal)} : {show(formula)}"
 
 
@@ -210,7 +210,7 @@ def _candidates(goal: Goal) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes train.jsonl and eval.jsonl; no statement stands in both."""
+    """Writes train.jsonl and eval.jsonl, with disjoint statements."""
     parser = argparse.ArgumentParser(prog="python -m jrl.zoo.envs.statements")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--count", type=int, default=400, help="statements to train on")
@@ -218,14 +218,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--atoms", type=int, default=3, help="the most of a statement")
     parser.add_argument("--depth", type=int, default=3, help="of connectives inside one another")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
-    rows = proved(given.seed, given.count + given.held_out, atoms=given.atoms, depth=given.depth)
-    given.directory.mkdir(parents=True, exist_ok=True)
-    files = {"train": rows[given.held_out :], "eval": rows[: given.held_out]}
-    for name, listed in files.items():
-        lines = [json.dumps({"question": q, "answer": "\n".join(proof)}) for q, proof in listed]
+    options = parser.parse_args(arguments)
+    rows = proved(
+        options.seed, options.count + options.held_out, atoms=options.atoms, depth=options.depth
+    )
+    options.directory.mkdir(parents=True, exist_ok=True)
+    files = {"train": rows[options.held_out :], "eval": rows[: options.held_out]}
+    for name, statements in files.items():
+        lines = [json.dumps({"question": q, "answer": "\n".join(proof)}) for q, proof in statements]
         text = "".join(f"{line}\n" for line in lines)
-        (given.directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        (options.directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -80,14 +80,14 @@ def prove_by_parts(
     goals = [_read(statement) for statement in statements]
     proved: dict[str, bool] = {}  # shared by all, and by their subgoals
 
-    def attempt(wanted: Sequence[Formula]) -> None:
-        new = list(dict.fromkeys(text for f in wanted if (text := show(f)) not in proved))
+    def attempt(formulas: Sequence[Formula]) -> None:
+        new = list(dict.fromkeys(text for f in formulas if (text := show(f)) not in proved))
         if new:
             proved.update(zip(new, map(bool, prove(new)), strict=True))
 
     attempt(goals)
-    found = [PlannedProof(proved[show(goal)]) for goal in goals]
-    tried = {i: Stuck(show(goals[i])) for i, each in enumerate(found) if not each.proved}
+    proofs = [PlannedProof(proved[show(goal)]) for goal in goals]
+    tried = {i: Stuck(show(goals[i])) for i, each in enumerate(proofs) if not each.proved}
     for number in range(1, plans + 1):
         chains: dict[int, list[Formula]] = {}
         for i, stuck in tried.items():
@@ -99,11 +99,11 @@ def prove_by_parts(
             failed = tuple(show(f) for f in chain if not proved[show(f)])
             tried[i] = tried[i]._replace(failed=failed)
             plan = () if failed else tried[i].plan
-            found[i] = PlannedProof(not failed, plan, number)
+            proofs[i] = PlannedProof(not failed, plan, number)
         tried = {i: stuck for i, stuck in tried.items() if stuck.failed}
         if not tried:
             break
-    return found
+    return proofs
 
 
 def _read(statement: str) -> Formula:

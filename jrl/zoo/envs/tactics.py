@@ -28,7 +28,7 @@ class TacticError(ValueError):
 
 
 class Goal(NamedTuple):
-    """What is left to prove in one place.
+    """One goal that is left to prove.
 
     Attributes:
       hypotheses: (name, formula) pairs, the newest last; no name stands twice.
@@ -55,12 +55,12 @@ def show_goals(goals: Goals) -> str:
     h : ~a
     |- a -> b
     """
-    shown = []
+    texts = []
     for number, goal in enumerate(goals, 1):
         lines = [f"goal {number} of {len(goals)}"] if len(goals) > 1 else []
         lines += [f"{name} : {show(formula)}" for name, formula in goal.hypotheses]
-        shown.append("\n".join([*lines, f"|- {show(goal.target)}"]))
-    return "\n\n".join(shown) if goals else "no goals"
+        texts.append("\n".join([*lines, f"|- {show(goal.target)}"]))
+    return "\n\n".join(texts) if goals else "no goals"
 
 
 def run_tactic(goals: Goals, text: str) -> Goals:
@@ -79,10 +79,10 @@ def run_tactic(goals: Goals, text: str) -> Goals:
     text = text.strip().removesuffix(".").strip()
     if len(text) > _LONGEST:
         raise TacticError(f"a tactic has at most {_LONGEST} characters, and this one {len(text)}")
-    found = re.match(r"\w+", text)
-    if found is None:
+    match = re.match(r"\w+", text)
+    if match is None:
         raise TacticError("expected a tactic, found " + (f"'{text:.40}'" if text else "nothing"))
-    name, rest = found[0], text[found.end() :].strip()
+    name, rest = match[0], text[match.end() :].strip()
     if name not in TACTICS:
         raise TacticError(f"unknown tactic '{name:.40}'; the tactics are {', '.join(TACTICS)}")
     left = (*TACTICS[name](goals[0], name, rest), *goals[1:])
@@ -110,12 +110,12 @@ def _no_arguments(tactic: str, rest: str) -> None:
 def _hypothesis(goal: Goal, tactic: str, rest: str) -> Formula:
     """The hypothesis that the argument names."""
     if not _NAME.fullmatch(rest):
-        found = f"found '{rest:.40}'" if rest else "found nothing"
-        raise TacticError(f"'{tactic}' takes the name of a hypothesis, {found}")
-    known = dict(goal.hypotheses)
-    if rest not in known:
+        problem = f"found '{rest:.40}'" if rest else "found nothing"
+        raise TacticError(f"'{tactic}' takes the name of a hypothesis, {problem}")
+    hypotheses = dict(goal.hypotheses)
+    if rest not in hypotheses:
         raise TacticError(f"unknown identifier '{rest:.40}'")
-    return known[rest]
+    return hypotheses[rest]
 
 
 def _check_new(goal: Goal, tactic: str, name: str) -> str:
@@ -129,8 +129,8 @@ def _check_new(goal: Goal, tactic: str, name: str) -> str:
 
 def free_name(goal: Goal) -> str:
     """The first of h1, h2, ... that no hypothesis has."""
-    taken = {name for name, _ in goal.hypotheses}
-    return next(f"h{i}" for i in range(1, len(taken) + 2) if f"h{i}" not in taken)
+    names = {name for name, _ in goal.hypotheses}
+    return next(f"h{i}" for i in range(1, len(names) + 2) if f"h{i}" not in names)
 
 
 def _with(goal: Goal, formula: Formula, name: str = "") -> Goal:
@@ -162,10 +162,10 @@ def _intro(goal: Goal, tactic: str, rest: str) -> Goals:
 
 
 def _exact(goal: Goal, tactic: str, rest: str) -> Goals:
-    given = _hypothesis(goal, tactic, rest)
-    if given != goal.target:
+    formula = _hypothesis(goal, tactic, rest)
+    if formula != goal.target:
         raise TacticError(
-            f"type mismatch: '{rest}' has type {show(given)} but is expected to have type "
+            f"type mismatch: '{rest}' has type {show(formula)} but is expected to have type "
             f"{show(goal.target)}"
         )
     return ()
@@ -180,8 +180,8 @@ def _assumption(goal: Goal, tactic: str, rest: str) -> Goals:
 
 def _contradiction(goal: Goal, tactic: str, rest: str) -> Goals:
     _no_arguments(tactic, rest)
-    known = {formula for _, formula in goal.hypotheses}
-    if FALSE not in known and not any(negation(formula) in known for formula in known):
+    formulas = {formula for _, formula in goal.hypotheses}
+    if FALSE not in formulas and not any(negation(formula) in formulas for formula in formulas):
         raise _failed(tactic, "no hypothesis is False, and none is the negation of another")
     return ()
 
@@ -200,8 +200,8 @@ def _trivial(goal: Goal, tactic: str, rest: str) -> Goals:
 
 
 def _apply(goal: Goal, tactic: str, rest: str) -> Goals:
-    """What a hypothesis assumes, where it ends in the target, with as few arguments as will do."""
-    result, wanted = _hypothesis(goal, tactic, rest), []
+    """The premises of a hypothesis that ends in the target, with as few arguments as possible."""
+    result, premises = _hypothesis(goal, tactic, rest), []
     while result != goal.target:
         if result.name != "->":
             raise _failed(
@@ -209,24 +209,24 @@ def _apply(goal: Goal, tactic: str, rest: str) -> Goals:
                 f"could not unify the conclusion of '{rest}', {show(result)}, with the target "
                 f"{show(goal.target)}",
             )
-        wanted.append(result.parts[0])
+        premises.append(result.parts[0])
         result = result.parts[1]
-    return tuple(goal._replace(target=each) for each in wanted)
+    return tuple(goal._replace(target=each) for each in premises)
 
 
 def _split(goal: Goal, tactic: str, rest: str) -> Goals:
     _no_arguments(tactic, rest)
     if goal.target.name == "/\\":
-        wanted = goal.target.parts
+        parts = goal.target.parts
     elif goal.target.name == "<->":
-        wanted = _both_ways(goal.target)
+        parts = _both_ways(goal.target)
     else:
         raise _failed(tactic, f"the target is no /\\ and no <->: {show(goal.target)}")
-    return tuple(goal._replace(target=part) for part in wanted)
+    return tuple(goal._replace(target=part) for part in parts)
 
 
 def _both_ways(formula: Formula) -> tuple[Formula, ...]:
-    """The implications that A <-> B stands for."""
+    """The implications of A <-> B."""
     return Formula("->", formula.parts), Formula("->", formula.parts[::-1])
 
 
@@ -238,15 +238,15 @@ def _side(goal: Goal, tactic: str, rest: str) -> Goals:
 
 
 def _cases(goal: Goal, tactic: str, rest: str) -> Goals:
-    """Takes a hypothesis apart; its parts get names that no hypothesis had."""
-    given = _hypothesis(goal, tactic, rest)
-    if given == FALSE:
+    """Splits a hypothesis; its parts get new names."""
+    formula = _hypothesis(goal, tactic, rest)
+    if formula == FALSE:
         return ()
-    if given.name == "\\/":
-        return tuple(_without(_with(goal, part), rest) for part in given.parts)
-    if given.name not in ("/\\", "<->"):
-        raise _failed(tactic, f"'{rest}' is no /\\, \\/, <-> or False: {show(given)}")
-    for part in given.parts if given.name == "/\\" else _both_ways(given):
+    if formula.name == "\\/":
+        return tuple(_without(_with(goal, part), rest) for part in formula.parts)
+    if formula.name not in ("/\\", "<->"):
+        raise _failed(tactic, f"'{rest}' is no /\\, \\/, <-> or False: {show(formula)}")
+    for part in formula.parts if formula.name == "/\\" else _both_ways(formula):
         goal = _with(goal, part)
     return (_without(goal, rest),)
 

@@ -43,7 +43,7 @@ def python_math(
       UserError: another tool or parser, Python that would have the network, or a run of it that
         may take longer than a call.
     """
-    made: list[Tool] = []
+    chosen_tools: list[Tool] = []
     if "python" in tools and seconds >= limits.call_seconds:
         raise UserError(
             f"seconds = {seconds:g} of a run of Python, and call_seconds ="
@@ -53,10 +53,14 @@ def python_math(
         if name not in TOOLS:
             raise unknown_choice("tools", name, TOOLS)
         if name == "python":
-            made.append(python_tool(Sandbox(SandboxLimits(seconds=seconds), network=network)))
+            chosen_tools.append(
+                python_tool(Sandbox(SandboxLimits(seconds=seconds), network=network))
+            )
         else:
-            made.append(calculator_tool())
-    return tool_env(made, get_parser(parser), last_turn_reward(EXACT), limits, system=system)
+            chosen_tools.append(calculator_tool())
+    return tool_env(
+        chosen_tools, get_parser(parser), last_turn_reward(EXACT), limits, system=system
+    )
 
 
 def multi_hop(
@@ -86,7 +90,7 @@ def multi_hop(
 
 
 def read_corpus(path: str) -> list[str]:
-    """The texts of a file of one {"text": ...} a line."""
+    """The texts of a file with one {"text": ...} per line."""
     if not Path(path).is_file():
         raise UserError(f"corpus = {path!r}: there is no such file")
     texts = []

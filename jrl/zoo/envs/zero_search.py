@@ -1,4 +1,4 @@
-"""Questions with a web search that another model simulates, with more noise as training goes on."""
+"""Questions with a web search simulated by another model, noisier as training proceeds."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def library() -> Any:
     level, handlers = root.level, list(root.handlers)
     try:
         with _stand_ins():
-            found: dict[str, Any] = {
+            modules: dict[str, Any] = {
                 name: importlib.import_module(path) for name, path in _MODULES.items()
             }
     except ModuleNotFoundError as error:
@@ -73,8 +73,10 @@ def library() -> Any:
         root.handlers[:] = handlers
     if "tensorflow" in sys.modules:  # it only tokenizes here, and must not reserve GPU memory
         sys.modules["tensorflow"].config.set_visible_devices([], "GPU")
-    found["orchestrator"].delete_pytree = delete_arrays  # its own calls a function that JAX removed
-    return types.SimpleNamespace(**found)
+    modules[
+        "orchestrator"
+    ].delete_pytree = delete_arrays  # its own calls a function that JAX removed
+    return types.SimpleNamespace(**modules)
 
 
 @contextlib.contextmanager
@@ -333,7 +335,7 @@ def make_engine(*args: Any, **kwargs: Any) -> Any:
 
 
 def _seed_of(key: Array) -> int:
-    """The number below 2**64 that a PRNG key is made of, as rows take it."""
+    """The number below 2**64 behind a PRNG key, as rows take it."""
     high, low = (int(x) for x in np.asarray(jax.random.key_data(key)))
     return high << 32 | low
 
@@ -381,7 +383,7 @@ def _tokenizer_class() -> type:
 
         @property
         def stop_tokens(self) -> set[int]:
-            """The ids that end a completion, without padding."""
+            """The token ids that end a completion, without padding."""
             return set(self._tokenizer.stop_ids)
 
     return JetStreamTokenizer

@@ -37,15 +37,15 @@ def _check(request: Any, engine: SlotEngine) -> tuple[list[int], bool]:
         raise UserError("text_content and token_content are both missing; give one of them")
     as_text = kind == "text_content"
     # What is too long is neither encoded nor copied.
-    given = request.text_content.text if as_text else request.token_content.token_ids
+    prompt = request.text_content.text if as_text else request.token_content.token_ids
     most = longest_text(engine.tokenizer, engine.prompt_tokens) if as_text else engine.prompt_tokens
-    if len(given) > most:
+    if len(prompt) > most:
         unit = "characters" if as_text else "tokens"
         raise UserError(
-            f"the prompt has {len(given)} {unit}; this server takes at most {engine.prompt_tokens}"
+            f"the prompt has {len(prompt)} {unit}; this server takes at most {engine.prompt_tokens}"
             " tokens"
         )
-    tokens = list(engine.tokenizer.encode(given, add_special=True) if as_text else given)
+    tokens = list(engine.tokenizer.encode(prompt, add_special=True) if as_text else prompt)
     if not tokens:
         raise UserError("the prompt is empty; it needs at least one token")
     wrong = [i for i in tokens if not 0 <= i < engine.vocab_size]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import UserError
-from jrl.methods.base import Method, refill
+from jrl.methods.base import Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import (
     AtLeastOne,
@@ -28,6 +28,7 @@ from jrl.methods.domains import (
     Range,
     is_zero,
 )
+from jrl.methods.edit import refill
 from jrl.methods.group_relative import grpo
 from jrl.methods.ratios import CLIPS
 from jrl.objectives import ratios, regularizers, transforms
@@ -261,7 +262,7 @@ def brpo(base: Method, most_skew: Fraction = 0.6, max_rounds: Count = 10) -> Met
     """
     return base.with_(
         advantage=against_a_member(most_skew),
-        groups=refill(max_rounds=max_rounds),
+        **refill(max_rounds=max_rounds),
         group=3,
         lacks="a pairwise generative reward model; until then scores are compared",
     )
@@ -294,7 +295,7 @@ def concise_r(
     if not is_zero(entropy_coef):
         base = base.plus(regularizers.entropy_bonus(entropy_coef))
     if stage == "reasoning":
-        return base.with_(groups=refill(max_rounds=max_rounds))
+        return base.with_(**refill(max_rounds=max_rounds))
     return base.before(when_all_are_right(max_tokens, length_scale, correct))
 
 

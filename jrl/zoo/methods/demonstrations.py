@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.methods.base import Draw, Method, Schedule, normalised, requires
+from jrl.methods.base import Method, Schedule, normalised, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -28,6 +28,7 @@ from jrl.methods.domains import (
     is_zero,
 )
 from jrl.methods.group_relative import dr_grpo, grpo
+from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.preference import dpo, pair_method
 from jrl.methods.ratios import CLIPS
 from jrl.methods.schedule import refreshed
@@ -147,7 +148,7 @@ def relift(base: Method, right: NonNegative = 0.0, sft_coef: NonNegative = 1.0) 
     return base.with_(
         advantage=imitate_unsolved(base.objective.advantage, right, sft_coef),
         surrogate=beside(base.objective.surrogate, imitated),
-        draw=Draw(demonstrations=1),
+        plan=Plan(demonstrated(1)),
     )
 
 
@@ -252,7 +253,7 @@ def amft(
     return base.with_(
         advantage=balanced(base.objective.advantage, controller),
         surrogate=beside(base.objective.surrogate, imitated),
-        draw=Draw(demonstrations=1),
+        plan=Plan(demonstrated(1)),
         lacks="a meta-gradient through the optimiser step on held-out problems",
     )
 
@@ -347,7 +348,7 @@ def rl_plus(
     base = base.with_(
         advantage=objective.advantage._replace(statistics=(uniform,)),
         surrogate=beside(objective.surrogate, mixture, reads),
-        draw=Draw(demonstrations=demonstrations),
+        plan=Plan(demonstrated(demonstrations)),
     )
     return with_entropy(base, entropy_coef)
 
@@ -384,7 +385,7 @@ def critique_grpo(
     free = base.with_(rule=ratios.free)
     base = free.with_(
         surrogate=beside(free.objective.surrogate, shaped),
-        draw=Draw(demonstrations=refinements),
+        plan=Plan(demonstrated(refinements)),
         lacks="a critique of each answer and a second pass that refines it",
     )
     return with_entropy(base, entropy_coef)
@@ -507,7 +508,7 @@ def spin(base: Method, iteration: Count = 100) -> Method:
     own samples one takes part, at random.
     """
     return base.before(comparisons.demonstrations_first()).with_(
-        draw=Draw(demonstrations=1),
+        plan=Plan(demonstrated(1)),
         schedule=Schedule(after=refreshed(iteration, moments=True)),
         group=1,
     )
@@ -551,7 +552,7 @@ def self_reinforcement(base: Method, filtered: Flag = True, iteration: Count = 1
     what the filter compares, ``beta`` and the length of an iteration.
     """
     return base.before(stronger_first(filtered)).with_(
-        draw=Draw(demonstrations=1),
+        plan=Plan(demonstrated(1)),
         schedule=Schedule(after=refreshed(iteration)),
         group=1,
         lacks="answers of the weaker model drawn in the run itself; a reward function in "

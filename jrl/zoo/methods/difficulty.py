@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import UserError
-from jrl.methods.base import Draw, Method
+from jrl.methods.base import Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import Choice, Count, Ddof, Flag, NonNegative, Positive, Tokens
 from jrl.methods.group_relative import dr_grpo, grpo
+from jrl.methods.plan import Plan, demonstrated
 from jrl.objectives import segments as seg
 from jrl.objectives import transforms
 from jrl.objectives.advantages import group_mean_std
@@ -459,7 +460,7 @@ def masa(
     """
     base = base.before(prediction_rewards(passes, above)).with_(
         aggregate=token_mean,
-        draw=Draw(demonstrations=int(efficient)),
+        plan=Plan(demonstrated(int(efficient))),
     )
     if not efficient:
         return base

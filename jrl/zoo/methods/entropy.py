@@ -16,7 +16,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, refill
+from jrl.methods.base import Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import (
     AtLeastOne,
@@ -28,6 +28,7 @@ from jrl.methods.domains import (
     Range,
     Tokens,
 )
+from jrl.methods.edit import refill
 from jrl.methods.group_relative import grpo
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.aggregates import sequence_sum, token_mean
@@ -115,7 +116,7 @@ def confucius3_math(
     return base.with_(
         advantage=hardness_weighted(correct, hardness),
         aggregate=sequence_sum,
-        groups=refill(max_rounds=max_rounds),
+        **refill(max_rounds=max_rounds),
         lacks=lacking,
     )
 

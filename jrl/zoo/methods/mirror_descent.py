@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import CENTRED, Draw, Method, Schedule, requires
+from jrl.methods.base import CENTRED, Method, Schedule, requires
 from jrl.methods.definition import published
 from jrl.methods.domains import Choice, Count, NonNegative, Positive, Tokens, is_zero
 from jrl.methods.schedule import refreshed
@@ -277,7 +277,7 @@ def oreo(
             tuple(terms),
         ),
         schedule=Schedule(epochs),
-        draw=Draw(lines=level == "step"),
+        needs=frozenset({"lines"} if level == "step" else ()),
     )
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.methods.actor_critic import CORRECTION
-from jrl.methods.base import CENTRED, Draw, Method, Schedule, replay_successes
+from jrl.methods.base import CENTRED, Method, Schedule
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -29,10 +29,13 @@ from jrl.methods.domains import (
     Tokens,
     is_zero,
 )
+from jrl.methods.edit import Edit, EditView, fill_groups
 from jrl.methods.group_relative import grpo
+from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.policy_gradient import reinforce
 from jrl.methods.ratios import CLIPS
 from jrl.methods.schedule import refreshed
+from jrl.methods.stores import group_store, replay_successes
 from jrl.objectives import aggregates, ratios
 from jrl.objectives.kl import bounded_exp, estimator
 from jrl.objectives.members import first_token
@@ -225,7 +228,7 @@ def arpo_replay(
     environment here), and clips twice, at 3 (``dual_clip``). The paper's choice of tasks, those
     that the first policy solves at least once, is a choice of ``data.train``.
     """
-    return base.with_(replay=replay_successes(above, each, kept_prompts))
+    return base.with_(edits=(replay_successes(above, each, kept_prompts),))
 
 
 def base_share(step: Array) -> Array:
@@ -268,6 +271,27 @@ def convex_kl(kind: str, coef: float) -> tuple[Regularizer, Regularizer]:
     )
 
 
+def recent_groups(share: float, window: int, until: int) -> Edit:
+    """Groups of the last steps beside those of this one, as a share of the batch.
+
+    Args:
+      share: of the batch that is replayed.
+      window: steps whose groups are stored.
+      until: training steps after which nothing is replayed; 0 for never.
+    """
+
+    def extra(prompts: int) -> int:
+        return round(prompts * share / (1 - share))
+
+    def apply(store: Any, groups: Any, view: EditView) -> tuple[Any, Any]:
+        rows, found = store.sample(view.extra.shape[0], view.key)
+        goes = jnp.ones((), bool) if is_zero(until) else view.step < until
+        fresh = groups.live()
+        return fill_groups(groups, view.extra & goes, rows, found), store.put(groups, fresh)
+
+    return Edit(group_store(window), apply, extra)
+
+
 @variant(grpo, without=("dual_clip", *CORRECTION), kl_coef=0.001, epochs=2)
 def remix(
     base: Method,
@@ -276,6 +300,8 @@ def remix(
     kl_coef: NonNegative,
     kl_kind: KlInLoss,
     reincarnation_steps: Tokens = 50,
+    replayed: Annotated[float, Range(0.0, 0.9)] = 0.4,
+    window: Count = 2,
 ) -> Method:
     """Fresh and replayed completions in one loss, the clip centred on the current policy.
 
@@ -287,20 +313,22 @@ def remix(
                + beta [share KL(pi || base) + (1 - share) KL(pi || previous)]
         share = max(1 - 0.1 ceil(max(step - 50, 0) / 10), 0.5)
 
-    with ``epochs`` passes over a batch (the paper's update-to-data ratio of 2) and the base policy
-    replaced by the current one after ``reincarnation_steps`` (50 or 100 in the paper; 0 never).
+    with ``epochs`` passes over a batch (the paper's update-to-data ratio of 2). ``replayed`` of it
+    (two fifths) are groups of the last ``window`` policies, drawn evenly. The base policy is
+    replaced by the current one after ``reincarnation_steps`` (50 or 100 in the paper; 0 never), and
+    then the replay ends.
 
     Departures: the previous policy is the one at the start of the training step, which needs no
-    snapshot. The reincarnation is repeated at an interval, not done once, and the switch to purely
-    on-policy training after it is a second run with ``epochs=1``. Not known (the authors'
-    repository holds no code yet): beta (``kl_coef``), the divergence's estimator, the clip bounds.
+    snapshot. Whole groups are replayed, with their own advantages. The reincarnation is repeated at
+    an interval, not done once, and ``epochs`` stays. Not known (the authors' repository holds no
+    code yet): how the last policies are weighed, beta (``kl_coef``), the divergence's estimator,
+    the clip bounds.
     """
     return base.with_(
         rule=ratios.recentred_clip(clip_low, clip_high),
         regularizers=() if is_zero(kl_coef) else convex_kl(kl_kind, kl_coef),
         schedule=base.schedule._replace(after=refreshed(reincarnation_steps)),
-        lacks="a replay of the last two policies' completions (two fifths of a batch in the "
-        "paper); until then every completion is fresh",
+        edits=() if is_zero(replayed) else (recent_groups(replayed, window, reincarnation_steps),),
     )
 
 
@@ -440,6 +468,6 @@ def a_lol(
             aggregates.sequence_sum,
             (start_value_loss(value_coef), *regularizers),
         ),
-        draw=Draw(demonstrations=1, own=False),
+        plan=Plan(demonstrated(1, alone=True)),
         schedule=Schedule(epochs),
     )

@@ -13,10 +13,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Draw, Method, Schedule, WrittenProblems, replay_share
+from jrl.methods.base import Method, Schedule, WrittenProblems
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole, is_zero
+from jrl.methods.plan import Plan
 from jrl.methods.schedule import refreshed, towards
+from jrl.methods.stores import replay_share
 from jrl.methods.supervised import best_of_batch, sft
 from jrl.objectives import advantages, aggregates, ratios, segments, transforms
 from jrl.types import (
@@ -97,7 +99,7 @@ def filtered_bc(base: Method, keep: Fraction = 0.1) -> Method:
     else, a departure, the policy's own episodes of this step. Departures: the best are those of
     each batch, and not of the whole data set.
     """
-    return base.with_(draw=Draw(), advantage=best_of_batch(keep), surrogate=ratios.reinforce())
+    return base.with_(plan=Plan(), advantage=best_of_batch(keep), surrogate=ratios.reinforce())
 
 
 @published
@@ -260,7 +262,7 @@ def digirl(
     from a buffer of all episodes: with ``replayed`` above 0 that share of a group's members are
     earlier episodes of its prompt, as far as any are kept, as in ``arpo_replay``.
     """
-    rule = None if is_zero(replayed) else replay_share(-math.inf, replayed, each, kept_prompts)
+    rule = () if is_zero(replayed) else (replay_share(-math.inf, replayed, each, kept_prompts),)
     return Method(
         Objective(
             better_steps(decay, keep, threshold),
@@ -268,7 +270,7 @@ def digirl(
             aggregates.sequence_sum,
             (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
         ),
-        replay=rule,
+        edits=rule,
     )
 
 
@@ -355,7 +357,7 @@ def webrl(
     advantage = blended_steps(blend)
     if not is_zero(replayed):
         advantage = transforms.chain(advantage, between(0.5, 0.95))
-    rule = None if is_zero(replayed) else replay_share(0.5, replayed, each, kept_prompts)
+    rule = () if is_zero(replayed) else (replay_share(0.5, replayed, each, kept_prompts),)
     return Method(
         Objective(
             advantage,
@@ -364,6 +366,6 @@ def webrl(
             (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
         ),
         schedule=Schedule(after=refreshed(phase_steps)),
-        replay=rule,
+        edits=rule,
         curriculum=WrittenProblems(phase_steps, written, low, high) if written else None,
     )

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.special import xlogy
 
-from jrl.methods.base import Draw, Method, Schedule, kl_penalty, requires
+from jrl.methods.base import Method, Schedule, kl_penalty, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import AtLeastOne, Choice, Count, Fraction, NonNegative, Positive, is_zero
+from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.preference import (
     Noise,
     PairLossName,
@@ -193,7 +194,7 @@ def xpo(
 
     return base.with_(
         surrogate=pairs.pair(optimistic, implicit(beta), ("ref_logprobs", "external")),
-        draw=Draw(demonstrations=1),
+        plan=Plan(demonstrated(1)),
         lacks="completions drawn from the reference policy; the data's own solution stands for one",
     )
 

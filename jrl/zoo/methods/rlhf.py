@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jrl.methods.actor_critic import ppo
-from jrl.methods.base import Draw, Method
+from jrl.methods.base import Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import Choice, Count, NonNegative, Positive
 from jrl.methods.group_relative import grpo
+from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.preference import Points, dpo
 from jrl.objectives import aggregates, comparisons
 from jrl.objectives.length_rewards import length_cost
@@ -255,6 +256,6 @@ def gepo(
         surrogate=beside_equivalent(objective.surrogate, gepo_coef, beta, spread_coef),
         aggregate=aggregates.sequence_sum,
         regularizers=tuple(regularizers),
-        draw=Draw(demonstrations=demonstrations),
+        plan=Plan(demonstrated(demonstrations)),
         lacks="running code, and programs with equivalent intermediate representations",
     )

@@ -1,7 +1,7 @@
 """Methods whose groups are trees: completions that share a beginning.
 
 Each function says its paper's formula with r the reward of a completion. All else is as in
-``grpo``. Where a group's members branch off one another (``Draw.tree``) a token that several go
+``grpo``. Where a group's members branch off one another (``Plan.tree``) a token that several go
 through is drawn once and trained once, in the member that drew it; ``ids["node"]`` says who goes
 through what. Any other method draws so with ``[tree]``.
 """
@@ -12,10 +12,13 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Draw, HardProblems, Method, replay_rare
+from jrl.methods.base import HardProblems, Method
+from jrl.methods.curriculum import unchanged
 from jrl.methods.definition import variant
 from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole
 from jrl.methods.group_relative import grpo
+from jrl.methods.plan import Plan, stored_apart
+from jrl.methods.stores import replay_rare
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.aggregates import token_mean
 from jrl.objectives.branches import branch_means, by_branch, through
@@ -127,7 +130,7 @@ def arpo(base: Method) -> Method:
     Not known: the number of tokens. Completions of one turn are left at a token of their own whose
     distribution has the greatest entropy, if that is above ``tree.above``, in ``tree.rounds``.
     """
-    return base.after(over_branches()).with_(draw=Draw(tree=Branching("entropy")))
+    return base.after(over_branches()).with_(plan=Plan(tree=Branching("entropy")))
 
 
 def node_gains(scores: Array, node: Array, members: Array) -> Array:
@@ -182,7 +185,7 @@ def treerl(base: Method) -> Method:
     return base.with_(
         advantage=stateless(apply),
         aggregate=token_mean,
-        draw=Draw(tree=Branching("surprise")),
+        plan=Plan(tree=Branching("surprise")),
     )
 
 
@@ -295,7 +298,10 @@ def deepsearch(
     return base.with_(
         advantage=node_advantages(width, bound),
         aggregate=token_mean,
-        draw=Draw(search=Search("frontier", width=8, rounds=64, tokens=256)),
-        replay=replay_rare(above, hard, each, kept_prompts) if in_rounds else None,
+        plan=Plan(
+            stored_apart if in_rounds else unchanged,
+            tree=Search("frontier", width=8, rounds=64, tokens=256),
+        ),
+        edits=(replay_rare(above, hard, each, kept_prompts),) if in_rounds else (),
         curriculum=HardProblems(round_steps, attempts, hard, above) if in_rounds else None,
     )

@@ -280,19 +280,19 @@ def step_of_each(step: Callable[..., Any], policies: Policies) -> Callable[..., 
         after, metrics = jax.lax.map(one, first)
         after = jax.tree.map(lambda x, rest: jnp.concatenate([x, rest[trained:]]), after, before)
         # A policy whose player never moved has nothing to report.
-        moved = metrics["completion_tokens"] > 0
+        has_tokens = metrics["completion_tokens"] > 0
 
         def mean(x: Array) -> Array:
-            drew = jnp.where(moved.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
-            return drew.sum(0) / jnp.maximum(moved.sum(), 1)
+            drew = jnp.where(has_tokens.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+            return drew.sum(0) / jnp.maximum(has_tokens.sum(), 1)
 
-        shown = metrics.pop("advantages", None)
+        advantages = metrics.pop("advantages", None)
         metrics = {n: x.sum(0) if n in SUMMED else mean(x) for n, x in metrics.items()}
         metrics["policy_rewards"] = jax.vmap(_reward)(rows)
-        if shown is not None:  # in the order of the batch's groups
-            shown = jnp.roll(shown, -policies.policy(0, state.step), axis=0)
-            in_order = jnp.moveaxis(shown, 0, 1).reshape(-1, *shown.shape[2:])
-            metrics["advantages"] = in_order[: shown.shape[1]]
+        if advantages is not None:  # in the order of the batch's groups
+            advantages = jnp.roll(advantages, -policies.policy(0, state.step), axis=0)
+            in_order = jnp.moveaxis(advantages, 0, 1).reshape(-1, *advantages.shape[2:])
+            metrics["advantages"] = in_order[: advantages.shape[1]]
         return state.replace(step=state.step + 1, **after), metrics
 
     return of_all

@@ -346,8 +346,7 @@ def test_rorpo_without_a_rationale_is_orpo():
 
 
 def test_ddpo_weighs_a_changed_token_gamma_times_an_unchanged_one():
-    """A log-ratio at the one changed token counts gamma / (2 + gamma), at an unchanged one 1 / (2 +
-    gamma).
+    """A log-ratio counts gamma / (2 + gamma) at the changed token, 1 / (2 + gamma) at another one.
 
     With every weight 1 both losses would be the same.
     """

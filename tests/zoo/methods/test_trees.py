@@ -267,7 +267,7 @@ def test_alphamaths_values_are_the_mean_outcomes_below_a_token():
 def test_methods_that_draw_trees_say_so():
     drawn = {n for n, m in all_methods().items() if m.example().draw.tree is not None}
     assert drawn == {"arpo", "treerl"}
-    assert "draw" in treerl().seams
+    assert "plan" in treerl().seams
     assert arpo().draw.tree == ("entropy", 0, 1, 0.0)
     assert treerl().draw.tree == ("surprise", 0, 1, 0.0)
     assert not treerl().lacks

@@ -80,17 +80,17 @@ def calculator(operations: int = 2, digits: int = 2) -> Env:
     generate = split_generator(draw, 2 * operations + 1)
 
     def init(key: Array, split: str) -> tuple[Work, Array, Array]:
-        made = generate(key, split)
-        numbers, signs = made.answer[: operations + 1], made.answer[operations + 1 :]
-        return Work(numbers, signs, numbers[0], jnp.int32(0)), made.tokens, made.length
+        problem = generate(key, split)
+        numbers, signs = problem.answer[: operations + 1], problem.answer[operations + 1 :]
+        return Work(numbers, signs, numbers[0], jnp.int32(0)), problem.tokens, problem.length
 
     def step(work: Work, tokens: Array, length: Array, key: Array) -> tuple[Work, Turn]:
         call = parse_call(tokens, length)
         result, fits = worked_out(call)
-        shown, count = join(DIGITS + 1, decimal(result))
+        result_text, count = join(DIGITS + 1, decimal(result))
         answers = tokens[0] == ANSWER
-        given, valid = parse_number(tokens, jnp.int32(1), length - 1)
-        right = answers & valid & (given == solved(work)) & (tokens[length - 1] == STOP_ID)
+        answer_given, valid = parse_number(tokens, jnp.int32(1), length - 1)
+        right = answers & valid & (answer_given == solved(work)) & (tokens[length - 1] == STOP_ID)
         at = jnp.minimum(work.done, operations - 1)
         ahead = fits & (work.done < operations) & (call.left == work.value)
         ahead &= (call.operation == work.operations[at]) & (call.right == work.numbers[at + 1])
@@ -99,7 +99,7 @@ def calculator(operations: int = 2, digits: int = 2) -> Env:
             value=jnp.where(ahead, result, work.value), done=work.done + ahead.astype(jnp.int32)
         )
         return after, Turn(
-            reply=jnp.where(fits, shown, error),
+            reply=jnp.where(fits, result_text, error),
             count=jnp.where(fits, count, 1).astype(jnp.int32),
             reward=right.astype(jnp.float32),
             done=answers,
@@ -116,12 +116,12 @@ def calculator(operations: int = 2, digits: int = 2) -> Env:
     def solution(work: Work) -> tuple[Array, Array]:
         at, stop = jnp.minimum(work.done, operations - 1), _token(jnp.int32(STOP_ID))
         value = decimal(work.value)
-        asked = join(
+        call_text = join(
             longest, value, _token(work.operations[at]), decimal(work.numbers[at + 1]), stop
         )
         answer = join(longest, _token(jnp.int32(ANSWER)), value, stop)
         over = work.done >= operations
-        return jnp.where(over, answer[0], asked[0]), jnp.where(over, answer[1], asked[1])
+        return jnp.where(over, answer[0], call_text[0]), jnp.where(over, answer[1], call_text[1])
 
     return Env(
         name="calculator",

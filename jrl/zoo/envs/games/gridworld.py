@@ -79,7 +79,7 @@ def gridworld(
         raise UserError(f"data.slippery = {slippery!r}; give true or false")
     check_range("data.turns", turns, 0, 1000)
     n = size if map == "random" else len(MAPS[map])
-    cells, known = (
+    cells, fixed_tiles = (
         n * n,
         None if map == "random" else jnp.array(TOKENIZER.encode("".join(MAPS[map])), jnp.int32),
     )
@@ -87,7 +87,7 @@ def gridworld(
     def generate(key: Array) -> tuple[Grid, Array]:
         """A grid, and whether it can be played."""
         of_map, of_start = jax.random.split(key)
-        tiles = known
+        tiles = fixed_tiles
         if tiles is None:
             frozen = jax.random.uniform(of_map, (cells,)) < FROZEN_SHARE
             tiles = jnp.where(frozen, F, H).at[0].set(S).at[-1].set(G)
@@ -101,10 +101,10 @@ def gridworld(
         return Grid(tiles, place), ways[place] < cells
 
     def init(key: Array, split: str) -> tuple[Grid, Array, Array]:
-        if known is None:
+        if fixed_tiles is None:
             grids, fine = jax.vmap(generate)(jax.random.split(key, CANDIDATES))
-            held = jax.vmap(in_eval)(grids.tiles)
-            first = jnp.argmax(fine & (held == (split == "eval")))
+            is_eval = jax.vmap(in_eval)(grids.tiles)
+            first = jnp.argmax(fine & (is_eval == (split == "eval")))
             grid = jax.tree.map(lambda x: x[first], grids)
         else:
             grid, _ = generate(key)

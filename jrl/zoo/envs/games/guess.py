@@ -60,7 +60,7 @@ def guess_number(numbers: int = 32, turns: int = 0, cost: float = 0.05) -> Env:
         figures = tokens - DIGIT_0
         guess = jnp.sum(figures * powers)
         valid = jnp.all((figures >= 0) & (figures < 10)) & (guess < numbers)
-        found = valid & (guess == state.secret)
+        solved = valid & (guess == state.secret)
         greater, smaller = valid & (guess < state.secret), valid & (guess > state.secret)
         reply = jnp.where(greater, GREATER, jnp.where(smaller, SMALLER, INVALID))
         after = state.replace(
@@ -70,9 +70,9 @@ def guess_number(numbers: int = 32, turns: int = 0, cost: float = 0.05) -> Env:
         return after, Turn(
             reply=reply[None].astype(jnp.int32),
             count=jnp.int32(1),
-            reward=jnp.where(found, 1.0, -cost).astype(jnp.float32),
-            done=found,
-            success=found,
+            reward=jnp.where(solved, 1.0, -cost).astype(jnp.float32),
+            done=solved,
+            success=solved,
             state_id=state.low * numbers + state.high,
         )
 

@@ -54,10 +54,10 @@ def lookup(keys: int = 8, hops: int = 2) -> Env:
 
     def step(store: Store, tokens: Array, length: Array, key: Array) -> tuple[Store, Turn]:
         named = tokens[1] - KEY_A
-        known = (named >= 0) & (named < keys) & (length == 2)
+        valid_key = (named >= 0) & (named < keys) & (length == 2)
         value = store.values[jnp.clip(named, 0, keys - 1)]
-        asks, answers = (tokens[0] == ASK) & known, tokens[0] == ANSWER
-        right = answers & known & (named == answer(store))
+        asks, answers = (tokens[0] == ASK) & valid_key, tokens[0] == ANSWER
+        right = answers & valid_key & (named == answer(store))
         ahead = asks & (named == store.at) & (store.hops > 0)
         after = store.replace(at=jnp.where(ahead, value, store.at), hops=store.hops - ahead)
         return after, Turn(

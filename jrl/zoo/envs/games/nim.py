@@ -75,9 +75,9 @@ def nim(heaps: int = 3, most: int = 3, opponent: str = "perfect", illegal: float
         won = legal & (mine.sum() == 0)
         theirs, number = perfect_move(mine) if opponent == "perfect" else random_move(mine, key)
         after = mine.at[theirs].add(-number)
-        shown = jnp.append(jnp.stack([theirs + HEAP_A, number + DIGIT_0]), after + DIGIT_0)
+        reply = jnp.append(jnp.stack([theirs + HEAP_A, number + DIGIT_0]), after + DIGIT_0)
         return after, Turn(
-            reply=shown.astype(jnp.int32),
+            reply=reply.astype(jnp.int32),
             count=jnp.int32(heaps + 2),
             reward=jnp.where(legal, won, illegal).astype(jnp.float32),
             done=~legal | won | (after.sum() == 0),
@@ -123,13 +123,13 @@ def _against_itself(heaps: int, most: int, illegal: float) -> Env:
 
     def step(board: Board, tokens: Array, length: Array, key: Array) -> tuple[Board, Turn]:
         mine, legal = _after_turn(board.left, tokens)
-        ended = ~legal | (mine.sum() == 0)
+        over = ~legal | (mine.sum() == 0)
         theirs, number = perfect_move(mine)
         answered = mine.at[theirs].add(-number)
-        lost = board.perfect & (answered.sum() == 0)
+        defeated = board.perfect & (answered.sum() == 0)
         other = 1 - board.player
         winner = jnp.where(legal & (mine.sum() == 0), board.player, other)
-        done = ended | lost
+        done = over | defeated
         won = done & (jnp.arange(2) == winner)
         failed = ~legal & (jnp.arange(2) == board.player)
         move = jnp.stack([theirs + HEAP_A, number + DIGIT_0])

@@ -68,15 +68,15 @@ def wordle(letters: int = 4, length: int = 3, turns: int = 6) -> Env:
         valid = jnp.all((guess >= 0) & (guess < letters))
         marks = jnp.where(valid, marked(guess, state.word), 0)
         same = jax.vmap(lambda word: jnp.all(marked(guess, word) == marks))(words)
-        found = valid & jnp.all(guess == state.word)
-        known = jnp.sum(jnp.where(state.open, label, 0), dtype=jnp.uint32)
+        solved = valid & jnp.all(guess == state.word)
+        open_letters = jnp.sum(jnp.where(state.open, label, 0), dtype=jnp.uint32)
         return state.replace(open=state.open & (same | ~valid)), Turn(
             reply=jnp.array([NONE, WORD, PLACE], jnp.int32)[marks],
             count=jnp.int32(length),
-            reward=found.astype(jnp.float32),
-            done=found,
-            success=found,
-            state_id=known.astype(jnp.int32),
+            reward=solved.astype(jnp.float32),
+            done=solved,
+            success=solved,
+            state_id=open_letters.astype(jnp.int32),
         )
 
     def solution(state: Word) -> tuple[Array, Array]:

@@ -29,6 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jrl.system.readable import readable
+
 Array = jax.Array
 Params = Any
 """A nested dict of arrays."""
@@ -75,7 +77,8 @@ class StopReason(enum.IntEnum):
 
     The sampler ends it at a stop token, the length limit or a stop string, or it is aborted. An
     environment is DONE, reached its limit of TURNS, FAILED, or did not answer in time (TIMEOUT). A
-    member of the last two leaves its group, since nothing is known of how good it was.
+    member of the last two leaves its group, since nothing is known of how good it was. ABSENT is a
+    place of a group for which no member was asked.
     """
 
     RUNNING = 0
@@ -87,6 +90,7 @@ class StopReason(enum.IntEnum):
     TURNS = 6
     FAILED = 7
     TIMEOUT = 8
+    ABSENT = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +227,7 @@ class Batch(struct.PyTreeNode):
         turn, one step, one stratum.
       notes: what a transform has to report: metrics by name, each (sum [], count []) float32.
         ``compute_advantages`` moves them to its metrics, so that the batch it returns has none.
+      prior: [N] float32 by name, what a curriculum knew of each problem before the step.
       packing: how completions go through the network; None for a row each.
       routing: as in ``Rollout``, for a training step that replays it.
     """
@@ -240,6 +245,7 @@ class Batch(struct.PyTreeNode):
     stats: Stats = struct.field(default_factory=dict)
     ids: dict[str, Array] = struct.field(default_factory=dict)
     notes: dict[str, tuple[Array, Array]] = struct.field(default_factory=dict)
+    prior: dict[str, Array] = struct.field(default_factory=dict)
     packing: Packing | None = None
     routing: RoutingRecord | None = None
 
@@ -290,9 +296,11 @@ class TrainState(struct.PyTreeNode):
 
 STREAMS = (
     *("data", "sample", "train", "eval_data", "eval", "warmup", "tie_breaker", "replay"),
-    "curriculum",
+    *("curriculum", "plan", "edit"),
 )
-"""What random numbers are drawn for; each use has a stream of keys of its own."""
+"""What random numbers are drawn for; each use has a stream of keys of its own.
+
+A stream's key is its index, so new ones come last."""
 
 
 def stream(key: Array, name: str, index: Array | int) -> Array:
@@ -412,6 +420,10 @@ class Transform(NamedTuple):
     needs: frozenset[str] = frozenset()
     statistics: tuple[Statistic, ...] = ()
 
+    def __repr__(self) -> str:
+        """The parts by name."""
+        return readable(self)
+
 
 class Surrogate(NamedTuple):
     """The per-token loss whose gradient is the policy gradient.
@@ -439,6 +451,10 @@ class Surrogate(NamedTuple):
     labels: frozenset[str] = frozenset()
     parts: Any = None
     on_policy: bool = False
+
+    def __repr__(self) -> str:
+        """The parts by name."""
+        return readable(self)
 
 
 Aggregate = Callable[[Array, Array], tuple[Array, Array]]
@@ -469,6 +485,10 @@ class Regularizer(NamedTuple):
     aggregate: Aggregate | None = None
     statistics: tuple[Statistic, ...] = ()
 
+    def __repr__(self) -> str:
+        """The parts by name."""
+        return readable(self)
+
 
 class Objective(NamedTuple):
     """What to maximise, as a value: replace a field to get another algorithm.
@@ -484,6 +504,10 @@ class Objective(NamedTuple):
     surrogate: Surrogate
     aggregate: Aggregate
     regularizers: tuple[Regularizer, ...] = ()
+
+    def __repr__(self) -> str:
+        """The parts by name."""
+        return readable(self)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -20,8 +20,6 @@ from flax import struct
 
 from jrl.types import Array, Branching, Params, Search
 
-NEW = -1
-"""The ticket of an entry that has none yet; the loop issues one before anything is drawn."""
 TRAIN, BASELINE, ASIDE = 0, 1, 2
 """What members are drawn for: to be trained on, to be compared with, to be read by a plan alone."""
 
@@ -34,16 +32,16 @@ class Tokens(struct.PyTreeNode):
       lengths: [A] int32; 0 for an empty sequence.
     """
 
-    ids: Array
-    lengths: Array
+    ids: Any
+    lengths: Any
 
 
 class Ask(struct.PyTreeNode):
     """Entry a asks for ``count[a]`` members of ``ticket[a]``, from number ``first[a]`` on.
 
     Attributes:
-      ticket: [A] int32, or ``NEW``.
-      row: [A] int32, the problem in the data; -1 with ``NEW`` where the curriculum chooses it.
+      ticket: [A] int32; None for new ones, which the loop issues before anything is drawn.
+      row: [A] int32, the problem in the data; None where the curriculum chooses it.
       first: [A] int32, the number of the entry's first member.
       count: [A] int32, 0 to ``width`` members; 0 asks for nothing.
       temperature: [A] float32, in place of the run's; 0 is greedy; None for the run's.
@@ -56,12 +54,12 @@ class Ask(struct.PyTreeNode):
       keep: static, whether members are also trained under the context that they were drawn under.
       prefix_as: static; "past": nobody is trained on the prefix. "given": it is a demonstration,
         trained on, of no policy's version.
-      policy: static, 0 for the policy, i for the i-th of ``Plan.policies``.
+      policy: static, the name of the weights that draw, "policy" or one of ``Plan.policies``.
       tree: static, how the entry's members branch off one another or are searched for.
     """
 
-    ticket: Array
-    row: Array
+    ticket: Any
+    row: Any
     first: Array
     count: Array
     temperature: Array | None = None
@@ -72,8 +70,13 @@ class Ask(struct.PyTreeNode):
     use: int = struct.field(pytree_node=False, default=TRAIN)
     keep: bool = struct.field(pytree_node=False, default=False)
     prefix_as: Literal["past", "given"] = struct.field(pytree_node=False, default="past")
-    policy: int = struct.field(pytree_node=False, default=0)
+    policy: str = struct.field(pytree_node=False, default="policy")
     tree: Branching | Search | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def entries(self) -> int:
+        """A."""
+        return int(self.count.shape[0])
 
 
 Asks = tuple[Ask, ...]
@@ -81,17 +84,16 @@ Asks = tuple[Ask, ...]
 
 
 class DrawRequest(struct.PyTreeNode):
-    """What a source is asked for; a compiled source takes it as it is.
+    """What a source is asked for.
 
     Attributes:
       key: the run's root key.
       weights: trees by name: "policy", those of ``Plan.policies``, "value" where it is read.
       versions: [] int32 by the same names: how many training steps made each.
       step: [] int32, the training step that the members are for.
-      asks: with all tickets issued.
+      asks: with all tickets issued; all of the same tickets and rows.
       split: static, "train" or "eval".
-      newer: static, () -> newer weights, or None where there are none yet; for rollouts that change
-        weights between chunks.
+      newer: static, () -> newer weights, or None, for rollouts that change weights between chunks.
     """
 
     key: Array

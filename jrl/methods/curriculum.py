@@ -1,0 +1,176 @@
+"""Curricula: which problems a training step uses, as ``(init, choose, update)`` over arrays.
+
+    state = curriculum.init(table)
+    choice, state = curriculum.choose(state, query)     # before the step's groups are sampled
+    state = curriculum.update(state, outcome)           # after the step, from all groups sampled
+
+``choose`` and ``update`` are pure functions of arrays of fixed shapes, so they run on the host and
+inside a compiled run alike. Choices come best first, and asked for fewer ``choose`` gives the same
+first ones: a compiled run always asks for as many as a round may need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jrl.types import NOTHING, Array
+
+
+class Table(NamedTuple):
+    """The problems that a curriculum chooses from.
+
+    A procedural task is a pool of problems: number i is made from key i.
+
+    Attributes:
+      rows: capacity; on the host some of them may still be empty.
+      strata: how many levels or sources there are, at least 1.
+      stratum: [rows] int32.
+      columns: [rows] float32 by name, such as "difficulty".
+    """
+
+    rows: int
+    strata: int
+    stratum: Array
+    columns: Mapping[str, Array] = NOTHING
+
+
+class Query(struct.PyTreeNode):
+    """What is asked of a curriculum.
+
+    Attributes:
+      key: of the step and of the first ticket; consumed.
+      tickets: [n] int32, consecutive.
+      count: [] int32, how many of the n choices are used: the first ones.
+      step: [] int32, training steps done.
+      used: [rows] bool, chosen earlier in this step.
+    """
+
+    key: Array
+    tickets: Array
+    count: Array
+    step: Array
+    used: Array
+
+    def live(self) -> Array:
+        """[n] bool: choices that are used."""
+        return jnp.arange(self.tickets.shape[0]) < self.count
+
+
+class Choice(struct.PyTreeNode):
+    """The problems that a curriculum chose, best first.
+
+    Attributes:
+      row: [n] int32.
+      count: [n] int32, members of each group; None for the run's.
+      limit: [n] int32, the most tokens of a completion; None for the run's.
+      temperature: [n] float32; None for the run's.
+      prior: [n] float32 by name, what the curriculum knew of each; goes into ``Batch.prior``.
+    """
+
+    row: Array
+    count: Array | None = None
+    limit: Array | None = None
+    temperature: Array | None = None
+    prior: Mapping[str, Array] = struct.field(default_factory=dict)
+
+
+class Outcome(struct.PyTreeNode):
+    """What a step made of the problems: all groups sampled for training, dropped ones too.
+
+    Attributes:
+      step: [] int32, training steps done before this one.
+      row: [m] int32.
+      stratum: [m] int32.
+      live: [m] bool, False for padding.
+      trained: [m] bool, whether the group was trained on.
+      rate: [m] float32, mean success of the members.
+      size: [m] float32, members.
+      score: [m, M] float32, points; 0 for absent members.
+      advantage: [m, M] float32, mean |advantage| of the member's tokens; 0 where not trained.
+      prior: [m] float32 by name, as ``Choice`` gave it.
+    """
+
+    step: Array
+    row: Array
+    stratum: Array
+    live: Array
+    trained: Array
+    rate: Array
+    size: Array
+    score: Array
+    advantage: Array
+    prior: Mapping[str, Array] = struct.field(default_factory=dict)
+
+
+def unchanged(state: Any, *rest: Any) -> Any:
+    """The first argument."""
+    return state
+
+
+class Curriculum(NamedTuple):
+    """Which problems a run trains on.
+
+    Attributes:
+      init: (table) -> state, arrays of fixed shapes.
+      choose: (state, query) -> (choice, state).
+      update: (state, outcome) -> state, once a training step.
+      pool: problems of a procedural task, which has no end of them, that the table has.
+    """
+
+    init: Callable[[Table], Any]
+    choose: Callable[[Any, Query], tuple[Choice, Any]]
+    update: Callable[[Any, Outcome], Any] = unchanged
+    pool: int = 1024
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def top(values: Array, query: Query) -> Array:
+    """[n] int32: the rows with the greatest values that the step has not used, the best first.
+
+    Args:
+      values: [rows] float32; -inf excludes a row while any other is left.
+      query: what is asked.
+
+    >>> query = Query(None, jnp.arange(2), 2, 0, jnp.array([False, True, False]))
+    >>> top(jnp.array([0.0, 9.0, 1.0]), query).tolist()
+    [2, 0]
+    """
+    values = jnp.where(query.used, -jnp.inf, values)
+    return jax.lax.top_k(values, query.tickets.shape[0])[1].astype(jnp.int32)
+
+
+def deal(uses: Array, query: Query, allowed: Array) -> tuple[Array, Array]:
+    """Rows in turn: the least used of those allowed, in an order that each step draws anew.
+
+    Args:
+      uses: [rows] int32, how often each was chosen.
+      query: what is asked.
+      allowed: [rows] bool; where they are too few, others follow.
+
+    Returns:
+      (rows [n] int32, uses afterwards).
+    """
+    order = jax.random.uniform(query.key, uses.shape)
+    rows = top(jnp.where(allowed, 0.0, -1e6) - uses + order, query)
+    return rows, uses.at[rows].add(query.live().astype(uses.dtype))
+
+
+def put(values: Array, outcome: Outcome, new: Array) -> Array:
+    """``values`` [rows] with ``new`` [m] at the rows of the outcome's live groups.
+
+    A row that several groups of a step had gets the number of one of them.
+    """
+    at = jnp.where(outcome.live, outcome.row, values.shape[0])
+    return values.at[at].set(new.astype(values.dtype), mode="drop")
+
+
+def add(values: Array, at: Array, amount: Array, live: Array) -> Array:
+    """``values`` with ``amount`` [m] added at ``at`` [m] where ``live`` [m]."""
+    return values.at[jnp.where(live, at, values.shape[0])].add(amount, mode="drop")

@@ -1,0 +1,274 @@
+"""Edits of the groups of a step: what is left out, replaced or added before they are trained on.
+
+    groups, state = edit.apply(state, groups, view)
+
+An edit is an ``(init, apply)`` pair. It reads rewards, before completions are packed; with a store
+(``methods.stores``) it is a replay. What reads advantages is a ``Transform`` of the objective,
+which may edit masks, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrl.methods.plan import Plan, StepView, new
+from jrl.types import Array
+from jrl.types.asks import Asks
+
+
+class EditView(NamedTuple):
+    """What an edit may read besides the groups.
+
+    Attributes:
+      step: [] int32, training steps done.
+      key: of the step and the edit; consumed.
+      group_keys: [m] keys, each of the step and the group's ticket; consumed.
+      extra: [m] bool, empty groups that were appended for this edit to fill.
+    """
+
+    step: Any
+    key: Array
+    group_keys: Array
+    extra: Array
+
+
+STORED = -2
+"""The ticket of a group that came from a store."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stateless:
+    """The ``init`` of an edit that keeps nothing between steps."""
+
+    def __call__(self, shapes: Any, prompts: int) -> tuple[()]:
+        """()."""
+        return ()
+
+
+class Edit(NamedTuple):
+    """An edit of the groups of a step.
+
+    Attributes:
+      init: (shapes of a step's groups, or None on the host, where stores have no bounds; N) ->
+        state.
+      apply: (state, groups, view) -> (groups, state).
+      extra: (prompts of a step) -> groups appended for it to fill, a static number.
+    """
+
+    init: Callable[..., Any]
+    apply: Callable[[Any, Any, EditView], tuple[Any, Any]]
+    extra: Callable[[int], int] = lambda prompts: 0
+
+
+def edit_of(apply: Callable[[Any, EditView], Any]) -> Edit:
+    """An edit that keeps nothing: (groups, view) -> groups."""
+    return Edit(Stateless(), lambda state, groups, view: (apply(groups, view), state))
+
+
+def only(groups: Any, keep: Array) -> Any:
+    """The groups without the members that are not in ``keep`` ([m, M] or [m, 1] bool)."""
+    return groups.replace(kept=groups.kept & keep)
+
+
+def rank(values: Array, live: Array) -> Array:
+    """[m, M] int32: the place of each live member among those of its group, 0 the greatest.
+
+    Of equal values the first comes first; members that are not live come last.
+
+    >>> rank(jnp.array([[1.0, 3.0, 3.0]]), jnp.ones((1, 3), bool)).tolist()
+    [[2, 0, 1]]
+    """
+    order = jnp.argsort(jnp.where(live, -values, jnp.inf), axis=1, stable=True)
+    return jnp.argsort(order, axis=1).astype(jnp.int32)
+
+
+def fill(groups: Any, where: Array, rows: Any, found: Array) -> Any:
+    """The groups with stored members in the places ``where``, as far as any were found.
+
+    Args:
+      groups: m of them.
+      where: [m, M] bool. The k-th place of a group gets the k-th row found for it.
+      rows: members [m, K, ...] by name, as a store gives them.
+      found: [m, K] bool, True for the first ones.
+
+    Returns:
+      The groups; the label "replayed" [m, M] is 1 for the members that came from a store.
+    """
+    if not rows:  # of a store on the host that has never held any
+        return with_members(groups, {}, jnp.zeros(groups.use.shape, bool))
+    k = found.shape[1]
+    place = jnp.cumsum(where, axis=1) - 1
+    number = jnp.clip(place, 0, k - 1)
+    filled = where & (place < k) & jnp.take_along_axis(found, number, axis=1)
+
+    def put(old: Array, new: Array) -> Array:
+        at = number.reshape(*number.shape, *(1,) * (old.ndim - 2))
+        flags = filled.reshape(at.shape)
+        return jnp.where(flags, jnp.take_along_axis(new, at, axis=1).astype(old.dtype), old)
+
+    rows = _renumbered(groups, rows)
+    recorded = members_of(groups)
+    return with_members(groups, {n: put(x, rows[n]) for n, x in recorded.items()}, filled)
+
+
+def _renumbered(groups: Any, rows: Any) -> Any:
+    """Rows [m, K, ...] whose tree nodes have numbers that no other member of their group has."""
+    if "node" not in groups.ids:
+        return rows
+    node = jnp.asarray(rows["ids.node"])
+    most = node.max(axis=2)
+    top = jnp.asarray(groups.ids["node"]).max(axis=(1, 2))[:, None]
+    offset = top + jnp.cumsum(most, axis=1) - most
+    return {**rows, "ids.node": jnp.where(node > 0, node + offset[:, :, None], 0)}
+
+
+def standalone(groups: Any) -> Any:
+    """The groups with each member as if it had been sampled by itself.
+
+    In a tree a token is recorded in the one member that drew it; what others share with it is taken
+    from there.
+    """
+    if "node" not in groups.ids:
+        return groups
+    rollout, node = groups.rollout, jnp.asarray(groups.ids["node"])
+    mask, here = jnp.asarray(rollout.mask), jnp.arange(node.shape[2])[None, None]
+    # [m, G, H, T]: whether member h drew the token that member g goes through.
+    same = (node[:, :, None] == node[:, None]) & (node[:, :, None] > 0) & mask[:, None]
+    lent = same.any(axis=2) & ~mask & (here < jnp.asarray(rollout.lengths)[:, :, None])
+    lender = jnp.argmax(same, axis=2)
+
+    def taken(x: Any) -> Array:
+        theirs = jnp.take_along_axis(jnp.asarray(x), lender, axis=1)
+        return jnp.where(lent, theirs, x)
+
+    return groups.replace(
+        rollout=rollout.replace(
+            mask=mask | lent,
+            sampler_logprobs=taken(rollout.sampler_logprobs),
+            versions=taken(rollout.versions),
+        )
+    )
+
+
+def fill_groups(groups: Any, where: Array, rows: Any, found: Array) -> Any:
+    """The groups with whole stored groups in the places ``where`` ([m] bool).
+
+    Args:
+      groups: m of them.
+      where: [m] bool. The k-th place gets the k-th group found.
+      rows: groups [K, ...] by name, as a store of groups gives them.
+      found: [K] bool, True for the first ones.
+    """
+    if not rows:
+        return with_members(groups, {}, jnp.zeros(groups.use.shape, bool))
+    k = found.shape[0]
+    place = jnp.cumsum(where) - 1
+    number = jnp.clip(place, 0, k - 1)
+    filled = where & (place < k) & found[number]
+
+    def put(old: Array, new: Array) -> Array:
+        flags = filled.reshape(-1, *(1,) * (old.ndim - 1))
+        return jnp.where(flags, new[number].astype(old.dtype), old)
+
+    recorded = groups_of(groups)
+    merged = {n: put(x, rows[n]) for n, x in recorded.items()}
+    members = filled[:, None] & merged["kept"]
+    groups = with_members(groups, merged, members)
+    return groups.replace(ticket=jnp.where(filled, STORED, groups.ticket))
+
+
+# ---------------------------------------------------------------- groups that differ
+
+
+def differing(groups: Any, min_std: float) -> Array:
+    """[m] bool: groups whose members' scores have a standard deviation above ``min_std`` points.
+
+    A group with fewer than two members has none. One with a NaN counts, so that it comes to light.
+    """
+    members = groups.members()
+    scores = groups.score()
+    live = jnp.maximum(members.sum(axis=1, keepdims=True), 1)
+    mean = jnp.where(members, scores, 0.0).sum(axis=1, keepdims=True) / live
+    squares = jnp.where(members, jnp.square(scores - mean), 0.0).sum(axis=1)
+    return ~(jnp.sqrt(squares / live[:, 0]) <= min_std) & groups.live()
+
+
+def refill(min_std: float = 1e-6, max_rounds: int = 10) -> dict[str, Any]:
+    """The plan and the edits of dynamic sampling: ``base.with_(**refill())``.
+
+    Drops groups whose rewards do not differ, and draws N others until the batch is full, as
+    ``dapo`` does, which keeps groups with some but not all answers right.
+
+    Args:
+      min_std: points; see ``differing``.
+      max_rounds: how many times to draw at most, the first included; what is still missing then is
+        masked out.
+    """
+
+    def further(groups: Any, view: StepView) -> Asks:
+        short = differing(groups, min_std).sum() < view.prompts
+        return (new(jnp.where(short, view.prompts, 0), view.prompts, view.group),)
+
+    def drop(groups: Any, view: EditView) -> Any:
+        return only(groups, differing(groups, min_std)[:, None])
+
+    rounds = max_rounds - 1
+    plan = Plan(next=further, rounds=rounds, prompts=lambda prompts: rounds * prompts)
+    return {"plan": plan if rounds else Plan(), "edits": (edit_of(drop),)}
+
+
+# ---------------------------------------------------------------- what is recorded, by name
+
+_TOKENS = ("tokens", "mask", "sampler_logprobs", "versions")
+_NUMBERS = ("lengths", "stop", "baseline")
+_OF_PLACE = ("episode", "replayed")
+"""Labels that tell the members of a group apart: a member that takes a place takes them over."""
+
+
+def members_of(groups: Any) -> dict[str, Array]:
+    """All that was recorded of members, [m, M, ...] by name."""
+    rollout = {f"rollout.{n}": getattr(groups.rollout, n) for n in _TOKENS + _NUMBERS}
+    ids = {f"ids.{n}": x for n, x in groups.ids.items() if x.ndim > 1 and n not in _OF_PLACE}
+    stats = {f"stats.{n}": x for n, x in groups.stats.items()}
+    own = {"rewards": groups.rewards, "use": groups.use, "kept": groups.kept}
+    return {**rollout, **ids, **stats, **own}
+
+
+def groups_of(groups: Any) -> dict[str, Array]:
+    """All that was recorded of whole groups, [m, ...] by name."""
+    prompts = {f"rollout.prompt_{n}": getattr(groups.rollout, f"prompt_{n}") for n in _PROMPTS}
+    ids = {f"ids.{n}": x for n, x in groups.ids.items() if x.ndim == 1}
+    prior = {f"prior.{n}": x for n, x in groups.prior.items()}
+    return {**members_of(groups), **prompts, **ids, **prior, "row": groups.row}
+
+
+_PROMPTS = ("tokens", "lengths")
+
+
+def with_members(groups: Any, recorded: dict[str, Array], replayed: Array) -> Any:
+    """The groups with these records of members; ``replayed`` [m, M] marks those from a store."""
+    parts: dict[str, dict[str, Array]] = {"rollout": {}, "ids": {}, "stats": {}, "prior": {}}
+    whole: dict[str, Array] = {}
+    for name, x in recorded.items():
+        kind, dot, own = name.partition(".")
+        (parts[kind] if dot else whole)[own if dot else kind] = x
+    label = groups.ids.get("replayed", jnp.zeros(replayed.shape, jnp.int32))
+    ids = groups.ids | parts["ids"] | {"replayed": jnp.where(replayed, 1, label)}
+    return groups.replace(
+        rollout=groups.rollout.replace(**parts["rollout"]),
+        ids=ids,
+        stats=groups.stats | parts["stats"],
+        prior={**groups.prior, **parts["prior"]},
+        **whole,
+    )
+
+
+def tree_shapes(groups: Any) -> Any:
+    """The shapes of the groups, as ``Edit.init`` is given them in a compiled run."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), groups)

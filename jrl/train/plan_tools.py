@@ -1,0 +1,177 @@
+"""What the data offers to plans: its own solutions, and hints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrl.data.tasks import Task
+from jrl.errors import UserError
+from jrl.train.build import Run, question_prompts
+from jrl.train.demonstrations import task_solution
+from jrl.types import Array, Prompt, stream
+from jrl.types.asks import Asks, Tokens
+
+
+class TaskTools(NamedTuple):
+    """Solutions and hints of a procedural task; in a compiled run, too.
+
+    Attributes:
+      task: which.
+      key: the run's root key.
+    """
+
+    task: Task
+    key: Any
+
+    def solutions(self, asks: Asks) -> Tokens:
+        """The task's own solution of each entry of the first ask."""
+        return _task_solutions(self.task, self.key, asks[0].row)
+
+    def hints(self, groups: Any, level: Any, levels: int) -> Mapping[str, Any]:
+        """The first part of each group's solution, as the beginning of the completion.
+
+        A procedural task has no hint but its solution, and no prompt that would hold one. Nobody is
+        trained on the hint itself.
+
+        Args:
+          groups: m of them.
+          level: [m] or [] int32, from 1 to ``levels``: this share of the solution, without its stop
+            token, rounded up.
+          levels: static.
+        """
+        whole = _task_solutions(self.task, self.key, groups.row)
+        body = jnp.maximum(whole.lengths - 1, 0)
+        lengths = jnp.minimum(-(-body * level // levels), body).astype(jnp.int32)
+        return {"prefix": Tokens(whole.ids, lengths)}
+
+    def prompt_ids(self, rows: Any) -> Any:
+        """The identity of the problem in each row."""
+        return rows
+
+
+@partial(jax.jit, static_argnums=0)
+def _task_solutions(task: Task, key: Array, rows: Array) -> Tokens:
+    """Solutions [N, T]; one that lacks its stop token counts as longer than T."""
+    keys = jax.vmap(lambda i: stream(key, "data", i))(jnp.asarray(rows))
+    problems = jax.vmap(partial(task.generate, split="train"))(keys)
+    ids, lengths, complete = jax.vmap(partial(task_solution, task))(problems)
+    return Tokens(ids, lengths + ~complete)
+
+
+class TextTools(NamedTuple):
+    """Solutions and hints of prompts in text.
+
+    Attributes:
+      prompts: those of the data, a row each.
+      limit: T, the most tokens of a completion.
+      hinted: (prompt, hint) -> the token ids of the prompt with the hint in it; None where the data
+        has none.
+      key_of_hints: the field of a prompt's ``meta`` that holds its hints, a list of texts.
+    """
+
+    prompts: Sequence[Prompt]
+    limit: int
+    hinted: Callable[[Prompt, str], np.ndarray] | None = None
+    key_of_hints: str = "hints"
+
+    def solutions(self, asks: Asks) -> Tokens:
+        """The data's own solution of each entry of the first ask.
+
+        Raises:
+          UserError: a prompt has none.
+        """
+        solutions = []
+        for row in np.asarray(asks[0].row).tolist():
+            prompt = self.prompts[row]
+            if prompt.solution is None:
+                raise UserError(
+                    f"prompt {prompt.id} has no solution to learn from; name the field that holds "
+                    "it in data.fields.solution"
+                )
+            solutions.append(prompt.solution)
+        return padded(solutions, self.limit)
+
+    def hints(self, groups: Any, level: Any, levels: int) -> Mapping[str, Any]:
+        """The prompts with a hint, under which members are drawn and trained.
+
+        The hints of a prompt are texts in ascending order of what they give away. Level l of L
+        shows the first l / L of them, at least one.
+
+        Args:
+          groups: m of them, on the host.
+          level: [m] or [] int, from 1 to ``levels``.
+          levels: how many there are.
+
+        Raises:
+          UserError: a prompt has no hints.
+        """
+        rows = np.asarray(groups.row)
+        wanted = np.broadcast_to(np.asarray(level), rows.shape).tolist()
+        contexts = []
+        for row, number in zip(rows.tolist(), wanted, strict=True):
+            prompt = self.prompts[row]
+            texts = prompt.meta.get(self.key_of_hints)
+            if not texts or self.hinted is None:
+                raise UserError(
+                    f"prompt {prompt.id} has no field {self.key_of_hints!r}, a list of hints from"
+                    " the vaguest to the clearest; add it to the rows of data.train"
+                )
+            listed = [texts] if isinstance(texts, str) else list(texts)
+            count = max(-(-len(listed) * number // levels), 1)
+            contexts.append(self.hinted(prompt, "\n".join(map(str, listed[:count]))))
+        return {"context": padded(contexts), "keep": True}
+
+    def prompt_ids(self, rows: Any) -> np.ndarray:
+        """The identity of the problem in each row."""
+        return np.array([self.prompts[i].id for i in np.asarray(rows).tolist()], np.int32)
+
+
+class Hinter:
+    """(prompt, hint) -> token ids of the prompt's question with the hint behind it.
+
+    Args:
+      run: on text, whose template turns questions into prompts.
+    """
+
+    _MARK = "QUESTION"
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        (probe,) = question_prompts(run, [self._MARK])
+        self._before, _, self._behind = probe.text.partition(self._MARK)
+
+    def __call__(self, prompt: Prompt, hint: str) -> np.ndarray:
+        """The tokens.
+
+        Raises:
+          UserError: the prompt is not the template's, as one that was truncated.
+        """
+        text, begin = prompt.text, len(self._before)
+        end = len(text) - len(self._behind)
+        if not (text.startswith(self._before) and text.endswith(self._behind) and begin <= end):
+            raise UserError(
+                f"prompt {prompt.id} was cut, and a hint has no place in it; raise"
+                " data.max_prompt_tokens, or set data.overlong to 'drop'"
+            )
+        limit = self._run.network.max_length - self._run.config.sampling.max_new_tokens
+        question = f"{text[begin:end]}\n\nHint: {hint}"
+        (made,) = question_prompts(self._run, [question], limit)
+        return made.tokens
+
+
+def padded(texts: Sequence[np.ndarray], most: int = 0) -> Tokens:
+    """Token sequences as arrays; those longer than ``most`` are cut, and their lengths are not.
+
+    The width is a multiple of 16, or ``most`` where that is given.
+    """
+    width = most or -(-max(map(len, texts), default=1) // 16) * 16
+    ids = np.zeros((len(texts), width), np.int32)
+    for i, text in enumerate(texts):
+        ids[i, : min(len(text), width)] = text[:width]
+    return Tokens(ids, np.array([len(text) for text in texts], np.int32))
