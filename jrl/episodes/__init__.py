@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from jrl.episodes.device import Env, Start, Turn, task_env
@@ -41,6 +42,11 @@ def get_env(name: str, **options: Any) -> Env:
     if ":" not in name and name not in ENVS:
         raise UserError(f"{unknown_choice('data.env', name, ENVS)}, {FORMS}")
     make = load(ENVS.get(name, name), "data.env")
+    if inspect.iscoroutinefunction(make):
+        raise UserError(
+            f"data.env = {name!r} is an episode, which is played on the host about prompts; give"
+            " data.train (in Python, rows)"
+        )
     check_options(make, options, "data")
     env = made_by(make, f"data.env = {name!r}", **options)
     if not isinstance(env, Env):

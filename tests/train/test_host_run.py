@@ -441,7 +441,7 @@ def test_what_an_environment_labels_is_trained_on(place, tmp_path, method):
         "rank_grpo": ("ranked_list", "data.length=2", "rewards={rank_1={}, rank_2={}}"),
     }[method]
     more = ("data.eval=", "train.steps=2", "data.turn_tokens=6", "log.samples_every=1", *env[1:])
-    named = f'data.env="jrl.episodes.{env[0]}:{env[0]}"'
+    named = f"data.env={env[0]}"
     limits = ("data.max_prompt_tokens=400", "sampling.max_new_tokens=20", f"method={method}")
     said = []
     config = settings(place, tmp_path, "talk", named, *limits, "objective={}", *more)
