@@ -97,7 +97,8 @@ def generate(
     assert members is None or not baseline_members, "greedy members have temperature 0"
     group = group if members is None else members.number.shape[1]
     (n, p), g, t = prompt_tokens.shape, group + baseline_members, max_new_tokens
-    check_length(network, p, t)
+    if members is None or not members.fits:
+        check_length(network, p, t)
     # Once: the loop over tokens would slice layers out of their stacks again for every token.
     weights = network.prepare(params)
     axes, parts = independent_axes(network, n)

@@ -23,7 +23,7 @@ from jrl.signals import Stopping
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.collect import Batches, Collector
-from jrl.train.curriculum import rounds_of
+from jrl.train.curriculum import has_rounds, rounds_of
 from jrl.train.disjoint import draw_ahead, restored
 from jrl.train.host_episodes import host_source
 from jrl.train.kinds import (
@@ -65,7 +65,7 @@ def run_source(
         source = HELD_OUT[type(run.kind)](run, pool)
         judged = pool is not None and not run.kind.eval_parts
         return with_model_rewards(run, source) if judged else source
-    if run.method.curriculum is not None:
+    if has_rounds(run.method):
         source = rounds_of(run, pool, notes.get("curriculum"))
     else:
         source = SOURCES[type(run.kind)](run, pool)

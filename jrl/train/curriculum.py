@@ -22,7 +22,7 @@ from jrl.data.sources import MemoryRows
 from jrl.envs.configured import configured_env
 from jrl.envs.host import EnvError
 from jrl.errors import UserError
-from jrl.methods.base import HardProblems, WrittenProblems
+from jrl.methods.base import HardProblems, Method, WrittenProblems
 from jrl.rewards.pool import RewardPool
 from jrl.train.asks import DrawRequest, new_ask
 from jrl.train.build import Run
@@ -352,9 +352,14 @@ def hard_rounds(
     return HardRounds(rule, prompts, source, attempts, points, at_once=at_once, notes=notes)
 
 
+def has_rounds(method: Method) -> bool:
+    """Whether problems are chosen on the host between rounds of steps."""
+    return isinstance(method.curriculum, HardProblems | WrittenProblems)
+
+
 def check_curriculum(run: Run) -> None:
     """Raises UserError where a run cannot choose its problems in rounds."""
-    if run.method.curriculum is None:
+    if not has_rounds(run.method):
         return
     said = f"method = {run.config.method!r} chooses its problems in rounds, "
     if isinstance(run.method.curriculum, WrittenProblems):
