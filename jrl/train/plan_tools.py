@@ -147,9 +147,15 @@ class Hinter:
     _MARK = "QUESTION"
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        (probe,) = question_prompts(run, [self._MARK])
-        self._before, _, self._behind = probe.text.partition(self._MARK)
+        self._run, self._around = run, ("", "")
+
+    def _template(self) -> tuple[str, str]:
+        """What the template puts before and behind a question; asked for with the first hint."""
+        if self._around == ("", ""):
+            (probe,) = question_prompts(self._run, [self._MARK])
+            before, _, behind = probe.text.partition(self._MARK)
+            self._around = before, behind
+        return self._around
 
     def __call__(self, prompt: Prompt, hint: str) -> np.ndarray:
         """The tokens.
@@ -157,9 +163,10 @@ class Hinter:
         Raises:
           UserError: the prompt is not the template's, as one that was truncated.
         """
-        text, begin = prompt.text, len(self._before)
-        end = len(text) - len(self._behind)
-        if not (text.startswith(self._before) and text.endswith(self._behind) and begin <= end):
+        before, behind = self._template()
+        text, begin = prompt.text, len(before)
+        end = len(text) - len(behind)
+        if not (text.startswith(before) and text.endswith(behind) and begin <= end):
             raise UserError(
                 f"prompt {prompt.id} was cut, and a hint has no place in it; raise"
                 " data.max_prompt_tokens, or set data.overlong to 'drop'"
