@@ -56,7 +56,7 @@ def empty_slots(capacity: int, each: int = 0, prompts: int = 0) -> Slots:
 def insert(
     slots: Slots, prompt: Array, which: Array, priority: Array | None = None
 ) -> tuple[Slots, Array]:
-    """The slots with new rows, in free ones first, then in those of the oldest rows.
+    """The slots with new rows, in the places of the oldest rows where none is free.
 
     Args:
       slots: C of them.
@@ -67,21 +67,27 @@ def insert(
     Returns:
       (slots, the slot of each row [B] int32; C for those that are not inserted).
     """
-    capacity, total = slots.age.shape[0], which.sum()
-    number = jnp.cumsum(which) - 1
-    taken = which & (number >= total - capacity)
-    order = jnp.argsort(slots.age, stable=True)  # free slots have age -1
-    rank = jnp.clip(number - jnp.maximum(total - capacity, 0), 0, capacity - 1)
-    slot = jnp.where(taken, order[rank], capacity).astype(jnp.int32)
+    capacity, number = slots.age.shape[0], jnp.cumsum(which) - 1
     weight = jnp.ones(prompt.shape, jnp.float32) if priority is None else priority
-    put = lambda x, new: x.at[slot].set(new.astype(x.dtype), mode="drop")  # noqa: E731
-    slots = slots.replace(
-        prompt=put(slots.prompt, prompt),
-        age=put(slots.age, slots.count + number),
-        priority=put(slots.priority, weight),
-        count=slots.count + total.astype(jnp.int32),
-    )
-    return _within_limits(slots), slot
+    # The limits hold over old and new rows together: a new row of a prompt sends away an older one
+    # of the same prompt, before any of another's.
+    new = {
+        "prompt": prompt.astype(jnp.int32),
+        "age": jnp.where(which, slots.count + number, FREE).astype(jnp.int32),
+        "priority": weight.astype(jnp.float32),
+    }
+    both = {name: jnp.concatenate([getattr(slots, name), x]) for name, x in new.items()}
+    whole = _within_limits(slots.replace(**both))
+    place = jnp.argsort(jnp.argsort(-whole.age, stable=True))  # the newest first
+    keep = (whole.age != FREE) & (place < capacity)
+    order = jnp.argsort(keep[:capacity], stable=True)  # free slots first
+    taken = keep[capacity:]
+    rank = jnp.clip(jnp.cumsum(taken) - 1, 0, capacity - 1)
+    slot = jnp.where(taken, order[rank], capacity).astype(jnp.int32)
+    old = slots.replace(age=jnp.where(keep[:capacity], slots.age, FREE))
+    put = {name: getattr(old, name).at[slot].set(x, mode="drop") for name, x in new.items()}
+    count = slots.count + which.sum().astype(jnp.int32)
+    return slots.replace(**put, count=count), slot
 
 
 def _within_limits(slots: Slots) -> Slots:
@@ -184,7 +190,6 @@ class Store(struct.PyTreeNode):
         prompt, recorded = _recorded(groups, self.groups)
         flat = None if priority is None else priority.reshape(-1)
         slots, at = insert(self.slots, prompt, which.reshape(-1), flat)
-        # A row that was evicted at once leaves its slot free, and what lies there is not read.
         rows = {n: x.at[at].set(recorded[n], mode="drop") for n, x in self.rows.items()}
         return self.replace(slots=slots, rows=rows)
 

@@ -78,7 +78,8 @@ def generate(
     chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
     assert members is None or not baseline_members, "greedy members have temperature 0"
     group = group if members is None else members.number.shape[1]
-    check_length(network, prompt_tokens.shape[1], max_new_tokens)
+    if members is None or not members.fits:
+        check_length(network, prompt_tokens.shape[1], max_new_tokens)
     n, counts, width = ids.shape[0], (group, baseline_members), max_new_tokens
     if members is not None and members.limit is not None:
         members = members.replace(limit=jnp.minimum(members.limit, width))

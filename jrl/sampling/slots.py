@@ -94,12 +94,15 @@ class Members(struct.PyTreeNode):
       live: [N, G] bool, False for a place that stays empty (``StopReason.ABSENT``).
       temperature: [N, G] float32, in place of the batch's; None for the batch's.
       limit: [N, G] int32, the most tokens sampled; None for the batch's.
+      fits: static, whether the limits keep each member within the network's length, whatever the
+        widths of prompts and completions add up to.
     """
 
     number: Array
     live: Array
     temperature: Array | None = None
     limit: Array | None = None
+    fits: bool = struct.field(pytree_node=False, default=False)
 
 
 def member_keys(key: Array, ids: Array, numbers: Array) -> Array:

@@ -24,7 +24,7 @@ from jrl.system.signals import Stopping
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.collect import Batches, Collector
-from jrl.train.curriculum import rounds_of
+from jrl.train.curriculum import has_rounds, rounds_of
 from jrl.train.disjoint import draw_ahead, restored
 from jrl.train.host_episodes import host_source
 from jrl.train.kinds import (
@@ -67,7 +67,7 @@ def run_source(
         source = HELD_OUT[type(run.kind)](run, pool)
         judged = pool is not None and not run.kind.eval_parts
         return with_model_rewards(run, source) if judged else source
-    if run.method.curriculum is not None:
+    if has_rounds(run.method):
         source = rounds_of(run, pool, notes.get("curriculum"))
     else:
         source = SOURCES[type(run.kind)](run, pool)
@@ -107,14 +107,15 @@ def table_of(run: Run, curriculum: Curriculum) -> Table:
     return Table(rows, 1, jnp.zeros(rows, jnp.int32))
 
 
-def tools_of(run: Run) -> Callable[[Any], Any] | None:
+def tools_of(run: Run, source: Source) -> Callable[[Any], Any] | None:
     """What the data of a run offers to plans."""
     if isinstance(run.kind.task, Task):
         return partial(TaskTools, run.kind.task)
     if run.kind.task is not None or run.config.data.given:
         return None
     sizes = run.data.prompts["train"], run.config.sampling.max_new_tokens
-    tools = TextTools(*sizes, hinted=Hinter(run) if in_text(run) else None)
+    hinted = Hinter(run) if in_text(run) else None
+    tools = TextTools(*sizes, hinted, source.prompts)
     return lambda key: tools
 
 
@@ -140,8 +141,9 @@ def training_batches(
     if packer is not None and "packing" in notes:
         packer.resume(notes["packing"])
     curriculum = run.method.curriculum
+    source = run_source(run, pool, notes)
     collector = Collector(
-        source=run_source(run, pool, notes),
+        source=source,
         prompts=run.config.train.prompts,
         reward_weights=np.array(list(run.rewards.weights.values()), np.float32),
         method=run.method,
@@ -150,7 +152,7 @@ def training_batches(
         sampled=not run.config.data.scored,
         group=run.config.sampling.group,
         judge=run.rewards.judged,
-        tools=tools_of(run),
+        tools=tools_of(run, source),
         table=table_of(run, curriculum) if isinstance(curriculum, Curriculum) else None,
         contexts=in_text(run),
         notes=notes,

@@ -213,11 +213,15 @@ class Collector:
             cursor = int(first.collected.cursor)
             return StepGroups(drawn, None, cursor)
 
+        drawn, base = to_host(drawn), int(first.origin.ticket[0])
+        about = _by_ticket(first.origin.ticket, drawn.subject)
+
         def draw(asks: Asks) -> Groups:
             with jax.default_device(None):  # sampling stays where the weights are
-                return to_host(self._edit(self.source.draw(request.replace(asks=asks))))
+                more = to_host(self._edit(self.source.draw(request.replace(asks=asks))))
+            about.update(_by_ticket(asks[0].ticket, more.subject))
+            return more
 
-        drawn, base = to_host(drawn), int(first.origin.ticket[0])
         with on_host():
             state = base, now, self.setting, host_rounds
             groups, collected, counts = rest_of_step(first, drawn, draw, *state)
@@ -231,6 +235,9 @@ class Collector:
         self._outcome = None if self.setting.curriculum is None else (groups, trained)
         kept = np.asarray(trained.members())
         subject, _ = self.source.prompts(request.key, trained.row)
+        if isinstance(subject, list):  # a source may have other prompts in its rows by now
+            tickets = trained.ticket.tolist()
+            subject = [about.get(t, x) for t, x in zip(tickets, subject, strict=True)]
         made = Groups(
             trained.rollout, trained.rewards, subject, counts, trained.ids, trained.stats or None
         )
@@ -319,6 +326,13 @@ def on_host() -> Any:
 
 def _typed(key: Any) -> bool:
     return jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def _by_ticket(tickets: Any, subject: Any) -> dict[int, Any]:
+    """Ticket -> what its group is about, of prompts in text."""
+    if not isinstance(subject, list) or len(subject) != len(tickets):
+        return {}
+    return dict(zip(np.asarray(tickets).tolist(), subject, strict=True))
 
 
 def _host_asks(asks: Asks) -> Asks:

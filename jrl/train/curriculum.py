@@ -20,7 +20,7 @@ from jrl.data.prompts import build_prompts
 from jrl.data.sources import MemoryRows
 from jrl.episodes.host import EnvError
 from jrl.errors import UserError
-from jrl.methods.base import HardProblems, WrittenProblems
+from jrl.methods.base import HardProblems, Method, WrittenProblems
 from jrl.rewards.pool import RewardPool
 from jrl.system.wait_reports import waiting
 from jrl.train.build import Run
@@ -334,7 +334,7 @@ def hard_rounds(
 ) -> HardRounds:
     """The source of a run that searches, in rounds; ``notes`` of its checkpoint."""
     search, prompts = run.method.draw.search, CurrentPrompts(run.data.prompts["train"])
-    assert search is not None, "``check_curriculum`` makes sure of it"
+    assert search is not None, "the checks of a curriculum make sure of it"
     rows = search_rows(run, search)
     attempts = attempts_source(run, search, pool, rows, rule.attempts)
     weights, judge = np.array(list(run.rewards.weights.values())), run.rewards.judged
@@ -347,3 +347,8 @@ def hard_rounds(
     source = search_source(current, search, undrawn_text(current, pool, seed), rows)
     at_once = run.config.train.prompts
     return HardRounds(rule, prompts, source, attempts, points, at_once=at_once, notes=notes)
+
+
+def has_rounds(method: Method) -> bool:
+    """Whether problems are chosen on the host between rounds of steps."""
+    return isinstance(method.curriculum, HardProblems | WrittenProblems)

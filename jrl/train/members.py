@@ -176,7 +176,9 @@ def _with_text(
     members = members_of([ask], temperature)
     room = jnp.maximum(limit - ask.prefix.lengths, 0)[:, None]
     most = room if members.limit is None else jnp.minimum(members.limit, room)
-    members = members.replace(limit=jnp.broadcast_to(most, members.number.shape))
+    # With its prefix a member is as long as any other, so that it fits where they do.
+    fits = {"limit": jnp.broadcast_to(most, members.number.shape), "fits": True}
+    members = members.replace(**fits)
     rollout, labels, counts = sample(appended(under, ask.prefix), members, ask)
     return behind_prefix(rollout, ask.prefix), labels, counts
 

@@ -72,12 +72,14 @@ class TextTools(NamedTuple):
       limit: T, the most tokens of a completion.
       hinted: (prompt, hint) -> the token ids of the prompt with the hint in it; None where the data
         has none.
+      current: as ``Source.prompts``, of a source whose rows change; None where they do not.
       key_of_hints: the field of a prompt's ``meta`` that holds its hints, a list of texts.
     """
 
     prompts: Sequence[Prompt]
     limit: int
     hinted: Callable[[Prompt, str], np.ndarray] | None = None
+    current: Callable[[Any, np.ndarray], tuple[Any, list[Prompt]]] | None = None
     key_of_hints: str = "hints"
 
     def solutions(self, asks: Asks) -> Tokens:
@@ -128,8 +130,11 @@ class TextTools(NamedTuple):
         return {"context": padded(contexts), "keep": True}
 
     def prompt_ids(self, rows: Any) -> np.ndarray:
-        """The identity of the problem in each row."""
-        return np.array([self.prompts[i].id for i in np.asarray(rows).tolist()], np.int32)
+        """The identity of the problem in each row, as the source has them now."""
+        rows = np.asarray(rows)
+        listed = [self.prompts[i] for i in rows.tolist()]
+        prompts = listed if self.current is None else self.current(None, rows)[1]
+        return np.array([prompt.id for prompt in prompts], np.int32)
 
 
 class Hinter:
@@ -142,9 +147,15 @@ class Hinter:
     _MARK = "QUESTION"
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        (probe,) = question_prompts(run, [self._MARK])
-        self._before, _, self._behind = probe.text.partition(self._MARK)
+        self._run, self._around = run, ("", "")
+
+    def _template(self) -> tuple[str, str]:
+        """What the template puts before and behind a question; asked for with the first hint."""
+        if self._around == ("", ""):
+            (probe,) = question_prompts(self._run, [self._MARK])
+            before, _, behind = probe.text.partition(self._MARK)
+            self._around = before, behind
+        return self._around
 
     def __call__(self, prompt: Prompt, hint: str) -> np.ndarray:
         """The tokens.
@@ -152,9 +163,10 @@ class Hinter:
         Raises:
           UserError: the prompt is not the template's, as one that was truncated.
         """
-        text, begin = prompt.text, len(self._before)
-        end = len(text) - len(self._behind)
-        if not (text.startswith(self._before) and text.endswith(self._behind) and begin <= end):
+        before, behind = self._template()
+        text, begin = prompt.text, len(before)
+        end = len(text) - len(behind)
+        if not (text.startswith(before) and text.endswith(behind) and begin <= end):
             raise UserError(
                 f"prompt {prompt.id} was cut, and a hint has no place in it; raise"
                 " data.max_prompt_tokens, or set data.overlong to 'drop'"

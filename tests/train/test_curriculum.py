@@ -302,12 +302,12 @@ def test_coefficients_reach_the_rules():
     method = get_method("deepsearch", round_steps=7, hard=0.4, attempts=5, above=0.1, each=3)
     assert method.curriculum == HardProblems(7, 5, 0.4, 0.1)
     points, members = np.array([[1.0, 0, 0], [1, 1, 0], [0.1, 0, 0]]), np.ones((3, 3), bool)
-    assert method.replay.keep(points, members).tolist() == [
-        [True, False, False],
-        *[[False] * 3] * 2,
-    ]
-    assert method.replay.replace(points, members).all()
-    assert method.replay.each == 3
-    assert method.seams == ("objective", "prompts", "draw", "replay")
+    (rule,) = method.edits
+    keep, replace = (cell.cell_contents for cell in rule.apply.__closure__[1:])
+    assert keep(points, members).tolist() == [[True, False, False], *[[False] * 3] * 2]
+    assert replace(points, members).all()
+    assert rule.init.each == 3
+    assert method.seams == ("objective", "curriculum", "plan", "edits")
     plain = get_method("deepsearch")
-    assert plain.curriculum is plain.replay is None
+    assert plain.curriculum is None
+    assert plain.edits == ()
