@@ -195,7 +195,8 @@ class Method(NamedTuple):
             own["surrogate"] = ratios.with_parts(self.objective.surrogate, **parts)
         if "group" in changes or "lacks" in changes:
             group = changes.pop("group", self.least_group)
-            changes["needs"] = requires(group, changes.pop("lacks", self.lacks))
+            others = {n for n in self.needs if not n.startswith((_GROUP, _LACKING))}
+            changes["needs"] = requires(group, changes.pop("lacks", self.lacks)) | others
         if "epochs" in changes:
             changes["schedule"] = self.schedule._replace(epochs=changes.pop("epochs"))
         return self._replace(objective=self.objective._replace(**own), **changes)

@@ -309,3 +309,15 @@ def test_coefficients_reach_the_rule():
     assert swapped.ids["replayed"].tolist() == [[1, 0, 0], [0, 0, 0]]
     with pytest.raises(UserError, match="each = 0"):
         get_method("arpo_replay", each=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "share", "stored", "places"),
+    [("digirl", 0.5, 2, 1), ("webrl", 0.7, 1, 1), ("digirl", 0.7, 2, 2)],
+)
+def test_a_share_of_each_group_is_episodes_or_successes_of_before(method, share, stored, places):
+    (rule,) = get_method(method, replayed=share).edits
+    store, _ = recall(empty(rule), groups_of([5], [[0, 1, 0]], step=0, dead=[(0, 2)]), rule)
+    assert sum(len(held) for held in versions(store).values()) == stored
+    _, later = recall(store, groups_of([5], [[0, 0, 1]], step=3), rule)
+    assert later.ids["replayed"].astype(bool).tolist() == [[g < places for g in range(G)]]

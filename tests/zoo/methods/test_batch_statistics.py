@@ -188,7 +188,7 @@ BRPO = brpo()
 
 def test_brpo_is_the_papers():
     check(BRPO, brpo_loss, g=6)
-    assert BRPO.groups.refill
+    assert BRPO.plan.rounds > 0
 
 
 def test_an_increasing_function_of_the_scores_changes_nothing():
@@ -244,7 +244,7 @@ KNOBS = {"max_tokens": 8, "length_scale": 0.5, "entropy_coef": 0.01}
 def test_the_concise_stage_is_as_described():
     method = concise_r(stage="concise", **KNOBS)
     check(method, concise_loss, wrt=("logprobs", "entropy"), prepare=one_group_right)
-    assert not method.groups.refill
+    assert method.plan.rounds == 0
 
 
 def test_the_reasoning_stage_is_grpo_and_the_concise_one_differs_in_groups_all_right():
@@ -262,7 +262,7 @@ def test_the_reasoning_stage_is_grpo_and_the_concise_one_differs_in_groups_all_r
     np.testing.assert_array_equal(gradients["concise"][1:], gradients["grpo"][1:])
     assert not gradients["grpo"][0].any()
     assert gradients["concise"][0].any()
-    assert concise_r(max_tokens=8).groups.refill
+    assert concise_r(max_tokens=8).plan.rounds > 0
 
 
 # ---------------------------------------------------------------- RiskPO

@@ -177,15 +177,8 @@ def test_webrl_trains_on_replayed_steps_of_medium_perplexity_alone():
     assert after.mask[0, 1].all()  # a fresh one, with steps of the same chances
 
 
-def test_digirl_and_webrl_put_kept_episodes_into_a_share_of_each_group():
-    points, members = np.array([[0.0, 1.0, 0.0, 0.0]]), np.ones((1, 4), bool)
-    everything = get_method("digirl", replayed=0.5).replay
-    successes = get_method("webrl", replayed=0.7).replay
-    assert everything.keep(points, members).all()
-    assert successes.keep(points, members).tolist() == [[False, True, False, False]]
-    assert everything.replace(points, members).tolist() == [[True, True, False, False]]
-    assert successes.replace(points, members).tolist() == [[True, True, False, False]]
-    assert get_method("digirl").replay is get_method("webrl").replay is None
+def test_digirl_and_webrl_store_nothing_unless_asked_to():
+    assert get_method("digirl").edits == get_method("webrl").edits == ()
 
 
 def test_webrls_tasks_are_written_once_a_phase():
@@ -193,4 +186,4 @@ def test_webrls_tasks_are_written_once_a_phase():
     method = get_method("webrl", written=30, phase_steps=7, high=0.6)
     assert method.curriculum == WrittenProblems(steps=7, problems=30, low=0.05, high=0.6)
     assert [s for s in range(15) if method.schedule.after[0].due(s)] == [7, 14]
-    assert "prompts" in method.seams
+    assert "curriculum" in method.seams

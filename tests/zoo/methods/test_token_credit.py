@@ -63,7 +63,7 @@ def test_with_all_tokens_kept_it_is_dapo():
     one, two = run(forking_tokens(max_tokens=4, rho=1.0), d), run(dapo(max_tokens=4), d)
     assert one[0] == two[0]
     np.testing.assert_array_equal(one[1]["logprobs"], two[1]["logprobs"])
-    assert forking_tokens(max_tokens=4).groups.refill
+    assert forking_tokens(max_tokens=4).plan.rounds > 0
 
 
 def test_a_nan_entropy_is_not_taken_for_a_small_one():
