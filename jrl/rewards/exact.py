@@ -6,17 +6,10 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from jrl.rewards.answers import (
-    LONGEST,
-    Checker,
-    Choice,
-    Colon,
-    Words,
-    clean,
-    read,
-    same,
-)
+from jrl.rewards.answers import Choice, Colon, Words, read
 from jrl.rewards.base import Sample
+from jrl.rewards.compare import Checker, same
+from jrl.rewards.markup import LONGEST, clean
 from jrl.rewards.quantities import Quantity
 
 _NUMBER = re.compile(

@@ -156,6 +156,9 @@ def _phrase(text: str) -> tuple[tuple[str, int], ...] | None:
         text
     ):
         return None
+    whole, _, substance = text.partition(" of ")
+    if substance and whole in NAMES:
+        return ((f"{NAMES[whole]} of {substance}", 1),)
     # the plural of the last word
     text = re.sub(r"(?<=[^s])s$", "", re.sub(r"(?<=ch|sh|ss|.x)es$", "", text))
     text = re.sub(
@@ -167,7 +170,8 @@ def _phrase(text: str) -> tuple[tuple[str, int], ...] | None:
 def fits(unit: Unit, other: Unit) -> bool:
     """Whether two units can be of one answer: one may be missing, or say less than the other.
 
-    "red apples" fits "apples", "degrees" fits "degrees Celsius", "dollars per day" fits "dollars".
+    "cups of sugar" fits "cups", "red apples" fits "apples", "degrees" fits "degrees
+    Celsius", "dollars per day" fits "dollars".
 
     >>> fits(read_unit("km"), read_unit("")), fits(read_unit("km"), read_unit("cm"))
     (True, False)
@@ -186,6 +190,8 @@ def fits(unit: Unit, other: Unit) -> bool:
         longer, shorter = unit.above[0][0], other.above[0][0]
         if len(longer) < len(shorter):
             longer, shorter = shorter, longer
+        if longer.startswith(f"{shorter} of ") and unit.above[0][1] == other.above[0][1]:
+            return True
         if longer not in _LISTED and shorter not in _LISTED:
             return longer.endswith(" " + shorter)
     return False

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jrl.rewards import Sample, exact_reward, math_reward
-from jrl.rewards.answers import LONGEST, same
+from jrl.rewards.compare import same
 from jrl.rewards.exact import to_number
+from jrl.rewards.markup import LONGEST
 from jrl.types import Prompt
 
 PAIRS = [
