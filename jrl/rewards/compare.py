@@ -48,14 +48,24 @@ def same(answer: str, expected: str, tolerance: float = 1e-6, check: Checker | N
     a, b = read(left), read(right)
     if comparison(a, b):
         return True
-    if check is not None and {type(a), type(b)} == {Items, Expression}:
+    if check is not None and (
+        {type(a), type(b)} == {Items, Expression}
+        or (_is_equation(a, left) and _is_equation(b, right))
+    ):
         return check(right, left)
     # 1,234 beside 1, 234
-    if _is_bare(a) and isinstance(b, Quantity) and re.fullmatch(r"[\d,]+", right):
-        return "," in right and comparison(a, read(right, commas=True))
-    if _is_bare(b) and isinstance(a, Quantity) and re.fullmatch(r"[\d,]+", left):
-        return "," in left and comparison(read(left, commas=True), b)
+    commas = re.compile(r"\d,\d")
+    if _is_bare(a) and isinstance(b, Quantity) and commas.search(right):
+        return comparison(a, read(right, commas=True))
+    if _is_bare(b) and isinstance(a, Quantity) and commas.search(left):
+        return comparison(read(left, commas=True), b)
     return False
+
+
+def _is_equation(answer: Answer, text: str) -> bool:
+    """Whether an answer is an equation between expressions, whose sides may be exchanged."""
+    value = answer.value if isinstance(answer, Named) else answer
+    return text.count("=") == 1 and isinstance(value, Expression)
 
 
 def _is_bare(answer: Answer) -> bool:

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jrl.rewards import Sample, exact_reward, math_reward
@@ -214,6 +214,8 @@ def test_tiny_numbers_differ(digits, other, power):
     st.randoms(use_true_random=False),
 )
 def test_lists_and_sets_have_no_order_and_tuples_have_one(parts, separator, random):
+    # "5 and 1/2" is a number
+    assume(separator != " and " or not any("/" in part or "frac" in part for part in parts))
     moved = parts[:]
     random.shuffle(moved)
     assert same(separator.join(parts), ", ".join(moved))
