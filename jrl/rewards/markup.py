@@ -105,7 +105,7 @@ def bare(text: str) -> str:
         before = text
         text = re.sub(r"\s+", " ", text).strip()
         text = re.sub(
-            r"(?<!\.)[.,;:?]$|(?<=[a-z]{2})!$|\\\\$|^\\\(|\\\)$|^\\\[|\\\]$", "", text
+            r"(?<!\.\.)[.,;:?]$|(?<=[a-z]{2})!$|\\\\$|^\\\(|\\\)$|^\\\[|\\\]$", "", text
         ).strip()
         for mark in ("**", "__", "$$", "$", "*", "_", "`", '"', "'"):
             inner = text[len(mark) : -len(mark)]
