@@ -6,16 +6,25 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from jrl.rewards.answers import Choice, Colon, Words, read
 from jrl.rewards.base import Sample
+from jrl.rewards.compare import Checker, same
+from jrl.rewards.markup import LONGEST, clean
+from jrl.rewards.quantities import Quantity
 
 _NUMBER = re.compile(
-    r"""(?<![\w.])-?\s?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"""
-    r"""(?:\s?/\s?\d+(?![\d/.]))?""",
+    r"""(?<![\w.])-?\s?\$?(?:\d+\s(?=\d+/\d))?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"""
+    r"""(?:\s?/\s?\d+(?![\d/.]))?(?:[ ](?:hundred|thousand|million|billion|trillion|dozen)\b)*"""
+    r"""|-?\d*\\[dt]?frac\s?\{-?\d+\}\s?\{-?\d+\}""",
     re.VERBOSE,
 )
-_FRACTION = re.compile(r"(-?)\\[dt]?frac\s*\{?(-?\d+)\}?\s*\{?(-?\d+)\}?")
-_TOO_LONG = 400
-"""Characters; an answer longer than this is not read as a number."""
+_BEHIND = re.compile(
+    r"""\s?(?:\\?%|percent\b|per\s?cent\b|°[CF]?|\^\\circ|\\pi\b|π|pi\b|[ap]\.?m\b\.?|[A-Za-z]+)
+    (?:\^\{?[23]\}?|[²³]|\s?(?:/|per\s)\s?[A-Za-z]+)?""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_MARK = re.compile(r"(^[ \t]*)?#{4,}[ \t]*(.*)", re.MULTILINE)
+_HEADED = re.compile(r"\W*(?:the )?(?:final )?answer\W*", re.IGNORECASE)
 
 
 def final_answer(text: str) -> str | None:
@@ -43,13 +52,73 @@ def final_answer(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    r"""The content of the last ``\boxed{...}``, else what follows the last "####", else None."""
+    r"""The content of the last ``\boxed{...}``, else what follows the last "####", else None.
+
+    A heading of Markdown is no mark: "#### Step 1" with lines below it. "#### Answer" marks the
+    line below it.
+
+    >>> marked_answer("#### **18**"), marked_answer("#### Step 1\n3 + 4 = 7")
+    ('18', None)
+    """
     answer = boxed(text)
     if answer is not None:
         return answer
-    _, marker, rest = text.rpartition("####")
-    line = rest.strip().split("\n", 1)[0].strip()
-    return line if marker and line else None
+    for mark in reversed(list(_MARK.finditer(text))):
+        line, below = mark.group(2).strip(), text[mark.end() :].strip()
+        if mark.group(1) is None and line:
+            return _plain(line)
+        if not line or _HEADED.fullmatch(line):
+            if below:
+                return _plain(below.split("\n", 1)[0])
+        elif not below or not _is_heading(line):
+            return _plain(line)
+    return None
+
+
+def _plain(line: str) -> str:
+    """A line without emphasis and without "Answer:" before it."""
+    line = re.sub(r"^\W*(?:final )?answer\s*:\W*(?=[\w$\\(\[{-])", "", line.strip(), flags=re.I)
+    emphasis = re.fullmatch(r"(\*{1,3}|_{1,3}|`)(.+?)\1[.]?", line)
+    return emphasis.group(2).strip() if emphasis else line
+
+
+def _is_heading(line: str) -> bool:
+    """Whether a line with others below it is a heading: it has words, and they are no unit."""
+    answer = read(clean(_plain(line)))
+    if isinstance(answer, Quantity):
+        return not answer.unit.is_listed and bool(re.search(r"[A-Z]", line))
+    return isinstance(answer, Words | Choice)
+
+
+def _last_quantity(text: str) -> str | None:
+    """The last number of a text with what may change it: per cent, a unit, a formula around it."""
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
+        return None
+    last = numbers[-1]
+    for formula in re.finditer(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", text[-LONGEST:]):
+        # between the dollar signs of two prices are words
+        content = next(filter(None, formula.groups()))
+        place = formula.start() + max(0, len(text) - LONGEST)
+        bare = re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+", "", content)
+        is_around = place <= last.start() < place + len(formula.group())
+        if is_around and "\\" in content and not re.search("[A-Za-z]{3}", bare):
+            return re.split(r"=|\\approx", content)[-1].strip()
+    behind = _BEHIND.match(text, last.end())
+    number = last.group().strip()
+    if behind is None:
+        return number
+    quantity = read(clean(number + behind.group()))
+    if isinstance(quantity, Quantity) and not quantity.unit.is_listed:
+        return number  # any noun may follow a number in a sentence
+    following = behind.group().strip()
+    if following in ("in", "A", "c", "C"):
+        return number  # "18 in total"
+    # "in 5 A" and "5 a day" are words, "2 pi" and "3 i" are not
+    is_factor = re.fullmatch(r"\\pi|π|pi|i|x|y|z|n", following)
+    if isinstance(quantity, Quantity | Colon) or is_factor:
+        return number + behind.group()
+    return number
 
 
 def boxed(text: str) -> str | None:
@@ -73,65 +142,32 @@ def boxed(text: str) -> str | None:
 def to_number(text: str) -> Fraction | None:
     r"""The number that a text represents, or None if it is more than a number.
 
-    Commas between digits, dollar signs, ``\$``, percent signs, ``\text{...}``, units of letters
-    after the number, spaces and a full stop at the end are ignored: "$1,200.50" is 1200.5, and
-    "50%" is 50. Fractions are read as "3/4" and ``\frac{3}{4}``.
+    Its unit, a currency and a percent sign are left out: "$1,200.50" is 1200.5, and "50%" is 50.
 
     >>> to_number("$1,200.50"), to_number(r"-\frac{3}{4}"), to_number("3 or 4")
     (Fraction(2401, 2), Fraction(-3, 4), None)
     """
-    if len(text) > _TOO_LONG:
+    if len(text) > LONGEST:
         return None
-    text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[!,;: ]|\\left|\\right", "", text)
-    text = text.replace("\\$", "").replace("$", "").replace("\\%", "").replace("%", "")
-    text = re.sub(r"(?<=\d),(?=\d{3})", "", text).strip().rstrip(".").strip()
-    fraction = _FRACTION.fullmatch(text)
-    if fraction:
-        sign, above, below = fraction.groups()
-        text = f"{above}/{below}"
-        return _fraction(text, -1 if sign else 1)
-    text = re.sub(r"(?<=\d)\s+[A-Za-z][A-Za-z .²³^]*$", "", text)
-    text = re.sub(r"\s*/\s*", "/", re.sub(r"^([-+])\s+", r"\1", text))
-    return _fraction(text, 1)
+    quantity = read(clean(text))
+    return quantity.value if isinstance(quantity, Quantity) else None
 
 
-def _fraction(text: str, sign: int) -> Fraction | None:
-    exponent = re.search(r"[eE]([+-]?\d+)$", text)
-    # Fraction would compute all digits; it also reads digits with underscores between them.
-    if "_" in text or (exponent and abs(int(exponent.group(1))) > 300):
-        return None
-    try:
-        return sign * Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        return None
-
-
-def same_answer(answer: str, expected: str, tolerance: float = 1e-6) -> bool:
-    """Whether two final answers are the same.
+def same_answer(
+    answer: str, expected: str, tolerance: float = 1e-6, check: Checker | None = None
+) -> bool:
+    """Whether two final answers are the same, by the grammar of ``jrl.rewards.answers``.
 
     Args:
       answer: the completion's.
       expected: the dataset's.
       tolerance: relative, for numbers that are not both integers; 0 compares exactly.
+      check: compares two expressions; None compares their texts.
 
-    Returns:
-      For two integers, whether they are equal; for other numbers, whether they differ by at most
-      ``tolerance`` times the expected one; else whether the texts are equal, ignoring case, spaces,
-      dollar signs and a full stop at the end.
-
-    >>> same_answer("3.50", "$3.5"), same_answer("Blue.", "blue"), same_answer("12", "13")
+    >>> same_answer("3.50", "$3.5"), same_answer("Blue.", "blue"), same_answer("5 cm", "5 km")
     (True, True, False)
     """
-    left, right = to_number(answer), to_number(expected)
-    if left is not None and right is not None:
-        if left.denominator == right.denominator == 1:
-            return left == right
-        return abs(left - right) <= Fraction(tolerance) * abs(right)
-    return _normal(answer) == _normal(expected)
-
-
-def _normal(text: str) -> str:
-    return re.sub(r"\s+|\$|\.$", "", text.strip()).casefold()
+    return same(answer, expected, tolerance, check)
 
 
 def exact_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
@@ -156,10 +192,20 @@ def expected_answer(answer: Any) -> str:
     return marked_answer(text) or text
 
 
+def claimed_answer(completion: str, expected: str) -> str | None:
+    """The answer that a completion gives, where it can be found without parsing mathematics.
+
+    What is marked; where a number is expected, the last one; else the complete text.
+    """
+    marked = marked_answer(completion)
+    if marked is not None:
+        return marked
+    if to_number(expected) is None and not isinstance(read(clean(expected)), Colon):
+        return completion
+    return _last_quantity(completion) or completion
+
+
 def _is_right(sample: Sample, tolerance: float) -> bool:
     expected = expected_answer(sample.prompt.answer)
-    if to_number(expected) is not None:
-        answer = final_answer(sample.completion)
-    else:
-        answer = marked_answer(sample.completion) or sample.completion
+    answer = claimed_answer(sample.completion, expected)
     return answer is not None and same_answer(answer, expected, tolerance)

@@ -5,15 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jrl.rewards.base import Sample
 from jrl.rewards.bounds import LONGEST, is_tame
-from jrl.rewards.exact import exact_reward, expected_answer, final_answer, marked_answer, to_number
-from jrl.rewards.exact import same_answer as same_number
+from jrl.rewards.exact import (
+    claimed_answer,
+    exact_reward,
+    expected_answer,
+    same_answer,
+)
+
+_SAME = 1e-5
+"""Relative difference of values that math-verify may call equal."""
 
 _SECONDS = 3.0
 """Processor time of one comparison; the pool's limit would end the process too."""
@@ -22,9 +30,9 @@ _SECONDS = 3.0
 def math_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
     """1 for a completion whose final answer equals the prompt's, else 0.
 
-    Numbers are compared as ``exact_reward`` does. Anything else (sets, intervals, expressions) goes
-    to math-verify, the ``math`` extra, if ``bounds.is_tame`` holds of both and within 3 s; else
-    the texts are compared.
+    Answers are read and compared by the grammar of ``jrl.rewards.answers``. Two expressions in them
+    go to math-verify, the ``math`` extra, if ``bounds.is_tame`` holds of both and within 3 s; what
+    it calls equal is computed once more. Without it the texts of expressions are compared.
 
     Args:
       samples: what to judge.
@@ -39,19 +47,22 @@ def math_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
     return [float(_is_right(sample, tolerance, checker)) for sample in samples]
 
 
-def _is_right(sample: Sample, tolerance: float, checker: Callable[[str, str], bool]) -> bool:
+def _is_right(sample: Sample, tolerance: float, checker: _MathVerify) -> bool:
     expected = expected_answer(sample.prompt.answer)
-    answer = final_answer(sample.completion)
-    if to_number(expected) is not None and answer is not None and to_number(answer) is not None:
-        return same_number(answer, expected, tolerance)
-    if answer is not None and same_number(answer, expected, tolerance):
-        return True
-    marked = marked_answer(sample.completion)
-    # Unmarked, the answer is looked for in the end of the completion.
-    claimed = sample.completion[-LONGEST:] if marked is None else marked
-    if not (is_tame(expected) and is_tame(claimed)):
+    check = checker.agrees
+    answer = claimed_answer(sample.completion, expected)
+    try:
+        with _limited_time():
+            if answer is not None and same_answer(answer, expected, tolerance, check):
+                return True
+            if answer != sample.completion:  # it was marked, or has the number that was expected
+                return False
+            # unmarked, the answer is looked for in the end of the completion
+            tail = sample.completion[-LONGEST:]
+            found = checker.extract(tail) if is_tame(tail) else None
+            return found is not None and same_answer(found, expected, tolerance, check)
+    except (_TooLong, MemoryError, RecursionError):
         return False
-    return checker(expected, claimed if marked is None else f"\\boxed{{{marked}}}")
 
 
 class _TooLong(BaseException):
@@ -80,32 +91,82 @@ def _limited_time() -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
+class _MathVerify:
+    """Parses and compares expressions with math-verify, and computes again what it calls equal."""
+
+    def __init__(self, library: Any) -> None:
+        self._verify = library.verify
+        # math-verify's own time limits use alarm signals, so they are off and this module and the
+        # reward pool set limits
+        self._parse: Any = functools.partial(library.parse, parsing_timeout=None)
+        self.agrees("x + 1", "1 + x")  # builds the grammar outside of a comparison's time limit
+
+    def extract(self, text: str) -> str | None:
+        """The text of the answer in a completion, as math-verify finds it."""
+        parsed = self._parse(text)
+        return parsed[-1] if parsed and isinstance(parsed[-1], str) else None
+
+    def agrees(self, expected: str, answer: str) -> bool:
+        """Whether two expressions are equal."""
+        if not (is_tame(expected) and is_tame(answer)):
+            return False
+        gold, claim = (self._parse(f"\\boxed{{{text}}}") for text in (expected, answer))
+        if not gold or not claim or not self._verify(gold, claim, timeout_seconds=None):
+            return False
+        if any(
+            _lost_letters(text, parsed[0]) for text, parsed in ((expected, gold), (answer, claim))
+        ):
+            return False
+        return equal_values(gold[0], claim[0])
+
+
+def _lost_letters(text: str, parsed: Any) -> bool:
+    """Whether math-verify dropped all the letters of a text, as units: "5m" became 5."""
+    bare = re.sub(r"\\[a-zA-Z]+|_\{?\w+\}?|[a-zA-Z]{3,}", "", text)
+    return bool(re.search(r"[a-df-hj-zA-Z]", bare)) and not getattr(parsed, "free_symbols", True)
+
+
+def equal_values(gold: Any, claim: Any) -> bool:
+    """Whether two parsed answers have equal values, where they can be computed.
+
+    math-verify rounds to six places, so it takes 1e-7 for 2e-7; it also compares what it read of a
+    text, which may be a part. Relations and what has no value are left to it.
+    """
+    import sympy
+
+    if not (isinstance(gold, sympy.Expr) and isinstance(claim, sympy.Expr)):
+        if isinstance(gold, sympy.core.relational.Relational) and not gold.free_symbols:
+            return bool(gold == claim)  # 1 = 1 and 2 = 2 are both true
+        return True
+    if gold.free_symbols != claim.free_symbols:
+        return True
+    if gold.is_Rational and claim.is_Rational:
+        return bool(gold == claim)
+    names = sorted(gold.free_symbols, key=str)
+    for shift in (0, 1):
+        point = {name: sympy.Rational(7 * i + 12 + 5 * shift, 11) for i, name in enumerate(names)}
+        try:
+            a, b = (sympy.N(side.subs(point), 40) for side in (gold, claim))
+            if not (a.is_number and b.is_number and a.is_finite and b.is_finite):
+                continue
+            if abs(a - b) > _SAME * max(abs(a), abs(b)):
+                return False
+        except (TypeError, ValueError, ArithmeticError, AttributeError):
+            return True
+    return True
+
+
 @functools.cache
-def _math_verify() -> Callable[[str, str], bool] | None:
-    """(expected, completion) -> whether they agree; None without math-verify."""
+def _math_verify() -> _MathVerify | None:
+    """math-verify with its guards; None where it is not installed."""
     try:
         import math_verify
     except ImportError:
         return None
-    # math-verify's own time limits use alarm signals, so they are off and the reward pool sets the
-    # limit; the loggers would warn about that on every call.
+    # the loggers would warn on every call that the time limits are off
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    parse: Any = functools.partial(math_verify.parse, parsing_timeout=None)
-
-    def verify(expected: str, completion: str) -> bool:
-        gold = parse(f"\\boxed{{{expected}}}")
-        return bool(math_verify.verify(gold, parse(completion), timeout_seconds=None))
-
-    def agrees(expected: str, completion: str) -> bool:
-        try:
-            with _limited_time():
-                return verify(expected, completion)
-        except (_TooLong, MemoryError, RecursionError):
-            return False
-
-    verify("x + 1", "\\boxed{1 + x}")  # builds the grammar outside of a comparison's time limit
-    return agrees
+    return _MathVerify(math_verify)
 
 
 math_reward.prepare = _math_verify  # type: ignore[attr-defined]

@@ -37,6 +37,13 @@ def sample(completion, answer):
         ("", None),
         ("####", None),
         ("100%", "100"),
+        ("#### **18**", "18"),
+        ("#### Step 1\n3 boxes of 6\nare 18", "18"),
+        ("#### 18\n\n#### Notes\nin 3 boxes", "18"),
+        ("### Solution\n#### Final answer\n$18", "$18"),
+        ("It takes 2 1/2 hours.", "2 1/2"),
+        ("There are 10 million.", "10 million"),
+        (r"So it is $\frac{1}{2}$.", r"\frac{1}{2}"),
     ],
 )
 def test_final_answer(text, answer):

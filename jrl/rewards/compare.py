@@ -1,0 +1,238 @@
+r"""Whether two final answers are the same, by the grammar of ``jrl.rewards.answers``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from jrl.rewards.answers import (
+    Answer,
+    Based,
+    Choice,
+    Colon,
+    Date,
+    Expression,
+    Items,
+    Measured,
+    Named,
+    Words,
+    read,
+)
+from jrl.rewards.markup import MOST_ITEMS, clean
+from jrl.rewards.quantities import Quantity
+from jrl.rewards.units import NO_UNIT, fits
+
+Checker = Callable[[str, str], bool]
+"""(expected, answer), two expressions -> whether they are equal."""
+
+
+def same(answer: str, expected: str, tolerance: float = 1e-6, check: Checker | None = None) -> bool:
+    r"""Whether two final answers are the same by the grammar of this module.
+
+    Args:
+      answer: the completion's.
+      expected: the data set's.
+      tolerance: relative, for numbers that are not both whole.
+      check: compares two expressions; None compares their texts.
+
+    >>> same("2.5", "2 1/2"), same("5 cm", "5 km"), same("2, 1", "1 and 2"), same("on", "no")
+    (True, False, True, False)
+    """
+    left, right = clean(answer), clean(expected)
+    if left.casefold() == right.casefold():
+        return True
+    if not left or not right:
+        return False
+    comparison = _Comparison(tolerance, check)
+    a, b = read(left), read(right)
+    if comparison(a, b):
+        return True
+    if check is not None and (
+        {type(a), type(b)} == {Items, Expression}
+        or (_is_equation(a, left) and _is_equation(b, right))
+    ):
+        return check(right, left)
+    # 1,234 beside 1, 234
+    commas = re.compile(r"\d,\d")
+    if _is_bare(a) and isinstance(b, Quantity) and commas.search(right):
+        return comparison(a, read(right, commas=True))
+    if _is_bare(b) and isinstance(a, Quantity) and commas.search(left):
+        return comparison(read(left, commas=True), b)
+    return False
+
+
+def _is_equation(answer: Answer, text: str) -> bool:
+    """Whether an answer is an equation between expressions, whose sides may be exchanged."""
+    value = answer.value if isinstance(answer, Named) else answer
+    return text.count("=") == 1 and isinstance(value, Expression)
+
+
+def _is_bare(answer: Answer) -> bool:
+    value = answer.value if isinstance(answer, Named) else answer
+    return isinstance(value, Items) and value.brackets in ("", "{}")
+
+
+class _Comparison:
+    """Compares two answers that were read, the completion's first."""
+
+    def __init__(self, tolerance: float, check: Checker | None) -> None:
+        self.tolerance, self.check = Fraction(tolerance), check
+        self.left = 3 * MOST_ITEMS
+        """Comparisons of expressions that remain: a list could ask for thousands."""
+
+    def __call__(self, a: Answer, b: Answer) -> bool:
+        if a == b:
+            return True
+        if isinstance(a, Named) or isinstance(b, Named):
+            return self._named(a, b)
+        if isinstance(a, Choice) or isinstance(b, Choice):
+            return self._choice(a, b)
+        if isinstance(a, Items) or isinstance(b, Items):
+            return self._items(a, b)
+        if isinstance(a, Quantity) and isinstance(b, Quantity):
+            return self._quantities(a, b)
+        if isinstance(a, Colon) or isinstance(b, Colon):
+            return self._colons(a, b)
+        if isinstance(b, Based):  # a base may be missing where one was expected
+            return isinstance(a, Quantity) and str(a.value) == b.digits
+        if isinstance(a, Date) and isinstance(b, Date):
+            return a[1:] == b[1:] and 0 in (a.year, b.year)
+        if isinstance(a, Measured) or isinstance(b, Measured):
+            units = [x.unit if isinstance(x, Measured | Quantity) else NO_UNIT for x in (a, b)]
+            bare = [x.value if isinstance(x, Measured) else x for x in (a, b)]
+            bare = [x._replace(unit=NO_UNIT) if isinstance(x, Quantity) else x for x in bare]
+            return fits(*units) and self(*bare)
+        return self._expressions(a, b)
+
+    def _named(self, a: Answer, b: Answer) -> bool:
+        if isinstance(a, Named) and isinstance(b, Named):
+            return a.name == b.name and self(a.value, b.value)
+        return self(*(x.value if isinstance(x, Named) else x for x in (a, b)))
+
+    def _choice(self, a: Answer, b: Answer) -> bool:
+        if isinstance(a, Choice) and isinstance(b, Choice):
+            if a.letter != b.letter:
+                return False
+            return a.content is None or b.content is None or self(a.content, b.content)
+        choice, other = (a, b) if isinstance(a, Choice) else (b, a)
+        assert isinstance(choice, Choice)
+        if isinstance(other, Expression | Words) and other.text.upper() == choice.letter:
+            return True
+        if choice.content is None:
+            return False
+        return self(choice.content, other) if choice is a else self(other, choice.content)
+
+    def _quantities(self, a: Quantity, b: Quantity) -> bool:
+        if a.percent != b.percent:
+            part, other = (a, b) if a.percent else (b, a)
+            if other.unit.above:
+                return False
+            hundredth = part._replace(value=part.value / 100, percent=False)
+            return any(self._numbers(x.value, other.value) for x in (part, hundredth))
+        return fits(a.unit, b.unit) and self._numbers(a.value, b.value)
+
+    def _numbers(self, a: Fraction, b: Fraction) -> bool:
+        if a.denominator == b.denominator == 1:
+            return a == b
+        return abs(a - b) <= self.tolerance * max(abs(a), abs(b))
+
+    def _colons(self, a: Answer, b: Answer) -> bool:
+        if isinstance(a, Colon) and isinstance(b, Colon):
+            if a.is_time and b.is_time:
+                return _same_time(a, b)
+            x, y = (tuple(p for p in c.parts) for c in (a, b))
+            if a.is_time != b.is_time or len(x) != len(y) or 0 in x + y:
+                return False
+            return all(p * y[0] == q * x[0] for p, q in zip(x, y, strict=True))
+        colon, other = (a, b) if isinstance(a, Colon) else (b, a)
+        assert isinstance(colon, Colon)
+        if not isinstance(other, Quantity) or other.unit.above or other.percent:
+            return False
+        first, second, *rest = colon.parts
+        if colon.is_time:
+            if not second and not any(rest):
+                return other.value == first
+            return not colon.half and not any(rest) and first / second == other.value
+        return not rest and bool(second) and first / second == other.value
+
+    def _items(self, a: Answer, b: Answer) -> bool:
+        if not (isinstance(a, Items) and isinstance(b, Items)):
+            items, other = (a, b) if isinstance(a, Items) else (b, a)
+            assert isinstance(items, Items)
+            if len(items.items) == 1 and items.brackets in ("", "{}"):
+                return self(items.items[0], other) if items is a else self(other, items.items[0])
+            if items.brackets == "[]" and isinstance(other, Colon) and len(items.items) == 2:
+                return tuple(q.value for q in items.items if isinstance(q, Quantity)) == other.parts
+            return False
+        kinds = {a.brackets, b.brackets}
+        if kinds == {"()", "[]"} or kinds == {"", "[]"}:
+            # of two numbers the brackets make an interval
+            if len(a.items) < 3:
+                return False
+        elif len(kinds) > 1 and kinds not in ({"", "()"}, {"", "{}"}):
+            return False
+        if kinds <= {"", "{}", "cup"} or kinds == {"", "[]"}:
+            return self._any_order(a.items, b.items, "{}" in kinds)
+        return len(a.items) == len(b.items) and all(map(self, a.items, b.items))
+
+    def _any_order(self, a: Sequence[Answer], b: Sequence[Answer], repeats: bool) -> bool:
+        if repeats:
+            a, b = list(dict.fromkeys(a)), list(dict.fromkeys(b))
+        remaining = list(b)
+        # what is the same without a checker goes first
+        for item in a:
+            match = next((other for other in remaining if item == other), None)
+            if match is None:
+                match = next((other for other in remaining if self(item, other)), None)
+            if match is None:
+                return False
+            remaining.remove(match)
+        return not remaining
+
+    def _expressions(self, a: Answer, b: Answer) -> bool:
+        kinds = (Expression, Quantity)
+        if isinstance(a, Words) and isinstance(b, Words):
+            return a.text == b.text
+        if not (isinstance(a, kinds) and isinstance(b, kinds)) or type(a) is type(b) is Quantity:
+            return False
+        left, right = _mathematics(a), _mathematics(b)
+        if left is None or right is None:
+            return False
+        if _unspaced(left) == _unspaced(right):
+            return True
+        self.left -= 1
+        return self.check is not None and self.left >= 0 and self.check(right, left)
+
+
+def _unspaced(text: str) -> str:
+    """An expression without the spaces that say nothing: those of "1 2" do."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text.casefold())
+
+
+def _mathematics(answer: Expression | Quantity) -> str | None:
+    """What a computer algebra system reads; None for a number with a unit."""
+    if isinstance(answer, Expression):
+        return answer.text
+    value = answer.value / 100 if answer.percent else answer.value
+    if answer.unit.above not in ((), (("degree", 1),)):
+        return None
+    return (
+        str(value)
+        if value.denominator == 1
+        else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    )
+
+
+def _same_time(a: Colon, b: Colon) -> bool:
+    hours = []
+    for time in (a, b):
+        hour = int(time.parts[0])
+        known = bool(time.half) or hour > 12 or hour == 0
+        hours.append((hour % 12 + 12 * (time.half == "pm") if time.half else hour, known))
+    if a.parts[1:] != b.parts[1:]:
+        return False
+    (first, first_known), (second, second_known) = hours
+    if first_known and second_known:
+        return first == second
+    return a.parts[0] == b.parts[0] or (a.half == b.half == "" and first == second)
