@@ -55,7 +55,7 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_the_examples_are_short():
-    assert len(BLOCKS) == 7
+    assert len(BLOCKS) == 8
     assert len(BLOCKS[0].splitlines()) < 30
 
 
