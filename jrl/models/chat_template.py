@@ -138,6 +138,11 @@ def render_here(template: str, variables: Mapping[str, Any], source: str, second
         problem = f"line {error.lineno}: {error}"
     except (jinja2.TemplateError, _Beyond) as error:
         problem = str(error)
+        if isinstance(error, _Beyond) and _expanded(variables.get("messages")) > MOST_CHARACTERS:
+            raise UserError(
+                f"the messages hold more than {MOST_CHARACTERS} characters, the most that a"
+                " conversation may have; shorten them, or leave the row out"
+            ) from None
     except MemoryError:
         problem = "it needs more memory than there is"
     except Exception as error:  # what Python's operators raise: dividing by 0, text plus number

@@ -504,10 +504,10 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def check_ids(largest: int, vocab_size: int, where: str) -> None:
-    """Raises UserError when a prompt holds an id that the model has no embedding for."""
+    """Raises UserError when a text holds an id that the model has no embedding for."""
     if largest >= vocab_size:
         raise UserError(
-            f"{where}: a prompt holds token id {largest} but the model's vocabulary has only "
+            f"{where}: a text holds token id {largest} but the model's vocabulary has only "
             f"{vocab_size} ids; an added token of the tokenizer was never given an embedding"
         )
 

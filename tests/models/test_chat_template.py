@@ -228,3 +228,9 @@ def test_a_file_that_is_not_utf_8(tmp_path, name):
     (tmp_path / name).write_bytes(b"{{ '\xff' }}")
     with pytest.raises(UserError, match="jinja: not UTF-8 text"):
         find_templates(tmp_path, None)
+
+
+def test_messages_that_are_too_long_are_not_the_templates_fault():
+    talk = {"messages": [{"role": "user", "content": "x" * 11_000_000}]}
+    with pytest.raises(UserError, match="^the messages hold more than 10000000 characters"):
+        render("{% for m in messages %}{{ m.content }}{% endfor %}", talk, "DIR")
