@@ -131,12 +131,12 @@ class Sandbox:
                 "to let code use the network"
             )
         if not self.apart:
-            network = "no network" if self.offline else "the network"
+            reach = "no network" if self.offline else "the network"
             files = "may leave files and see other processes"
             if self._way.fenced:
                 files = "writes to a directory of its own alone"
             logging.getLogger("jrl").warning(
-                f"sandbox: unshare cannot be used here; code has {network} and {files}; "
+                f"sandbox: unshare cannot be used here; code has {reach} and {files}; "
                 "limits hold; see docs/safety.md"
             )
         elif not self._way.filtered:
