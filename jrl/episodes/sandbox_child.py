@@ -132,8 +132,11 @@ _REFUSED = {
     "pidfd_getfd": (438, 438),
     "io_uring_setup": (425, 425),
 }
+_SOCKET, _FAMILIES = (41, 198), (1, 2, 10, 16)
+"""Unix, IPv4, IPv6, netlink: a network namespace holds them. Sockets to the host of a virtual
+machine (vsock), for one, it does not."""
 _REFUSED_BESIDE_OTHERS = {
-    "socket": (41, 198),  # socketpair stays, which asyncio and multiprocessing use
+    "socket": _SOCKET,  # socketpair stays, which asyncio and multiprocessing use
     # A process that leaves the group outlives the signal that ends the group.
     "setsid": (112, 157),
     "setpgid": (109, 154),
@@ -172,6 +175,10 @@ def filter_calls(libc: ctypes.CDLL, apart: bool) -> None:
         (_JUMP_EQUAL, 0, 3, _CLONE[which]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_JUMP_BITS, 0, 1, _NAMESPACES),
+        deny,
+        (_JUMP_EQUAL, 0, len(_FAMILIES) + 2, _SOCKET[which]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        *((_JUMP_EQUAL, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)),
         deny,
         (_RETURN, 0, 0, _ALLOW),
     ]

@@ -161,6 +161,17 @@ def test_nothing_nests_and_no_memory_is_beyond_the_limits(either):
     assert asyncio.run(either.run(CALLS))[:2] == ("", "ok")
 
 
+def test_sockets_that_no_namespace_holds_are_refused(either):
+    """Those to the host of a virtual machine; its own loopback is nobody else's."""
+    code = "import socket\nsocket.socket({}, {})"
+    vsock = asyncio.run(either.run(code.format(40, "socket.SOCK_STREAM")))
+    packets = asyncio.run(either.run(code.format("socket.AF_PACKET", "socket.SOCK_RAW")))
+    assert "PermissionError" in vsock.output
+    assert "PermissionError" in packets.output
+    own = asyncio.run(either.run(code.format("socket.AF_INET", "socket.SOCK_STREAM")))
+    assert own.status == ("ok" if either.apart else "error")
+
+
 def test_temporary_directories_share_their_limit(sandbox):
     if not sandbox.apart:
         pytest.skip("unshare cannot be used here")
