@@ -139,7 +139,7 @@ def load(spec: str, key: str) -> Callable[..., Any]:
         raise UserError(f"{setting}; write {FORMS}")
     is_file = place.endswith(".py")
     try:
-        with _time_limit(IMPORT_SECONDS), _no_exit():
+        with _time_limit(IMPORT_SECONDS), _no_exit(), _no_wide_numbers(setting, place):
             module = _of_file(_existing(Path(place), setting)) if is_file else _of_name(place)
     except UserError:
         raise
@@ -277,7 +277,8 @@ def made_by(function: Callable[..., Any], setting: str, *args: Any, **options: A
       UserError: it raised something, named with its line.
     """
     try:
-        return function(*args, **options)
+        with _no_wide_numbers(setting, getattr(function, "__name__", "the function"), "calling"):
+            return function(*args, **options)
     except UserError:
         raise
     except Exception as error:
@@ -358,6 +359,23 @@ def _existing(path: Path, setting: str) -> Path:
         else f"files are relative to {Path.cwd()}"
     )
     raise UserError(f"{setting}: there is no file {path}; {hint}")
+
+
+@contextlib.contextmanager
+def _no_wide_numbers(setting: str, place: str, doing: str = "importing") -> Iterator[None]:
+    """Raises UserError where what runs inside switches JAX to 64 bits: a run's programs have 32."""
+    before = _wide_numbers()
+    yield
+    if _wide_numbers() and not before:
+        raise UserError(
+            f"{setting}: {doing} {place} sets jax_enable_x64, and a run computes in 32 bits; "
+            "remove it, and write jax.enable_x64(True) around what needs 64"
+        )
+
+
+def _wide_numbers() -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and bool(jax.config.jax_enable_x64)
 
 
 @functools.cache

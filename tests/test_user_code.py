@@ -4,6 +4,7 @@ import contextvars
 import json
 import signal
 
+import jax
 import pytest
 
 from jrl import user_code as own
@@ -123,6 +124,21 @@ def test_a_file_that_cannot_be_imported_is_named_with_the_line(text, tmp_path):
     assert "\n" not in str(caught.value)
     path.write_text("def f():\n    return 5\n")  # mended, and tried again
     assert load(f"{path}:f", "method")() == 5
+
+
+def test_a_file_that_switches_to_64_bits_is_named(tmp_path):
+    switch = "jax.config.update('jax_enable_x64', True)"
+    (tmp_path / "wide.py").write_text(f"import jax\n{switch}\ndef f():\n    pass\n")
+    (tmp_path / "late.py").write_text(f"import jax\ndef f():\n    {switch}\n")
+    try:
+        with pytest.raises(UserError, match=r"importing .*wide\.py sets jax_enable_x64, and a run"):
+            load(f"{tmp_path}/wide.py:f", "data.env")
+        jax.config.update("jax_enable_x64", False)
+        late = load(f"{tmp_path}/late.py:f", "data.env")
+        with pytest.raises(UserError, match="late: calling f sets jax_enable_x64"):
+            own.made_by(late, "late")
+    finally:
+        jax.config.update("jax_enable_x64", False)
 
 
 def test_a_file_is_imported_once_relative_to_the_working_directory(mine, monkeypatch):

@@ -32,6 +32,8 @@ Target = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or co
 def read(target: str | None, overrides: Sequence[str] | None) -> Config:
     """The configuration named by a command's first arguments."""
     changes = list(overrides or ())
+    if target is not None and not target.strip():
+        raise UserError(f"RUN = {target!r}; name a configuration file or a run directory")
     if target is not None and "=" in target and not os.path.exists(target):
         changes = [target, *changes]
         target = None

@@ -271,8 +271,7 @@ def compare(
         raise UserError("data.task is missing; name tasks or environments with --task")
     from jrl.run.compare import compare as run_comparison
 
-    names = [name.strip() for name in methods.split(",")]
-    task_names = [name.strip() for name in tasks.split(",")]
+    names, task_names = _listed(methods, "--methods"), _listed(tasks, "--task")
     run_comparison(
         settings, methods=names, tasks=task_names, seeds=seeds, out=Path(out), echo=typer.echo
     )
@@ -299,3 +298,15 @@ def report(
     from jrl.report.page import write_report
 
     typer.echo(str(write_report(runs[0]) if len(runs) == 1 else write_overlay(runs)))
+
+
+def _listed(text: str, option: str) -> list[str]:
+    """Names between commas.
+
+    Raises:
+      UserError: one of them is empty.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise UserError(f"{option} {text!r}: a name is empty; write NAME or NAME,NAME")
+    return names

@@ -101,6 +101,8 @@ def explain(item: Mapping[str, Any]) -> str:
     key, kind, value = ".".join(path), item["type"], item["input"]
     context = item.get("ctx", {})
     if kind == "extra_forbidden":
+        if "." in path[-1]:
+            return f'unknown key "{path[-1]}": quotes make one name of it; write {key} without them'
         return _unknown_key(key, value, kind_name)
     if kind == "union_tag_not_found" and isinstance(value, dict):
         return f"{key}.kind is missing: {_text_of(f'{key}.kind')}"

@@ -78,6 +78,13 @@ def open_source(
         if not paths:
             raise UserError(f"{key} = {spec!r}: no file matches (looked from {Path.cwd()})")
         return _rows_of([Path(each) for each in paths], spec, key)
+    if path.is_dir():
+        raise UserError(f"{key} = {spec!r}: is a directory; {_FORMS}")
+    if path.exists() and not path.is_file():
+        raise UserError(
+            f"{key} = {spec!r}: is a pipe or a device, which is read once only; write its rows to a"
+            " file and name that"
+        )
     if not path.is_file():
         raise UserError(f"{key} = {spec!r}: there is no such file {_looked(path)}")
     return _rows_of([path], spec, key)

@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,29 @@ def user_message(content: str) -> Message:
 def assistant_message(content: str) -> Message:
     """A message in the role "assistant"."""
     return {"role": "assistant", "content": content}
+
+
+def check_url(url: Any, key: str) -> str:
+    """The address of a server, unchanged.
+
+    Args:
+      url: as somebody wrote it.
+      key: of the configuration or command line that holds it, for messages.
+
+    Raises:
+      UserError: no request over HTTP can be sent to it.
+
+    >>> check_url("http://localhost:8000/v1", "data.url")
+    'http://localhost:8000/v1'
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (TypeError, ValueError, AttributeError):  # no text; a port that is no number
+        good = False
+    if not good or not url.isprintable() or " " in url:
+        raise UserError(f"{key} = {url!r:.80}; write an address such as http://localhost:8000/v1")
+    return url
 
 
 def endpoint(
@@ -83,8 +107,9 @@ def keyed_endpoint(
       **more: further arguments of ``endpoint``.
 
     Raises:
-      UserError: there is no such variable.
+      UserError: there is no such variable, or the address is none.
     """
+    check_url(url, f"{key.rpartition('.')[0]}.url")
     secret = environment_variable(key_variable, key) if key_variable else ""
     return endpoint(url, model, key=secret, **more)
 

@@ -376,9 +376,18 @@ def _label(value: Any, name: str) -> int | list[int]:
     return [int(x) for x in many] if many is value else int(value)
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 def _number(value: Any, name: str) -> float:
     if not isinstance(value, int | float | np.number | np.bool_):
         raise EnvError(f"{name} is {value!r:.60}, not a number")
-    if not math.isfinite(value):
-        raise EnvError(f"{name} is {float(value)}, not finite")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of more digits
+        number = math.inf if value > 0 else -math.inf
+    if not math.isfinite(number):
+        raise EnvError(f"{name} is {number}, not finite")
+    if abs(number) > _LARGEST:
+        raise EnvError(f"{name} is {number:g}, infinite in float32")
+    return number

@@ -1,12 +1,13 @@
 """Python of the policy's in processes of their own, with limits on everything it may use.
 
 Where the system has ``unshare`` and lets it be used, the code has no network, no other processes in
-sight, and empty temporary directories that vanish with it. Elsewhere a filter of system calls keeps
-it from sockets and from the memory of other processes; where that cannot be had either,
-``Sandbox(network=True)`` must say that the network is no harm. It always runs without the caller's
-environment variables, with limits on processor time, memory, output, files and processes, and it is
-killed with all its children at its deadline. It may read files that everybody on the machine may
-read; a container or virtual machine around the trainer keeps it from those.
+sight, and nothing to write but empty temporary directories that vanish with it. Elsewhere a filter
+of system calls (seccomp) keeps it from sockets and from the memory of other processes, and Landlock
+from their files; where no filter can be had either, ``Sandbox(network=True)`` must say that the
+network is no harm. It always runs without the caller's environment variables, with limits on
+processor time, memory, output, files and processes, and it is killed with all its children at its
+end. ``docs/safety.md`` says what is promised, and what is not: it may read files that everybody on
+the machine may read, and a container or virtual machine around the trainer keeps it from those.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from jrl.errors import UserError
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
-_APART = ("--mount", "--net", "--pid", "--fork", "--kill-child")
+_APART = ("--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child")
 _FIRST_UID, _UIDS = 1_300_000, 10_000
 """Unused user ids, one per concurrent process: process limits apply per user."""
+_SHARED = ("/tmp", "/var/tmp", "/dev/shm", "/run/lock")
 _LONGEST_CODE = 1 << 20
 _AROUND_SECONDS = 10.0
 
@@ -73,6 +75,22 @@ class SandboxResult(NamedTuple):
     seconds: float
 
 
+class _Way(NamedTuple):
+    """How Python is run here.
+
+    Attributes:
+      python: its executable.
+      prefix: the command before it that sets it apart, or ().
+      filtered: whether a filter refuses system calls.
+      fenced: whether Landlock refuses files, where nothing sets it apart.
+    """
+
+    python: str
+    prefix: tuple[str, ...]
+    filtered: bool
+    fenced: bool
+
+
 class Sandbox:
     """Runs Python.
 
@@ -84,6 +102,7 @@ class Sandbox:
     Attributes:
       apart: whether the code has no network and its own processes and temporary directories.
       offline: whether it has no network.
+      traceless: whether nothing that it writes stays, and it starts nothing that outlives it.
 
     Raises:
       UserError: no Python here can be run with fewer rights than the caller's; or code would have
@@ -99,9 +118,10 @@ class Sandbox:
     ) -> None:
         self.limits = limits or SandboxLimits()
         self._gate = Gate(at_once or os.cpu_count() or 1, "the sandbox")
-        self._python, self._prefix, self._filtered = _way_in()
-        self.apart = bool(self._prefix)
-        self.offline = self.apart or self._filtered
+        self._way = _way_in()
+        self.apart = bool(self._way.prefix)
+        self.offline = self.apart or self._way.filtered
+        self.traceless = self.apart or (self._way.filtered and self._way.fenced)
         self._uids = itertools.cycle(range(_FIRST_UID, _FIRST_UID + _UIDS))
         if not (self.offline or network):
             raise UserError(
@@ -111,10 +131,18 @@ class Sandbox:
                 "to let code use the network"
             )
         if not self.apart:
-            has = "has no network but" if self.offline else "keeps the network and"
+            reach = "no network" if self.offline else "the network"
+            files = "may leave files and see other processes"
+            if self._way.fenced:
+                files = "writes to a directory of its own alone"
             logging.getLogger("jrl").warning(
-                f"sandbox: unshare cannot be used here, so code {has} sees other processes and "
-                "their files; limits hold"
+                f"sandbox: unshare cannot be used here; code has {reach} and {files}; "
+                "limits hold; see docs/safety.md"
+            )
+        elif not self._way.filtered:
+            logging.getLogger("jrl").warning(
+                "sandbox: seccomp cannot be used here, so code may make namespaces inside its own, "
+                "and file systems in memory beyond file_bytes"
             )
 
     async def run(self, code: str) -> SandboxResult:
@@ -132,20 +160,20 @@ class Sandbox:
 
     async def _run(self, code: str) -> SandboxResult:
         begin = time.monotonic()
-        spec = _spec(self.limits, self.apart, self._filtered, next(self._uids))
+        spec = _spec(self.limits, self._way, next(self._uids))
         with contextlib.ExitStack() as stack:
             directory = None
             if not self.apart:
                 directory = tempfile.mkdtemp(prefix="jrl-sandbox-")
-                stack.callback(shutil.rmtree, directory, ignore_errors=True)
+                stack.callback(_remove, directory, spec["uid"])
                 if spec["uid"] is not None:
                     os.chown(directory, spec["uid"], spec["uid"])
             process = await asyncio.create_subprocess_exec(
-                *_command(self._python, self._prefix, spec),
+                *_command(self._way, spec),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=_ENVIRONMENT,
+                env=_environment(directory),
                 cwd=directory or "/",
                 start_new_session=True,
             )
@@ -161,6 +189,8 @@ class Sandbox:
                 if status:
                     _kill(process.pid)
                 await _finish(process)
+                if not self.apart:
+                    _kill_left(process.pid, spec["uid"])
         if not status:
             status = "ok" if process.returncode == 0 else "error"
             if process.returncode and process.returncode < 0:
@@ -200,14 +230,19 @@ async def _finish(process: asyncio.subprocess.Process) -> None:
     _kill(process.pid)  # it closed its output and lives on, or left a child that holds the pipe
 
 
-def _spec(limits: SandboxLimits, apart: bool, filtered: bool, uid: int) -> dict[str, Any]:
-    """Settings of the child process; under root it gets a separate user id."""
-    child_uid = uid if os.geteuid() == 0 else None
-    return {**limits._asdict(), "mounts": apart, "filtered": filtered, "uid": child_uid}
+def _environment(directory: str | None) -> dict[str, str]:
+    return _ENVIRONMENT | ({"HOME": directory, "TMPDIR": directory} if directory else {})
 
 
-def _command(python: str, prefix: tuple[str, ...], spec: dict[str, Any]) -> list[str]:
-    return [*prefix, python, "-I", "-S", "-u", str(_CHILD), json.dumps(spec)]
+def _spec(limits: SandboxLimits, way: _Way, uid: int) -> dict[str, Any]:
+    """What the child is told; a caller who is root gives it a user id of its own."""
+    own = uid if os.geteuid() == 0 else None
+    how = {"apart": bool(way.prefix), "filtered": way.filtered, "fenced": way.fenced}
+    return {**limits._asdict(), **how, "uid": own}
+
+
+def _command(way: _Way, spec: dict[str, Any]) -> list[str]:
+    return [*way.prefix, way.python, "-I", "-S", "-u", str(_CHILD), json.dumps(spec)]
 
 
 def _kill(pid: int) -> None:
@@ -220,40 +255,91 @@ def _kill(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-@functools.cache
-def _way_in() -> tuple[str, tuple[str, ...], bool]:
-    """The Python to run, its isolation command, and whether system calls are filtered.
+def _kill_left(pid: int, uid: int | None) -> None:
+    """Kills what a run without namespaces has left running.
 
-    Found by trying.
+    All that is in its group, which a filter keeps processes from leaving; where the run had a user
+    id of its own, all that has it, until nothing is found.
     """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    for _ in range(100 if uid is not None else 0):
+        running = [each for each in _processes_of(uid) if each != os.getpid()]
+        for each in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        if not running:
+            return
+
+
+def _processes_of(uid: int | None) -> list[int]:
+    """Processes that a user runs, without those that have ended and wait to be noticed."""
+    found = []
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError, IndexError):
+            if entry.name.isdigit() and entry.stat().st_uid == uid:
+                state = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[0]
+                found += [int(entry.name)] if state not in "ZX" else []
+    return found
+
+
+def _remove(directory: str, uid: int | None) -> None:
+    """Removes a run's directory, and what its own user id has left in the usual other places."""
+    shutil.rmtree(directory, ignore_errors=True)
+    for place in _SHARED if uid is not None else ():
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(place)):
+                if entry.stat(follow_symlinks=False).st_uid != uid:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                else:
+                    os.unlink(entry.path)
+
+
+@functools.cache
+def _way_in() -> _Way:
+    """The safest way to run Python here, found by trying."""
     unshare = shutil.which("unshare")
-    root = os.geteuid() == 0
-    rights = () if root else ("--user", "--map-root-user")
+    rights = () if os.geteuid() == 0 else ("--user", "--map-root-user")
     prefixes: list[tuple[str, ...]] = [(unshare, *rights, *_APART)] if unshare else []
     pythons = dict.fromkeys(
         p for p in (sys.executable, shutil.which("python3", path="/usr/bin")) if p
     )
-    ways = [*((prefix, False) for prefix in prefixes), ((), True), ((), False)]
-    for prefix, filtered in ways:
+    ways = [(prefix, filtered, False) for prefix in prefixes for filtered in (True, False)]
+    ways += [((), True, True), ((), True, False), ((), False, True), ((), False, False)]
+    for prefix, filtered, fenced in ways:
         for python in pythons:
-            spec = _spec(SandboxLimits(), bool(prefix), filtered, _FIRST_UID + _UIDS)
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                tried = subprocess.run(
-                    _command(python, prefix, spec),
-                    input=b"import json, math\nprint(json.loads('6') * 7)",
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    env=_ENVIRONMENT,
-                    cwd="/",
-                    timeout=20,
-                    check=False,
-                )
-                if tried.stdout == b"42\n":
-                    return python, prefix, filtered
+            way = _Way(python, prefix, filtered, fenced)
+            if _runs(way):
+                return way
     raise UserError(
         f"the sandbox cannot run Python as another user: {', '.join(pythons)} cannot be read by "
         "everybody; install python3 of the system, or do not run as root"
     )
+
+
+def _runs(way: _Way) -> bool:
+    """Whether a sum comes out right."""
+    spec = _spec(SandboxLimits(), way, _FIRST_UID + _UIDS)
+    with (
+        contextlib.suppress(OSError, subprocess.TimeoutExpired),
+        tempfile.TemporaryDirectory(prefix="jrl-sandbox-") as directory,
+    ):
+        if spec["uid"] is not None:
+            os.chown(directory, spec["uid"], spec["uid"])
+        tried = subprocess.run(
+            _command(way, spec),
+            input=b"import json, math\nprint(json.loads('6') * 7)",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_environment(directory),
+            cwd="/" if way.prefix else directory,
+            timeout=20,
+            check=False,
+        )
+        return tried.stdout == b"42\n"
+    return False
 
 
 def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:

@@ -5,48 +5,182 @@ site packages. Its argument is JSON: see ``sandbox.Sandbox``.
 """
 
 import ast
+import contextlib
 import ctypes
+import errno
 import json
 import os
+import re
 import resource
 import signal
 import struct
 import sys
 import traceback
+from typing import Any
 
-_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
-_MS_NOSUID, _MS_NODEV = 0x2, 0x4
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
+_MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
+_OPTIONS = {
+    "nosuid": _MS_NOSUID,
+    "nodev": _MS_NODEV,
+    "noexec": _MS_NOEXEC,
+    "noatime": 0x400,
+    "nodiratime": 0x800,
+    "relatime": 0x200000,
+}
+"""What a remount must repeat: a namespace may not take back what its parent has set."""
+_FILES = 4096
+"""In all temporary directories together: each takes memory of the kernel's."""
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 38, 22
 _CAPABILITIES = 0x20080522
 
-
-_FILTERED = {
-    # socket, ptrace, process_vm_readv and _writev, io_uring_setup, pidfd_getfd; by AUDIT_ARCH
-    "x86_64": (0xC000003E, (41, 101, 310, 311, 425, 438)),
-    "aarch64": (0xC00000B7, (198, 117, 270, 271, 425, 438)),
-}
-_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
-_LOAD, _JUMP_EQUAL, _JUMP_ABOVE, _RETURN = 0x20, 0x15, 0x35, 0x06  # of classic BPF
-_ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | 1, 0x80000000  # 1: EPERM
-_OTHER_ABI = 0x40000000  # x32 has numbers of its own for the same calls
+# ---------------------------------------------------------------- its own view of the machine
 
 
-def without_sockets(libc: ctypes.CDLL) -> None:
-    """Refuses this process and all its children sockets and others' memory, for good.
+def _mount(
+    libc: ctypes.CDLL, source: str, place: str, kind: str = "", flags: int = 0, data: str = ""
+) -> None:
+    """The system call, with its failure as an exception."""
+    texts = [text.encode() if text else None for text in (source, place, kind)]
+    if libc.mount(*texts, ctypes.c_ulong(flags), data.encode() if data else None):
+        raise OSError(ctypes.get_errno(), "mount", place)
 
-    socketpair stays, which asyncio and multiprocessing use. New privileges must be refused before.
+
+def set_apart(libc: ctypes.CDLL, file_bytes: int) -> None:
+    """Leaves this mount namespace nothing to write but temporary directories of its own.
+
+    Whatever directories the machine lets everybody write, the code cannot: all that was mounted
+    before is read-only. /tmp and its like are one file system in memory, which goes with the
+    process. /proc is of the own process namespace, and /dev holds no hardware.
     """
-    arch, numbers = _FILTERED[os.uname().machine]
-    last = len(numbers)
+    _mount(libc, "none", "/", flags=_MS_REC | _MS_PRIVATE)
+    _make_read_only(libc)
+    limits = f"size={file_bytes},nr_inodes={_FILES},mode=755"
+    _mount(libc, "tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, limits)
+    devices = _make_devices(libc)
+    # /run has no temporary files only, but sockets of services, which no network namespace hides.
+    for i, place in enumerate(("/run", "/var/run", "/var/lock", "/var/tmp", "/tmp")):
+        if os.path.isdir(place) and (place == "/tmp" or os.path.realpath(place) == place):
+            os.mkdir(f"/tmp/{i}")
+            os.chmod(f"/tmp/{i}", 0o1777)
+            if place == "/tmp":  # the last: it hides what the others were made of
+                _mount(libc, devices, "/dev", flags=_MS_BIND | _MS_REC)
+            _mount(libc, f"/tmp/{i}", place, flags=_MS_BIND)
+    quiet = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+    try:
+        _mount(libc, "proc", "/proc", "proc", quiet)
+    except OSError:  # a container that hides parts of /proc lets nobody mount another
+        _mount(libc, "tmpfs", "/proc", "tmpfs", quiet)
+    os.chdir("/tmp")
+
+
+def _make_read_only(libc: ctypes.CDLL) -> None:
+    """All that is mounted; further views of /proc, which show other processes, are emptied."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        mounts = [line.split() for line in lines]
+    for fields in mounts:
+        place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
+        kind = fields[fields.index("-") + 1]
+        flags = sum(_OPTIONS.get(option, 0) for option in fields[5].split(","))
+        try:
+            if kind == "proc" and not f"{place}/".startswith("/proc/"):
+                _mount(libc, "tmpfs", place, "tmpfs", _MS_RDONLY)
+            _mount(libc, "", place, flags=flags | _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
+        except OSError as error:
+            # Another mount hides it, or a directory above is closed to everybody here.
+            if error.errno not in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EACCES):
+                raise
+
+
+def _make_devices(libc: ctypes.CDLL) -> str:
+    """A directory for /dev: without accelerators, disks, terminals and kvm."""
+    directory = "/tmp/dev"
+    os.mkdir(directory)
+    for name in _DEVICES:
+        open(f"{directory}/{name}", "w").close()
+        _mount(libc, f"/dev/{name}", f"{directory}/{name}", flags=_MS_BIND)
+    os.mkdir(f"{directory}/shm")
+    os.chmod(f"{directory}/shm", 0o1777)
+    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink(f"/proc/self/fd{target}", f"{directory}/{name}")
+    return directory
+
+
+# ---------------------------------------------------------------- system calls that are refused
+
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Which number of a system call is this machine's, and its AUDIT_ARCH."""
+_REFUSED = {
+    # namespaces, in which code would have rights, and could mount file systems in memory
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    # memory that no limit counts, or that outlives all who use it
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    # other processes, and a way around this list
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    "io_uring_setup": (425, 425),
+}
+_SOCKET, _FAMILIES = (41, 198), (1, 2, 10, 16)
+"""Unix, IPv4, IPv6, netlink: a network namespace holds them. Sockets to the host of a virtual
+machine (vsock), for one, it does not."""
+_REFUSED_BESIDE_OTHERS = {
+    "socket": _SOCKET,  # socketpair stays, which asyncio and multiprocessing use
+    # A process that leaves the group outlives the signal that ends the group.
+    "setsid": (112, 157),
+    "setpgid": (109, 154),
+}
+"""Where the code is not set apart by namespaces."""
+_CLONE, _CLONE3, _NAMESPACES = (56, 220), 435, 0x7E020000
+_MODE_FILTER = 2
+_LOAD, _JUMP_EQUAL, _JUMP_ABOVE, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # classic BPF
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+_OTHER_ABI = 0x40000000  # x32 has numbers of its own for the same calls
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in what a filter reads
+
+
+def filter_calls(libc: ctypes.CDLL, apart: bool) -> None:
+    """Refuses this process and all its children what ``_REFUSED`` lists, for good.
+
+    New privileges must be refused before.
+    """
+    which, architecture = _ARCHITECTURES[os.uname().machine]
+    refused = _REFUSED if apart else _REFUSED | _REFUSED_BESIDE_OTHERS
+    deny = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     program = [
-        (_LOAD, 0, 0, 4),
-        (_JUMP_EQUAL, 1, 0, arch),
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_JUMP_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),
-        (_JUMP_ABOVE, last + 1, 0, _OTHER_ABI),
-        *((_JUMP_EQUAL, last - i, 0, number) for i, number in enumerate(numbers)),
+        (_LOAD, 0, 0, _NUMBER),
+        (_JUMP_ABOVE, 0, 1, _OTHER_ABI),
+        deny,
+    ]
+    for numbers in refused.values():
+        program += [(_JUMP_EQUAL, 0, 1, numbers[which]), deny]
+    program += [
+        # Its flags are in memory, which no filter reads; without it, libraries use clone.
+        (_JUMP_EQUAL, 0, 1, _CLONE3),
+        (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
+        (_JUMP_EQUAL, 0, 3, _CLONE[which]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_JUMP_BITS, 0, 1, _NAMESPACES),
+        deny,
+        (_JUMP_EQUAL, 0, len(_FAMILIES) + 2, _SOCKET[which]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        *((_JUMP_EQUAL, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)),
+        deny,
         (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, _DENY),
     ]
     lines = b"".join(struct.pack("HBBI", *line) for line in program)
     buffer = ctypes.create_string_buffer(lines, len(lines))
@@ -55,20 +189,54 @@ def without_sockets(libc: ctypes.CDLL) -> None:
         raise OSError(ctypes.get_errno(), "seccomp")
 
 
-def confine(spec: dict) -> None:
+# ---------------------------------------------------------------- files, without namespaces
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # of Landlock, on every architecture
+_READS, _WRITES_FILE = 0b1101, 0b10  # to execute, to read files and directories; to write files
+_ALL_ACCESS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 5: 0xFFFF}  # by the version that knows them
+_SCOPES, _KNOWS_SCOPES = 0b11, 6  # no signals to others, nor their abstract sockets
+_CLOSED = ("proc", "tmp", "run", "dev", "sys")
+
+
+def fence_files(libc: ctypes.CDLL) -> None:
+    """Refuses, for good, to write anything outside the working directory, and to read /proc.
+
+    So nothing stays behind where the working directory is removed. New privileges must be
+    refused before.
+    """
+    version = libc.syscall(_CREATE_RULESET, None, 0, 1)
+    if version < 1:
+        raise OSError(ctypes.get_errno(), "landlock")
+    access = _ALL_ACCESS[max(v for v in _ALL_ACCESS if v <= version)]
+    scopes = _SCOPES if version >= _KNOWS_SCOPES else 0
+    rules = struct.pack("QQQ", access, 0, scopes)[: 24 if scopes else 8]
+    ruleset = libc.syscall(_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0)
+    if ruleset < 0:
+        raise OSError(ctypes.get_errno(), "landlock")
+    allowed = {os.getcwd(): access}
+    allowed |= {f"/dev/{name}": _READS & 0b101 | _WRITES_FILE for name in _DEVICES}
+    allowed |= {entry.path: _READS for entry in os.scandir("/") if entry.name not in _CLOSED}
+    for path, rights in allowed.items():
+        with contextlib.suppress(OSError):  # not there, or not ours to look at
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            kept = rights if os.path.isdir(path) else rights & ~0b1000  # no directory to list
+            rule = struct.pack("=Qi", kept, place)
+            if libc.syscall(_ADD_RULE, ruleset, 1, rule, 0):
+                raise PermissionError(ctypes.get_errno(), "landlock", path)
+            os.close(place)
+    if libc.syscall(_RESTRICT_SELF, ruleset, 0):
+        raise OSError(ctypes.get_errno(), "landlock")
+    os.close(ruleset)
+
+
+# ---------------------------------------------------------------- the program
+
+
+def confine(spec: dict[str, Any]) -> None:
     """Gives up rights, and lowers the limits of this process and all its children."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if spec["mounts"]:
-        # Own mounts: /tmp and shared memory are empty, of limited size, and go with the process.
-        if libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
-            raise OSError(ctypes.get_errno(), "mount")
-        size = f"size={spec['file_bytes']},mode=1777".encode()
-        for place in (b"/tmp", b"/var/tmp", b"/dev/shm"):
-            if os.path.isdir(place):
-                flags = _MS_NOSUID | _MS_NODEV
-                if libc.mount(b"tmpfs", place, b"tmpfs", flags, size):
-                    raise OSError(ctypes.get_errno(), "mount")
-        os.chdir("/tmp")
+    if spec["apart"]:
+        set_apart(libc, spec["file_bytes"])
     if spec["uid"] is not None:
         os.setgroups([])
         os.setresgid(spec["uid"], spec["uid"], spec["uid"])
@@ -78,8 +246,10 @@ def confine(spec: dict) -> None:
     libc.capset(header, (ctypes.c_uint32 * 6)())
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if spec["fenced"]:
+        fence_files(libc)
     if spec["filtered"]:
-        without_sockets(libc)
+        filter_calls(libc, spec["apart"])
     seconds = int(spec["seconds"]) + 1
     limits = {
         resource.RLIMIT_CPU: seconds,

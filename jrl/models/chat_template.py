@@ -1,7 +1,9 @@
 """Chat templates of checkpoints: found, compiled, and rendered within limits of time and size.
 
 Templates are programs that come with a checkpoint. Jinja's sandbox keeps them from what is outside;
-the limits here keep them from looping for hours and from writing gigabytes.
+the limits here keep them from looping for hours and from writing gigabytes. What the limits know is
+a closed set of forms, in which chat templates are written; templates of other forms are rendered in
+a process of its own (``template_process``), under limits of the system.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import datetime
 import functools
 import itertools
 import json
+import logging
 import sys
 import threading
 import time
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jrl.errors import UserError
+from jrl.models.template_process import render_apart
 
 if TYPE_CHECKING:
     import jinja2
@@ -103,11 +107,28 @@ def render(template: str, variables: Mapping[str, Any], source: str) -> str:
       UserError: the template is malformed, refuses the conversation, fails, or exceeds the limits
         of time and size.
     """
+    if _is_plain(template):
+        return render_here(template, variables, source, MOST_SECONDS)
+    return render_apart(template, variables, source, MOST_SECONDS)
+
+
+def render_here(template: str, variables: Mapping[str, Any], source: str, seconds: float) -> str:
+    """``render`` in this process, whatever the template.
+
+    Args:
+      template: Jinja.
+      variables: of the template.
+      source: where the template is from, for errors.
+      seconds: limit of time.
+
+    Raises:
+      UserError: as ``render``.
+    """
     import jinja2
 
     _made.total = 0
     try:
-        text = _limited(_compiled(template), variables)
+        text = _limited(_compiled(template), variables, seconds)
         text.encode()  # half of a character, which no tokenizer takes
         return text
     except UnicodeEncodeError as error:
@@ -117,6 +138,11 @@ def render(template: str, variables: Mapping[str, Any], source: str) -> str:
         problem = f"line {error.lineno}: {error}"
     except (jinja2.TemplateError, _Beyond) as error:
         problem = str(error)
+        if isinstance(error, _Beyond) and _expanded(variables.get("messages")) > MOST_CHARACTERS:
+            raise UserError(
+                f"the messages hold more than {MOST_CHARACTERS} characters, the most that a"
+                " conversation may have; shorten them, or leave the row out"
+            ) from None
     except MemoryError:
         problem = "it needs more memory than there is"
     except Exception as error:  # what Python's operators raise: dividing by 0, text plus number
@@ -125,13 +151,13 @@ def render(template: str, variables: Mapping[str, Any], source: str) -> str:
     raise UserError(f"the chat template of {source} says: {first}")
 
 
-def _limited(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+def _limited(template: jinja2.Template, variables: Mapping[str, Any], seconds: float) -> str:
     """The rendered text; looks at each line of the template whether its time is over."""
-    end, before = time.monotonic() + MOST_SECONDS, sys.gettrace()
+    end, before = time.monotonic() + seconds, sys.gettrace()
 
     def on_line(frame: Any, event: str, argument: Any) -> Any:
         if time.monotonic() > end:
-            raise _Beyond(f"it takes longer than {MOST_SECONDS:g} s; loop over the messages only")
+            raise _Beyond(f"it takes longer than {seconds:g} s; loop over the messages only")
         return on_line
 
     def on_call(frame: Any, event: str, argument: Any) -> Any:
@@ -167,6 +193,88 @@ def _bounded_list(items: float) -> None:
             f"it makes a list of more than {MOST_ITEMS} items; loop over the messages only"
         )
     _bounded(items)
+
+
+_PLAIN_FILTERS = frozenset(
+    (
+        *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first"),
+        *("float", "indent", "int", "items", "join", "last", "length", "list", "lower", "map"),
+        *("max", "min", "reject", "rejectattr", "replace", "reverse", "round", "safe", "select"),
+        *("selectattr", "string", "tojson", "trim", "upper"),
+    )
+)
+_PLAIN_METHODS = frozenset(
+    (
+        *("capitalize", "count", "endswith", "find", "get", "index", "isdigit", "items"),
+        *("join", "keys", "lower", "lstrip", "replace", "rfind", "rsplit", "rstrip", "split"),
+        *("splitlines", "startswith", "strip", "title", "upper", "values"),
+    )
+)
+_PLAIN_FUNCTIONS = frozenset(("namespace", "raise_exception", "range", "strftime_now"))
+
+
+@functools.lru_cache(maxsize=64)
+def _is_plain(template: str) -> bool:
+    """Whether all that a template does is known to take no more than it is bounded to.
+
+    Chat templates loop over messages, cut, join and compare texts. A list that is made of values,
+    or whatever else is not in these sets, may double with each turn of a loop.
+    """
+    import jinja2
+    from jinja2 import nodes
+
+    try:
+        tree = _environment().parse(template)
+    except jinja2.TemplateError:
+        return True  # which ``render_here`` says
+    except RecursionError:
+        return False
+
+    def is_constant(node: Any) -> bool:
+        return not any(node.find_all((nodes.Name, nodes.Call, nodes.Filter)))
+
+    macros = {macro.name for macro in tree.find_all(nodes.Macro)}
+    repeated = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
+    in_loops = {id(call) for each in repeated for call in each.find_all(nodes.Call)}
+    if not all(
+        is_constant(node)
+        for node in tree.find_all((nodes.List, nodes.Tuple, nodes.Dict, nodes.Mul, nodes.Pow))
+        if getattr(node, "ctx", "load") == "load"
+    ):
+        return False
+    for name in tree.find_all(nodes.Name):
+        if name.name in ("varargs", "kwargs", "caller"):
+            return False
+    for filtered in tree.find_all(nodes.Filter):
+        if filtered.name not in _PLAIN_FILTERS or (filtered.name == "map" and filtered.args):
+            return False
+    for call in tree.find_all(nodes.Call):
+        if call.dyn_args is not None or call.dyn_kwargs is not None:
+            return False
+        if isinstance(call.node, nodes.Getattr):
+            if call.node.attr not in _PLAIN_METHODS:
+                return False
+        elif not isinstance(call.node, nodes.Name):
+            return False
+        elif call.node.name == "namespace":
+            if id(call) in in_loops and not all(map(is_constant, call.kwargs)):
+                return False
+        elif call.node.name not in _PLAIN_FUNCTIONS | macros:
+            return False
+    return not any(tree.find_all((nodes.FilterBlock, nodes.CallBlock)))
+
+
+def _expanded(value: Any) -> int:
+    """Characters and items of a value with all that it holds, up to somewhat above the limit."""
+    size, waiting = 0, [value]
+    while waiting and size <= MOST_CHARACTERS:
+        each = waiting.pop()
+        size += 1 + (len(each) if isinstance(each, str) else 0)
+        if isinstance(each, Mapping):
+            waiting += [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple):
+            waiting += each
+    return size
 
 
 def _size(value: Any) -> int:
@@ -223,7 +331,24 @@ def _digits(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    """A chat template in the environment that such templates are written for."""
+    """A chat template, ready to be rendered."""
+    environment = _environment()
+    compiled = environment.from_string(template)
+    compiled.root_render_func.__globals__["str_join"] = environment.concat
+    return compiled
+
+
+@functools.cache
+def _warn_of_clock() -> None:
+    logging.getLogger("jrl").warning(
+        "the chat template reads the clock (strftime_now): the same conversation is another text on"
+        " another day; most such templates take a variable in its place, such as date_string"
+    )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """The environment that chat templates are written for."""
     import jinja2
     import jinja2.ext
     import jinja2.runtime
@@ -247,6 +372,8 @@ def _compiled(template: str) -> jinja2.Template:
             bound = _bounded_list if isinstance(left, list) or isinstance(right, list) else _bounded
             if operator == "+":
                 bound(_size(left) + _size(right))
+                if bound is _bounded_list:  # what is written of it, at some time
+                    _bounded(_expanded(left) + _expanded(right))
             elif operator == "*" and (_size(left) or _size(right)):
                 number, other = (left, right) if isinstance(left, int) else (right, left)
                 bound(_size(other) * (number if isinstance(number, int) else 1))
@@ -267,6 +394,10 @@ def _compiled(template: str) -> jinja2.Template:
                 _check_result(name, owner, (*args, *kwargs.values()))
             return super().call(context, method, *args, **kwargs)
 
+        @staticmethod
+        def concat(parts: Any) -> str:  # what a macro or a block has written
+            return joined(parts)
+
     def joined(parts: Any) -> str:  # a ~ b
         texts = [str(part) for part in parts]
         _bounded(sum(map(len, texts)))
@@ -276,7 +407,13 @@ def _compiled(template: str) -> jinja2.Template:
         raise jinja2.TemplateError(message)
 
     def strftime_now(form: str) -> str:
+        _warn_of_clock()
         return datetime.datetime.now().strftime(form)
+
+    def refuse_random(value: Any) -> None:
+        raise jinja2.TemplateError(
+            "it draws at random; the same conversation must be the same text in every run"
+        )
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         if isinstance(indent := options.get("indent"), int) and indent > MOST_INDENT:
@@ -293,11 +430,10 @@ def _compiled(template: str) -> jinja2.Template:
     for name in (*padding, *LETTERWISE, "list", "sum"):
         environment.filters[name] = _checked_filter(name, environment.filters[name])
     environment.filters["tojson"] = tojson
+    environment.filters["random"] = refuse_random
     del environment.globals["lipsum"]  # writes as much as it is asked to, for as long
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    compiled = environment.from_string(template)
-    compiled.root_render_func.__globals__["str_join"] = joined
-    return compiled
+    return environment
 
 
 def _checked_filter(name: str, usual: Any) -> Any:
@@ -306,6 +442,11 @@ def _checked_filter(name: str, usual: Any) -> Any:
     @functools.wraps(usual)  # with the marks that say what Jinja passes first
     def checked(*args: Any, **kwargs: Any) -> Any:
         values = args[1:] if getattr(usual, "jinja_pass_arg", None) else args
+        if values and name == "join" and isinstance(values[0], Iterator):  # what ``map`` makes
+            items = list(itertools.islice(values[0], MOST_ITEMS + 1))
+            _bounded_list(len(items))
+            at = len(args) - len(values)
+            args, values = (*args[:at], items, *args[at + 1 :]), (items, *values[1:])
         if values:
             _check_result(name, values[0], (*values[1:], *kwargs.values()))
         return usual(*args, **kwargs)

@@ -6,9 +6,11 @@ Every tokenizer has ``vocab_size``, ``eos_id``, ``pad_id``, ``stop_ids``, ``enco
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -426,6 +428,7 @@ def load_tokenizer(directory: str | Path) -> FileTokenizer:
             raise
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is not a tokenizer: {reason:.500}") from None
+    _check_growth(backend, str(path))
     # Limits and padding stored in the file would silently cut prompts.
     backend.no_truncation()
     backend.no_padding()
@@ -442,6 +445,43 @@ def load_tokenizer(directory: str | Path) -> FileTokenizer:
         special=special,
         templates=find_templates(directory, config.get("chat_template")),
     )
+
+
+MOST_GROWTH = 1000
+"""Characters that a tokenizer may make of one, before tokens or behind them; Unicode's forms are at
+most 18."""
+
+
+def _check_growth(backend: tokenizers.Tokenizer, source: str) -> None:
+    """Raises UserError where a text of ordinary length would become one of gigabytes."""
+    for name in ("normalizer", "decoder"):
+        part = getattr(backend, name)
+        if part is None:
+            continue
+        growth = _growth(json.loads(part.__getstate__()))
+        if growth > MOST_GROWTH:
+            raise UserError(
+                f"{source}: its {name} makes up to {growth} characters of one; at most "
+                f"{MOST_GROWTH} are read"
+            )
+
+
+def _growth(part: Mapping[str, Any]) -> int:
+    """Maximum characters that part of a tokenizer.json makes of one character."""
+    inside = part.get("normalizers") or part.get("decoders") or []
+    if part["type"] == "Sequence":
+        return math.prod(map(_growth, inside))
+    if part["type"] == "Replace":
+        # A pattern that matches nothing matches between all characters too.
+        return 1 + len(part["content"]) if len(part["content"]) > 1 else 1
+    if part["type"] == "Prepend":
+        return 1 + len(part["prepend"])
+    if part["type"] == "Precompiled":
+        data = base64.b64decode(part["precompiled_charsmap"] or "")
+        # As sentencepiece writes it: the bytes of a trie, the trie, and texts with zeros between.
+        texts = data[4 + int.from_bytes(data[:4], "little") :]
+        return max(1, *map(len, texts.split(b"\0")))
+    return 1
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -464,10 +504,10 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def check_ids(largest: int, vocab_size: int, where: str) -> None:
-    """Raises UserError when a prompt holds an id that the model has no embedding for."""
+    """Raises UserError when a text holds an id that the model has no embedding for."""
     if largest >= vocab_size:
         raise UserError(
-            f"{where}: a prompt holds token id {largest} but the model's vocabulary has only "
+            f"{where}: a text holds token id {largest} but the model's vocabulary has only "
             f"{vocab_size} ids; an added token of the tokenizer was never given an embedding"
         )
 

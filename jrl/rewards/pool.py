@@ -34,6 +34,8 @@ __all__ = ["RewardFn", "RewardPool", "Sample"]
 
 ACTIONS = ("zero", "drop", "stop")
 
+_FAILURES_IN_A_ROW = 8
+"""Of one process, which is then replaced; a reward that always fails costs little by it."""
 _LOOK_SECONDS = 0.1
 _START_SECONDS = 600
 """Time for a worker to load the functions."""
@@ -362,6 +364,9 @@ class _Workers:
             worker.ready, self._failed_starts = True, 0
         elif reply is not None:
             call, worker.call = worker.call, None
+            if worker.failures >= _FAILURES_IN_A_ROW:
+                # A reward may have broken its interpreter for all that come after it.
+                self._end(worker)
             return call, reply
         elif worker.exit_code() is not None:
             return self._lost(worker)

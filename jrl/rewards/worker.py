@@ -56,6 +56,7 @@ class RewardWorker:
       ready: whether the functions are loaded.
       call: its running call; None when idle.
       since: start of the process, or of its call; of ``time.monotonic``.
+      failures: calls that have failed since one last succeeded.
     """
 
     def __init__(self, functions: bytes) -> None:
@@ -73,6 +74,7 @@ class RewardWorker:
         self.pid: int = self._process.pid or 0
         self.ready, self.since = False, time.monotonic()
         self.call: Any = None
+        self.failures = 0
         self._number = 0  # of the latest call; the answer to loading has number 0
         self._files = WrittenFiles()
         # Printing is read between other work; a blocking read would hold up every call.
@@ -116,6 +118,7 @@ class RewardWorker:
             # completion the rewards of the one before it.
             if reply["call"] != self._number or (self.ready and self.call is None):
                 raise Lost
+            self.failures = self.failures + 1 if "reason" in reply else 0
             if "reason" in reply:
                 return Failure(str(reply["reason"]), str(reply["trace"]))
             return [float(point) for point in reply["rewards"]]

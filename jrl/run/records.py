@@ -20,7 +20,7 @@ from jrl.rewards.pool import RewardPool
 from jrl.run.metric_names import asked_of_evaluations
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.integrity import first_nonfinite
-from jrl.storage.lock import run_lock
+from jrl.storage.lock import is_replaced, run_lock
 from jrl.storage.metrics import RunWriter, check_run_dir
 from jrl.storage.step_files import what_is_saved
 from jrl.system.compile_cache import CompileCounter
@@ -338,8 +338,11 @@ class RunRecords:
           NonFinite: the step's gradient was not finite and the limit on that says stop.
           StorageError: the run directory is gone, or the save in the background has failed.
         """
-        if jax.process_index() == 0 and not Path(self.dir).is_dir():
-            raise StorageError(f"step {done}: run.dir = {self.dir!r} was deleted")
+        if jax.process_index() == 0 and (not Path(self.dir).is_dir() or is_replaced(self.dir)):
+            raise StorageError(
+                f"step {done}: run.dir = {self.dir!r} is not there any more: it was renamed,"
+                f" removed or replaced; what was saved before is in the directory that it was"
+            )
         self.checkpoints.check()
         # The first process speaks for all, as what it measures by itself differs from the others'.
         said, self._full = first_says([self._watch(done, record), self._writer.fault()])

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jrl.errors import StorageError, UserError
+from jrl.storage.lock import is_replaced
 from jrl.storage.step_contents import contents, drop_late_callbacks, read_contents
 from jrl.storage.step_files import readable, write_record
 from jrl.system.wait_reports import moved, waiting
@@ -151,6 +152,8 @@ class Checkpoints:
         if "://" not in self.directory and jax.process_index() == 0:
             probe = pathlib.Path(self.directory) / f".probe-{os.getpid()}"
             try:
+                if is_replaced(probe.parent.parent):
+                    raise FileNotFoundError(errno.ENOENT, "run.dir is not there any more")
                 probe.parent.mkdir(parents=True, exist_ok=True)
                 probe.write_bytes(bytes(4096))
                 probe.unlink()

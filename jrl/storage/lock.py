@@ -25,6 +25,9 @@ from jrl.system.processes import first_says
 
 NAME = "run.lock"
 
+_held: dict[str, tuple[int, int]] = {}
+"""Directories that this process has locked -> device and number of the file that it locked."""
+
 
 @contextlib.contextmanager
 def run_lock(directory: str | Path) -> Iterator[None]:
@@ -51,10 +54,31 @@ def run_lock(directory: str | Path) -> Iterator[None]:
         fault = first_says(fault)
         if fault is not None:
             raise (UserError if fault[0] == "held" else StorageError)(fault[1])
+        if file is not None:
+            status = os.fstat(file.fileno())
+            _held[os.path.abspath(directory)] = status.st_dev, status.st_ino
         yield
     finally:
+        _held.pop(os.path.abspath(directory), None)
         if file is not None:
             file.close()  # which unlocks it; the file stays, since removing it would be a race
+
+
+def is_replaced(directory: str | Path) -> bool:
+    """Whether a directory that this process has locked was renamed, removed or replaced since.
+
+    What is written by its name would go to another directory, which nothing locks.
+    """
+    locked = _held.get(os.path.abspath(directory))
+    if locked is None:
+        return False
+    try:
+        status = os.stat(Path(directory) / NAME)
+    except FileNotFoundError:
+        return True
+    except OSError:  # a server of files that does not answer now
+        return False
+    return (status.st_dev, status.st_ino) != locked
 
 
 def _take(file: Any) -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import importlib.metadata
 import json
 import math
@@ -33,6 +34,7 @@ import numpy as np
 from jrl.config import Config, as_tree, config_hash, dump
 from jrl.config.stored import check_unchanged, differences, stored_config
 from jrl.errors import StorageError, UserError
+from jrl.storage.lock import is_replaced
 from jrl.storage.sinks import open_sinks
 from jrl.system.extras import DISTRIBUTION
 from jrl.system.processes import first_says
@@ -331,6 +333,8 @@ class RunWriter:
         text = self._kept.pop(name, "") + text
         path, before = self.dir / name, None
         try:
+            if is_replaced(self.dir):
+                raise FileNotFoundError(errno.ENOENT, "the directory is not there any more")
             before = path.stat().st_size if path.exists() else 0
             torn = self._fault is not None and _is_torn(path)
             with path.open("a", encoding="utf-8") as file:

@@ -8,6 +8,8 @@ it in the configuration; a row of ``TABLE`` says what one of them needs or forbi
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -129,6 +131,7 @@ TABLE: tuple[Feature, ...] = (
     _forbids("episodes", "several processes", "episodes run in one process"),
     _needs("contexts", "shared rows", "contexts are trained as rows that share their prompt"),
     _forbids("contexts", "attention", "it is read over whole rows, which contexts divide"),
+    _needs("value network kind", "value network", "it has none to choose"),
     # -- experts
     _needs("router replay", "experts", "the model has no routed experts"),
     _needs("router losses", "experts", "the model has no routed experts"),
@@ -185,6 +188,10 @@ WITH: Mapping[str, tuple[str, str]] = {
     "search": ("a search", "set tree.kind to 'search'"),
     "shared rows": ("a network that takes such rows", "use one of jrl.models.transformer"),
     "text": ("text", "remove data.env"),
+    "value network": (
+        "a method with a value network",
+        "remove it, or choose such a method, as ppo is",
+    ),
     "writer": ("data.writer", "set it to FILE.py:function, or to the url and model of an endpoint"),
 }
 """How a message names what is needed, and what brings it."""
@@ -239,12 +246,25 @@ def features_of(
       task: the procedural task, or the environment on the device.
     """
     named = f"method = {config.method!r}"
+    if not any(part.weight for part in config.rewards.values()):
+        _warn_unpaid(tuple(config.rewards))
     found = _config_features(config) | _data_features(config, task)
     found |= method_features(method, named) | _network_features(network, named)
     found |= schedule_features(method.schedule, method.objective, config.frozen, named)
     if model is not None and any(model.sparse):
         found["experts"] = "a model with routed experts"
     return found
+
+
+@functools.cache
+def _warn_unpaid(parts: tuple[str, ...]) -> None:
+    """Says once that no reward counts; a method may make all that it learns from itself."""
+    if parts:
+        weights = " and ".join(f"rewards.{name}.weight" for name in parts)
+        logging.getLogger("jrl").warning(
+            f"warning: {weights} = 0, so every reward is 0 and a method that learns from rewards"
+            " learns nothing; set one above 0"
+        )
 
 
 def _present(items: Mapping[str, tuple[object, str]]) -> Features:
@@ -267,6 +287,7 @@ def _config_features(config: Config) -> Features:
             objective.get("entropy_coef"),
             f"objective.entropy_coef = {objective.get('entropy_coef')}",
         ),
+        "value network kind": (config.value.kind != "head", f"value.kind = {config.value.kind!r}"),
         "reward model": ("model" in config.rewards, "[rewards.model]"),
         "several processes": (jax.process_count() > 1, f"{jax.process_count()} processes"),
     }
@@ -338,6 +359,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
             ),
             "sampler log-probabilities": ("sampler_logprobs" in objective.needs, draws),
             "on-policy loss": (objective.surrogate.on_policy, draws),
+            "value network": (method.value, f"{named}, which has a value network,"),
             "attention": (attention, f"{named}, which reads attention,"),
             "dropped groups": (
                 method.plan.next is not None or (method.edits and not replays),

@@ -113,25 +113,65 @@ def _arguments(function: Callable[..., Any]) -> dict[str, Any]:
 _BELOW_ONE = ("b1", "b2", "b3", "beta", "decay", "decay_rate", "momentum", "rho")
 _OF_SHAPES = ("min_dim_size_to_factor",)
 """Numbers that decide what arrays an optimizer's state has: no value of theirs can be traced."""
-_NOT_BELOW_ZERO = ("weight_decay", "weight_decay_rate", "eps", "eps_root")
+_NOT_BELOW_ZERO = ("weight_decay", "weight_decay_rate", "eps_root")
+_ABOVE_ZERO = ("eps",)
+"""It keeps a weight without a gradient from 0 / 0."""
 
 
 def _check_options(table: Optimizer, function: Callable[..., Any]) -> None:
     others = Optimizer.model_fields
     own.check_options(function, table.options, "optimizer", first=1, others=others)
-    defaults = _arguments(function)
+    kinds = _kinds(function)
     lines = []
     for name, value in table.options.items():
         setting = f"optimizer.{name} = {value!r}"
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if isinstance(defaults.get(name), float) and not number:
-            lines.append(f"{setting}; must be a number")
+        problem = _of_another_kind(value, kinds.get(name, ""))
+        if problem:
+            lines.append(f"{setting}; {problem}")
         elif number and name in _BELOW_ONE and not 0 <= value < 1:
             lines.append(f"{setting}; must be at least 0 and below 1")
+        elif number and name in _ABOVE_ZERO and value <= 0:
+            lines.append(f"{setting}; must be above 0")
         elif number and name in _NOT_BELOW_ZERO and value < 0:
             lines.append(f"{setting}; must be at least 0")
     if lines:
         raise UserError("\n".join(lines))
+
+
+def _kinds(function: Callable[..., Any]) -> dict[str, str]:
+    """The kind of value of each argument after the learning rate, where it is known.
+
+    A default tells; where that is None, as of optax's ``momentum``, the annotation does.
+    """
+    kinds = {}
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        default, annotation = parameter.default, str(parameter.annotation)
+        if isinstance(default, bool | str):
+            kinds[parameter.name] = type(default).__name__
+        elif isinstance(default, int | float):
+            whole = isinstance(default, int) and parameter.annotation in (int, "int")
+            kinds[parameter.name] = "int" if whole else "float"
+        elif default is None and "Callable" not in annotation:
+            told = [kind for kind in ("bool", "float", "int", "str") if kind in annotation]
+            told = ["float"] if "float" in told else told  # of what may be an array, a number
+            kinds |= {parameter.name: told[0]} if len(told) == 1 else {}
+    return kinds
+
+
+def _of_another_kind(value: Any, kind: str) -> str:
+    """What a value must be, where it is not; else ""."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    match kind:
+        case "bool" if not isinstance(value, bool):
+            return "must be true or false"
+        case "int" if not number or isinstance(value, float):
+            return "must be a whole number"
+        case "float" if not number:
+            return "must be a number"
+        case "str" if not isinstance(value, str):
+            return "must be text"
+    return ""
 
 
 def _with_numbers(

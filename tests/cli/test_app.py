@@ -467,3 +467,17 @@ def test_the_run_directory_in_quotes_survives_odd_names(tmp_path):
     shown = json.loads(jrl("show-config", "--json", odd).stdout)
     assert shown["run"]["dir"] == str(odd)
     assert config_hash(load_config(odd / "config.toml")) == config_hash(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", ""], "RUN = ''; name a configuration file or a run directory"),
+        (["train", "  "], "RUN = '  '; name a configuration file or a run directory"),
+        (["compare", "data.task=sorting", "--methods", ""], "--methods '': a name is empty"),
+        (["compare", "data.task=sorting", "--methods", "grpo,"], "--methods 'grpo,': a name is"),
+    ],
+)
+def test_an_empty_name_is_told_as_it_was_given(arguments, said):
+    result = jrl(*arguments)
+    assert (result.exit_code, said in result.stderr) == (2, True), result.stderr

@@ -46,6 +46,15 @@ def test_unknown_key_suggests_the_nearest(override):
     assert UNKNOWN[override] in fails([override])
 
 
+@pytest.mark.parametrize(
+    "text", ['"train.steps" = 5', '["model.config"]\nlayers = 1', '[train]\n"steps.x" = 1']
+)
+def test_a_key_with_a_dot_inside_quotes_is_named(text, tmp_path):
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(UserError, match=r'^unknown key "[a-z.]+": quotes make one name of it'):
+        load_config(tmp_path / "run.toml")
+
+
 def test_override_values_are_toml_and_bare_words_are_text():
     config = load_config(
         None,

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 
@@ -66,6 +67,15 @@ def test_files_that_cannot_be_sources(tmp_path):
         open_source(write_lines(tmp_path / "a.xlsx", "a,b"))
     with pytest.raises(UserError, match="not a readable Parquet file"):
         open_source(write_lines(tmp_path / "a.parquet", "PAR1"))
+
+
+def test_a_directory_and_a_pipe_are_no_missing_files(tmp_path):
+    (tmp_path / "folder.jsonl").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name, problem in (("folder", "is a directory; name a FILE"), ("pipe", "is a pipe or a")):
+        with pytest.raises(UserError, match=problem) as raised:
+            open_source(str(tmp_path / f"{name}.jsonl"), key="data.train")
+        assert "did you mean" not in str(raised.value)
 
 
 def test_parquet_rows_across_row_groups(tmp_path):

@@ -1,13 +1,16 @@
 """Chat templates: what is malformed, fails, loops or writes too much is refused in one line."""
 
 import json
+import resource
 import time
 import tracemalloc
 
+import chat_templates
 import pytest
 
 from jrl.errors import UserError
-from jrl.models.chat_template import find_templates, render
+from jrl.models import chat_template
+from jrl.models.chat_template import _is_plain, find_templates, render
 
 TALK = {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": True}
 BROKEN = {
@@ -112,6 +115,79 @@ def test_single_steps_are_bounded(template):
     assert time.monotonic() - begin < 10
 
 
+DOUBLES = "{% set n = namespace(x=[1], y=[1], z=(1,)) %}{% for i in range(60) %}"
+DOUBLES += "{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% set n.z = (n.z, n.z) %}"
+DOUBLES += "{% endfor %}"
+UNUSUAL = [
+    DOUBLES + "{{ n.x | string | length }}",
+    DOUBLES + "{{ n.x | tojson | length }}",
+    DOUBLES + "{{ n.x == n.y }}",
+    DOUBLES + "{{ {n.z: 1} | length }}",
+    "{% macro m() %}{% set n.x = varargs %}{% endmacro %}{% set n = namespace(x=1) %}"
+    "{% for i in range(60) %}{{ m(n.x, n.x) }}{% endfor %}{{ n.x }}",
+    "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = namespace(a=n.x, b=n.x) %}"
+    "{% endfor %}{{ n.x }}",
+    "{{ (1).to_bytes(3000000000, 'big') | length }}",
+    "{{ 'a'.encode().ljust(3000000000) | length }}",
+    "{{ ('a' * 999999) | wordwrap(1) | length }}",
+    "{{ range(100000) | map('string') | join('x' * 40000) | length }}",
+    "{{ range(100000) | map(attribute='a', default='x' * 9000) | join }}",
+]
+"""Much of little in a single step, in forms that no list of ours holds."""
+
+
+@pytest.mark.parametrize("template", UNUSUAL)
+def test_the_system_keeps_the_limits_of_unusual_templates(template, monkeypatch):
+    monkeypatch.setattr("jrl.models.chat_template.MOST_SECONDS", 0.5)
+    monkeypatch.setattr("jrl.models.template_process._GRACE_SECONDS", 0.5)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    reasons = r"takes longer than 0\.5 s|more memory than|more than 10000000 characters"
+    with pytest.raises(UserError, match=f"the chat template of DIR says: it .*({reasons})"):
+        render(template, TALK, "DIR")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
+    assert render("{{ [messages[0].content] | join }}", TALK, "DIR") == "Hi"  # the next one works
+
+
+def test_blocks_and_macros_are_bounded():
+    for step in ("{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}", "{% set n.x = f(n.x) %}"):
+        template = (
+            "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x='xx') %}"
+            "{% for i in range(60) %}" + step + "{% endfor %}"
+        )
+        with pytest.raises(UserError, match="more than 10000000 characters"):
+            render(template, TALK, "DIR")
+
+
+def test_lists_are_bounded_by_what_they_hold():
+    talk = {"messages": [{"role": "user", "content": "x" * 10_000}]}
+    template = (
+        "{% set n = namespace(x=messages) %}{% for i in range(16) %}"
+        "{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"
+    )
+    with pytest.raises(UserError, match="more than 10000000 characters"):
+        render(template, talk, "DIR")
+
+
+@pytest.mark.parametrize("name", ["QWEN", "LLAMA", "MISTRAL", "R1", "GEMMA", "HARMONY"])
+def test_templates_of_models_are_rendered_in_this_process(name):
+    assert _is_plain(getattr(chat_templates, name))
+
+
+def test_a_value_that_cannot_be_sent_is_named():
+    talk = {**TALK, "tools": [lambda: 1]}
+    with pytest.raises(UserError, match="a value cannot be sent to it"):
+        render("{{ [messages[0].content] | join }}", talk, "DIR")
+
+
+def test_chance_is_refused_and_the_clock_is_named(caplog):
+    with pytest.raises(UserError, match="draws at random"):
+        render("{{ [1, 2] | random }}", TALK, "DIR")
+    chat_template._warn_of_clock.cache_clear()
+    for _ in range(2):
+        assert len(render("{{ strftime_now('%Y') }}", TALK, "DIR")) == 4
+    assert caplog.text.count("reads the clock") == 1
+
+
 def test_long_conversations_are_written():
     """A million characters in a thousand messages, put together step by step."""
     talk = {"messages": [{"role": "user", "content": "x" * 1000}] * 1000}
@@ -152,3 +228,9 @@ def test_a_file_that_is_not_utf_8(tmp_path, name):
     (tmp_path / name).write_bytes(b"{{ '\xff' }}")
     with pytest.raises(UserError, match="jinja: not UTF-8 text"):
         find_templates(tmp_path, None)
+
+
+def test_messages_that_are_too_long_are_not_the_templates_fault():
+    talk = {"messages": [{"role": "user", "content": "x" * 11_000_000}]}
+    with pytest.raises(UserError, match="^the messages hold more than 10000000 characters"):
+        render("{% for m in messages %}{{ m.content }}{% endfor %}", talk, "DIR")

@@ -450,6 +450,15 @@ def test_layer_type_errors(changes, named):
         parse(raw)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_layers_of_another_kind_are_refused_in_every_family(family):
+    from jrl.models.hf.parse import parse
+
+    raw = {**SHAPE, "model_type": family, "layer_types": ["mamba", "full_attention"]}
+    with pytest.raises(UserError, match="layer_types has 'mamba'"):
+        parse(raw)
+
+
 def test_broken_files_are_named(copied, tmp_path):
     weights = copied / "model.safetensors"
     full = weights.read_bytes()

@@ -1,5 +1,6 @@
 """The tokenizers: against transformers on the same files, and each way the files can be wrong."""
 
+import base64
 import itertools
 import json
 import threading
@@ -9,7 +10,7 @@ import pytest
 
 from jrl.errors import UserError
 from jrl.models import tokenizer as tokenizer_module
-from jrl.models.tokenizer import char_tokenizer, check_vocab, load_tokenizer
+from jrl.models.tokenizer import _growth, char_tokenizer, check_vocab, load_tokenizer
 
 LINES = [
     "A farmer has 12 sheep and buys 30 more; how many sheep are there now?",
@@ -244,6 +245,39 @@ def test_missing_and_broken_files(checkpoint, tmp_path_factory):
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer"):
         load_tokenizer(directory)
+
+
+BLOB = base64.b64encode((0).to_bytes(4, "little") + b"a\0" + b"x" * 5000).decode()
+MULTIPLIERS = {
+    "a letter": {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 10_000_000},
+    "in steps": {
+        "type": "Sequence",
+        "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 30}] * 3,
+    },
+    "before": {"type": "Prepend", "prepend": "b" * 10_000_000},
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLIERS)
+def test_a_normalizer_that_multiplies_text_is_refused(checkpoint, name):
+    directory = checkpoint()
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["normalizer"] = MULTIPLIERS[name]
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="its normalizer makes up to .* of one; at most"):
+        load_tokenizer(directory)
+
+
+def test_usual_normalizers_are_read(checkpoint):
+    directory = checkpoint()
+    content = json.loads((directory / "tokenizer.json").read_text())
+    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "NFKC"}]
+    steps += [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    content["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    load_tokenizer(directory)
+    blob = {"type": "Precompiled", "precompiled_charsmap": BLOB}
+    assert _growth(blob) == 5000
 
 
 def test_chat_without_a_template_says_what_to_set(checkpoint):

@@ -4,6 +4,7 @@ import mmap
 import os
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 import threading
@@ -56,6 +57,16 @@ def unnamed(place):
 
 def surrogate(place):
     raise ValueError("\ud800 and more")
+
+
+def breaks(place):
+    global statistics
+    statistics = None
+    return [1.0]
+
+
+def needs_modules(place):
+    return [float(statistics.mean([1.0]))]
 
 
 def gone(place):

@@ -103,6 +103,15 @@ def test_memory_beyond_the_limit_ends_the_call_and_names_the_limit(pool, what, m
         pool.scores(samples_of(what))
 
 
+def test_a_worker_that_a_reward_has_broken_is_replaced(place, monkeypatch):
+    monkeypatch.setattr("jrl.rewards.pool._FAILURES_IN_A_ROW", 3)
+    limits = {"workers": 1, "timeout_seconds": 20.0, "on_error": "zero"}
+    with RewardPool({"r": hostile(place)}, **limits) as pool:
+        points, counts = pool.scores(samples_of("breaks", *["needs_modules"] * 6))
+    assert points[:, 0].tolist() == [1, 0, 0, 0, 1, 1, 1]
+    assert counts["reward_errors"] == 3
+
+
 @PROC
 @pytest.mark.parametrize("what", ["writes_shared_memory", "writes_a_memfd"])
 def test_memory_in_files_counts_and_goes(pool, what, monkeypatch):

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from jrl.errors import StorageError, UserError
-from jrl.storage.lock import NAME, run_lock
+from jrl.storage.lock import NAME, is_replaced, run_lock
 
 HOLD = """
 import sys, time
@@ -61,3 +61,17 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
         run_lock(tmp_path / "file" / "run"),
     ):
         pytest.fail("inside a file")
+
+
+def test_a_directory_that_is_renamed_or_replaced_is_not_the_locked_one(tmp_path):
+    run = tmp_path / "run"
+    assert not is_replaced(run)
+    with run_lock(run):
+        assert not is_replaced(run)
+        run.rename(tmp_path / "elsewhere")
+        assert is_replaced(run)
+        run.mkdir()
+        assert is_replaced(run)
+        (run / NAME).touch()
+        assert is_replaced(run)
+    assert not is_replaced(run)

@@ -82,3 +82,25 @@ def test_the_needs_of_methods_are_known():
         method = published.example()
         others = {f"group of at least {method.least_group}", f"lacking {method.lacks}"}
         assert method.needs <= others, name
+
+
+def test_rewards_that_pay_nothing_and_a_value_network_for_nobody_are_said(network, caplog):
+    task = ("data.task=sorting", "data.difficulty=3")
+    weights = "rewards={verify={weight=0}, partial={weight=0}}"
+    features._warn_unpaid.cache_clear()
+
+    def found(*more):
+        config = load_config(None, [*task, *more])
+        method = get_method(config.method)
+        run_features = features_of(
+            config, method, network=network, model=None, task=kind_of(config).task
+        )
+        check_features(run_features)
+
+    found("rewards={verify={weight=0}, partial={weight=1}}")
+    assert not caplog.text
+    found(weights)
+    assert "warning: rewards.verify.weight and rewards.partial.weight = 0" in caplog.text
+    found("value.kind=network", "method=ppo")
+    with pytest.raises(UserError, match="value.kind = 'network' needs a method with a value net"):
+        found("value.kind=network")

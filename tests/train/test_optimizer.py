@@ -157,6 +157,9 @@ def test_weights_decay_only_where_it_is_asked_for(name):
 
 
 WRONG = {
+    "nesterov = 'maybe'; must be true or false": {"nesterov": "maybe"},
+    "nesterov = 1; must be true or false": {"nesterov": 1},
+    "eps = 0; must be above 0": {"eps": 0},
     "name = 'admw'; did you mean 'adamw'? choose from": {"name": "admw"},
     "learning_rates = 1.0: there is no such option; did you mean 'learning_rate'": {
         "learning_rates": 1.0

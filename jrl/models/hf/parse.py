@@ -261,17 +261,17 @@ def _windows(
     window = get("sliding_window")
     if get("use_sliding_window") is False and not family.nope:
         window = None
+    types = get("layer_types")
+    if unknown := sorted(set(types or ()) - {FULL, SLIDING}):  # whatever the family reads of it
+        raise UserError(f"config.json: layer_types has {unknown[0]!r}; only {FULL}, {SLIDING}")
     if family.windows == "none":
         return None, (True,)
     if family.windows == "all":
         return window, (True,)
-    types = get("layer_types")
     if types is None:
         types = _default_types(get, family, layers, window, rotates)
     if len(types) != layers:
         raise UserError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
-    if unknown := sorted(set(types) - {FULL, SLIDING}):
-        raise UserError(f"config.json: layer_types has {unknown[0]!r}; only {FULL}, {SLIDING}")
     if SLIDING not in types:
         return None, (True,)
     if window is None:

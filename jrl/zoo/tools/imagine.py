@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jrl.config.read import read_toml
-from jrl.episodes.endpoint import endpoint
+from jrl.episodes.endpoint import check_url, endpoint
 from jrl.errors import Mistakes, StorageError, UserError, unknown_choice
 from jrl.zoo.envs.imagined import Task, UnreadableError, imagine_row, reason
 
@@ -53,8 +53,7 @@ class Model:
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise UserError(f"--url {self.url}: write an address such as http://localhost:8000/v1")
+        check_url(self.url, "--url")
 
     def ask(self, prompt: str, seed: int) -> Any:
         """The model's reply to a prompt.

@@ -198,7 +198,7 @@ def test_what_is_no_endpoint(tmp_path):
     nobody = Model("http://127.0.0.1:9", "some")
     with pytest.raises(UserError, match="Connection refused; 0 of 1 dialogues"):
         imagine(TASK, nobody, tmp_path / "out.jsonl", count=1, seed=0)
-    with pytest.raises(UserError, match="--url file:///etc: write an address such as http://"):
+    with pytest.raises(UserError, match="--url = 'file:///etc'; write an address such as http://"):
         Model("file:///etc", "some")
 
 

@@ -1,0 +1,157 @@
+"""A process of its own for chat templates that might make much of little.
+
+A list in a list in a list, a method of bytes, the digits of a number: a single step of Python's may
+need more memory than the machine has, and no look at a clock comes between. Which steps do is a
+list without end, so templates of unusual forms are rendered here, where the system itself keeps
+the limits. The process starts with the first such conversation and serves all that follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+from jrl.errors import UserError
+
+MOST_MEMORY = 1 << 30
+"""Bytes of addresses; an interpreter with Jinja takes a tenth of it."""
+
+_GRACE_SECONDS = 2.0
+"""After the template's own limit, which the process keeps itself where it can."""
+
+_START_SECONDS = 60.0
+_SIZE = struct.Struct("<?Q")  # whether it is a text or an error, bytes that follow
+
+_lock = threading.Lock()
+_process: subprocess.Popen[bytes] | None = None
+_owner = 0
+"""The process id of who started it: a fork may not use its parent's."""
+
+
+def render_apart(template: str, variables: Mapping[str, Any], source: str, seconds: float) -> str:
+    """``chat_template.render`` in another process, within ``MOST_MEMORY``.
+
+    Args:
+      template: Jinja.
+      variables: of the template, values that can be pickled.
+      source: where the template is from, for errors.
+      seconds: limit of time.
+
+    Raises:
+      UserError: what ``render`` raises; or it ran out of memory or time in a single step.
+    """
+    says = f"the chat template of {source} says: "
+    try:
+        request = pickle.dumps((template, dict(variables), source, seconds))
+    except Exception as error:  # whatever a value's own methods raise
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UserError(f"{says}a value cannot be sent to it: {reason}") from None
+    with _lock:
+        try:
+            process = _started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(struct.pack("<Q", len(request)) + request)
+            process.stdin.flush()
+            end = time.monotonic() + seconds + _GRACE_SECONDS
+            good, size = _SIZE.unpack(_read(process.stdout, _SIZE.size, end))
+            text = _read(process.stdout, size, end).decode()
+        except TimeoutError:
+            _end()
+            reason = f"it takes longer than {seconds:g} s; loop over the messages only"
+            raise UserError(says + reason) from None
+        except (EOFError, OSError):
+            _end()
+            raise UserError(f"{says}it ended the process that renders it") from None
+        except BaseException:  # an interrupt: what was asked for would answer the next
+            _end()
+            raise
+    if not good:
+        raise UserError(text)
+    return text
+
+
+def _started() -> subprocess.Popen[bytes]:
+    """The process, ready for a conversation."""
+    global _process, _owner
+    if _process is None or _owner != os.getpid() or _process.poll() is not None:
+        paths = [os.path.abspath(path or ".") for path in sys.path]
+        code = f"import sys; sys.path[:] = {paths!r}; from {__name__} import serve; serve()"
+        _process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"LANG": "C.UTF-8"},
+            start_new_session=True,  # Ctrl-C is for the caller, who may render another
+        )
+        _owner = os.getpid()
+        assert _process.stdout is not None
+        if _read(_process.stdout, 1, time.monotonic() + _START_SECONDS) != b"!":
+            raise OSError("no start")
+    return _process
+
+
+def _end() -> None:
+    global _process
+    if _process is not None:
+        with contextlib.suppress(OSError):
+            _process.kill()
+        _process.wait()
+        for stream in (_process.stdin, _process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+    _process = None
+
+
+def _read(stream: BinaryIO | Any, size: int, end: float) -> bytes:
+    """As many bytes of a pipe, or TimeoutError at ``end`` on the clock, or EOFError."""
+    data = bytearray()
+    while len(data) < size:
+        left = end - time.monotonic()
+        if left <= 0 or not select.select([stream], [], [], left)[0]:
+            raise TimeoutError
+        piece = os.read(stream.fileno(), min(size - len(data), 1 << 20))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+def serve() -> None:
+    """Renders what comes on the standard input, until it ends: the other process's program."""
+    import resource
+
+    from jrl.models.chat_template import render_here
+
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    answers.write(b"!")
+    answers.flush()
+    while head := requests.read(8):
+        template, variables, source, seconds = pickle.loads(
+            requests.read(*struct.unpack("<Q", head))
+        )
+        # Where the caller is gone, nobody else would end a step without end.
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        last = int(used.ru_utime + used.ru_stime + seconds + 2 * _GRACE_SECONDS)
+        resource.setrlimit(resource.RLIMIT_CPU, (last, resource.RLIM_INFINITY))
+        try:
+            good, text = True, render_here(template, variables, source, seconds).encode()
+        except UserError as error:
+            good, text = False, str(error).encode("utf-8", "replace")
+        answers.write(_SIZE.pack(good, len(text)) + text)
+        answers.flush()
