@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.config import Config, as_tree, build_config
+from jrl.config.tables import ValueTable
 from jrl.episodes import ENVS, Env
 from jrl.errors import UserError
 from jrl.methods import find_method
@@ -37,8 +38,9 @@ from jrl.system.compile_cache import enable_compile_cache
 from jrl.train import build, programs
 from jrl.train.build import Run
 from jrl.train.compiled import held_out, iterate, warm_start
+from jrl.train.kinds import kind_of
 from jrl.train.memory_check import check_weights
-from jrl.train.objective import COMMON
+from jrl.train.objective import COMMON, method_of
 from jrl.train.score import policy_of
 from jrl.types import Array, Params
 
@@ -192,8 +194,10 @@ def _runs(
         for method in methods:
             try:
                 coefficients = {n: x for n, x in config.objective.items() if method in readers[n]}
-                settings = {"method": method, "objective": coefficients}
-                run = build.setup(build_config(tree | settings))
+                own = build_config(tree | {"method": method, "objective": coefficients})
+                if not method_of(own, kind_of(own).task).value:
+                    own = own.model_copy(update={"value": ValueTable()})
+                run = build.setup(own)
                 programs.check_trainable(run)
                 runs[task, method] = run
             except UserError as error:

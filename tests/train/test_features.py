@@ -77,10 +77,10 @@ def test_a_plain_run_of_each_kind_lacks_nothing(network):
 
 
 def test_the_needs_of_methods_are_known():
-    """A need that is no size of a group says what no run has yet."""
+    """A size of a group, what no run has yet, or places where prefixes of prompts may end."""
     for name, published in all_methods().items():
         method = published.example()
-        others = {f"group of at least {method.least_group}", f"lacking {method.lacks}"}
+        others = {f"group of at least {method.least_group}", f"lacking {method.lacks}", "lines"}
         assert method.needs <= others, name
 
 
