@@ -156,7 +156,11 @@ def api_page() -> str:
         "rewards of your own are written with, behind the module of each. Records and further",
     ]
     lines += ["functions have their documentation in the source: `help(jrl.types)`.", ""]
-    names = [(name, jrl) for name in sorted(set(jrl.__all__) - {"__version__"}, key=str.lower)]
+    names = [
+        (name, jrl)
+        for name in sorted(set(jrl.__all__) - {"__version__"}, key=str.lower)
+        if not inspect.ismodule(getattr(jrl, name))
+    ]
     names += [
         (name, importlib.import_module(module))
         for module, listed in FURTHER.items()

@@ -155,7 +155,11 @@ SETTINGS = {
     "vocabulary": (["model.config.vocab_size=5"], "48 ids", "vocabulary has only 5"),
     "top-k": (["sampling.top_k=9999"], "sampling.top_k = 9999", "the vocabulary has"),
     "length": (["model.config.max_length=6"], "may reach 12", "the model holds 6"),
-    "on the host": (["train.mode=compiled", "method=dapo"], "groups", "train.mode to 'host'"),
+    "on the host": (
+        ["train.mode=compiled", "method=deepsearch"],
+        "frontier",
+        "train.mode to 'host'",
+    ),
     "resume": (["run.resume=must"], "holds no run", "run.resume = 'must'"),
     "no teacher": (
         ["method=on_policy_distillation"],
@@ -175,7 +179,10 @@ SETTINGS = {
     "limit of a task": (["sampling.max_new_tokens=9"], "sampling.max_new_tokens = 9 is not read"),
     "option of a task": (["data.dificulty=4"], "data.dificulty = 4", "did you mean 'difficulty'?"),
     "epochs": (["objective.epochs=0"], "epochs = 0", "a whole number of at least 1"),
-    "router": (["objective.router_z=0.1"], "router_z = 0.1: the model has no routed experts"),
+    "router": (
+        ["objective.router_z=0.1"],
+        "router_z = 0.1 needs routed experts: the model has none; choose another",
+    ),
     "own method": (["method=none.py:f"], "method = 'none.py:f': there is no file none.py"),
     "own task": (["data.task=none.py:f"], "data.task = 'none.py:f': there is no file none.py"),
     "own network": (["model.network=none.py:f"], "model.network = 'none.py:f': there is no file"),
@@ -193,7 +200,10 @@ SETTINGS = {
     ),
     "env without demonstrations": (
         [*NIM, "method=sft"],
-        *("data.env: the method learns from demonstrations", "'nim' has none; choose a method"),
+        *(
+            "data.env = 'nim' does not go with method = 'sft', which reads demonstrations",
+            "choose a method",
+        ),
     ),
     "own env": ([*NIM, "data.env=none.py:f"], "data.env = 'none.py:f': there is no file none.py"),
     "metric": (["watch.entropi.below=1"], "watch = 'entropi'; did you mean 'entropy'?"),

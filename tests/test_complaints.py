@@ -77,8 +77,8 @@ ROWS = {
         "test_readme.py::test_it_installs_from_the_checkout_only",
     ),
     7: (  # hangs instead of errors
-        "test_waits.py::test_a_wait_without_progress_is_ended_and_one_with_progress_is_not",
-        "test_waits.py::test_a_process_that_cannot_be_interrupted_is_ended",
+        "system/test_wait_reports.py::test_a_wait_without_progress_is_ended_and_one_with_progress_is_not",
+        "system/test_wait_reports.py::test_a_process_that_cannot_be_interrupted_is_ended",
         "train/test_interrupts.py::test_a_reward_that_hangs_beyond_the_limit_saves_and_ends_the_run",
         "train/test_disjoint.py::"
         "test_a_rollout_that_hangs_can_be_given_up_and_what_was_drawn_before_is_kept",
@@ -103,7 +103,7 @@ ROWS = {
     11: (
         "test_complaints.py::test_what_is_trained_is_what_was_sampled_token_for_token",
         "train/test_host_run.py::test_a_run_of_many_turns",
-        "envs/test_play.py::test_the_trainer_scores_what_the_sampler_drew",
+        "episodes/test_device_play.py::test_the_trainer_scores_what_the_sampler_drew",
     ),
     12: (
         "house_test.py::test_9_the_gradient_does_not_depend_on_the_split",
@@ -130,7 +130,7 @@ ROWS = {
     ),
     16: (
         "train/test_loop.py::test_nothing_is_compiled_after_the_first_step",
-        "test_compiles.py::test_the_second_process_reads_what_the_first_compiled",
+        "system/test_compile_cache.py::test_the_second_process_reads_what_the_first_compiled",
         "train/test_tpu_kernels.py::test_both_programs_run_attention_on_the_kernels",
     ),
     17: (  # the GPU path is second class, CPU is none

@@ -26,8 +26,8 @@ LEFT = {  # how a command begins -> what stands for it
         "test: train/test_host_run.py"
     ),
     "jrl serve": "test: serving/test_http.py",
-    "jrl imagine": "test: test_imagine.py",
-    "jrl eval RUN --search beam --width 4 --by model": "test: test_evaluate_search.py",
+    "jrl imagine": "test: zoo/tools/test_imagine.py",
+    "jrl eval RUN --search beam --width 4 --by model": "test: evaluate/test_search.py",
     "jrl plan configs/pod_8b_v5e.toml": "test: plan/test_plan.py",
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -451,9 +451,9 @@ def test_two_tokens_with_one_id(place):
 
 
 TEMPLATES = {
-    "the same for all": "writes the same text for every question",
-    "{{ cycler }}": "writes the same text for every question",
-    "": "empty",
+    "the same for all": "the content of a user message nowhere",
+    "{{ cycler }}": "the content of a user message nowhere",
+    "": "the content of a user message nowhere",
     "{{ '\\ud800' }}": "writes \\ud800, half of a character",
     "{% include 'x' %}": "the chat template of",
     "{{ messages.append(1) }}": "the chat template of",
@@ -492,7 +492,10 @@ ROWS = {
     ("d.jsonl", row(b"1e999")): "answer is inf",
     ("d.jsonl", row(b"9" * 5000)): "line 1: not valid JSON",
     ("d.jsonl", b'{"question": "   ", "answer": "1"}\n'): "question is blank",
-    ("d.jsonl", b'{"question": ["a"], "answer": "1"}\n'): "question must be text, not list",
+    (
+        "d.jsonl",
+        b'{"question": ["a"], "answer": "1"}\n',
+    ): "question holds a; a message has role and content, both text",
     ("d.jsonl", row(b'"1"') + b"\x00\n"): "line 2: not valid JSON",
     ("d.jsonl", row(b'"1"').strip() + row(b'"2"')): "line 1: not valid JSON",
     ("d.jsonl", row(b'"1"').decode().encode("utf-16")): "not UTF-8 text",

@@ -204,7 +204,7 @@ def test_the_first_cell_clones_the_address_that_a_maintainer_set(monkeypatch, tm
         return real(path) if len(seen) > 3 else iter(())
 
     monkeypatch.setattr(pathlib.Path, "iterdir", iterdir)
-    (tmp_path / "jrl-checkout" / "jrl" / "types.py").touch()
+    (tmp_path / "jrl-checkout" / "jrl" / "errors.py").touch()
     commands = first_cell({}, monkeypatch, tmp_path, installed=False, address=address)
     assert commands == [
         f"!git clone --quiet --depth 1 {address} {tmp_path}/jrl-checkout",

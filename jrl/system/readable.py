@@ -7,6 +7,7 @@ from the closure.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,6 +65,10 @@ def as_text(value: Any, depth: int = 0) -> str:
         return _function([value], depth)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return _record(value, depth)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        named = [(each, getattr(value, each.name)) for each in dataclasses.fields(value)]
+        told = (f"{each.name}={as_text(x, depth + 1)}" for each, x in named if x != each.default)
+        return f"{type(value).__name__}({', '.join(told)})"
     if isinstance(value, tuple | list):
         return f"({', '.join(as_text(x, depth + 1) for x in value)})"
     if isinstance(value, frozenset | set):

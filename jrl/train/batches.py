@@ -18,6 +18,7 @@ from jrl.data.tasks import Task
 from jrl.episodes.transcript import RowShape
 from jrl.mesh import replicated
 from jrl.methods.curriculum import Curriculum, Table
+from jrl.methods.plan import Plan
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.system.signals import Stopping
@@ -141,12 +142,14 @@ def training_batches(
     if packer is not None and "packing" in notes:
         packer.resume(notes["packing"])
     curriculum = run.method.curriculum
+    # Where completions are given, nothing is sampled, whatever a plan says.
+    method = run.method._replace(plan=Plan()) if run.config.data.given else run.method
     source = run_source(run, pool, notes)
     collector = Collector(
         source=source,
         prompts=run.config.train.prompts,
         reward_weights=np.array(list(run.rewards.weights.values()), np.float32),
-        method=run.method,
+        method=method,
         mesh=run.mesh,
         pack=packer,
         sampled=not run.config.data.scored,

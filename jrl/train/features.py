@@ -133,8 +133,8 @@ TABLE: tuple[Feature, ...] = (
     _forbids("contexts", "attention", "it is read over whole rows, which contexts divide"),
     _needs("value network kind", "value network", "it has none to choose"),
     # -- experts
-    _needs("router replay", "experts", "the model has no routed experts"),
-    _needs("router losses", "experts", "the model has no routed experts"),
+    _needs("router replay", "experts", "the model has none"),
+    _needs("router losses", "experts", "the model has none"),
 )
 
 WITHOUT: Mapping[str, str] = {

@@ -125,6 +125,7 @@ def test_control_tokens_outside_of_contents_are_refused(chat_tokenizer, field): 
 
 
 def test_variables_of_the_template_are_read_or_refused(chat_tokenizer):  # noqa: F811
+    """``data.template_variables``."""
     template = "{{ messages[0].content }}{% if quick %}!{% endif %}"
     tokenizer = chat_tokenizer(template)
     row = {"question": "hi", "answer": "4"}

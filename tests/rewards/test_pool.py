@@ -249,6 +249,8 @@ def test_an_interrupted_or_killed_trainer_leaves_no_process(tmp_path, checkout, 
         trainer.communicate()
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # of a process with threads, as with workers = 0
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("act", ["fork", "fork and raise"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_child_that_a_reward_leaves_behind_answers_nothing(act, workers):

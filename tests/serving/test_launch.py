@@ -114,6 +114,7 @@ def test_the_command_passes_its_options(engine, run_dir, checkpoint_dir, monkeyp
     )
     monkeypatch.setitem(sys.modules, "jrl.serving.launch", stand_in)
     monkeypatch.setattr("jrl.serving.launch", stand_in, raising=False)
+    monkeypatch.setitem(sys.modules, "jrl.zoo.jetstream.launch", stand_in)
     monkeypatch.setenv("JRL_CACHE_DIR", "")
     arguments = ["--engine", engine, "--slots", "3", "--queue", "5", "--grace", "2", "--port", "0"]
     arguments += ["--chunk", "6"]

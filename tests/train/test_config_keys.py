@@ -122,15 +122,17 @@ def programs(config):
     sample = compiled.train_sampler(run)
     ids = np.arange(n, dtype=np.int32)
     args = (state.key, policy_of(state, run.network), np.int32(0), ids)
+    group, tree = config.sampling.group, run.method.plan.tree
     if run.task is None:
         p = jax.ShapeDtypeStruct((n, run.width), jnp.int32)
         args = (key, args[1], p, ids, run.sampling_params, args[2], ids)
         first, (rollout, _) = jax.make_jaxpr(sample, return_shape=True)(*args)
         rewards = jax.ShapeDtypeStruct((*rollout.lengths.shape, 1), jnp.float32)
     else:
+        asked = simple_request(args[0], {"policy": args[1]}, *args[2:], group)
         first, groups = jax.make_jaxpr(
             functools.partial(sample, sampling_params=run.sampling_params), return_shape=True
-        )(simple_request(args[0], {"policy": args[1]}, *args[2:]))
+        )(asked.replace(asks=tuple(ask.replace(tree=tree) for ask in asked.asks)))
         rollout, rewards = groups.rollout, groups.rewards
     batch = jax.eval_shape(to_batch, rollout, rewards, np.ones(rewards.shape[-1], np.float32))
     second = jax.make_jaxpr(compiled.make_train_step(run))(state, batch, run.sampling_params)
@@ -366,7 +368,7 @@ MORE_ON_TEXT = {
 }
 ELSEWHERE = {
     "run.dir": "train/test_loop.py::test_a_run_directory_holds_what_scripts_rely_on",
-    "run.resume": "test_metrics.py::test_resume_never_and_must",
+    "run.resume": "storage/test_metrics.py::test_resume_never_and_must",
     "lora.path": "train/test_adapters.py::test_adapters_of_another_run_are_where_a_run_starts",
     "reward_pool.timeout_seconds": (
         "train/test_interrupts.py::test_a_reward_that_hangs_scores_0_is_counted_and_holds_nothing_up"
@@ -390,7 +392,10 @@ ELSEWHERE = {
     "data.pairs": "train/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
     "data.invalid": "test_bad_input.py::test_rows_that_cannot_be_used_may_be_left_out_and_counted",
     "data.env": "train/test_host_run.py::test_a_run_of_many_turns",
-    "log.to": "test_sinks.py::test_tensorboard_events_are_written",
+    "data.template_variables": (
+        "data/test_messages.py::test_variables_of_the_template_are_read_or_refused"
+    ),
+    "log.to": "storage/test_sinks.py::test_tensorboard_events_are_written",
 }
 
 

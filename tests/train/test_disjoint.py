@@ -558,7 +558,10 @@ def test_a_split_that_cannot_be_is_refused(changes, says):
             ("sampling.mesh.data=1", "sampling.mesh.tensor=4"),
             "sampling.mesh: .*kv_heads",
         ),
-        (("method=sft", "objective={}"), "needs a rollout, and method = 'sft' draws nothing"),
+        (
+            ("method=sft", "objective={}"),
+            "method = 'sft', which draws nothing: its devices are for a rollout",
+        ),
     ],
 )
 def test_a_run_that_cannot_draw_apart_is_refused(changes, says, tmp_path):

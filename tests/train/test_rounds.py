@@ -112,7 +112,10 @@ def test_completions_are_the_experts(place, on_host):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("lora.rank=2",), r"round_steps = 2 does not go with \[lora\]: .*; remove \[lora\]"),
+        (
+            ("lora.rank=2",),
+            r"does not go with \[lora\]: .*; remove \[lora\], or set objective.round_steps to 0",
+        ),
         (("objective.round_steps=0",), "restart_rounds = 2: rounds have no steps"),
     ],
 )
@@ -124,7 +127,9 @@ def test_what_does_not_go_together_is_named(tmp_path, more, said):
 def test_an_expert_cannot_draw_ahead(on_host):
     features = run_features(on_host.run)
     check_features(features)
-    with pytest.raises(UserError, match=r"round_steps = 2 does not go with \[placement\]"):
+    with pytest.raises(
+        UserError, match=r"draws, does not go with \[placement\]: .* set objective.round_steps to 0"
+    ):
         check_features(features | {"placement": "[placement]"})
 
 

@@ -25,7 +25,7 @@ def further_members(rate: Array, size: Array, most: int, balance: str) -> Array:
     >>> further_members(rates, sizes, 32, "equal").tolist()
     [9, 2, 0]
     >>> further_members(rates, sizes, 32, "hard").tolist()
-    [24, 6, 0]
+    [23, 6, 0]
     """
     size = jnp.maximum(size, 1)
     a = jnp.maximum(rate, 0.5 / size)
