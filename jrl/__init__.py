@@ -117,7 +117,9 @@ if TYPE_CHECKING:
     __version__: str
 else:
     from jrl.system.lazy_names import lazy_names
+    from jrl.system.moved_modules import install
 
+    install()
     __all__, _get, __dir__ = lazy_names(__name__, HOMES)
     __all__ += ["__version__"]
 

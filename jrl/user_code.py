@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from jrl.errors import UserError
 from jrl.system.json_text import parse_json
+from jrl.system.moved_modules import moved_to
 
 FORMS = "FILE.py:function or module:function"
 
@@ -155,7 +156,8 @@ def load(spec: str, key: str) -> Callable[..., Any]:
         ) from None
     except ModuleNotFoundError as error:
         if not is_file and f"{place}.".startswith(f"{error.name}."):
-            hint = "name an installed module, or a file as FILE.py:function"
+            moved = moved_to(place)
+            hint = f"name {moved}" if moved else "name an installed module, or FILE.py:function"
             raise UserError(f"{setting}: there is no module {error.name!r}; {hint}") from None
         raise UserError(f"{setting}: {_what_failed(error, place)}") from error
     except (Exception, SystemExit) as error:

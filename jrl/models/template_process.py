@@ -8,6 +8,7 @@ the limits. The process starts with the first such conversation and serves all t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 from jrl.errors import UserError
@@ -31,6 +32,11 @@ _GRACE_SECONDS = 2.0
 
 _START_SECONDS = 60.0
 _SIZE = struct.Struct("<?Q")  # whether it is a text or an error, bytes that follow
+
+_PROGRAM = (
+    "from jrl.models import chat_template, template_process;"
+    " template_process.serve(chat_template.render_here)"
+)
 
 _lock = threading.Lock()
 _process: subprocess.Popen[bytes] | None = None
@@ -86,7 +92,7 @@ def _started() -> subprocess.Popen[bytes]:
     global _process, _owner
     if _process is None or _owner != os.getpid() or _process.poll() is not None:
         paths = [os.path.abspath(path or ".") for path in sys.path]
-        code = f"import sys; sys.path[:] = {paths!r}; from {__name__} import serve; serve()"
+        code = f"import sys; sys.path[:] = {paths!r}; {_PROGRAM}"
         _process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", code],
             stdin=subprocess.PIPE,
@@ -100,6 +106,12 @@ def _started() -> subprocess.Popen[bytes]:
         if _read(_process.stdout, 1, time.monotonic() + _START_SECONDS) != b"!":
             raise OSError("no start")
     return _process
+
+
+@atexit.register
+def _end_own() -> None:
+    if _owner == os.getpid():
+        _end()
 
 
 def _end() -> None:
@@ -129,11 +141,9 @@ def _read(stream: BinaryIO | Any, size: int, end: float) -> bytes:
     return bytes(data)
 
 
-def serve() -> None:
+def serve(render: Callable[[str, Mapping[str, Any], str, float], str]) -> None:
     """Renders what comes on the standard input, until it ends: the other process's program."""
     import resource
-
-    from jrl.models.chat_template import render_here
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
@@ -150,7 +160,7 @@ def serve() -> None:
         last = int(used.ru_utime + used.ru_stime + seconds + 2 * _GRACE_SECONDS)
         resource.setrlimit(resource.RLIMIT_CPU, (last, resource.RLIM_INFINITY))
         try:
-            good, text = True, render_here(template, variables, source, seconds).encode()
+            good, text = True, render(template, variables, source, seconds).encode()
         except UserError as error:
             good, text = False, str(error).encode("utf-8", "replace")
         answers.write(_SIZE.pack(good, len(text)) + text)

@@ -1,0 +1,142 @@
+"""Modules that have moved: importing one by its old name says where it is now."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from typing import Any
+
+MOVED = {
+    "checkpoint": "storage.checkpoints",
+    "compare": "run.compare",
+    "compile_notes": "system.compile_reports",
+    "compiles": "system.compile_cache",
+    "data.hops": "zoo.tools.hops",
+    "devices": "system.devices",
+    "directories": "system.directories",
+    "drift": "zoo.tools.reproducibility",
+    "envs": "episodes",
+    "envs.arrays": "zoo.adapters.arrays",
+    "envs.base": "episodes.device",
+    "envs.calculator": "zoo.tools.calculator",
+    "envs.describe": "episodes.tool_descriptions",
+    "envs.frames": "models.chat_frames",
+    "envs.games": "zoo.envs.games",
+    "envs.gymnasium": "zoo.adapters.gymnasium",
+    "envs.imagined": "zoo.envs.imagined",
+    "envs.labelled": "zoo.envs.foretell and zoo.envs.ranked_list",
+    "envs.libraries": "zoo.adapters.array_games",
+    "envs.mcp_tools": "zoo.adapters.mcp",
+    "envs.named": "zoo.envs.players, zoo.envs.zero_search, zoo.adapters.mcp and .gymnasium",
+    "envs.openenv_client": "zoo.adapters.openenv",
+    "envs.play": "episodes.device_play",
+    "envs.players": "zoo.envs.players",
+    "envs.propositions": "zoo.envs.propositions",
+    "envs.prover": "zoo.envs.prover",
+    "envs.reasoning": "zoo.adapters.reasoning_gym",
+    "envs.search": "zoo.tools.search",
+    "envs.self_play": "episodes.device_self_play",
+    "envs.shipped": "zoo.envs.tool_questions",
+    "envs.statements": "zoo.envs.statements",
+    "envs.subgoals": "zoo.envs.subgoals",
+    "envs.tactics": "zoo.envs.tactics",
+    "envs.textarena_child": "zoo.adapters.textarena_child",
+    "envs.textarena_games": "zoo.adapters.textarena",
+    "envs.verifiers_env": "zoo.adapters.verifiers",
+    "envs.writer": "zoo.envs.writer",
+    "evaluate.episodes": "evaluate.searcher",
+    "export": "run.export",
+    "extras": "system.extras",
+    "imagine": "zoo.tools.imagine",
+    "integrity": "storage.integrity",
+    "json_text": "system.json_text",
+    "memory": "system.memory",
+    "methods.batch_statistics": "zoo.methods.batch_statistics",
+    "methods.demonstrations": "zoo.methods.demonstrations",
+    "methods.difficulty": "zoo.methods.difficulty",
+    "methods.entropy": "zoo.methods.entropy",
+    "methods.mirror_descent": "zoo.methods.mirror_descent",
+    "methods.off_policy": "zoo.methods.off_policy",
+    "methods.offline": "zoo.methods.offline",
+    "methods.preference_lists": "zoo.methods.preference_lists",
+    "methods.preference_online": "zoo.methods.preference_online",
+    "methods.ranking": "zoo.methods.ranking",
+    "methods.reinforce": "methods.policy_gradient",
+    "methods.rlhf": "zoo.methods.rlhf",
+    "methods.structure": "zoo.methods.structure",
+    "methods.token_credit": "zoo.methods.token_credit",
+    "methods.trees": "zoo.methods.trees",
+    "metrics": "storage.metrics",
+    "models.several": "zoo.networks.policies",
+    "models.token_values": "zoo.networks.token_values",
+    "own": "user_code",
+    "processes": "system.processes",
+    "progress": "run.progress",
+    "run_lock": "storage.lock",
+    "sample_tokens": "evaluate.sample_tokens",
+    "samples": "evaluate.samples",
+    "sampling.parking": "sampling.suspend",
+    "serving.batch": "sampling.batch",
+    "serving.chunk_length": "sampling.chunk_length",
+    "serving.engine": "sampling.engine",
+    "serving.episode_rows": "sampling.rows",
+    "serving.jetstream": "zoo.jetstream.server",
+    "serving.jetstream_engine": "zoo.jetstream.engine",
+    "serving.request": "sampling.request",
+    "serving.row_costs": "sampling.row_costs",
+    "serving.search": "episodes.search",
+    "serving.step_rows": "sampling.rows",
+    "serving.text": "sampling.text",
+    "signals": "system.signals",
+    "sinks": "storage.sinks",
+    "step_contents": "storage.step_contents",
+    "step_files": "storage.step_files",
+    "train.episode_search": "episodes.search",
+    "train.episode_trees": "episodes.tree",
+    "train.fits": "train.memory_check",
+    "train.host_branches": "episodes.branching",
+    "train.host_play": "episodes.play",
+    "train.host_slots": "episodes.slots",
+    "train.lacks": "run.diagnostics",
+    "train.method_network": "zoo.networks",
+    "train.pins": "run.revisions",
+    "train.records": "run.records",
+    "train.replay": "methods.stores",
+    "train.reward_text": "run.reward_probe",
+    "train.several": "zoo.networks.policies",
+    "waits": "system.wait_reports",
+}
+"""Old name -> new one, both without ``jrl.``; what was below an old name is below the new one."""
+
+_IN_ENVS = (
+    "; environments are in jrl.zoo.envs, adapters in jrl.zoo.adapters, tools in jrl.zoo.tools"
+)
+
+
+def moved_to(name: str) -> str | None:
+    """Where the module of this name, ``jrl.envs.host``, is now; None for one that never was."""
+    head, _, rest = name.partition(".")
+    below: list[str] = []
+    while head == "jrl" and rest:
+        if rest in MOVED:
+            return ".".join(["jrl", MOVED[rest], *below])
+        rest, _, last = rest.rpartition(".")
+        below.insert(0, last)
+    return None
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Asked last, for names that nothing else finds."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        new = moved_to(fullname)
+        if new is not None:
+            # A package is looked for before what is in it, which nobody has named yet.
+            more = _IN_ENVS if fullname == "jrl.envs" else ""
+            raise ModuleNotFoundError(f"{fullname} is {new} now{more}", name=fullname)
+
+
+def install() -> None:
+    """Has the import of an old name raise ModuleNotFoundError with the new one."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
