@@ -79,7 +79,7 @@ REDUCED: Mapping[str, Callable[[np.ndarray], float]] = {
     "min": lambda values: float(values.min()),
     "mean": lambda values: float(values.mean()),
 }
-"""What counts of the values behind a path's steps."""
+"""Reductions of step values to a path score."""
 
 
 def _by_values(

@@ -389,7 +389,7 @@ def accuracy_part(kind: TextKind) -> str:
     found = checkers if len(checkers) == 1 else names
     if len(found) > 1:
         raise UserError(
-            "several reward parts could say what is right; set judge = true in one of "
+            "which reward defines accuracy? set judge = true in one of "
             + ", ".join(f"rewards.{name}" for name in names)
         )
     return found[0]

@@ -320,7 +320,7 @@ def draw_ahead(
 class HandoverError(UserError):
     """Weights or completions are not those that the schedule asks for; nothing is drawn from them.
 
-    It is no mistake of the configuration: something between the devices changed bits.
+    Not a configuration error: data changed in transit between devices.
     """
 
 

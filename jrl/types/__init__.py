@@ -37,7 +37,7 @@ Params = Any
 Stats = dict[str, Array]
 """Per-token statistics by name, each ``[..., T]`` float32; see ``STATISTICS``."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""What is by name, where there is none."""
+"""An empty mapping."""
 
 STATISTICS: Mapping[str, str] = {
     "logprobs": "log-probability of the token under the policy being trained; carries gradient",
@@ -352,7 +352,7 @@ class Branching(NamedTuple):
 
 
 class Search(NamedTuple):
-    """How the search tree is grown whose leaves are the members of a group.
+    """Search settings. The leaves of the tree are the group's members.
 
     See ``train.tree_search``.
 
