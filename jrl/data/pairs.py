@@ -312,12 +312,6 @@ def _from_ids(
 ) -> Judged:
     """One record that is in token ids."""
     record = read_tokens(kind, row, where)
-    for name, ids in (("prompt", record.prompt), *(("a response", r) for r in record.responses)):
-        if max(ids, default=0) >= tokenizer.vocab_size:
-            raise UserError(
-                f"{where}: {name} holds token id {max(ids)}, and the tokenizer has only"
-                f" {tokenizer.vocab_size} ids; write the rows with the tokenizer of this model"
-            )
     steps = record.steps or ()
     return Judged(
         id=index,

@@ -147,7 +147,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         networks=_frozen_networks(config, method),
         trains=trains,
     )
-    _check_tokens(data, run.network.vocab_size)
+    _check_tokens(config, data, run.network.vocab_size)
     if trains:
         check_training(run._replace(data=data))
     return run._replace(
@@ -325,11 +325,22 @@ def _model(config: Config, kind: TextKind) -> tuple[Any, ModelConfig | None, Par
     return tokenizer, shape, params
 
 
-def _check_tokens(data: RunData, vocab_size: int) -> None:
+def _check_tokens(config: Config, data: RunData, vocab_size: int) -> None:
     """Raises UserError for a token that the model has no row for."""
     texts = {split: [p.tokens for p in listed] for split, listed in data.prompts.items()}
     for split, listed in data.judged.items():
-        texts[split] = [tokens for j in listed for tokens in (j.prompt, *j.completions)]
+        where = f"data.{split} = {str(getattr(config.data, split))!r}"
+        for j in listed:
+            for name, ids in (
+                ("the prompt", j.prompt),
+                *(("a response", x) for x in j.completions),
+            ):
+                if ids.max(initial=0) >= vocab_size:
+                    raise UserError(
+                        f"{where}: {name} of row {j.id + 1} holds token id {ids.max()}, and the"
+                        f" model's vocabulary has only {vocab_size} ids; write the rows with the"
+                        " tokenizer of this model"
+                    )
     texts["train"] += [x.tokens for group in data.recorded for row in group for x in row.segments]
     for split, arrays in texts.items():
         check_ids(max((int(x.max()) for x in arrays), default=0), vocab_size, f"data.{split}")

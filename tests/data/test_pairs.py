@@ -322,11 +322,3 @@ def test_a_prompt_of_token_ids_may_hold_the_beginning_of_a_completion():
     assert len(one.prompt) == 3
     with pytest.raises(UserError, match="4 tokens and data.max_prompt_tokens with what .* is 3"):
         read(row | {"prompt": [5, 6, 7, 8]}, **limits)
-
-
-def test_token_ids_that_no_tokenizer_has_are_named_with_their_place():
-    row = {"prompt": [2, 3], "responses": [[3, 99999], [4]], "scores": [1, 0]}
-    with pytest.raises(UserError, match=r"1: a response holds token id 99999, and the tokenizer"):
-        read(row, tokenizer=CharTokenizer())
-    with pytest.raises(UserError, match=r"1: prompt holds token id 70000"):
-        read({**row, "prompt": [70000], "responses": [[3], [4]]}, tokenizer=CharTokenizer())

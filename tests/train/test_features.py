@@ -63,7 +63,7 @@ def test_all_that_does_not_go_together_is_said_at_once(network):
         "tree.at = 'entropy' does not go with objective.router_replay = true: a branch has no"
         " record of its past's experts; set objective.router_replay to false, or set tree.kind to"
         " 'none'",
-        "objective.router_replay = true needs routed experts: the model has no routed experts;"
+        "objective.router_replay = true needs routed experts: the model has none;"
         " choose another model, or set objective.router_replay to false",
     ]
 

@@ -317,6 +317,18 @@ def test_what_does_not_go_together_is_said(place, rewarder, tmp_path):
     assert "line 1: the prompt has" in say("data.max_prompt_tokens=2", "data.overlong=error")
 
 
+def test_a_token_that_the_model_has_no_row_for_is_named_with_its_row(place, tmp_path):
+    """The vocabulary of the model, which may be larger than its tokenizer's."""
+    rows = [{"prompt": [1], "responses": [[2, last], [3]], "scores": [1, 0]} for last in (31, 32)]
+    path = json.dumps(str(write_rows(tmp_path / "ids.jsonl", rows)))
+    ids = (f"data.pairs={path}", "data.eval=", "train.prompts=2")
+    said = refused(place, tmp_path, *ids)
+    assert "ids.jsonl': a response of row 2 holds token id 32, and the model's vocabulary" in said
+    rows[1]["responses"][0][1] = 31
+    write_rows(tmp_path / "ids.jsonl", rows)
+    assert build.setup(settings(place, tmp_path / "run", "dpo.toml", *ids))
+
+
 def test_a_reward_model_that_cannot_serve_is_refused(place, dpo, rewarder, tmp_path):
     questions = json.dumps(str(place / "questions.jsonl"))
     text = ("method=grpo", "objective={}", "data.pairs=", "data.eval=")

@@ -113,7 +113,10 @@ def test_a_configuration_names_the_writer(tmp_path, monkeypatch):
         ({"url": "http://x", "model": "m", "about": 3}, "data.writer.about = 3; write a text"),
         ({"url": "http://x", "model": "m", "max_tokens": "9"}, "data.writer.max_tokens = '9'; wr"),
         ({"url": "http://x", "model": "m", "check": 1}, "data.writer.check = 1; must be true or"),
-        ({"url": "u", "model": "m", "key_variable": "NONE_1"}, "data.writer.key_variable names"),
+        (
+            {"url": "http://u", "model": "m", "key_variable": "NONE_1"},
+            "data.writer.key_variable names",
+        ),
     ],
 )
 def test_a_writer_that_cannot_be_used_is_named(value, said):
