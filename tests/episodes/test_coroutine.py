@@ -239,7 +239,7 @@ def test_a_call_that_takes_too_long_cancels_the_episode():
             await asyncio.sleep(0)
             ended.append("clean")
 
-    answer = answer_to(coroutine_env(episode).init, PROMPT, 0, seconds=0.1)
+    answer = answer_to(coroutine_env(episode).init, PROMPT, 0, seconds=2.0)
     assert (answer.timeout, ended) == (True, ["clean"])
 
 

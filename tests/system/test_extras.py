@@ -25,7 +25,7 @@ def test_the_line_names_this_python_and_this_checkout(monkeypatch, tmp_path):
 
 def test_without_a_checkout_the_packages_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(extras, "_CHECKOUT", tmp_path)
-    assert extras.install_line("math").endswith(" -m pip install 'math-verify>=0.8'")
+    assert extras.install_line("math").endswith(" -m pip install 'math-verify>=0.8' 'sympy>=1.13'")
 
 
 def test_what_is_missing():
