@@ -13,9 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jrl.methods.plan import Plan, StepView, new
 from jrl.types import Array
@@ -267,8 +265,3 @@ def with_members(groups: Any, recorded: dict[str, Array], replayed: Array) -> An
         prior={**groups.prior, **parts["prior"]},
         **whole,
     )
-
-
-def tree_shapes(groups: Any) -> Any:
-    """The shapes of the groups, as ``Edit.init`` is given them in a compiled run."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), groups)

@@ -22,7 +22,7 @@ from jrl.methods import all_methods
 from jrl.methods.base import first_draw
 from jrl.methods.curriculum import Curriculum, Outcome, Query, Table
 from jrl.methods.domains import Choice, Switch
-from jrl.methods.edit import EditView, tree_shapes
+from jrl.methods.edit import EditView
 from jrl.methods.plan import StepView
 from jrl.train.groups import PlacedGroups, widened
 from jrl.types import STATISTICS, Batch, Rollout
@@ -236,7 +236,7 @@ def of_edit(edit):
     views = [
         EditView(jnp.int32(step), keys[0], keys, jnp.arange(N + extra) >= N) for step in (9, 70)
     ]
-    state = jax.eval_shape(lambda: edit.init(tree_shapes(groups), N))
+    state = jax.eval_shape(lambda: edit.init(jax.eval_shape(lambda: groups), N))
     programs = [traced(lambda s, g: edit.apply(s, g, view), state, groups) for view in views]  # noqa: B023
     return edit.extra(8), edit.extra(80), str(state), programs
 
