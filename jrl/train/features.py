@@ -23,6 +23,7 @@ from jrl.episodes.host import HostEnv
 from jrl.errors import UserError
 from jrl.methods.base import HardProblems, Method, Schedule, WrittenProblems
 from jrl.methods.curriculum import Curriculum
+from jrl.methods.edit import Stateless
 from jrl.methods.stores import is_by_prompt
 from jrl.models.config import ModelConfig
 from jrl.types import NOTHING, Network, Objective
@@ -94,12 +95,17 @@ TABLE: tuple[Feature, ...] = (
         "completions are drawn by the policy as its round began",
     ),
     _needs("replay", "records", "no problem of a task or of an environment on the device returns"),
-    _forbids("replay", "recorded", "recorded sessions are there already"),
+    _forbids("stores", "given completions", "they are there already"),
     _forbids(
-        *("replay", "placement, router replay, branches"),
+        *("stores", "placement, router replay, branches"),
         "a member that is kept joins a later group as it was drawn",
     ),
-    _forbids("replay", "several processes", "what is kept is in one process"),
+    _forbids("stores", "several processes", "what is kept is in one process"),
+    _forbids("curriculum", "placement", "problems are chosen after the step before"),
+    _forbids("curriculum", "given completions", "they are trained on in their own order"),
+    _forbids("further draws", "router replay", "their experts are not on record"),
+    _forbids("episodes", "further members", "they are played for whole groups"),
+    _forbids("search", "further members", "its members are the leaves of one tree"),
     _needs("hard problems", "records", "those of a procedural task are never the same"),
     _needs("hard problems", "text", "problems are tested as text"),
     _needs("hard problems", "search", "problems are chosen for a search"),
@@ -148,6 +154,7 @@ WITHOUT: Mapping[str, str] = {
     "dropped groups": "choose a method that keeps every group",
     "entropy bonus": "remove objective.entropy_coef",
     "expert": "set objective.round_steps to 0",
+    "further members": "choose another method",
     "greedy members": "choose another method",
     "group loss": "choose another method",
     "held copies": "choose a method that copies no policy",
@@ -250,6 +257,9 @@ def features_of(
         _warn_unpaid(tuple(config.rewards))
     found = _config_features(config) | _data_features(config, task)
     found |= method_features(method, named) | _network_features(network, named)
+    plan, group = method.plan, config.sampling.group
+    further = plan.next is not None and plan.members(group) > 0
+    found |= _present({"further members": (further, f"{named}, which adds members to groups,")})
     found |= schedule_features(method.schedule, method.objective, config.frozen, named)
     if model is not None and any(model.sparse):
         found["experts"] = "a model with routed experts"
@@ -330,8 +340,10 @@ def method_features(method: Method, named: str = "the method") -> Features:
     draw, objective, rounds = method.draw, method.objective, method.curriculum
     edits = sorted({"rewards"} & set(method.seams))
     replays = any(is_by_prompt(edit) for edit in method.edits)
+    stores = any(not isinstance(edit.init, Stateless) for edit in method.edits)
+    chooses = isinstance(rounds, Curriculum)
     # A curriculum chooses from a pool, whose problems come again.
-    replays = replays and not isinstance(rounds, Curriculum)
+    replays = replays and not chooses
     tree = f"tree.by = {draw.search.by!r}" if draw.search else ""
     tree = f"tree.at = {draw.tree.at!r}" if draw.tree else tree
     expert = bool(method.plan.policies)
@@ -365,6 +377,9 @@ def method_features(method: Method, named: str = "the method") -> Features:
                 method.plan.next is not None or (method.edits and not replays),
                 f"{named}, which keeps some groups and drops others,",
             ),
+            "stores": (stores, f"{named}, which stores completions,"),
+            "curriculum": (chooses, f"{named}, which chooses its problems,"),
+            "further draws": (method.plan.next is not None, f"{named}, which draws again,"),
             "replay": (replays, f"{named}, which keeps completions by prompt,"),
             "expert": (expert, f"{named}, whose completions another policy draws,"),
             "hard problems": (hard, f"objective.round_steps = {hard}"),

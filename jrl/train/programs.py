@@ -20,7 +20,6 @@ from jrl.sampling.generate import generate
 from jrl.sampling.tree import generate_tree
 from jrl.train.adapters import put_policy, trained_network
 from jrl.train.build import Run, policy_network, run_features, sampler_of
-from jrl.train.check_plan import check_plan
 from jrl.train.compiled import Iteration, make_iteration, shown_in_compiled
 from jrl.train.compiler import compiler_options
 from jrl.train.episodes import held_out_rollout, rollout_of
@@ -75,7 +74,7 @@ def check_trainable(run: Run) -> None:
             "sampling.temperature = 0 draws the same completion for every member of a group; "
             "training needs a temperature above 0"
         )
-    check_plan(run)
+    _check_pool(run)
     state_layout(run)
     check_resharding(run)
     sampler_of(run)
@@ -83,6 +82,19 @@ def check_trainable(run: Run) -> None:
         _check_disjoint(run, run.rollout_mesh)
     if config.train.mode == "compiled":
         make_train_iteration(run)
+
+
+def _check_pool(run: Run) -> None:
+    """Raises UserError where a curriculum has fewer problems than a step uses."""
+    curriculum, prompts = run.method.curriculum, run.config.train.prompts
+    if not isinstance(curriculum, Curriculum):
+        return
+    rows = len(run.data.prompts["train"]) if run.kind.task is None else curriculum.pool
+    if rows < prompts:
+        raise UserError(
+            f"method = {run.config.method!r} chooses its problems, and train.prompts = {prompts}"
+            f" are more than the {rows} problems that there are; lower it"
+        )
 
 
 def _check_group(run: Run) -> None:

@@ -72,6 +72,13 @@ def test_a_plain_run_of_each_kind_lacks_nothing(network):
     check_features(of_config(network, "data.task=sequence", "train.mode=compiled"))
     check_features(of_config(network, "data={env='nim', opponent='self'}"))
     check_features(of_config(network, "data.train=x.jsonl", "train.mode=packed", "lora.rank=2"))
+    sampled = ("data.task=sorting", "data.difficulty=3")
+    check_features(of_config(network, *sampled, "method=dars"))
+    with pytest.raises(UserError, match="go with method = 'dars', which adds members to groups: "):
+        check_features(of_config(network, *sampled, "method=dars") | {"episodes": "data.env"})
+    chooses = of_config(network, *sampled, "method=mopps") | {"placement": "[placement]"}
+    with pytest.raises(UserError, match=r"chooses its problems, does not go with \[placement\]"):
+        check_features(chooses)
     check_features(of_config(network, "data.train=dialogues:x.jsonl", "method=filtered_bc"))
     check_features(of_config(network, "data.pairs=x.jsonl", "method=dpo"))
 

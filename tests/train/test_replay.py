@@ -291,12 +291,12 @@ def test_runs_in_which_no_prompt_comes_again_are_refused(more, said):
 
 
 @pytest.mark.parametrize(
-    "other", ["placement", "router replay", "branches", "recorded", "several processes"]
+    "other", ["placement", "router replay", "branches", "given completions", "several processes"]
 )
 def test_what_does_not_go_together_with_a_replay_is_named(other):
     features = method_features(get_method("arpo_replay")) | {"records": "data.train"}
     check_features(features)
-    with pytest.raises(UserError, match="keeps completions by prompt, does not go with X: "):
+    with pytest.raises(UserError, match="stores completions, does not go with X: "):
         check_features(features | {other: "X"})
 
 
