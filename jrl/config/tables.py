@@ -193,12 +193,33 @@ class SamplingTable(Table):
 
 
 class RewardTable(Table):
-    """One reward part; other keys are options of the reward function."""
+    """One reward part; other keys are options of the reward function, or of the combinator."""
 
     model_config = ConfigDict(extra="allow")
 
-    weight: float = key(1.0, "factor of the part in the total")
+    weight: float | None = key(
+        None,
+        "factor of the part in the total; left out, 1, and 0 for what another part is made of",
+    )
     judge: bool = key(False, "accuracy is the fraction of completions with 1 or more in this part")
+    function: str | None = key(
+        None, "the reward function, where the part has another name: math, FILE.py:function"
+    )
+    missing: Literal["none", "zero", "drop"] = key(
+        "none",
+        "what None from the function means: none leaves the part out of that sample's sum, zero is"
+        " 0 points, drop takes the sample out of its group",
+    )
+    range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = key(
+        None, "least and greatest number; another one is an error of the function"
+    )
+    where: dict[str, Any] = key(
+        {}, "column = value, or a list of values: asked for these rows of the data alone"
+    )
+    combine: str | None = key(
+        None, "makes the part of others: gate, product, sum, FILE.py:function, ..."
+    )
+    of: list[str] = key([], "the parts that combine reads")
 
     @property
     def options(self) -> dict[str, Any]:

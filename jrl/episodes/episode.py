@@ -280,10 +280,17 @@ class Episode:
         """[t] int32, the tokens of the turn that ended last."""
         return self.segments[-1].tokens
 
-    def answer(self, ids: Sequence[int], state_id: int, player: int = 0) -> None:
+    def answer(
+        self,
+        ids: Sequence[int],
+        state_id: int,
+        player: int = 0,
+        messages: Sequence[Message] = (),
+    ) -> None:
         """Appends the environment's answer, if there is any, and begins this player's turn."""
         if len(ids):
             self._append(ids)
+            self.segments[-1] = self.segments[-1]._replace(messages=tuple(messages))
         self.at = self.at._replace(turn=self.at.turn + 1, player=player, state_id=state_id)
 
     def _append(self, ids: Sequence[int] | np.ndarray) -> None:

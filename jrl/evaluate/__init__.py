@@ -22,6 +22,7 @@ from jrl.train.batches import run_source
 from jrl.train.build import Run
 from jrl.train.kinds import AskedKind
 from jrl.train.memory_check import check_evaluation
+from jrl.train.reward_parts import reward_pool
 from jrl.train.sources import Groups, join_groups, simple_request, take_groups, to_host
 from jrl.types import Array, Params, Prompt, StopReason
 
@@ -183,7 +184,7 @@ def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, 
         key, params, step = load_policy(run, checkpoint)
         if not there:
             raise UserError("data.eval is missing; name a file of held-out prompts")
-        with build.reward_pool(config) as pool:
+        with reward_pool(config) as pool:
             return {"step": step} | Evaluator(run, pool)(key, params).metrics
 
 
@@ -266,7 +267,7 @@ def sample_run(
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         with contextlib.ExitStack() as stack:
-            pool = stack.enter_context(build.reward_pool(config)) if judged else None
+            pool = stack.enter_context(reward_pool(config)) if judged else None
             records = Evaluator(run, pool)(key, params).samples
     unjudged = ("rewards", "reward", "answer", "split")
     return [

@@ -35,6 +35,7 @@ from jrl.train.batches import check_sources
 from jrl.train.build import Run
 from jrl.train.compiled import warm_start, with_policy
 from jrl.train.objective import sampler_differs
+from jrl.train.reward_parts import reward_pool
 from jrl.train.sampler_difference import difference_text
 from jrl.train.score import policy_of
 from jrl.types import TrainState
@@ -160,7 +161,7 @@ def _set_up(
     if said := missing_math(config):
         echo(said)
     # Before the run directory, so that a typo in [rewards] does not leave one behind.
-    pool = None if config.data.scored else stack.enter_context(build.reward_pool(config))
+    pool = None if config.data.scored else stack.enter_context(reward_pool(config))
     if pool is not None:
         probe_rewards(run, pool)
     stack.enter_context(jax.set_mesh(run.mesh))

@@ -8,7 +8,7 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build, programs
-from jrl.train.task_rewards import device_parts
+from jrl.train.reward_parts import parts_of
 
 REWARDS = """
 def right(samples):
@@ -41,9 +41,17 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_parts_of_the_device():
-    assert device_parts(["a.py:f", "partial", "verify"]) == ("partial", "verify")
-    assert device_parts(["a.py:f"]) == ("verify",)
+def test_who_gives_a_part(place):
+    tables = rewards(
+        place, "right", partial="{}", verify="{}", both="{combine='sum', of=['verify']}"
+    )
+    parts = parts_of(load_config(None, [*RUN, tables]))
+    assert parts.given_by("data") == ("partial", "verify")
+    assert parts.given_by("function") == (f"{place / 'mine.py'}:right",)
+    assert parts.given_by("combined") == ("both",)
+    assert parts.weights["verify"] == 0  # it counts within the sum
+    alone = parts_of(load_config(None, [*RUN, rewards(place, "right")]))
+    assert alone.given_by("data") == ()
 
 
 def test_own_points_stand_beside_the_task_s(place):
