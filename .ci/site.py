@@ -26,6 +26,7 @@ PAGES = {
     "recipes.md": "docs/recipes.md",
     "python.md": "docs/python.md",
     "own.md": "docs/own.md",
+    "rewards.md": "docs/rewards.md",
     "data.md": "docs/data.md",
     "runs.md": "docs/runs.md",
     "howto.md": "docs/howto.md",

@@ -151,12 +151,14 @@ def _combined(name: str, table: RewardTable, tables: Mapping[str, RewardTable]) 
 def accuracy_part(config: Config, eval_parts: Mapping[str, float]) -> str:
     """The reward part that accuracy is measured by.
 
+    That with ``judge = true``; else the one that compares answers; else the first.
+
     Args:
       config: of the run.
       eval_parts: of its kind of data: reward parts of an evaluation; empty for the run's own.
 
     Raises:
-      UserError: several could, or one was chosen that cannot.
+      UserError: one was chosen that cannot, or there is none.
     """
     tables, parts = reward_tables(config), parts_of(config)
     chosen = next((name for name, part in tables.items() if part.judge), None)
@@ -177,13 +179,7 @@ def accuracy_part(config: Config, eval_parts: Mapping[str, float]) -> str:
             )
         return next(iter(parts.weights))
     checkers = [n for n in names if n in tables and function_of(n, tables[n]) in ("math", "exact")]
-    candidates = checkers if len(checkers) == 1 else names
-    if len(candidates) > 1:
-        raise UserError(
-            "which reward defines accuracy? set judge = true in one of "
-            + ", ".join(f"rewards.{name}" for name in names)
-        )
-    return candidates[0]
+    return checkers[0] if len(checkers) == 1 else names[0]
 
 
 def reward_pool(config: Config) -> RewardPool:

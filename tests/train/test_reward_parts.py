@@ -88,6 +88,24 @@ def test_alone_they_are_the_whole_reward(place):
     assert summary["accuracy_after"] is not None  # by the task's own checker
 
 
+def test_parts_of_parts_in_one_program_are_those_of_the_host(place):
+    tables = rewards(
+        place, partial="{}", verify="{}", both="{combine='gate', of=['verify', 'partial']}"
+    )
+    kept = []
+    for mode in ("host", "compiled"):
+        where = f"run.dir={place / mode}"
+        config = load_config(
+            None, [*RUN, tables, where, f"train.mode={mode}", "log.samples_every=0"]
+        )
+        train(config, echo=lambda line: None)
+        kept.append(read_jsonl(place / mode / "metrics.jsonl")[1:])
+    for mine, theirs in zip(*kept, strict=True):
+        for name in ("reward", "reward/both", "reward/partial", "loss"):
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-6)
+        assert mine["reward"] == mine["reward/both"] <= mine["reward/partial"]
+
+
 def test_what_cannot_be_is_said(place):
     compiled = load_config(None, [*RUN, rewards(place, "right"), "train.mode=compiled"])
     with pytest.raises(
