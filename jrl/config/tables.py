@@ -36,6 +36,14 @@ def _listed(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+def _parts(value: object) -> object:
+    """A name, or a list of them, as a table of reward parts with their defaults."""
+    names = _listed(value)
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        return {name: {} for name in names}
+    return value
+
+
 class RunTable(Table):
     """Location of the run, and when to resume it."""
 
@@ -400,8 +408,8 @@ class PlacementTable(Table):
 
 def _log_target(value: str) -> str:
     name, _, project = value.partition(":")
-    if value != "tensorboard" and (name != "wandb" or not project):
-        raise ValueError("must be tensorboard or wandb:PROJECT")
+    if value != "tensorboard" and (name not in ("wandb", "trackio", "mlflow") or not project):
+        raise ValueError("must be tensorboard, wandb:PROJECT, trackio:PROJECT or mlflow:EXPERIMENT")
     return value
 
 
@@ -422,8 +430,9 @@ class LogTable(Table):
         Field(strict=False),
     ] = key(
         (),
-        "further targets of metrics: tensorboard (extra: tensorboard), wandb:PROJECT (Weights &"
-        " Biases, extra: wandb), or both",
+        "further targets of metrics, each with an extra of its name: tensorboard, wandb:PROJECT"
+        " (Weights & Biases), trackio:PROJECT, mlflow:EXPERIMENT; several as a list"
+        " (docs/trackers.md)",
     )
 
 
@@ -457,14 +466,14 @@ class Config(Table):
         " (true: each token goes to the experts that the sampler chose): docs/recipes.md",
     )
     tree: Tree = key(MethodTree(), "")
-    rewards: dict[str, RewardTable] = key(
+    rewards: Annotated[dict[str, RewardTable], BeforeValidator(_parts)] = key(
         {},
         "reward parts by name: math, exact, format, model, or your own function as"
         ' "FILE.py:function" or "module:function", written as'
         " reward(samples) -> list of numbers, or reward(completions, **columns) as in TRL;"
         " verify, partial and your own for a procedural task; reward and success for an"
         " environment. Each a table with weight, judge (true: accuracy is measured by this part)"
-        " and options",
+        " and options; or one name, or a list of names, such as rewards=rewards.py:right",
     )
     reward_pool: RewardPoolTable = key(RewardPoolTable(), "")
     optimizer: Optimizer = key(Optimizer(), "")

@@ -222,6 +222,7 @@ def sample_run(
     *,
     prompts: Sequence[str] | None = None,
     count: int = 4,
+    samples: int | None = None,
     checkpoint: int | None = None,
 ) -> list[dict[str, Any]]:
     """Completions of a run's policy, drawn as in training.
@@ -230,6 +231,7 @@ def sample_run(
       config: a run's configuration.
       prompts: questions in text; None for held-out problems.
       count: held-out problems taken when ``prompts`` is None.
+      samples: completions of each prompt; None for ``sampling.group``.
       checkpoint: a training step; None for the newest.
 
     Returns:
@@ -258,12 +260,12 @@ def sample_run(
     table = run.config.eval.model_copy(
         update={
             "problems": len(prompts) if prompts else count,
-            "samples": config.sampling.group,
+            "samples": samples or config.sampling.group,
             "temperature": config.sampling.temperature,
         }
     )
     run = run._replace(config=config.model_copy(update={"eval": table}))
-    check_evaluation(run, keys=("--count", "sampling.group"))
+    check_evaluation(run, keys=("--count", "sampling.group" if samples is None else "-n"))
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         with contextlib.ExitStack() as stack:

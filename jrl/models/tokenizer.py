@@ -254,6 +254,10 @@ class FileTokenizer:
         self.special = dict(special)
         self.templates = dict(templates)
 
+    def to_json(self) -> str:
+        """The content of tokenizer.json, for other libraries."""
+        return self._backend.to_str()
+
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Token ids of ``text``; special tokens spelled out in it are read as such.
 

@@ -193,7 +193,11 @@ BAD = [
     ({"tools": [{"type": "web_search"}]}, 'tools[0] must be an object with "type": "function"'),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name must be a text"),
     ({"tools": [DOUBLE, DOUBLE]}, "two functions have the same name"),
-    ({"tool_choice": "required"}, "tool_choice = 'required'"),
+    ({"tool_choice": "any"}, "tool_choice = 'any'; this server takes 'auto', 'none', 'required'"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice = 'required' needs tools"),
+    ({"tool_choice": "required"}, "needs constrained decoding"),  # these servers have none
+    ({"tool_choice": {"type": "function", "function": {"name": "half"}}}, "tools has 'double'"),
+    ({"response_format": {"type": "json_object"}}, "needs constrained decoding"),
     (
         {"messages": [*ASK, {"role": "assistant", "tool_calls": [{}]}]},
         "messages[1].tool_calls[0] must have a function with a name",
