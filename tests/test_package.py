@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -282,6 +283,33 @@ assert jrl.methods.reinforce.arxiv is None and jrl.methods.ratios.gspo is jrl.me
 assert jrl.objectives.grpo_advantages is jrl.objectives.functional.grpo_advantages
 """
     loaded_by(script)
+
+
+DEEP = re.compile(r"\bjrl(?:\.[A-Za-z_]\w*){3,}")
+PACKAGE_IMPORT = re.compile(r"from (jrl(?:\.\w+)*) import \(?([\w, \n]+)")
+
+
+def pages():
+    """The files that show users names of the library, as text."""
+    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "configs").rglob("*.md")]
+    texts += [*(ROOT / "configs").glob("*.toml")]
+    yield from ((page.name, page.read_text()) for page in texts)
+    for page in (ROOT / "notebooks").glob("*.ipynb"):
+        yield (
+            page.name,
+            "".join(l for c in json.loads(page.read_text())["cells"] for l in c["source"]),
+        )
+
+
+def test_no_page_shows_a_name_deeper_than_its_package():
+    read = 0
+    for page, text in pages():
+        text = re.sub(r"python -m jrl[\w.]+", "", text)  # a command, which no one types as a name
+        assert not DEEP.findall(text), page
+        for package, names in PACKAGE_IMPORT.findall(text):
+            assert package.count(".") < 2, f"{page}: from {package} import {names}"
+            read += 1
+    assert read > 30
 
 
 def test_no_method_has_the_name_of_a_file_beside_it():

@@ -155,7 +155,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_exception_handler(lambda loop, context: None)  # answers say what failed
     try:
         loop.run_forever()
-        # Stopped: what still runs is cancelled, and has a moment to clean up behind itself. What was
+        # Stopped: what still runs is cancelled, and has a moment to clean up. What was
         # cancelled before is in its clean-up, which a second cancellation would break off; it gets
         # one where it is still there after that moment.
         for again in (False, True):

@@ -53,7 +53,7 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
         if inspect.iscoroutine(env):
             env.close()  # or Python would warn that nobody awaited it
         raise UserError(
-            f"{key} is a {type(env).__name__}; give a jrl.episodes.host.HostEnv, such as"
+            f"{key} is a {type(env).__name__}; give a jrl.episodes.HostEnv, such as"
             " HostEnv(init, step), or name an async def episode(policy, prompt)"
         )
     for name, record in _RECORDS.items():

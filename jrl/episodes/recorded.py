@@ -89,7 +89,7 @@ class Recorded(NamedTuple):
     servers: tuple[Mapping[str, Any], ...]
 
 
-def read(directory: str | Path, sampling: Distribution | None = None) -> Recorded:
+def read_recorded(directory: str | Path, sampling: Distribution | None = None) -> Recorded:
     """The sessions in a directory of ``jrl serve --record``; a function of its files alone.
 
     Args:

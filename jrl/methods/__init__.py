@@ -22,6 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 from jrl.errors import UserError, unknown_choice
 from jrl.methods.base import Method, Schedule
+from jrl.methods.curriculum import (
+    Curriculum,
+    Outcome,
+    Query,
+    Selection,
+    Table,
+    add_rows,
+    put_rows,
+    rows_in_turn,
+    top_rows,
+)
 from jrl.methods.definition import Published, published, variant
 from jrl.methods.domains import (
     AboveOne,
@@ -36,8 +47,17 @@ from jrl.methods.domains import (
     Tokens,
     Whole,
 )
-from jrl.methods.edit import refill
-from jrl.methods.plan import Plan
+from jrl.methods.edit import Edit, EditView, edit_of, fill, fill_groups, only, refill
+from jrl.methods.plan import Plan, StepView, also, more, new
+from jrl.methods.schedule import After, average, copies, every, restart
+from jrl.methods.stores import (
+    group_store,
+    member_store,
+    replay,
+    replay_rare,
+    replay_share,
+    replay_successes,
+)
 from jrl.user_code import FORMS, check_options, load, made_by, parameters_of
 
 if TYPE_CHECKING:
@@ -85,28 +105,58 @@ COMMON: Mapping[str, tuple[str, ...]] = MappingProxyType(
 __all__ = [
     "COMMON",
     "AboveOne",
+    "After",
     "AtLeastOne",
     "Choice",
     "Count",
+    "Curriculum",
+    "Edit",
+    "EditView",
     "Flag",
     "Fraction",
     "Method",
     "NonNegative",
+    "Outcome",
     "OwnMethod",
     "Plan",
     "Positive",
     "Published",
+    "Query",
     "Range",
     "Schedule",
+    "Selection",
+    "StepView",
+    "Table",
     "Tokens",
     "Whole",
+    "add_rows",
     "all_methods",
+    "also",
+    "average",
+    "copies",
+    "edit_of",
+    "every",
+    "fill",
+    "fill_groups",
     "find_method",
     "get_method",
+    "group_store",
     "list_methods",
+    "member_store",
+    "more",
+    "new",
+    "only",
     "published",
+    "put_rows",
     "refill",
+    "replay",
+    "replay_rare",
+    "replay_share",
+    "replay_successes",
+    "restart",
+    "rows_in_turn",
     "show_method",
+    "top_rows",
     "variant",
 ]
 

@@ -61,7 +61,7 @@ class Query(struct.PyTreeNode):
         return jnp.arange(self.tickets.shape[0]) < self.count
 
 
-class Choice(struct.PyTreeNode):
+class Selection(struct.PyTreeNode):
     """The problems that a curriculum chose, best first.
 
     Attributes:
@@ -92,7 +92,7 @@ class Outcome(struct.PyTreeNode):
       size: [m] float32, members.
       score: [m, M] float32, points; 0 for absent members.
       advantage: [m, M] float32, mean |advantage| of the member's tokens; 0 where not trained.
-      prior: [m] float32 by name, as ``Choice`` gave it.
+      prior: [m] float32 by name, as ``Selection`` gave it.
     """
 
     step: Array
@@ -123,7 +123,7 @@ class Curriculum(NamedTuple):
     """
 
     init: Callable[[Table], Any]
-    choose: Callable[[Any, Query], tuple[Choice, Any]]
+    choose: Callable[[Any, Query], tuple[Selection, Any]]
     update: Callable[[Any, Outcome], Any] = unchanged
     pool: int = 1024
 
@@ -131,7 +131,7 @@ class Curriculum(NamedTuple):
 # ---------------------------------------------------------------- pieces
 
 
-def top(values: Array, query: Query) -> Array:
+def top_rows(values: Array, query: Query) -> Array:
     """[n] int32: the rows with the greatest values that the step has not used, the best first.
 
     Args:
@@ -139,14 +139,14 @@ def top(values: Array, query: Query) -> Array:
       query: what is asked.
 
     >>> query = Query(None, jnp.arange(2), 2, 0, jnp.array([False, True, False]))
-    >>> top(jnp.array([0.0, 9.0, 1.0]), query).tolist()
+    >>> top_rows(jnp.array([0.0, 9.0, 1.0]), query).tolist()
     [2, 0]
     """
     values = jnp.where(query.used, -jnp.inf, values)
     return jax.lax.top_k(values, query.tickets.shape[0])[1].astype(jnp.int32)
 
 
-def deal(uses: Array, query: Query, allowed: Array) -> tuple[Array, Array]:
+def rows_in_turn(uses: Array, query: Query, allowed: Array) -> tuple[Array, Array]:
     """Rows in turn: the least used of those allowed, in an order that each step draws anew.
 
     Args:
@@ -158,11 +158,11 @@ def deal(uses: Array, query: Query, allowed: Array) -> tuple[Array, Array]:
       (rows [n] int32, uses afterwards).
     """
     order = jax.random.uniform(query.key, uses.shape)
-    rows = top(jnp.where(allowed, 0.0, -1e6) - uses + order, query)
+    rows = top_rows(jnp.where(allowed, 0.0, -1e6) - uses + order, query)
     return rows, uses.at[rows].add(query.live().astype(uses.dtype))
 
 
-def put(values: Array, outcome: Outcome, new: Array) -> Array:
+def put_rows(values: Array, outcome: Outcome, new: Array) -> Array:
     """``values`` [rows] with ``new`` [m] at the rows of the outcome's live groups.
 
     A row that several groups of a step had gets the number of one of them.
@@ -171,6 +171,6 @@ def put(values: Array, outcome: Outcome, new: Array) -> Array:
     return values.at[at].set(new.astype(values.dtype), mode="drop")
 
 
-def add(values: Array, at: Array, amount: Array, live: Array) -> Array:
+def add_rows(values: Array, at: Array, amount: Array, live: Array) -> Array:
     """``values`` with ``amount`` [m] added at ``at`` [m] where ``live`` [m]."""
     return values.at[jnp.where(live, at, values.shape[0])].add(amount, mode="drop")

@@ -11,6 +11,7 @@ shows where each part is applied. The transforms ``gae``, ``reward_to_go`` and `
 ``jrl.objectives.transforms``. Nothing here sees parameters or the text of tokens.
 """
 
+from jrl.objectives.advantages import group_mean_std, leave_one_out, mean_centred
 from jrl.objectives.aggregates import constant_norm, sequence_mean, sequence_sum, token_mean
 from jrl.objectives.corrections import Correction, named_correction
 from jrl.objectives.distill import (
@@ -138,6 +139,7 @@ __all__ = [
     "gae",
     "gate",
     "generalized_jsd",
+    "group_mean_std",
     "grpo_advantages",
     "grpo_loss",
     "gspo_loss",
@@ -149,8 +151,10 @@ __all__ = [
     "kl_in_loss",
     "kl_in_reward",
     "kl_loss",
+    "leave_one_out",
     "mask_truncated",
     "maxrl_advantages",
+    "mean_centred",
     "named_correction",
     "nll",
     "opo_advantages",

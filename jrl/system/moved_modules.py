@@ -16,6 +16,7 @@ MOVED = {
     "directories": "system.directories",
     "drift": "zoo.tools.reproducibility",
     "envs": "episodes",
+    "episodes.endpoint": "episodes.model_endpoint",
     "envs.arrays": "zoo.adapters.arrays",
     "envs.base": "episodes.device",
     "envs.calculator": "zoo.tools.calculator",

@@ -18,8 +18,8 @@ import threading
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from jrl.episodes.endpoint import environment_variable
 from jrl.episodes.host import EnvError, HostEnv, Limits
+from jrl.episodes.model_endpoint import environment_variable
 from jrl.episodes.parsers import get_parser
 from jrl.episodes.tools import Tool, ToolError, check_tool, tool_env
 from jrl.errors import UserError

@@ -1,6 +1,6 @@
 """Formulas of propositional logic: read, written, and decided in intuitionistic logic.
 
-    formula = parse("(a -> b) -> ~b -> ~a")
+    formula = parse_formula("(a -> b) -> ~b -> ~a")
     provable((), formula)                   # True
     show(formula)                           # '(a -> b) -> ~b -> ~a'
 
@@ -55,7 +55,7 @@ _TOKEN = re.compile(r"\s*(<->|->|/\\|\\/|[~()]|[A-Za-z_][A-Za-z0-9_']*|\S|\Z)")
 _ATOM = re.compile(r"[a-z][A-Za-z0-9_']*")
 
 
-def parse(text: str) -> Formula:
+def parse_formula(text: str) -> Formula:
     r"""The formula that a text writes.
 
     Negation binds strongest, then /\, \/, -> and <->; the first three connectives group to the
@@ -67,7 +67,7 @@ def parse(text: str) -> Formula:
     Raises:
       FormulaError: it is none, or too long or too deep.
 
-    >>> show(parse("¬ a ∨ b → (a → b)"))
+    >>> show(parse_formula("¬ a ∨ b → (a → b)"))
     '~a \\/ b -> a -> b'
     """
     if len(text) > LONGEST:
@@ -132,7 +132,7 @@ class _Reader:
 def show(formula: Formula) -> str:
     r"""The formula as text, with as few parentheses as Lean's notation allows.
 
-    >>> show(parse("(a /\\ (b \\/ c)) -> ((a -> False) <-> b)"))
+    >>> show(parse_formula("(a /\\ (b \\/ c)) -> ((a -> False) <-> b)"))
     'a /\\ (b \\/ c) -> (~a <-> b)'
     """
     return _show(formula, 0)
@@ -164,7 +164,7 @@ def provable(hypotheses: Iterable[Formula], target: Formula) -> bool:
       hypotheses: in any order.
       target: what they may imply.
 
-    >>> provable((), parse("a \\/ ~a")), provable((), parse("~~(a \\/ ~a)"))
+    >>> provable((), parse_formula("a \\/ ~a")), provable((), parse_formula("~~(a \\/ ~a)"))
     (False, True)
     """
     return _Decision().holds(frozenset(map(_without_iff, hypotheses)), _without_iff(target))

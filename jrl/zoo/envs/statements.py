@@ -135,8 +135,8 @@ def short_proof(statement: Formula, most: int = MOST_TACTICS) -> tuple[str, ...]
       statement: to prove.
       most: tactics of a proof.
 
-    >>> from jrl.zoo.envs.propositions import parse
-    >>> short_proof(parse("(a -> b) -> (b -> c) -> a -> c"))
+    >>> from jrl.zoo.envs.propositions import parse_formula
+    >>> short_proof(parse_formula("(a -> b) -> (b -> c) -> a -> c"))
     ('intros', 'apply h2', 'apply h1', 'assumption')
     """
     search = _Search()

@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jrl.episodes.endpoint import Speaker, keyed_endpoint, reply_of, user_message
 from jrl.episodes.host import Writer
+from jrl.episodes.model_endpoint import Speaker, keyed_endpoint, reply_of, user_message
 from jrl.errors import UserError
 from jrl.user_code import load
 

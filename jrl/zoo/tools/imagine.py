@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jrl.config.read import read_toml
-from jrl.episodes.endpoint import check_url, endpoint
+from jrl.episodes.model_endpoint import check_url, endpoint
 from jrl.errors import Mistakes, StorageError, UserError, unknown_choice
 from jrl.zoo.envs.imagined import Task, UnreadableError, imagine_row, reason
 
