@@ -280,7 +280,7 @@ assert jrl.methods.reinforce(baseline="batch").objective.surrogate.on_policy
 assert jrl.methods.step_q.name == "step_q"  # of the zoo, found by name
 import jrl.methods.policy_gradient, jrl.methods.ratios
 assert jrl.methods.reinforce.arxiv is None and jrl.methods.ratios.gspo is jrl.methods.gspo
-assert jrl.objectives.grpo_advantages is jrl.objectives.functional.grpo_advantages
+assert jrl.objectives.grpo_advantages is jrl.objectives.array_advantages.grpo_advantages
 """
     loaded_by(script)
 
