@@ -169,11 +169,11 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def run_either(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+async def run_either(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """The result of a function, awaited where it is async, else run in a thread of its own."""
     if inspect.iscoroutinefunction(function):
-        return await function(*arguments, **named)
-    value = await _in_thread(functools.partial(function, *arguments, **named))
+        return await function(*arguments, **keywords)
+    value = await _in_thread(functools.partial(function, *arguments, **keywords))
     return await value if inspect.isawaitable(value) else value
 
 

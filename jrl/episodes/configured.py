@@ -149,11 +149,12 @@ def _made(
     try:
         return check_env(made_by(make, where, **arguments), f"{where}: what it returns")
     except UserError as error:
-        moved = re.search(r"unexpected (?:keyword argument|field names:) \[?'(\w+)'", str(error))
-        if moved is None or moved[1] not in _RECORD_OF:
+        pattern = r"unexpected (?:keyword argument|field names:) \[?'(\w+)'"
+        match = re.search(pattern, str(error))
+        if match is None or match[1] not in _RECORD_OF:
             raise
         raise UserError(
-            f"{error}; HostEnv takes {moved[1]} as {_RECORD_OF[moved[1]]} (jrl.episodes.host)"
+            f"{error}; HostEnv takes {match[1]} as {_RECORD_OF[match[1]]} (jrl.episodes.host)"
         ) from None
 
 

@@ -283,6 +283,6 @@ def scripted(key: Array, start: Start, *, env: Env) -> tuple[Array, Array, TurnL
         jnp.zeros(env.turns, jnp.float32),
         (jnp.where(live, jnp.arange(env.turns), env.turns), rewards),
     )
-    taken, last = live.sum(dtype=jnp.int32), jnp.maximum(live.sum() - 1, 0)
-    log = TurnLog(taken, starts, ends, states, players, points, success[last])
+    turns, last = live.sum(dtype=jnp.int32), jnp.maximum(live.sum() - 1, 0)
+    log = TurnLog(turns, starts, ends, states, players, points, success[last])
     return tokens, length, jax.tree.map(lambda x: x[None], log)

@@ -310,8 +310,8 @@ class Episode:
 
     def past(self) -> np.ndarray:
         """[t] int32, all that lies behind the opening in this context, sampled or not."""
-        own = [s.tokens for s in self.segments if s.context == self.at.context]
-        return np.concatenate([np.zeros(0, np.int32), *own])
+        parts = [s.tokens for s in self.segments if s.context == self.at.context]
+        return np.concatenate([np.zeros(0, np.int32), *parts])
 
     def unread(self) -> list[int]:
         """The end of ``past`` that a row which holds ``seat.computed`` tokens has not read."""

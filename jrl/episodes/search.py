@@ -110,18 +110,18 @@ def step_of(episode: Episode, begin: int, points: float | None) -> Step:
       points: what the path is worth; not read of one that failed.
     """
     # A node holds what follows its parent, so that a path is the nodes' contents and answers.
-    own = episode.segments[begin:]
-    last = turns_of(own)[-1] + 1
-    sampled = [s for s in own if s.drawn]
-    context, restart = own[last - 1].context, None
-    answer = [s.tokens for s in own[last:]] if episode.at.context == context else []
+    segments = episode.segments[begin:]
+    last = turns_of(segments)[-1] + 1
+    sampled = [s for s in segments if s.drawn]
+    context, restart = segments[last - 1].context, None
+    answer = [s.tokens for s in segments[last:]] if episode.at.context == context else []
     # Behind a summary the policy no longer sees the path, and neither may a row of siblings.
     if episode.ending is None and episode.at.context != context:
         restart = episode.past()
     empty, measured = np.zeros(0, np.int32), episode.turn.measured
     failed = episode.ending is not None and bool(episode.ending.reason)
     return Step(
-        np.concatenate([s.tokens for s in own[:last]]),
+        np.concatenate([s.tokens for s in segments[:last]]),
         tokens=sum(len(s.tokens) for s in sampled),
         logprob=sum(map(_logprob, sampled)),
         entropy=float(measured.mean()) if len(measured) else 0.0,

@@ -177,8 +177,8 @@ def to_rollout(
                 arrays[name][i, j] = row.labels.get(name, -1)
             if row.alive:  # what others drew may be under any opening, and is never read
                 _fill(arrays, (i, j), row, len(opening), shape, part_weights)
-    named = (*_IDS, "episode", "role", *shape.labels, *shape.token_labels)
-    ids = {name: arrays.pop(name) for name in named}
+    names = (*_IDS, "episode", "role", *shape.labels, *shape.token_labels)
+    ids = {name: arrays.pop(name) for name in names}
     if not ids["node"].any():
         del ids["node"]  # methods for trees would take the rows for one without members
     if shape.contexts == 1:

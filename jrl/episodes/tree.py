@@ -100,11 +100,11 @@ class Tree:
 
     def path(self, node: int) -> list[int]:
         """The nodes from the first step to this one; without the root."""
-        found = []
+        nodes = []
         while node > 0:
-            found.append(node)
+            nodes.append(node)
             node = self.nodes[node].parent
-        return found[::-1]
+        return nodes[::-1]
 
     def open(self) -> list[int]:
         """Nodes that can be expanded, and have not been."""
@@ -197,8 +197,8 @@ def frontier(
         return parent * math.tanh(above) + entropy * unsure + depth * deep
 
     def select(tree: Tree) -> list[int]:
-        found = [i for i in tree.open() if tree.nodes[i].depth < max_depth]
-        return [max(found, key=lambda i: score(tree, i))] if found else []
+        candidates = [i for i in tree.open() if tree.nodes[i].depth < max_depth]
+        return [max(candidates, key=lambda i: score(tree, i))] if candidates else []
 
     return select
 
@@ -272,10 +272,10 @@ def dvts(score: Score = promise) -> Select:
 
 def _alive(tree: Tree) -> set[int]:
     """Nodes below which something can still be expanded."""
-    found: set[int] = set()
+    alive: set[int] = set()
     for i in tree.open():
-        found.update(tree.path(i))
-    return found
+        alive.update(tree.path(i))
+    return alive
 
 
 # ---------------------------------------------------------------- backup
@@ -300,13 +300,13 @@ def constrained(least: float = 0.1) -> Backup:
     def backup(tree: Tree, node: int, points: float) -> None:
         length = tree.nodes[node].depth + 1
         for i in (*tree.path(node), 0):
-            here = tree.nodes[i]
-            here.visits += 1
-            gain = max((here.depth + 1) / length, least) * points
-            if here.total * points >= 0:
-                here.total += gain
+            ancestor = tree.nodes[i]
+            ancestor.visits += 1
+            gain = max((ancestor.depth + 1) / length, least) * points
+            if ancestor.total * points >= 0:
+                ancestor.total += gain
             elif points > 0:
-                here.total = gain
+                ancestor.total = gain
 
     return backup
 
@@ -407,16 +407,16 @@ def search_plan(
         raise unknown_choice("search", name, SEARCHES)
     if width < 1 or rounds < 0:
         raise UserError(f"search: width = {width}, rounds = {rounds}; the width is at least 1")
-    named = SEARCHES[name]
-    select = named.select(width, exploration)
-    levels = min(rounds, 1) if named.whole else rounds
+    search = SEARCHES[name]
+    select = search.select(width, exploration)
+    levels = min(rounds, 1) if search.whole else rounds
     return SearchPlan(
         select,
-        named.backup,
-        named.value,
+        search.backup,
+        search.value,
         width,
         levels,
-        whole=named.whole,
+        whole=search.whole,
         leaves=leaves,
     )
 
@@ -460,10 +460,10 @@ def siblings(tree: Tree) -> list[Siblings]:
     """Groups for ``mcts_dpo``, ``step_q`` and ``tp_llama``: children whose values differ."""
     groups = []
     for i, node in enumerate(tree.nodes):
-        seen = [j for j in node.children if tree.nodes[j].visits]
-        values = [tree.nodes[j].value for j in seen]
+        visited = [j for j in node.children if tree.nodes[j].visits]
+        values = [tree.nodes[j].value for j in visited]
         if len(set(values)) > 1:
             path = _shared(tree, i)
-            steps = [tree.step(j).content for j in seen]
-            groups.append(Siblings(path, steps, values, [tree.nodes[j].visits for j in seen]))
+            steps = [tree.step(j).content for j in visited]
+            groups.append(Siblings(path, steps, values, [tree.nodes[j].visits for j in visited]))
     return groups

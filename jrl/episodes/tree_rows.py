@@ -70,7 +70,7 @@ def rows_of_tree(
     whole = {
         "prompt": [int(token) for token in prompt],
         "responses": [_ids(path) for path in steps],
-        "scores": [sum(found) / len(found) for found in total.values()],
+        "scores": [sum(points_here) / len(points_here) for points_here in total.values()],
         "steps": [[len(step) for step in path] for path in steps],
         "step_values": [[judged.nodes[i].value for i in path] for path in paths],
     }
@@ -82,15 +82,15 @@ def _merged(tree: Tree) -> tuple[Tree, dict[int, int]]:
 
     A search draws the same step more than once; that is one action, with all leaves behind it.
     """
-    merged, place, known = Tree(), {0: 0}, {}
+    merged, place, copy_of = Tree(), {0: 0}, {}
     for i, node in enumerate(tree.nodes[1:], 1):
         step = tree.step(i)
         # Behind two summaries of one turn the policy sees two things, and samples from two nodes.
         after = () if step.restart is None else (-1, *_ids([step.restart]))
         at = (place[node.parent], *_ids([step.content]), *after)
-        if at not in known:
-            known[at] = merged.add(place[node.parent], step)
-        place[i] = known[at]
+        if at not in copy_of:
+            copy_of[at] = merged.add(place[node.parent], step)
+        place[i] = copy_of[at]
     return merged, place
 
 

@@ -110,8 +110,8 @@ class HostWorld(NamedTuple):
     def step(self, number: int, episode: Episode) -> None:
         """See ``World``."""
         cut = episode.turn.stop == StopReason.LENGTH
-        told = episode.state, episode.at.turn, episode.last_turn(), cut
-        self._submit(number, call_step, self.env, self.chat, self.tokenizer, *told)
+        arguments = episode.state, episode.at.turn, episode.last_turn(), cut
+        self._submit(number, call_step, self.env, self.chat, self.tokenizer, *arguments)
 
     def fork(self, number: int, state: Any) -> None:
         """See ``World``."""
@@ -179,25 +179,25 @@ class TextWorld:
 
 
 def gather(
-    calls: Calls, asked: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], seconds: float
+    calls: Calls, requests: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], seconds: float
 ) -> list[Answer]:
     """The answers to calls (function, arguments) that are made together, in their order.
 
     Args:
       calls: nobody else's meanwhile.
-      asked: the calls.
+      requests: the calls.
       seconds: that each may take.
     """
     answers = dict[int, Answer]()
-    for number, (function, arguments) in enumerate(asked):
+    for number, (function, arguments) in enumerate(requests):
         calls.submit(number, function, *arguments, seconds=seconds)
     until = time.monotonic() + seconds + GRACE_SECONDS
-    while len(answers) < len(asked):
+    while len(answers) < len(requests):
         with contextlib.suppress(queue.Empty):
             answer = calls.inbox.get(timeout=1.0)
             answers[answer.number] = answer
             continue
         if time.monotonic() > until and calls.blocked(GRACE_SECONDS):
-            lost = [n for n in range(len(asked)) if n not in answers]
+            lost = [n for n in range(len(requests)) if n not in answers]
             answers |= {n: Answer(n, error=BLOCKED, timeout=True) for n in lost}
-    return [answers[n] for n in range(len(asked))]
+    return [answers[n] for n in range(len(requests))]

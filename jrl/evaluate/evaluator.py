@@ -55,9 +55,9 @@ def evaluation_names(run: Run) -> set[str] | None:
 
 def episode_metrics(groups: Groups) -> dict[str, float]:
     """Means over evaluated episodes: success (fraction), reward (points) and turns."""
-    taken = np.where(groups.rollout.mask, np.asarray(groups.ids["turn"]) + 1, 0).max(-1)
+    turns = np.where(groups.rollout.mask, np.asarray(groups.ids["turn"]) + 1, 0).max(-1)
     success, reward = np.asarray(groups.rewards).mean((0, 1)).tolist()
-    return {"success": success, "reward": reward, "turns": float(taken.mean())}
+    return {"success": success, "reward": reward, "turns": float(turns.mean())}
 
 
 def environment_metrics(groups: Groups) -> dict[str, float]:
@@ -82,7 +82,7 @@ class Evaluator:
     def __init__(self, run: Run, pool: RewardPool | None) -> None:
         self.run = run = programs.as_evaluated(run)
         self.pool = pool
-        self.told = ""  # how far an evaluation is; read by another thread
+        self.progress = ""  # how far an evaluation is; read by another thread
         self._source = run_source(run, pool, {}, split="eval") if self.available else None
 
     @property
@@ -127,7 +127,7 @@ class Evaluator:
         total, size = self.run.kind.held_out(self.run.config, self.run.data)
         parts = []
         for start in range(0, total, size):
-            self.told = f"{start} of {total} prompts done"
+            self.progress = f"{start} of {total} prompts done"
             tickets = (start + np.arange(size)).astype(np.int32)
             rows, policy = source.order(tickets), {"policy": params}
             request = simple_request(

@@ -141,8 +141,8 @@ def right_answers(run: Run, problems: Any, prompts: list[Prompt], searched: Sear
     """[N] bool, whether the path that each search takes in the end is right."""
     if run.config.data.plays:
         return np.array(searched.successes())
-    taken = [ids_of(tree, best_node(tree)) for tree in searched.trees]
-    return points_of(run, problems, prompts, np.arange(len(prompts)), taken) >= 1
+    answers = [ids_of(tree, best_node(tree)) for tree in searched.trees]
+    return points_of(run, problems, prompts, np.arange(len(prompts)), answers) >= 1
 
 
 def _folder(out: str) -> pathlib.Path:

@@ -194,7 +194,7 @@ def all_methods() -> MappingProxyType[str, Published]:
     Raises:
       ValueError: when two files define methods of one name.
     """
-    found: dict[str, Published] = {}
+    methods: dict[str, Published] = {}
     paths = {package: importlib.import_module(package).__path__ for package in PACKAGES}
     files = [f for name, path in paths.items() for f in pkgutil.iter_modules(path, f"{name}.")]
     for file in files:
@@ -202,13 +202,13 @@ def all_methods() -> MappingProxyType[str, Published]:
         for value in vars(module).values():
             if not isinstance(value, Published) or value.__module__ != module.__name__:
                 continue
-            if value.name in found:
+            if value.name in methods:
                 raise ValueError(
-                    f"two methods are named {value.name!r}: in {found[value.name].__module__} and "
-                    f"in {value.__module__}; qualify one of them"
+                    f"two methods are named {value.name!r}: in {methods[value.name].__module__} "
+                    f"and in {value.__module__}; qualify one of them"
                 )
-            found[value.name] = value
-    return MappingProxyType(dict(sorted(found.items())))
+            methods[value.name] = value
+    return MappingProxyType(dict(sorted(methods.items())))
 
 
 class OwnMethod:
@@ -273,8 +273,8 @@ def find_method(name: str) -> Published | OwnMethod:
       UserError: there is no such method; the nearest is named.
     """
     if ":" in name:
-        own = load(name, "method")
-        return own if isinstance(own, Published) else OwnMethod(name, own)
+        user_method = load(name, "method")
+        return user_method if isinstance(user_method, Published) else OwnMethod(name, user_method)
     methods = all_methods()
     if name not in methods:
         raise UserError(

@@ -226,12 +226,12 @@ def stored_apart(asks: Asks, view: StepView) -> Asks:
     (ask,) = asks
     if not view.edits or not isinstance(ask.tree, Search):
         return asks
-    held = view.edits[0].holds(view.tools.prompt_ids(ask.row))
-    if not held.any():
+    has_stored = view.edits[0].holds(view.tools.prompt_ids(ask.row))
+    if not has_stored.any():
         return asks
     part = lambda rows: jax.tree.map(lambda x: x[rows], ask)  # noqa: E731
-    alone = part(held).replace(tree=None)
-    return (alone,) if held.all() else (part(~held), alone)
+    alone = part(has_stored).replace(tree=None)
+    return (alone,) if has_stored.all() else (part(~has_stored), alone)
 
 
 class _DryTools:

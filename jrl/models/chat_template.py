@@ -49,7 +49,7 @@ class _Beyond(Exception):
     """A template exceeds a limit."""
 
 
-_made = threading.local()
+_totals = threading.local()
 """``total``: characters and items that this thread's conversation has made so far."""
 
 
@@ -126,7 +126,7 @@ def render_here(template: str, variables: Mapping[str, Any], source: str, second
     """
     import jinja2
 
-    _made.total = 0
+    _totals.total = 0
     try:
         text = _limited(_compiled(template), variables, seconds)
         text.encode()  # half of a character, which no tokenizer takes
@@ -181,8 +181,8 @@ _TOO_LONG = f"it writes more than {MOST_CHARACTERS} characters; write the messag
 
 def _bounded(size: float) -> None:
     """Raises where one step makes more than this, or all steps together make too much."""
-    _made.total = getattr(_made, "total", 0) + size
-    if size > MOST_CHARACTERS or _made.total > MOST_IN_ALL:
+    _totals.total = getattr(_totals, "total", 0) + size
+    if size > MOST_CHARACTERS or _totals.total > MOST_IN_ALL:
         raise _Beyond(_TOO_LONG)
 
 

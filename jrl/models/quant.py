@@ -281,7 +281,7 @@ def _short_cache(init_cache: Callable[..., Cache]) -> Callable[..., Cache]:
                 "v_scale": scale,
             }
 
-        return Cache(own=tuple(tuple(map(short, pieces)) for pieces in empty.own))
+        return Cache(rows=tuple(tuple(map(short, pieces)) for pieces in empty.rows))
 
     return init_int8_cache
 

@@ -536,14 +536,16 @@ def _stop_ids(
             )
         ids.append(eos_id)
     generation = read_object(directory / "generation_config.json")
-    named = generation.get(
+    configured = generation.get(
         "eos_token_id", read_object(directory / "config.json").get("eos_token_id")
     )
-    entries = [] if named is None else named if isinstance(named, list) else [named]
+    entries = configured if isinstance(configured, list) else [configured]
+    if configured is None:
+        entries = []
     for each in entries:
         if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 2**31:
             raise UserError(
-                f"eos_token_id = {str(named)[:60]!r} of {directory} (generation_config.json, "
+                f"eos_token_id = {str(configured)[:60]!r} of {directory} (generation_config.json, "
                 "config.json); it must be a token id, a whole number from 0 on, or a list of them"
             )
     ids += entries

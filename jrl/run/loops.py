@@ -145,14 +145,14 @@ class HostLoop:
     ) -> bool:
         """Writes, says and saves what is due after a step; whether the loop shall end."""
         self.state, records = state, self._records
-        shown = metrics.pop("advantages", None)
-        self._batches.learn(done - 1, shown)
+        advantages = metrics.pop("advantages", None)
+        self._batches.learn(done - 1, advantages)
         with waiting("training", of=f"step {done}"):
             record = records.after_step(done, state, metrics | groups.counts, cursor)
         self._progress.step(done, record)
         for line in records.check(done, record):
             self._progress.note(f"warning: {line}")
-        records.write_samples_if_due(done, groups, shown)
+        records.write_samples_if_due(done, groups, advantages)
         if not records.rolls_back:
             records.save_if_due(done, state)
         records.end_if_broken(state)

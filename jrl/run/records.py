@@ -162,8 +162,8 @@ class RunRecords:
         if self.run.network.extras.split is None:
             state, extra = self.checkpoints.restore(state)
         else:
-            kept, extra = self.checkpoints.restore(without_base(state))
-            state = with_base(kept, state.frozen["base"])
+            restored, extra = self.checkpoints.restore(without_base(state))
+            state = with_base(restored, state.frozen["base"])
             state = with_kept_base(self.config, self.run.network, state)
             check_base(self.config, state.frozen["base"], extra["base"])
         self._compiled = self._compiles.count
@@ -210,9 +210,9 @@ class RunRecords:
         """
         keep, steps = self.config.checkpoint, self.config.train.steps
         each = sum(leaf.nbytes for leaf in jax.tree.leaves(without_base(state)))
-        written = steps // keep.every + 1 if keep.every else 1
-        written += bool(self.config.warmup.steps and keep.every)
-        count = min(keep.keep + 1, written)  # the newest is written before the oldest goes
+        count_saved = steps // keep.every + 1 if keep.every else 1
+        count_saved += bool(self.config.warmup.steps and keep.every)
+        count = min(keep.keep + 1, count_saved)  # the newest is written before the oldest goes
         count += (steps // keep.keep_every if keep.keep_every else 0) + bool(keep.best)
         free = None
         if jax.process_index() == 0:
@@ -345,8 +345,8 @@ class RunRecords:
             )
         self.checkpoints.check()
         # The first process speaks for all, as what it measures by itself differs from the others'.
-        said, self._full = first_says([self._watch(done, record), self._writer.fault()])
-        broken = Broken(*said)
+        messages, self._full = first_says([self._watch(done, record), self._writer.fault()])
+        broken = Broken(*messages)
         self._suspects = broken.suspects
         if NONFINITE in broken.stop:
             raise NonFinite(
@@ -397,11 +397,11 @@ class RunRecords:
         if self.position.rollbacks == ROLLBACKS or not steps:
             why = f"after {ROLLBACKS} rollbacks" if steps else "and no checkpoint is from before"
             raise RunStopped(f"{reason}, {why}; nothing was saved since; {self._kept()}")
-        kept = without_base(state)
+        trained = without_base(state)
         shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), kept
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trained
         )
-        free_memory(kept)
+        free_memory(trained)
         good = self._restore_one_of(steps, shapes)
         self.position = self.position._replace(rollbacks=self.position.rollbacks + 1)
         say(
@@ -458,8 +458,8 @@ class RunRecords:
         if log.samples_every and (done == 1 or done % log.samples_every == 0):
             task = None if self.config.data.scored else run.kind.task
             names = run.rewards.weights
-            known = None if advantages is None else jax.device_get(advantages)
-            records = samples_of(groups, run.tokenizer, task, names, log.KEPT, known)
+            host_advantages = None if advantages is None else jax.device_get(advantages)
+            records = samples_of(groups, run.tokenizer, task, names, log.KEPT, host_advantages)
             self._writer.write_samples(done, records)
 
     def save_if_due(self, done: int, state: TrainState) -> None:
@@ -492,12 +492,12 @@ class RunRecords:
             )
         if self._record.get("step") == int(state.step):
             self._note_best(self._record)
-        kept = state if self.run.network.extras.split is None else without_base(state)
+        saved = state if self.run.network.extras.split is None else without_base(state)
         extra = self.position._asdict() | self.batch_notes()
         if unwritten := self._writer.unwritten:
             extra["unwritten"] = unwritten
         best = self.position.best
-        self.checkpoints.save(int(state.step), kept, extra=extra, best=best and best[0])
+        self.checkpoints.save(int(state.step), saved, extra=extra, best=best and best[0])
 
     def _note_best(self, record: Mapping[str, Any]) -> None:
         """Notes the step of a record, which is or will be saved, where it is the best yet."""
@@ -505,14 +505,14 @@ class RunRecords:
 
     def _better(self, record: Mapping[str, Any]) -> tuple[int, float, str] | None:
         """``Position.best`` by a record; None where that is not better by ``checkpoint.best``."""
-        asked = self.config.checkpoint.best or ""
-        value = record.get(asked.removeprefix("-"))
+        metric = self.config.checkpoint.best or ""
+        value = record.get(metric.removeprefix("-"))
         if value is None:
             return None
-        value = -value if asked.startswith("-") else value
+        value = -value if metric.startswith("-") else value
         if self.position.best is not None and value <= self.position.best[1]:
             return None
-        return int(record["step"]), float(value), asked
+        return int(record["step"]), float(value), metric
 
     def _kept(self) -> str:
         """What is saved, once the save in the background has ended."""
@@ -534,17 +534,17 @@ class RunRecords:
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """What the policy can do on held-out prompts or pairs; {} without any."""
-        with waiting("evaluation", lambda: self._evaluator.told, of=f"step {int(state.step)}"):
+        with waiting("evaluation", lambda: self._evaluator.progress, of=f"step {int(state.step)}"):
             return self._evaluate(state)
 
     def _evaluate(self, state: TrainState) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self._evaluator.available and not trains_reward(self.config):
-            found = self._evaluator(state.key, policy_of(state, self.run.network))
+            evaluation = self._evaluator(state.key, policy_of(state, self.run.network))
             groups = -(-self.config.log.KEPT // self.config.eval.samples)  # whole ones
-            kept = found.samples[: groups * self.config.eval.samples]
-            self._writer.write_samples(int(state.step), kept)
-            metrics |= found.metrics
+            samples = evaluation.samples[: groups * self.config.eval.samples]
+            self._writer.write_samples(int(state.step), samples)
+            metrics |= evaluation.metrics
         return metrics if self._judged is None else metrics | self._judged(state)
 
     def _due(self, every: int, done: int) -> bool:

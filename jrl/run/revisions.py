@@ -37,7 +37,9 @@ def pinned(config: Config) -> Config:
             for name, paths in config.frozen.items()
         }
     files = {name: getattr(data, name, None) for name in ("train", "eval", "pairs")}
-    update = {name: _of_data(given, pin, f"data.{name}") for name, given in files.items() if given}
+    update = {
+        name: _of_data(source, pin, f"data.{name}") for name, source in files.items() if source
+    }
     if update:
         changes["data"] = data.model_copy(update=update)
     return config.model_copy(update=changes)

@@ -72,8 +72,8 @@ def empty_batch(
 ) -> DecodeBatch:
     """A batch in which nothing runs; its sizes are those of ``Rows``."""
     s, t = blocks * block, max_new_tokens
-    pieces = network.init_cache(s, t, weights, pieces_of(t)).own
-    prefix = network.init_cache(blocks, prompt_tokens, weights).own
+    pieces = network.init_cache(s, t, weights, pieces_of(t)).rows
+    prefix = network.init_cache(blocks, prompt_tokens, weights).rows
     zeros = jnp.zeros(s, jnp.int32)
     sampling_params = SamplingParams(
         temperature=jnp.ones(s, jnp.float32),
@@ -83,7 +83,7 @@ def empty_batch(
         bias=jnp.zeros((s, network.vocab_size), jnp.float32) if biases else None,
     )
     slots = Slots(
-        cache=Cache(own=pieces, prefix=prefix, prefix_lengths=jnp.zeros(blocks, jnp.int32)),
+        cache=Cache(rows=pieces, prefix=prefix, prefix_lengths=jnp.zeros(blocks, jnp.int32)),
         pending=zeros,
         prompt_lengths=zeros + 1,
         lengths=zeros,

@@ -187,7 +187,7 @@ def _sample_rows(
     queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
     draw = partial(decode, weights, version=version, stop_tokens=stop_tokens)
     recorded = network.extras.recorded
-    routing = None if recorded is None else recorded(sequences.prompts.own)
+    routing = None if recorded is None else recorded(sequences.prompts.rows)
 
     def advance(queue: Queue, steps: Array | int, until: Array | int) -> Queue:
         if turns is not None:
@@ -227,12 +227,12 @@ def _advance_turns(
     """
 
     def more(carry: tuple[Array, Queue]) -> Array:
-        taken, queue = carry
+        done_steps, queue = carry
         running = jnp.sum(queue.slots.stop == StopReason.RUNNING)
-        return (taken < steps) & (running > until)
+        return (done_steps < steps) & (running > until)
 
     def one(carry: tuple[Array, Queue]) -> tuple[Array, Queue]:
-        taken, queue = carry
+        done_steps, queue = carry
         limited = queue.slots.replace(limits=turns.limits(queue))
         slots, count = draw(limited, network=turns.network(queue, shared), steps=chunk)
         queue = queue.replace(slots=slots, steps=queue.steps + count * queue.index.shape[0])
@@ -240,7 +240,7 @@ def _advance_turns(
         with jax.named_scope("answers"):
             answer = partial(turns.answer, weights)
             queue = jax.lax.while_loop(lambda q: jnp.any(turn_ended(q)), answer, queue)
-        return taken + count, queue
+        return done_steps + count, queue
 
     with jax.named_scope("turns"):
         return jax.lax.while_loop(more, one, (jnp.int32(0), queue))[1]
@@ -249,8 +249,8 @@ def _advance_turns(
 def results_of(rows: Slots, sequences: Sequences, network: Network) -> tuple[Results, Array | None]:
     """The results of rows that had a slot each, and the record of their prompts' routing."""
     recorded = network.extras.recorded
-    experts = None if recorded is None else recorded(rows.cache.own)
-    routing = None if recorded is None else recorded(sequences.prompts.own)
+    experts = None if recorded is None else recorded(rows.cache.rows)
+    routing = None if recorded is None else recorded(sequences.prompts.rows)
     return Results(rows.tokens, rows.logprobs, rows.lengths, rows.stop, experts), routing
 
 
@@ -391,7 +391,7 @@ def fill_slots(
         prompts, lengths = rows_of(prompts, first), lengths[first]
     # Own columns for the slots alone: waiting sequences have no cache.
     empty = network.init_cache(s, width, weights, pieces_of(width))
-    cache = Cache(empty.own, prompts.own, (lengths - 1).astype(jnp.int32))
+    cache = Cache(empty.rows, prompts.rows, (lengths - 1).astype(jnp.int32))
     slots = start(
         cache,
         fresh["pending"][:, None],
@@ -409,7 +409,7 @@ def fill_slots(
     arrays = jax.tree.map(by_row, arrays)
     experts = None
     if (recorded := network.extras.recorded) is not None:
-        shape = jax.eval_shape(recorded, empty.own)
+        shape = jax.eval_shape(recorded, empty.rows)
         experts = by_row(jnp.full((rows, *shape.shape[1:]), -1, shape.dtype))
     return Queue(
         slots=arrays.replace(cache=cache, sampling_params=slots.sampling_params, keys=slots.keys),

@@ -32,7 +32,7 @@ PLACES: dict[str, Measure | None] = {
 
 
 def branches(
-    tree: Slots, forks: Array, here: Array, branching: Branching, count: int, group: int
+    tree: Slots, forks: Array, present: Array, branching: Branching, count: int, group: int
 ) -> tuple[Array, Array, Array]:
     """The (member, token) pairs to branch from in one round.
 
@@ -40,9 +40,9 @@ def branches(
     no more of one member than an equal share rounded up.
 
     Args:
-      tree: n * G rows, of which the first ``here`` of each group are there.
+      tree: n * G rows, of which the first ``present`` of each group are there.
       forks: [n, G] int32, how often each member was left.
-      here: [] int32.
+      present: [] int32.
       branching: says what a place is worth.
       count: k, branches of a group.
       group: G.
@@ -64,7 +64,7 @@ def branches(
         most = min(most * branching.rounds, t)
         values, places = jax.lax.top_k(priority, most)
     rank = jnp.arange(most)[None, None]
-    share = -(-count // here)
+    share = -(-count // present)
     if branching.at != "even":
         share = share + jnp.expand_dims(forks, 2)
         values = jnp.where(rank < jnp.expand_dims(forks, 2), -jnp.inf, values)

@@ -125,7 +125,7 @@ def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Q
     # The record of routing lies in the cache, and goes with the slot's next sequence.
     experts = results.experts
     if recorded is not None and experts is not None:
-        caches = slots.cache.own
+        caches = slots.cache.rows
         caches = caches if rows is None else jax.tree.map(lambda x: x[rows], caches)
         index = queue.index if rows is None else queue.index[rows]
         experts = experts.at[index].set(recorded(caches), mode="drop")

@@ -69,7 +69,7 @@ class Timings:
 
     def __init__(self) -> None:
         self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=_KEPT)
-        self._seen: set[Hashable] = set()
+        self._timed: set[Hashable] = set()
         self._count = 0
         self._line: tuple[float, float] | None = None
 
@@ -78,8 +78,8 @@ class Timings:
 
         The first of each shape is not: it may be compiled.
         """
-        if shape not in self._seen:
-            self._seen.add(shape)
+        if shape not in self._timed:
+            self._timed.add(shape)
             return False
         self._count += 1
         return len(self._times) < _KEPT // 2 or self._count % _INTERVAL == 0

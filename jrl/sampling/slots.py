@@ -222,8 +222,8 @@ def fresh_rows(sequences: Sequences, index: Array) -> dict[str, Any]:
         return fresh
     live = members.live.reshape(-1)[index]
     if members.temperature is not None:
-        own = members.temperature.reshape(-1)[index]
-        fresh["sampling_params"] = sampling_params.replace(temperature=own)
+        temperature = members.temperature.reshape(-1)[index]
+        fresh["sampling_params"] = sampling_params.replace(temperature=temperature)
     if members.limit is not None:
         fresh["limits"] = members.limit.reshape(-1)[index]
         live &= fresh["limits"] > 0
@@ -456,22 +456,22 @@ def rewind(slots: Slots, lengths: Array, last: Array | None = None) -> Slots:
     # The newest token that stays is pending again, and will be written where it is already.
     back = lengths < slots.lengths
     lengths = jnp.where(back, lengths, slots.lengths)
-    kept = jnp.arange(slots.tokens.shape[1])[None] < lengths[:, None]
+    remains = jnp.arange(slots.tokens.shape[1])[None] < lengths[:, None]
     newest = jnp.take_along_axis(slots.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
     if last is not None:
         newest = jnp.where(lengths == 0, last, newest)
     # Cleared past the new length, or a shorter completion would carry numbers of tokens that it
     # lacks.
-    measured = None if slots.measured is None else jnp.where(kept, slots.measured, 0.0)
+    measured = None if slots.measured is None else jnp.where(remains, slots.measured, 0.0)
     return slots.replace(
         measured=measured,
         aligned=False,
         pending=jnp.where(back, newest, slots.pending),
         lengths=lengths,
-        tokens=jnp.where(kept, slots.tokens, 0),
-        mask=slots.mask & kept,
-        logprobs=jnp.where(kept, slots.logprobs, 0.0),
-        versions=jnp.where(kept, slots.versions, -1),
+        tokens=jnp.where(remains, slots.tokens, 0),
+        mask=slots.mask & remains,
+        logprobs=jnp.where(remains, slots.logprobs, 0.0),
+        versions=jnp.where(remains, slots.versions, -1),
         stop=jnp.where(back, StopReason.RUNNING, slots.stop).astype(jnp.int32),
     )
 
@@ -504,7 +504,7 @@ def extend(weights: Any, slots: Slots, tokens: Array, counts: Array, *, network:
     # A gather over all T columns, since a scatter of [S, Q] places is a loop over rows on some
     # backends.
     offset = jnp.arange(slots.tokens.shape[1])[None] - slots.lengths[:, None]
-    here = (offset >= 0) & (offset < counts[:, None])
+    within = (offset >= 0) & (offset < counts[:, None])
     placed = jnp.take_along_axis(tokens, jnp.clip(offset, 0, q - 1), axis=1)
     newest = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     lengths = slots.lengths + counts
@@ -513,7 +513,7 @@ def extend(weights: Any, slots: Slots, tokens: Array, counts: Array, *, network:
         cache=cache,
         pending=jnp.where(counts > 0, newest, slots.pending),
         lengths=lengths,
-        tokens=jnp.where(here, placed, slots.tokens),
+        tokens=jnp.where(within, placed, slots.tokens),
         stop=jnp.where(counts > 0, running, slots.stop).astype(jnp.int32),
         aligned=False,
     )

@@ -88,7 +88,7 @@ def put_rows(slots: Slots, rows: Array, new: Slots, *, prefixes: bool = True) ->
     def put(x: Array, y: Array) -> Array:
         return x.at[rows].set(y.astype(x.dtype), mode="drop")
 
-    cache = Cache(own=jax.tree.map(put, old.own, new.cache.own), prefix=old.prefix)
+    cache = Cache(rows=jax.tree.map(put, old.rows, new.cache.rows), prefix=old.prefix)
     cache = cache.replace(prefix_lengths=old.prefix_lengths)
     if prefixes and old.prefix_lengths is not None:
         assert new.cache.prefix_lengths is not None

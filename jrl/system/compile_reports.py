@@ -120,7 +120,7 @@ class CompileNotes:
                 note = self._open.pop(name, None)
                 if note is not None:
                     note.timer.cancel()
-                    if note.said:
+                    if note.reported:
                         took = time.monotonic() - note.began
                         self._echo(f"compiled {note.label} in {took:.0f} s")
 
@@ -140,8 +140,8 @@ class CompileNotes:
     def _say(self, name: str, text: str) -> None:
         with self._lock:
             note = self._open.get(name)
-            if note is not None and not note.said:
-                note.said = True
+            if note is not None and not note.reported:
+                note.reported = True
                 self._echo(f"compiling {text}")
 
 
@@ -152,7 +152,7 @@ class _Note:
     label: str
     timer: threading.Timer
     began: float
-    said: bool = False
+    reported: bool = False
 
 
 def _plain_name(name: str) -> str:

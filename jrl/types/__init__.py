@@ -524,9 +524,9 @@ class Objective(NamedTuple):
     @property
     def frozen(self) -> frozenset[str]:
         """Names of the policies that are read and not trained: "ref", "teacher", ..."""
-        own = {"sampler", "proximal"}
+        not_frozen = {"sampler", "proximal"}
         ending = "_logprobs"
-        names = {n.removesuffix(ending) for n in self.needs if n.endswith(ending)} - own
+        names = {n.removesuffix(ending) for n in self.needs if n.endswith(ending)} - not_frozen
         return frozenset(names).union(*(s.policies for s in self.statistics)) - {"policy"}
 
     @property
@@ -547,7 +547,7 @@ class Cache(struct.PyTreeNode):
     With M prefixes, rows m * S / M .. (m + 1) * S / M - 1 share prefix m.
 
     Attributes:
-      own: the network's arrays, rows [S, ...] leading; entry 0 is the token right after the prefix.
+      rows: the network's arrays, [S, ...] each; entry 0 is the token right after the prefix.
       prefix: arrays of the same kind, [M, ...]; None where nothing is shared.
       prefix_lengths: [M] int32, tokens of each prefix that count; None without prefixes.
       column: [] int32, for one call of ``Network.extend``: the entry that the one token of every
@@ -555,17 +555,17 @@ class Cache(struct.PyTreeNode):
         differ. A network may ignore it.
     """
 
-    own: Any
+    rows: Any
     prefix: Any = None
     prefix_lengths: Array | None = None
     column: Array | None = None
 
     def offsets(self) -> Array:
-        """[S] int32: the position of each row's first own token."""
-        rows = jax.tree.leaves(self.own)[0].shape[0]
+        """[S] int32: the position of each row's first token after its prefix."""
+        count = jax.tree.leaves(self.rows)[0].shape[0]
         if self.prefix_lengths is None:
-            return jnp.zeros(rows, jnp.int32)
-        return jnp.repeat(self.prefix_lengths, rows // self.prefix_lengths.shape[0])
+            return jnp.zeros(count, jnp.int32)
+        return jnp.repeat(self.prefix_lengths, count // self.prefix_lengths.shape[0])
 
 
 class SharedRows(NamedTuple):

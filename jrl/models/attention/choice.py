@@ -388,7 +388,7 @@ def cached_attention(kernel: str, config: ModelConfig) -> Callable[..., Array]:
         attend_parts, scale=scale_of(config), softcap=config.attention_softcap
     )
     if not reads_caches_by_kernel(kernel):
-        return lambda q, parts, own=0, together=False: dense(q, parts)
+        return lambda q, parts, row_parts=0, together=False: dense(q, parts)
     from jrl.models.attention import cache_read  # Pallas takes long to import
     from jrl.models.attention.splash_cache import fits, splash_look
 
@@ -401,10 +401,12 @@ def cached_attention(kernel: str, config: ModelConfig) -> Callable[..., Array]:
             return splash_look(q, part, scale, softcap, interpret=interpret)
         return attend_part(q, part, scale, softcap)
 
-    def attend(q: Array, parts: Sequence[Part], own: int = 0, together: bool = False) -> Array:
+    def attend(
+        q: Array, parts: Sequence[Part], row_parts: int = 0, together: bool = False
+    ) -> Array:
         def by_kernel(q: Array, parts: list[Part]) -> Array:
             # By identity: parts of equal shape cannot be distinguished otherwise.
-            firsts = {id(part) for part in parts[:own]}
+            firsts = {id(part) for part in parts[:row_parts]}
 
             def attend_one(q: Array, part: Part, scale: float, softcap: float | None) -> Seen:
                 # The rows' own pieces fill up while decoding; only for those a plan can know how

@@ -181,39 +181,39 @@ class _Decision:
     """Answers for all that the decision of one statement comes upon."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[frozenset[Formula], Formula], bool] = {}
+        self.proved: dict[tuple[frozenset[Formula], Formula], bool] = {}
 
-    def holds(self, given: frozenset[Formula], target: Formula) -> bool:
-        if FALSE in given or target == TRUE or target in given:
+    def holds(self, premises: frozenset[Formula], target: Formula) -> bool:
+        if FALSE in premises or target == TRUE or target in premises:
             return True
-        if (given, target) not in self.known:
-            self.known[given, target] = self._by_rules(given, target)
-        return self.known[given, target]
+        if (premises, target) not in self.proved:
+            self.proved[premises, target] = self._by_rules(premises, target)
+        return self.proved[premises, target]
 
-    def _by_rules(self, given: frozenset[Formula], target: Formula) -> bool:
+    def _by_rules(self, premises: frozenset[Formula], target: Formula) -> bool:
         # Rules that lose nothing come first, and of these the ones that leave one case.
-        rules = [(cases, f) for f in given if (cases := _decomposed(f, given)) is not None]
-        cases, taken = min(rules, key=lambda rule: len(rule[0]), default=([], target))
+        rules = [(cases, f) for f in premises if (cases := _decomposed(f, premises)) is not None]
+        cases, premise = min(rules, key=lambda rule: len(rule[0]), default=([], target))
         if len(cases) == 1:
-            return self.holds(given - {taken} | cases[0], target)
+            return self.holds(premises - {premise} | cases[0], target)
         if target.name == "->":
-            return self.holds(given | {target.parts[0]}, target.parts[1])
+            return self.holds(premises | {target.parts[0]}, target.parts[1])
         if target.name == "/\\":
-            return all(self.holds(given, part) for part in target.parts)
+            return all(self.holds(premises, part) for part in target.parts)
         if cases:
-            return all(self.holds(given - {taken} | case, target) for case in cases)
-        if target.name == "\\/" and any(self.holds(given, part) for part in target.parts):
+            return all(self.holds(premises - {premise} | case, target) for case in cases)
+        if target.name == "\\/" and any(self.holds(premises, part) for part in target.parts):
             return True
-        for formula in given:
+        for formula in premises:
             if formula.name == "->" and formula.parts[0].parts:  # (C -> D) -> B; all else is done
-                (left, right), rest = formula.parts, given - {formula}
+                (left, right), rest = formula.parts, premises - {formula}
                 weaker = Formula("->", (left.parts[1], right))
                 if self.holds(rest | {right}, target) and self.holds(rest | {weaker}, left):
                     return True
         return False
 
 
-def _decomposed(formula: Formula, given: frozenset[Formula]) -> list[set[Formula]] | None:
+def _decomposed(formula: Formula, premises: frozenset[Formula]) -> list[set[Formula]] | None:
     """The replacement of a hypothesis in each case to prove, if invertible; None for no rule."""
     if formula == TRUE:
         return [set()]
@@ -226,7 +226,7 @@ def _decomposed(formula: Formula, given: frozenset[Formula]) -> list[set[Formula
     left, right = formula.parts
     if left == FALSE:
         return [set()]
-    if left == TRUE or (not left.parts and left in given):
+    if left == TRUE or (not left.parts and left in premises):
         return [{right}]
     if left.name == "/\\":
         return [{Formula("->", (left.parts[0], Formula("->", (left.parts[1], right))))}]

@@ -57,12 +57,12 @@ def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None 
         try:
             goals = run_tactic(goals, tactic_of(reply.text))
         except TacticError as error:
-            shown = show_goals(goals)
+            goals_text = show_goals(goals)
             return goals, Feedback(
-                messages=[_user(f"error: {error}\n\n{shown}")],
+                messages=[_user(f"error: {error}\n\n{goals_text}")],
                 reward=-penalty,
                 done=errors_end,
-                state_key=shown,
+                state_key=goals_text,
                 metrics={"tactic_errors": 1.0},
                 cut=errors_end and reply.cut,
             )

@@ -63,17 +63,17 @@ def dars(base: Method, balance: Balance = "hard", max_group: Count = 32) -> Meth
 
 def _failed(groups: Any) -> Array:
     """[m] bool: groups with members, none of which has any success."""
-    drawn = groups.drawn()
-    return drawn.any(axis=1) & ~(drawn & (groups.success() > 0)).any(axis=1)
+    sampled = groups.drawn()
+    return sampled.any(axis=1) & ~(sampled & (groups.success() > 0)).any(axis=1)
 
 
 def least_hinted(groups: Any, view: EditView) -> Any:
     """The groups with their first member replaced by the one that a hint let succeed, if any."""
     hinted, live = groups.round > 0, groups.members()
     won = live & hinted & (groups.success() > 0)
-    own = live & ~hinted
-    first = own & (jnp.cumsum(own, axis=1) == 1)
-    return only(groups, won | (own & ~(first & won.any(axis=1, keepdims=True))))
+    unhinted = live & ~hinted
+    first = unhinted & (jnp.cumsum(unhinted, axis=1) == 1)
+    return only(groups, won | (unhinted & ~(first & won.any(axis=1, keepdims=True))))
 
 
 @variant(grpo)

@@ -28,10 +28,10 @@ def posteriors(target: float, decay: float, prior: tuple[float, float], pool: in
 
     def update(state: dict[str, Array], outcome: Outcome) -> dict[str, Array]:
         right = outcome.rate * outcome.size
-        seen = {"a": right, "b": outcome.size - right}
+        counts = {"a": right, "b": outcome.size - right}
         start = dict(zip("ab", prior, strict=True))
         return {
-            n: put_rows(x, outcome, decay * x[outcome.row] + (1 - decay) * start[n] + seen[n])
+            n: put_rows(x, outcome, decay * x[outcome.row] + (1 - decay) * start[n] + counts[n])
             for n, x in state.items()
         }
 

@@ -264,8 +264,8 @@ def imagine(
     Raises:
       UserError: the endpoint fails; what is done is written. Or the file holds something else.
     """
-    named = hashlib.sha256(json.dumps(task._asdict()).encode()).hexdigest()[:8]
-    with contextlib.closing(_File(Path(out), named)) as file:
+    digest = hashlib.sha256(json.dumps(task._asdict()).encode()).hexdigest()[:8]
+    with contextlib.closing(_File(Path(out), digest)) as file:
         return _imagine(task, model, file, count, seed, concurrency, echo)
 
 
