@@ -162,12 +162,14 @@ def to_rollout(
     for i, group in enumerate(groups):
         if len(group) > g:
             raise UserError(f"{len(group)} rows in a group; the batch holds {g} of each group")
+        # Of living rows alone: a member that failed to open would make the common opening empty.
         opening = common_opening([row.opening for row in group if len(row.opening) and row.alive])
         if len(opening) > p:
             raise UserError(
                 f"prompt {group[0].prompt.id} opens with {len(opening)} tokens and the limit is "
                 f"{p}; raise data.max_prompt_tokens"
             )
+        # A prompt has at least one token, also where the whole group failed and none is read.
         lengths[i] = max(len(opening), 1)
         prompts[i, : len(opening)] = opening
         for j, row in enumerate(group):
@@ -183,6 +185,7 @@ def to_rollout(
         del ids["node"]  # methods for trees would take the rows for one without members
     if shape.contexts == 1:
         del ids["context"]
+    # Popped, so that what is left is exactly the fields of the rollout.
     rewards, paid, values = (arrays.pop(name) for name in ("rewards", "paid", "value"))
     rollout = Rollout(prompt_tokens=prompts, prompt_lengths=lengths, **arrays)  # type: ignore
     return Rows(rollout, ids, rewards, paid, values)
@@ -197,6 +200,7 @@ def _empty(n: int, shape: RowShape) -> dict[str, Any]:
         "mask": np.zeros((n, g, t), bool),
         "sampler_logprobs": np.zeros((n, g, t), np.float32),
         "versions": np.full((n, g, t), -1, np.int32),
+        # A row that nobody fills has failed, and so leaves its group.
         "stop": np.full((n, g), StopReason.FAILED, np.int32),
         "baseline": np.zeros((n, g), bool),
         "rewards": np.zeros((n, g, shape.parts), np.float32),
@@ -219,8 +223,11 @@ def _fill(
 ) -> None:
     """Writes what follows the first ``shared`` tokens of a row into the arrays."""
     end = 0
+    # What the opening has beyond the group's prompt is in each context anew, since the policy read
+    # it in each.
     rest = Segment(np.asarray(row.opening)[shared:], drawn=False)
     parts = [rest, *row.segments]
+    # Backwards, so that an insertion does not move the places still to be looked at.
     for i in range(len(parts) - 1, 1, -1):
         if parts[i].context != parts[i - 1].context:
             parts.insert(i, rest._replace(context=parts[i].context))
@@ -258,6 +265,8 @@ def rows_of_players(groups: Sequence[Sequence[Transcript]], players: int) -> lis
             s if s.player == player or not s.drawn else s._replace(**_NOT_DRAWN)
             for s in whole.segments
         )
+        # A row without a drawn token has no gradient, yet its points would move the group's
+        # baseline.
         acted = any(s.drawn for s in segments)
         stop = whole.stop if acted or not whole.alive else StopReason.FAILED
         reason = whole.reason if acted or whole.reason else f"player {player} never moved"
@@ -285,6 +294,7 @@ def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:
     """
     if not openings:
         return np.zeros(0, np.int32)
+    # With the first one is enough: what equals it at a column equals all others there.
     first, least = np.asarray(openings[0]), min(map(len, openings))
     same = np.ones(least, bool)
     for other in openings[1:]:

@@ -87,6 +87,7 @@ class Tree:
 
     def add(self, parent: int, step: Step) -> int:
         """Appends a child; its number."""
+        # By the first child, not by the selection: an expansion that failed leaves its node open.
         self.nodes[parent].expanded = True
         self.nodes[parent].children.append(len(self.nodes))
         self.nodes.append(Node(step, parent, self.nodes[parent].depth + 1))
@@ -241,6 +242,8 @@ def beam(width: int, score: Score = promise) -> Select:
         # What was not kept in its own level stays open, and is never looked at again.
         last = max((n.depth for n in tree.nodes if n.expanded), default=-1)
         level = [i for i in tree.open() if tree.nodes[i].depth > last]
+        # sorted() is stable: equal scores keep the order of drawing, so a resumed search takes the
+        # same nodes.
         return sorted(level, key=lambda i: -score(tree, i))[:width]
 
     return select
@@ -260,6 +263,8 @@ def dvts(score: Score = promise) -> Select:
         for i in tree.open():
             top = tree.path(i)[0]
             rival = best.get(top)
+            # Depth first: an older sibling with a better score belongs to a level that its subtree
+            # has left.
             key = lambda j: (tree.nodes[j].depth, score(tree, j))  # noqa: E731
             if rival is None or key(i) > key(rival):
                 best[top] = i
@@ -409,6 +414,7 @@ def search_plan(
         raise UserError(f"search: width = {width}, rounds = {rounds}; the width is at least 1")
     search = SEARCHES[name]
     select = search.select(width, exploration)
+    # Whole completions have no next step: after one round there is nothing to expand.
     levels = min(rounds, 1) if search.whole else rounds
     return SearchPlan(
         select,

@@ -49,9 +49,13 @@ def rows_of_tree(
       points: of leaves, by the number of their node.
       backup: of the points, in the order of the leaves' numbers.
     """
+    # Values are computed anew on a copy: those that guided the search may hold estimates of a value
+    # network and a backup of another kind.
     judged, place = _merged(tree)
     total: dict[int, list[float]] = {}
     for leaf in sorted(points):
+        # Leaves that merged into one node are backed up each: a step drawn twice counts twice in
+        # the means of its ancestors.
         backup(judged, place[leaf], float(points[leaf]))
         total.setdefault(place[leaf], []).append(float(points[leaf]))
     rows = [
@@ -64,12 +68,16 @@ def rows_of_tree(
         for group in siblings(judged)
     ]
     paths = [judged.path(leaf) for leaf in total]
+    # A response of a path is what the policy drew; with an environment's answers in between it
+    # would teach the policy to write those too.
     if not paths or any(len(judged.step(i).answer) for i in range(1, len(judged.nodes))):
         return TreeRows(rows, [])
     steps = [[_ids([judged.step(i).content]) for i in path] for path in paths]
     whole = {
         "prompt": [int(token) for token in prompt],
         "responses": [_ids(path) for path in steps],
+        # Equal completions are one response; its score is the mean, since a sampled judge may
+        # differ.
         "scores": [sum(points_here) / len(points_here) for points_here in total.values()],
         "steps": [[len(step) for step in path] for path in steps],
         "step_values": [[judged.nodes[i].value for i in path] for path in paths],

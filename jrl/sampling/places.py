@@ -61,6 +61,8 @@ def branches(
         assert numbers is not None
         # The places that a member was left at before are the best ones; they count no more.
         priority = jnp.where(own_tokens, numbers.reshape(own_tokens.shape), -jnp.inf)
+        # A member may have given its best places in every earlier round, and has to name as many
+        # new ones.
         most = min(most * branching.rounds, t)
         values, places = jax.lax.top_k(priority, most)
     rank = jnp.arange(most)[None, None]
@@ -72,6 +74,8 @@ def branches(
     best, index = jax.lax.top_k(values.reshape(-1, group * most), count)
     source = index // most
     place = jnp.take_along_axis(places.reshape(-1, group * most), index, axis=1)
+    # A member that finds no place above the bound begins at the prompt: shapes are fixed, and a
+    # group is never short.
     left = best > branching.above
     place = jnp.where(left, place, 0).astype(jnp.int32)
     picks = jax.nn.one_hot(source, group, dtype=jnp.int32) * jnp.expand_dims(left, 2)

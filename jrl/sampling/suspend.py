@@ -42,6 +42,7 @@ def extend_rows(
       limits: [m] int32, the most completion tokens of each row from now on.
       network: the policy.
     """
+    # A state of m rows, so that the forward pass below is m rows wide and not S.
     some = take_rows(slots, rows).replace(limits=limits)
     some = extend(weights, some, tokens, counts, network=network)
     # The prefix has not changed, and is the largest part of a row to write.
@@ -97,4 +98,5 @@ def put_rows(slots: Slots, rows: Array, new: Slots, *, prefixes: bool = True) ->
             prefix_lengths=put(old.prefix_lengths, new.cache.prefix_lengths),
         )
     others = jax.tree.map(put, slots.replace(cache=None), new.replace(cache=None))
+    # A row that comes back is at a column of its own.
     return others.replace(cache=cache, aligned=False)

@@ -161,6 +161,7 @@ def nodes_of(owner: Array, lengths: Array) -> Array:
     chex.assert_rank([owner, lengths], [2, 1])
     g, t = owner.shape
     live = jnp.arange(t)[None] < lengths[:, None]
+    # Columns past the end of two members would otherwise count as shared.
     owner = jnp.where(live, owner, -1)
     same = jnp.expand_dims(owner, 0) == jnp.expand_dims(owner, 1)
     together = jnp.sum(same & live[None], axis=1)  # members that go through the token
@@ -176,6 +177,7 @@ def nodes_of(owner: Array, lengths: Array) -> Array:
 def _trees_at_once(prompts: int, group: int, slots: int) -> int:
     """Trees grown at a time: as many as have slots, and divide the prompts."""
     most = prompts if not slots else max(slots // group, 1)
+    # A divisor, since the loop over parts needs equal ones.
     return next(count for count in range(min(most, prompts), 0, -1) if prompts % count == 0)
 
 
@@ -270,14 +272,19 @@ def _grow(
         tree, owner, forks, steps = carry
         present = roots + number * each
         source, place, forks = branches(tree, forks, present, branching, each, group)
+        # Only the new members decode: those that are there have ended, and would idle in their
+        # slots.
         new, count = draw(slots=_fork_members(tree, root, source, place, present))
         past = jnp.take_along_axis(owner, source[:, :, None], axis=1)
         owners = present + jnp.arange(each, dtype=jnp.int32)[None, :, None]
         owners = jnp.where(jnp.arange(width)[None, None] < place[:, :, None], past, owners)
+        # Owners of the shared past are copied through every round, so a token keeps the member that
+        # drew it even in a branch of a branch.
         owner = jax.lax.dynamic_update_slice_in_dim(owner, owners, present, axis=1)
         return _put_members(tree, new, n, present), owner, forks, steps + count * (n * each)
 
     first, count = draw(slots=begin(roots))
+    # Room for all members from the start: a loop's state cannot grow.
     tree = _put_members(begin(group).replace(aligned=False), first, n, 0)
     owner = jnp.broadcast_to(jnp.arange(group, dtype=jnp.int32)[None, :, None], (n, group, width))
     carry = (tree, owner, jnp.zeros((n, group), jnp.int32), count * (n * roots))
