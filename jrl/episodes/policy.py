@@ -75,7 +75,7 @@ class Policy:
 
     @property
     def turns(self) -> int:
-        """How many turns have been taken, of all roles."""
+        """The number of turns taken, of all roles."""
         return len(self._players)
 
     async def __call__(self, messages: Said, *, state_key: Any = None) -> Reply:

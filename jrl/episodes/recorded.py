@@ -34,7 +34,7 @@ ROW = "row"
 
 
 class RecordedCounts(NamedTuple):
-    """What was read.
+    """Counts of the sessions and completions read.
 
     Attributes:
       files: with a first line.
@@ -159,7 +159,7 @@ def joined_groups(
 
 
 def _link(nodes: Sequence[Drawn]) -> None:
-    """Finds what each completion of a session, in the order of their numbers, continues."""
+    """Finds the predecessor of each completion of a session."""
     for i, node in enumerate(nodes):
         before = [other for other in nodes[:i] if other.number < node.seen]
         joined = [other for other in before if node.start.startswith(other.whole)]

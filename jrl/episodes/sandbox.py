@@ -76,7 +76,7 @@ class SandboxResult(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How Python is run here.
+    """The containment that this machine allows.
 
     Attributes:
       python: its executable.
@@ -235,7 +235,7 @@ def _environment(directory: str | None) -> dict[str, str]:
 
 
 def _spec(limits: SandboxLimits, way: _Way, uid: int) -> dict[str, Any]:
-    """What the child is told; a caller who is root gives it a user id of its own."""
+    """Settings for the child process; a root caller gives it a user id of its own."""
     child_uid = uid if os.geteuid() == 0 else None
     how = {"apart": bool(way.prefix), "filtered": way.filtered, "fenced": way.fenced}
     return {**limits._asdict(), **how, "uid": child_uid}

@@ -112,7 +112,7 @@ def _check_parts(schema: Mapping[str, Any], draft: Any, owner: str) -> None:
 
 
 def fault(schema: Mapping[str, Any], arguments: Any, *, misfits: bool = True) -> str | None:
-    """Why arguments do not fit a schema, for the policy to read; None where they do.
+    """The reason that arguments do not fit a schema, for the policy; None if they do.
 
     Args:
       schema: that ``check_schema`` has passed.

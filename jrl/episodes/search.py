@@ -66,7 +66,7 @@ def by_path(score: Scorer) -> EpisodeScorer:
 
 
 def path_of(episode: Episode) -> Path:
-    """The path to an episode's last turn, without what that was answered."""
+    """The path to an episode's last turn, without the answer to it."""
     segments, turns = episode.segments, turns_of(episode.segments)
     last = turns[-1]
     # Only what the policy saw: a value network reads a context as it was sampled in.
@@ -157,7 +157,7 @@ def won(tree: Tree) -> bool:
 
 
 class Searched(NamedTuple):
-    """What a search has played.
+    """Result of a search: trees, costs and counts.
 
     Attributes:
       roots: the episodes before their first turn; those that failed to open say why.
@@ -227,7 +227,7 @@ def suspended_or_held(wait: WaitCosts) -> WaitingPlace:
 
 
 class Searching:
-    """The strategy of a search: in rounds, episodes that continue the nodes which it chooses.
+    """The strategy of a search: in each round, episodes continue the selected nodes.
 
     A round ends when every turn of it has been answered, so that what is chosen next depends on no
     clock; and all its paths are judged together.

@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Node:
-    """A node and what the search knows of it.
+    """A node with the statistics of the search.
 
     Attributes:
       step: that led here; None at the root.
@@ -112,7 +112,7 @@ class Tree:
         return [i for i, n in enumerate(self.nodes) if not n.expanded and not n.done]
 
     def leaves(self) -> list[int]:
-        """Nodes at which a path has ended."""
+        """Nodes that end a path."""
         return [i for i, n in enumerate(self.nodes) if n.done]
 
 
@@ -128,7 +128,7 @@ Backup = Callable[[Tree, int, float], None]
 
 
 def uct(c: float = 2.0) -> Score:
-    """The mean value plus c sqrt(ln N(parent) / N), what was never visited first.
+    """The mean value plus c sqrt(ln N(parent) / N); unvisited nodes first.
 
     "Finite-time Analysis of the Multiarmed Bandit Problem" (Auer, Cesa-Bianchi and Fischer, 2002)
     at the nodes of a tree, with the constant of "MedS^3: Towards Medical Small Language Models with
@@ -338,7 +338,7 @@ class NamedSearch(NamedTuple):
 
 
 def mean_value(node: Node) -> float:
-    """Points: the mean of what was backed up to a node."""
+    """Points: the mean of the backups to a node."""
     return node.value
 
 
@@ -367,7 +367,7 @@ RENAMED = {"mcts": "puct"}
 
 
 class SearchPlan(NamedTuple):
-    """How to search.
+    """Settings of a search.
 
     Attributes:
       select: nodes to expand in a round; they are expanded together.
@@ -431,7 +431,7 @@ def search_plan(
 
 
 def _shared(tree: Tree, node: int) -> list[Any]:
-    """What a step behind a node continues: contents and answers on the way, of its context."""
+    """The past of a step after a node: contents and answers on the path, of its context."""
     shared: list[Any] = []
     for i in tree.path(node):
         step = tree.step(i)

@@ -1,4 +1,4 @@
-"""What a search left behind as rows to train on: siblings for preferences, paths with step values.
+"""Rows to train on from a search: siblings for preferences, paths with step values.
 
     rows = rows_of_tree(found.tree, prompt, {leaf: points, ...})
 

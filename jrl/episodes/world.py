@@ -1,4 +1,4 @@
-"""What answers the policy's turns: an environment on the host, or nothing, for plain text.
+"""The world that answers the policy's turns: an environment on the host, or plain text.
 
 Both answer through an inbox, so that the scheduler never waits for either and never asks which of
 them it plays with. Nothing here touches the device.
@@ -29,15 +29,15 @@ _ENDLESS = 1 << 30
 
 
 class World(Protocol):
-    """What episodes are played with. A call returns at once; its answer arrives in the inbox."""
+    """Partner of the policy. A call returns at once; its answer arrives in the inbox."""
 
     @property
     def name(self) -> str:
-        """What a report of a long wait says is waited for."""
+        """Name for reports of long waits."""
 
     @property
     def rules(self) -> Rules:
-        """What follows a turn."""
+        """Rules for the end of a turn."""
 
     @property
     def verified(self) -> bool:
@@ -45,7 +45,7 @@ class World(Protocol):
 
     @property
     def inbox(self) -> queue.SimpleQueue[Answer]:
-        """Answers, in the order in which they come."""
+        """Answers in order of arrival."""
 
     def open(self, number: int, episode: Episode, longest: int) -> None:
         """Answers (state, ids of the opening, state id); openings have at most ``longest`` ids."""
@@ -95,7 +95,7 @@ class HostWorld(NamedTuple):
 
     @property
     def inbox(self) -> queue.SimpleQueue[Answer]:
-        """Answers, in the order in which they come."""
+        """Answers in order of arrival."""
         return self.calls.inbox
 
     def _submit(self, number: int, function: Callable[..., Any], *arguments: Any) -> None:

@@ -186,7 +186,7 @@ def budget_run(
 
 
 def _summary(right: np.ndarray, costs: np.ndarray, bins: np.ndarray) -> dict[str, Any]:
-    """What ``budget_run`` says of [S, N] finds and costs."""
+    """Summary of ``budget_run`` from [S, N] hits and costs."""
     chosen = chosen_searches(right, costs, bins)
     mine = np.arange(len(bins))
     hits = right[chosen, mine]

@@ -27,7 +27,7 @@ from jrl.types import Array, Params, Prompt, StopReason
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
       metrics: accuracy, accuracy_low, accuracy_high (95 %), pass@k, majority, length, problems.
@@ -61,7 +61,7 @@ def episode_metrics(groups: Groups) -> dict[str, float]:
 
 
 def environment_metrics(groups: Groups) -> dict[str, float]:
-    """What an environment on the host counted, such as tool errors, an episode on average."""
+    """Means per episode of a host environment's counters, such as tool errors."""
     episodes = max(groups.counts.get("episodes", 0.0), 1.0)
     found = {k.removeprefix("env/"): v for k, v in groups.counts.items() if k.startswith("env/")}
     return {name: float(value) / episodes for name, value in sorted(found.items())}
@@ -188,7 +188,7 @@ def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, 
 
 
 def asked_in_text(run: Run, questions: Sequence[str]) -> Run:
-    """A run of a procedural task whose held-out prompts are these texts, judged by nobody.
+    """A run of a procedural task with these texts as held-out prompts, without a judge.
 
     Raises:
       UserError: a text is longer than the task's prompts, or holds a character that is none of

@@ -1,4 +1,4 @@
-"""Completions token by token, for the report: each token's text and what training knew of it."""
+"""Completions token by token, for the report: text and training statistics of each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions of a draw as records for people: text, reward parts, and what training knew."""
+"""Completions as records for people: text, reward parts and training statistics."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def samples_of(
 def transcript(
     rollout: Rollout, ids: Any, stats: Any, index: tuple[int, int], tokenizer: Any
 ) -> list[dict[str, Any]]:
-    """One episode as what was said by turns: by whom, the text, how many tokens, points paid.
+    """One episode turn by turn: speaker, text, tokens and reward.
 
     What the policy said is trained on, in this row or in that of the member it branched off; what
     the environment said is masked.

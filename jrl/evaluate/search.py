@@ -126,7 +126,7 @@ def _seed_step(run: Run, step: int) -> int:
 
 
 def _costs(run: Run, searched: Searched) -> dict[str, float]:
-    """What a search took of each problem on average."""
+    """Mean costs of a search per problem."""
     count, episodes = len(searched.trees), run.config.data.plays
     expansions, steps, tokens = np.array(searched.costs, float).mean(0).tolist()
     costs = {"expansions": expansions, "turns" if episodes else "steps": steps}
@@ -180,7 +180,7 @@ def points_of(
     whose: np.ndarray,
     paths: Sequence[np.ndarray],
 ) -> np.ndarray:
-    """[M] float32, points of the reward part that says what is right, of M completions.
+    """[M] float32, points of the judging reward part, of M completions.
 
     Args:
       run: the run.

@@ -63,7 +63,7 @@ def searcher_of(
     step_tokens: int = 64,
     split: str = "eval",
 ) -> Iterator[Searcher]:
-    """What searches problems of a run with some weights.
+    """A searcher of a run's problems with some weights.
 
     Args:
       run: from ``searched_run``.

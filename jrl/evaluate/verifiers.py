@@ -1,4 +1,4 @@
-"""What ranks the paths of a search at evaluation: likelihood, a reward model, values, a log-ratio.
+"""Rankings of search paths at evaluation: likelihood, reward model, values, log-ratio.
 
 None of them reads the answer.
 """
@@ -34,7 +34,7 @@ LIKELIHOOD = "likelihood"
 
 
 def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
-    """What ranks paths.
+    """A verifier by name.
 
     Raises:
       UserError: no such verifier or reduction, one that is not read, or that the run does not have.
@@ -89,7 +89,7 @@ def _by_values(
     reduced: Callable[[np.ndarray], float],
     paths: Sequence[Path],
 ) -> list[float | None]:
-    """Points of paths by what a model says behind each of their steps."""
+    """Points of paths from a model's values after each step."""
     values = model.of_tokens(_rollout_of(paths, width, most))[:, 0]
     return [reduced(values[i, np.array(path.ends) - 1]) for i, path in enumerate(paths)]
 

@@ -227,7 +227,7 @@ class OwnMethod:
         self.coefficients = parameters_of(function, f"method = {name!r}")
 
     def describe(self) -> dict[str, Any]:
-        """What ``jrl methods`` prints, as plain values."""
+        """The method as a plain dict, for ``jrl methods``."""
         arguments = self.coefficients.values()
         return {
             "name": self.name,
@@ -298,7 +298,7 @@ def get_method(name: str, **coefficients: Any) -> Method:
 
 
 def list_methods() -> list[dict[str, Any]]:
-    """What ``jrl methods --json`` prints: one plain dict a method, in alphabetical order.
+    """Every method as a plain dict, in alphabetical order; ``jrl methods --json`` prints them.
 
     Each holds name, paper, arxiv, family, summary, seams, needs (statistics, at the default
     coefficients), min_group and coefficients (name, default, required, domain).
@@ -307,7 +307,7 @@ def list_methods() -> list[dict[str, Any]]:
 
 
 def show_method(name: str) -> dict[str, Any]:
-    """What ``jrl methods NAME`` prints of one method, of the library or of one's own.
+    """One method as a plain dict, of the library or of one's own; ``jrl methods NAME`` prints it.
 
     Args:
       name: as for ``find_method``.

@@ -1,4 +1,4 @@
-"""What a published method is: at most eight seams filled, the rest at defaults that do nothing.
+"""Methods as values of at most eight parts, whose defaults do nothing.
 
     curriculum  which problems a step uses
     plan        which members are sampled, in a first draw and in further rounds
@@ -43,7 +43,7 @@ from jrl.types.asks import BASELINE, TRAIN, new_ask
 
 
 class FirstDraw(NamedTuple):
-    """What ``Plan.first`` asks for, in numbers.
+    """Counts of the members that ``Plan.first`` asks for.
 
     Attributes:
       own: whether the policy draws members to train on.
@@ -66,7 +66,7 @@ class FirstDraw(NamedTuple):
 
 
 def first_draw(plan: Plan) -> FirstDraw:
-    """What a plan's first draw asks for."""
+    """Counts of the members of a plan's first draw."""
     one = np.zeros(1, np.int32)
     asks = plan.first((new_ask(one, one, 1, tree=plan.tree),), dry_view())
     demonstrations = [ask for ask in asks if ask.prefix_as == "given" and ask.prefix is not None]
@@ -129,7 +129,7 @@ _GROUP, _LACKING = "group of at least ", "lacking "
 
 
 def requires(group: int = 1, lacks: str = "") -> frozenset[str]:
-    """What a run must have for a method: ``Method.needs``.
+    """Requirements of a method on its run, for ``Method.needs``.
 
     Args:
       group: the least group size with which the advantage says anything.
@@ -215,19 +215,19 @@ class Method(NamedTuple):
 
     @property
     def least_group(self) -> int:
-        """The least group size with which the advantage says anything."""
+        """The smallest group size with a nonzero advantage."""
         sizes = [int(need.removeprefix(_GROUP)) for need in self.needs if need.startswith(_GROUP)]
         return max(sizes, default=1)
 
     @property
     def lacks(self) -> str:
-        """What no run has yet that the whole method needs; "" where it is complete."""
+        """The part of the method that no run supports yet; "" if it is complete."""
         texts = sorted(need for need in self.needs if need.startswith(_LACKING))
         return "; ".join(text.removeprefix(_LACKING) for text in texts)
 
     @property
     def draw(self) -> FirstDraw:
-        """What the plan's first draw asks for, in numbers."""
+        """Counts of the members of the plan's first draw."""
         return first_draw(self.plan)
 
     @property

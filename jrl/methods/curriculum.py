@@ -1,4 +1,4 @@
-"""Curricula: which problems a training step uses, as ``(init, choose, update)`` over arrays.
+"""Curricula: choice of a step's problems, as ``(init, choose, update)`` over arrays.
 
     state = curriculum.init(table)
     choice, state = curriculum.choose(state, query)     # before the step's groups are sampled
@@ -40,7 +40,7 @@ class Table(NamedTuple):
 
 
 class Query(struct.PyTreeNode):
-    """What is asked of a curriculum.
+    """A request for problems.
 
     Attributes:
       key: of the step and of the first ticket; consumed.
@@ -80,7 +80,7 @@ class Selection(struct.PyTreeNode):
 
 
 class Outcome(struct.PyTreeNode):
-    """What a step made of the problems: all groups sampled for training, dropped ones too.
+    """Results of a step by problem: all groups sampled for training, dropped ones included.
 
     Attributes:
       step: [] int32, training steps done before this one.
@@ -113,7 +113,7 @@ def unchanged(state: Any, *rest: Any) -> Any:
 
 
 class Curriculum(NamedTuple):
-    """Which problems a run trains on.
+    """The choice of a run's problems.
 
     Attributes:
       init: (table) -> state, arrays of fixed shapes.
@@ -147,7 +147,7 @@ def top_rows(values: Array, query: Query) -> Array:
 
 
 def rows_in_turn(uses: Array, query: Query, allowed: Array) -> tuple[Array, Array]:
-    """Rows in turn: the least used of those allowed, in an order that each step draws anew.
+    """The least used of the allowed rows, in an order that each step samples again.
 
     Args:
       uses: [rows] int32, how often each was chosen.

@@ -1,4 +1,4 @@
-"""Published methods: a function with a paper, checked coefficients, and what it inherits.
+"""Published methods: functions with a paper, checked and inherited coefficients.
 
     @published                                     # a method of its own
     def grpo(clip_low: NonNegative = 0.2, ...) -> Method:
@@ -37,7 +37,7 @@ _ANOTHERS = re.compile(r"the paper of ``(\w+)``")
 
 
 class Paper(NamedTuple):
-    """What a docstring names first.
+    """The first paper that a docstring names.
 
     Attributes:
       title: the exact title.
@@ -179,7 +179,7 @@ class Published:
         return (inspect.getdoc(self) or "").partition("\n")[0]
 
     def describe(self) -> dict[str, Any]:
-        """What ``jrl methods`` prints, as plain values."""
+        """The method as a plain dict, for ``jrl methods``."""
         method = self.example()
         return {
             "name": self.name,
@@ -216,7 +216,7 @@ def published(function: Callable[..., Method]) -> Published:
 def variant(
     base: Published, *, without: tuple[str, ...] = (), **defaults: Any
 ) -> Callable[[Callable[..., Method]], Published]:
-    """Makes a function of a base method a published one that says only what differs.
+    """Publishes a function of a base method, which states only the differences.
 
     The function takes the base as a ``Method``, then arguments of its own, each annotated with a
     domain. An argument that the base has too is passed to both: without a default of its own it
@@ -262,7 +262,7 @@ def variant(
 
 
 def state_kept(objective: Objective) -> list[str]:
-    """Which parts of an objective keep state from step to step: "advantage", a regularizer."""
+    """Parts of an objective with state from step to step: "advantage", a regularizer."""
     state = jax.eval_shape(objective.init)  # its shapes alone: a list of methods needs no device
     names = ["advantage"] if jax.tree.leaves(state["advantage"]) else []
     parts = zip(objective.regularizers, state["regularizers"], strict=True)

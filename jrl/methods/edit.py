@@ -1,4 +1,4 @@
-"""Edits of the groups of a step: what is left out, replaced or added before they are trained on.
+"""Edits of a step's groups before training: members left out, replaced or added.
 
     groups, state = edit.apply(state, groups, view)
 
@@ -21,7 +21,7 @@ from jrl.types.asks import Asks
 
 
 class EditView(NamedTuple):
-    """What an edit may read besides the groups.
+    """Context of an edit, besides the groups.
 
     Attributes:
       step: [] int32, training steps done.

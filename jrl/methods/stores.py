@@ -27,7 +27,7 @@ FREE = -1
 
 
 class Slots(struct.PyTreeNode):
-    """Which slot of a store holds what.
+    """Index of a store: prompt, age and priority of each slot.
 
     Attributes:
       prompt: [C] int32, identity of the problem; any value in a free slot.
@@ -487,7 +487,7 @@ class HostStore:
     # ------------------------------------------------------------ in a checkpoint
 
     def packed(self) -> dict[str, Any]:
-        """What is held, in a few arrays: rows end to end. ``unpacked`` reads it."""
+        """The stored rows in a few arrays, end to end, for ``unpacked``."""
         slots = {name: np.asarray(getattr(self.slots, name)) for name in _SLOT_ARRAYS}
         slots_used = sorted(self.rows)
         rows = {}
@@ -502,7 +502,7 @@ class HostStore:
         return {"slots": slots, "held": np.array(slots_used, np.int64), "rows": rows}
 
     def unpacked(self, notes: Mapping[str, Any]) -> HostStore:
-        """A store like this one that holds what ``packed`` says."""
+        """The inverse of ``packed``."""
         arrays = {name: np.asarray(notes["slots"][name]) for name in _SLOT_ARRAYS}
         slots_used = np.asarray(notes["held"]).tolist()
         rows: dict[int, dict[str, np.ndarray]] = {slot: {} for slot in slots_used}

@@ -291,7 +291,7 @@ def _flat(value: Any) -> list[Any]:
 
 
 def _check_result(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
-    """Refuses what a method or filter would make longer than a conversation may be."""
+    """Refuses results of methods and filters longer than a conversation may be."""
     numbers = [abs(a) for a in _flat(arguments) if isinstance(a, int)]
     if name in ("batch", "slice"):
         _bounded_list(max(numbers, default=0))
@@ -364,7 +364,7 @@ def _environment() -> jinja2.Environment:
             return parser.parse_statements(["name:endgeneration"], drop_needle=True)
 
     class Bounded(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        """The sandbox, with bounds on what operators, methods and filters make."""
+        """Jinja's sandbox with bounds on the results of operators, methods and filters."""
 
         intercepted_binops = frozenset({"+", "*", "**", "%"})
 

@@ -169,7 +169,7 @@ def quantise_layers(params: Params, config: ModelConfig) -> Params:
 
 
 def layer_axes(config: ModelConfig, axes: Any) -> Any:
-    """The logical axes of what ``quantise_layers`` gives, from those of the parameters."""
+    """Logical axes of the result of ``quantise_layers``, from those of the parameters."""
 
     def turn(spec: WeightSpec, names: tuple) -> Any:
         if not spec.inputs:
@@ -239,7 +239,7 @@ def in_8_bits(params: Params, config: ModelConfig) -> Params:
 
 
 def axes_in_8_bits(config: ModelConfig, axes: Any) -> Any:
-    """The logical axes of what ``in_8_bits`` gives, from those of the parameters."""
+    """Logical axes of the result of ``in_8_bits``, from those of the parameters."""
     embed = axes["embed"]
     head = axes["head"] if "head" in axes else (embed[1], embed[0])
     return layer_axes(config, axes) | {"head": Int8(head, (None, head[1]))}

@@ -202,7 +202,7 @@ def _is_panic(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _named(source: str, value: str | list[int]) -> Iterator[None]:
-    """Inside, what a tokenizer raises, also where it gives up, is a UserError that names it."""
+    """Turns any error of a tokenizer, panics included, into a UserError that names it."""
     try:
         yield
     except BaseException as error:

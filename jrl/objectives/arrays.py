@@ -1,4 +1,4 @@
-"""How parts of an objective are applied to arrays [..., T] and [..., G] with any leading axes."""
+"""Parts of an objective applied to arrays [..., T] and [..., G] with any leading axes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ softplus = jax.nn.softplus
 
 
 class Side(NamedTuple):
-    """One completion of a pair; what was not asked for is 0.
+    """One completion of a pair; statistics that were not requested are 0.
 
     Attributes:
       logprob: [] nats, log pi(y), the sum over its live tokens.

@@ -1,4 +1,4 @@
-"""Which metrics a run will have, checked before anything is drawn."""
+"""Checks the metrics that a configuration names, before anything is sampled."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_metric_names(run: build.Run) -> None:
 
 
 def asked_of_evaluations(config: Config) -> list[tuple[str, str]]:
-    """(key, metric without "eval/") of what [watch] and retention read of evaluations."""
+    """(key, metric without "eval/") of the evaluation metrics that [watch] and retention read."""
     best = (config.checkpoint.best or "").removeprefix("-")
     references = [("watch", name) for name, limit in config.watch.items() if limit.action != "none"]
     references += [("checkpoint.best", best)]

@@ -1,4 +1,4 @@
-"""What a run writes between its steps: metrics, samples, evaluations, checkpoints, a summary."""
+"""Records of a run: metrics, samples, evaluations, checkpoints and a summary."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from jrl.types import TrainState
 
 
 class Position(NamedTuple):
-    """Where a run is, beside its state; kept in every checkpoint.
+    """Position of a run besides its state; saved in every checkpoint.
 
     Attributes:
       cursor: prompts used so far.
@@ -203,7 +203,7 @@ class RunRecords:
                 raise unknown_choice(key, f"eval/{name}", (f"eval/{each}" for each in before))
 
     def check_space(self, state: TrainState) -> str:
-        """What the checkpoints will take and what is free, a line; "" on all processes but one.
+        """A line on the space that checkpoints need and the disk has; "" on other processes.
 
         Raises:
           StorageError: there is no room for the first.
@@ -304,7 +304,7 @@ class RunRecords:
         return record
 
     def _evaluated(self, state: TrainState) -> dict[str, float]:
-        """What an evaluation adds to a record; nothing where it fails or is given up.
+        """Metrics of an evaluation; none if it fails or is given up.
 
         The step itself is whole, and saved before what was raised ends the run.
         """
@@ -423,7 +423,7 @@ class RunRecords:
         raise RunStopped(f"every checkpoint up to step {steps[-1]} is damaged; {self._kept()}")
 
     def end_if_broken(self, state: TrainState) -> None:
-        """Saves and raises what a step since the last call met that ends the run, if anything.
+        """Saves, and raises the error that ends the run, if a step has met one.
 
         Args:
           state: after the last step of which the record is written.
@@ -515,7 +515,7 @@ class RunRecords:
         return int(record["step"]), float(value), metric
 
     def _kept(self) -> str:
-        """What is saved, once the save in the background has ended."""
+        """A phrase naming the last saved step, after the background save."""
         with contextlib.suppress(StorageError):
             self.checkpoints.wait()
         return what_is_saved(self.dir)
@@ -533,7 +533,7 @@ class RunRecords:
             self.checkpoints.wait()
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
-        """What the policy can do on held-out prompts or pairs; {} without any."""
+        """Metrics of the policy on held-out prompts or pairs; {} without any."""
         with waiting("evaluation", lambda: self._evaluator.progress, of=f"step {int(state.step)}"):
             return self._evaluate(state)
 

@@ -1,4 +1,4 @@
-"""A run: begins or resumes, trains, records what it does, and ends cleanly whatever happens.
+"""A run from start or resumption to its end, with its records.
 
 summary = train(load_config("configs/tiny.toml"))
 """
@@ -41,7 +41,7 @@ from jrl.types import TrainState
 
 
 class Trained(NamedTuple):
-    """What a finished run is.
+    """Result of a finished run.
 
     Attributes:
       run: its parts, without the weights that it started from.
@@ -145,7 +145,7 @@ def ignore_echo_errors(echo: Callable[[str], object]) -> Callable[[str], object]
 def _set_up(
     config: Config, stack: contextlib.ExitStack, echo: Callable[[str], object]
 ) -> tuple[Run, RewardPool | None]:
-    """What is trained, and the processes that judge it."""
+    """The run to train, and its reward processes."""
     run = build.setup(config)
     programs.check_trainable(run)
     check_sources(run)

@@ -70,7 +70,7 @@ def empty_batch(
     biases: bool,
     measured: bool = False,
 ) -> DecodeBatch:
-    """A batch in which nothing runs; its sizes are those of ``Rows``."""
+    """An idle batch of the sizes of ``Rows``."""
     s, t = blocks * block, max_new_tokens
     # Own columns and prompts apart: a block's rows read one copy of their prompt.
     pieces = network.init_cache(s, t, weights, pieces_of(t)).rows

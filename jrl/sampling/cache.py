@@ -1,4 +1,4 @@
-"""Rows of a network's cache: sharing a past, choosing rows, replacing what they share.
+"""Rows of a network's cache: sharing, gathering and replacing prefixes.
 
 Everything here treats the arrays of a cache as rows of opaque numbers, so that it holds for every
 network. Nothing copies a prefix for each of the rows that share it, except ``take``, for rows in
@@ -85,7 +85,7 @@ def take_within(cache: Cache, source: Array) -> Cache:
 
 
 def put_prefixes(cache: Cache, blocks: Array, other: Cache, lengths: Array) -> Cache:
-    """The cache with other prefixes in some blocks of rows; what the rows held is forgotten.
+    """The cache with new prefixes in some blocks of rows, whose own entries are dropped.
 
     Args:
       cache: M blocks; donate it to a jitted call.

@@ -57,7 +57,7 @@ class ChunkLength:
         return self._chosen[queued]
 
     def record_chunk(self, steps: int, seconds: float) -> None:
-        """Records what a chunk of ``steps`` steps cost."""
+        """Records the cost of a chunk of ``steps`` steps."""
         if self.measuring:
             self._times.append((steps, seconds))
             short = self._since + 1 == _PROBES.count(1)

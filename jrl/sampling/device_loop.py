@@ -44,7 +44,7 @@ from jrl.types import (
 
 
 class Prompts(NamedTuple):
-    """N prompts, and what belongs to each.
+    """N prompts and their settings.
 
     Attributes:
       tokens: [N, P] int32, from column 0.
@@ -60,7 +60,7 @@ class Prompts(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """Rows that take several turns, each of which is answered.
+    """Callbacks for rows of several turns, each answered by an environment.
 
     Attributes:
       begin: (queue, sequences, state of the prompts) -> the queue with ``extra`` for all rows.
@@ -78,7 +78,7 @@ class Turns(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What came of N * G rows.
+    """Results of N * G rows.
 
     Attributes:
       results: of the rows.
@@ -367,7 +367,7 @@ def on_own_prompts(
 
 
 def independent_axes(network: Network, prompts: int) -> tuple[tuple[str, ...], int]:
-    """The mesh axes along which devices sample their own prompts, and how many parts these make."""
+    """Mesh axes along which devices sample their own prompts, and the number of parts."""
     axes = lone_axes(network.extras.gathered)
     parts = math.prod(free_axes()[axis] for axis in axes)
     # Parts of unequal size would be programs of unequal shapes: then all devices go in step.

@@ -136,7 +136,7 @@ def kept_tokens(scaled: Array, sampling_params: SamplingParams) -> Array:
 
 
 def _cuts(scaled: Array, k: Array, p: Array) -> Array:
-    """[B] float32, what the logits [B, V] that top-k, then top-p, keep are at least in each row.
+    """[B] float32, the smallest logit of each row [B, V] that top-k, then top-p, keep.
 
     Nothing is sorted: both are thresholds on a sum over the larger logits, searched by halves.
     """
@@ -189,7 +189,7 @@ def _unordered(x: Array) -> Array:
 def _search(
     values: Array, weights: Array, limit: Array, lowest: Array, least: Callable[[Array], Array]
 ) -> Array:
-    """From which value on the entries weigh enough, and without the smallest of them would not.
+    """The greatest value from which on the entries weigh enough.
 
     Args:
       values: [B, V] float32.

@@ -113,7 +113,7 @@ def finish(
 
 
 def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Queue:
-    """The queue with what is in some slots, or all, written to their sequences' results."""
+    """The queue with some or all slots written to their sequences' results."""
     slots, results = queue.slots, queue.results
 
     def put(out: Array, new: Array) -> Array:

@@ -264,7 +264,7 @@ class PartialCompletion:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any], tokenizer: Tokenizer | None) -> PartialCompletion:
-        """What ``to_json`` wrote; later updates do not repeat text of earlier ones."""
+        """The inverse of ``to_json``; later updates do not repeat text of earlier ones."""
         partial = cls(
             fields["number"], fields["member"], Request.from_json(fields["request"]), tokenizer
         )
@@ -309,7 +309,7 @@ class RequestLimits:
 
 
 def check_request(request: Request, limits: RequestLimits, tokenizer: Tokenizer | None) -> None:
-    """Raises UserError for a request that the engine cannot serve; names what is wrong."""
+    """Raises UserError that names the problem of a request the engine cannot serve."""
     # Before it is queued: on the device a bad value is clamped or wrong silently, never refused.
     length, new = len(request.tokens), request.max_new_tokens
     if not length:

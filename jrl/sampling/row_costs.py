@@ -87,7 +87,7 @@ class Timings:
         return len(self._times) < _KEPT // 2 or self._count % _INTERVAL == 0
 
     def record(self, size: int, seconds: float) -> None:
-        """Takes what work of a size took."""
+        """Records the seconds of work of a size."""
         self._times.append((size, seconds))
         self._line = None
 

@@ -71,7 +71,7 @@ Measure = Callable[[Array], Array]
 
 
 class IdleLimit(NamedTuple):
-    """How long slots may stand idle in one call of ``decode``.
+    """Limit of idle slot-steps in one call of ``decode``.
 
     Attributes:
       wanted: [] int32, slots for which there is work; each of them that does not run is idle.
@@ -87,7 +87,7 @@ class IdleLimit(NamedTuple):
 
 
 class Members(struct.PyTreeNode):
-    """Which members of N groups are sampled, and how.
+    """Members of N groups to sample, with their settings.
 
     Attributes:
       number: [N, G] int32; the random numbers of a member follow from its prompt's id and this.
@@ -204,7 +204,7 @@ def sequences_of(
 
 
 def fresh_rows(sequences: Sequences, index: Array) -> dict[str, Any]:
-    """What the slots of these sequences begin with, by name."""
+    """Initial fields of the slots of these sequences, by name."""
     # Members of a prompt are neighbours, so no table from sequence to prompt is needed.
     prompt = index // (sequences.keys.shape[0] // sequences.last.shape[0])
     sampling_params = per_row(sequences.sampling_params, index.shape[0])

@@ -49,7 +49,7 @@ class TextStream:
         return self._give(0 if self.stopped else self._waiting())
 
     def close(self) -> str:
-        """Ends the text; returns what was still waiting."""
+        """Ends the text; returns the part held back for stop strings."""
         if not self.stopped:
             self._decode(last=True)
             if self.ends and not self.stopped:

@@ -215,7 +215,7 @@ def _grow_in_turn(
 
 
 class _Roots(NamedTuple):
-    """What the members of n groups begin with.
+    """Initial state of the members of n groups.
 
     Attributes:
       prompts: the prompts' cache, n rows.

@@ -140,7 +140,7 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 
 def header(config: Config, mesh: Mapping[str, int]) -> dict[str, Any]:
-    """The first record of ``metrics.jsonl``: what distinguishes one run from another.
+    """The first record of ``metrics.jsonl``: identity of the run, versions and devices.
 
     Args:
       config: the run's configuration.
@@ -329,7 +329,7 @@ class RunWriter:
         self._append_text(name, "".join(lines))
 
     def _append_text(self, name: str, text: str) -> None:
-        """Appends to a file; what it does not take is kept for the next time."""
+        """Appends to a file; text that cannot be written is kept for the next time."""
         text = self._pending.pop(name, "") + text
         path, before = self.dir / name, None
         try:
@@ -356,7 +356,7 @@ class RunWriter:
         return dict(self._pending)
 
     def retry(self) -> None:
-        """Writes what the files have not taken yet.
+        """Writes the text that could not be written before.
 
         Raises:
           StorageError: they still do not.
@@ -367,7 +367,7 @@ class RunWriter:
             raise StorageError(f"{fault}; free disk space")
 
     def fault(self, patience: float | None = None) -> str:
-        """Why the files cannot be written, once that has lasted for LOG_SECONDS; "" else.
+        """The reason that files cannot be written, after LOG_SECONDS of trying; "" before.
 
         Args:
           patience: seconds instead of LOG_SECONDS.

@@ -241,7 +241,7 @@ def _restored(data: Any, leaf: Any, layout: Mapping[str, Any]) -> Any:
 
 
 def _empty(leaf: Any) -> Any:
-    """A leaf without elements, which is not stored."""
+    """A leaf without elements; these are not stored."""
     if isinstance(leaf, np.ndarray):
         return np.empty(leaf.shape, leaf.dtype)
     empty = jnp.empty(leaf.shape, leaf.dtype)

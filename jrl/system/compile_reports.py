@@ -53,7 +53,7 @@ _ACTIVE: list[CompileNotes] = []
 
 
 class CompileNotes:
-    """Reports what this process compiles while it is on; a context manager.
+    """Context manager that reports the compilations of this process.
 
     A line comes when a program has been compiling for a second, on a CPU with an estimate of the
     time, and one with its time when it is done. Programs from the compile cache need less, so
@@ -211,7 +211,7 @@ def report_traced_run(*arguments: Any) -> None:
 
 @functools.cache
 def _of_plain_jit() -> CompileNotes:
-    """Reports that stay on for the life of the process and name what is expected alone."""
+    """Reports of expected programs alone, for the life of the process."""
     # Not entered: a listener cannot be removed while JAX walks the list of them, which is when the
     # end of a compilation is known.
     notes = CompileNotes(print, names={})

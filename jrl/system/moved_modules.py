@@ -117,7 +117,7 @@ _IN_ENVS = (
 
 
 def moved_to(name: str) -> str | None:
-    """Where the module of this name, ``jrl.envs.host``, is now; None for one that never was."""
+    """The new name of a module such as ``jrl.envs.host``; None for an unknown one."""
     head, _, rest = name.partition(".")
     below: list[str] = []
     while head == "jrl" and rest:

@@ -94,7 +94,7 @@ def _number(name: str) -> int | None:
 
 
 def first_says(value: Any) -> Any:
-    """What process 0 gives here, a JSON value, on every process."""
+    """Process 0's value, JSON, on every process."""
     if jax.process_count() == 1:
         return value
     return json.loads(_everyone_says(json.dumps(value))[0])

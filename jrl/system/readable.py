@@ -52,7 +52,7 @@ def lines(record: Any, head: str, parts: Mapping[str, str], *, without: Sequence
 
 
 def as_text(value: Any, depth: int = 0) -> str:
-    """A value as text in which functions appear by name."""
+    """A value as text, with functions by name."""
     if depth > DEPTH:
         return "..."
     if isinstance(value, str):

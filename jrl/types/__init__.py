@@ -73,7 +73,7 @@ weights and marks. A part of an objective may bring further ones along, each a `
 
 
 class StopReason(enum.IntEnum):
-    """Why a sequence ended; ``RUNNING`` marks one that has not.
+    """Reason for the end of a sequence; ``RUNNING`` before it.
 
     The sampler ends it at a stop token, the length limit or a stop string, or it is aborted. An
     environment is DONE, reached its limit of TURNS, FAILED, or did not answer in time (TIMEOUT). A
@@ -120,7 +120,7 @@ class Prompt:
 
 
 class RoutingRecord(struct.PyTreeNode):
-    """Which experts tokens were sent to, in each of the n sparse layers; -1 is not on record.
+    """Experts of each token in each of the n sparse layers; -1 where not recorded.
 
     int8, or int16 where there are more than 128 experts.
 
@@ -135,7 +135,7 @@ class RoutingRecord(struct.PyTreeNode):
 
 
 class Rollout(struct.PyTreeNode):
-    """What the sampler did: tokens, and everything recorded while drawing them.
+    """Completions as sampled: tokens, and everything recorded while sampling them.
 
     Attributes:
       prompt_tokens: [N, P] int32, each prompt from column 0, then padding of any value.
@@ -178,7 +178,7 @@ class Rollout(struct.PyTreeNode):
 
 
 class Packing(struct.PyTreeNode):
-    """How the completions of a batch lie end to end in rows; see ``train/packing.py``.
+    """Layout of a batch's completions packed end to end in rows; see ``train/packing.py``.
 
     In a batch every array has a leading axis of the parts that the batch is split into, and
     prompts and members are counted in their part.
@@ -202,7 +202,7 @@ class Packing(struct.PyTreeNode):
 
 
 class Batch(struct.PyTreeNode):
-    """What one training step reads: groups of completions with their rewards.
+    """Input of one training step: groups of completions with their rewards.
 
     Preference pairs are groups of two (chosen, rejected); supervised examples groups of one.
 
@@ -323,7 +323,7 @@ def stream(key: Array, name: str, index: Array | int) -> Array:
 
 
 class Branching(NamedTuple):
-    """How the members of a group branch off one another: what makes a group a tree.
+    """Branching of a group's members off one another, which makes the group a tree.
 
     ``roots`` members are drawn from the prompt. The others come in ``rounds`` of equally many, each
     of which leaves a member that is there at one of the tokens that this one drew, and continues
@@ -491,7 +491,7 @@ class Regularizer(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What to maximise, as a value: replace a field to get another algorithm.
+    """An algorithm as a value: replace a field to get another one.
 
     Attributes:
       advantage: from rewards to advantages.
@@ -542,7 +542,7 @@ class Objective(NamedTuple):
 
 
 class Cache(struct.PyTreeNode):
-    """What a network remembers of S rows, perhaps with a past that several rows share.
+    """Cache of S rows, perhaps with a prefix that several rows share.
 
     With M prefixes, rows m * S / M .. (m + 1) * S / M - 1 share prefix m.
 
@@ -616,7 +616,7 @@ class Head(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How the parameters of a network fall into a frozen base and what is trained on top of it.
+    """Division of a network's parameters into a frozen base and trained adapters.
 
     The base alone is a tree that the network's functions take too: the policy as it was.
 
@@ -657,7 +657,7 @@ class Stack(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """How a network's parameters are made of those of another one, and those of them.
+    """Conversion of a network's parameters from those of another one, and back.
 
     Attributes:
       network: the other one, all of whose weights are trained.
@@ -678,7 +678,7 @@ class Derived(NamedTuple):
 
 
 class Views(NamedTuple):
-    """What statistics may read of a network besides its logits; see ``Statistic.over``.
+    """Views of a network that statistics may read besides logits; see ``Statistic.over``.
 
     Attributes:
       vocabulary: (params, hidden [..., D]) -> arrays [...], [..., V] or [..., n, V] by name.
@@ -692,7 +692,7 @@ class Views(NamedTuple):
 
 
 class NetworkExtras(NamedTuple):
-    """What a network may bring besides; None wherever it cannot.
+    """Optional abilities of a network; None where it lacks one.
 
     Attributes:
       fill: (weights, cache, tokens [N, P], lengths [N]) -> cache: what ``extend`` makes of an empty

@@ -94,7 +94,7 @@ def check_attention(config: ModelConfig, kernel: str, where: str) -> None:
 
 
 def _no_cudnn(config: ModelConfig, where: str) -> str:
-    """Why cuDNN cannot compute this model's attention; empty where it can."""
+    """The reason that cuDNN cannot compute this model's attention; "" if it can."""
     if where != "gpu":
         return f"it needs a GPU, and this runs on {where}"
     if config.dtype not in ("bfloat16", "float16"):
@@ -193,7 +193,7 @@ def scale_of(config: ModelConfig) -> float:
 
 
 def is_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of rematerialisation that keeps what cuDNN computed, which bears no name."""
+    """A rematerialisation policy that saves cuDNN's results, which have no checkpoint name."""
     return primitive.name.startswith("dot_product_attention_fwd")
 
 

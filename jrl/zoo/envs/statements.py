@@ -95,7 +95,7 @@ def _formula(rng: random.Random, atoms: int, depth: int) -> Formula:
 
 
 def _renamed(formula: Formula) -> Formula:
-    """The formula with atoms a, b, ... in the order in which they first occur."""
+    """The formula with atoms renamed a, b, ... in order of occurrence."""
     names: dict[str, str] = {}
 
     def walk(part: Formula) -> Formula:

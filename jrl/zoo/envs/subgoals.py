@@ -1,4 +1,4 @@
-r"""Proofs by parts: a planner names subgoals, which provers then prove side by side.
+r"""Proofs with subgoals: a planner names them, and provers prove them in parallel.
 
     found = prove_by_parts(["a /\\ b -> b /\\ a"], prove, model_planner(endpoint(url, model)))
 

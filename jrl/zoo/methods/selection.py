@@ -1,4 +1,4 @@
-"""Methods that choose which problems to train on: curricula around an objective that stays."""
+"""Methods with a curriculum of problems around an unchanged objective."""
 
 from __future__ import annotations
 
