@@ -541,7 +541,7 @@ def _stop_ids(
     )
     entries = configured if isinstance(configured, list) else [configured]
     if configured is None:
-        entries = []
+        entries = list[int]()
     for each in entries:
         if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 2**31:
             raise UserError(
