@@ -195,15 +195,15 @@ def points_of(
     for row, path in zip(tokens, paths, strict=True):
         row[: len(path)] = path
     if isinstance(run.task, Task):
-        asked = jax.tree.map(lambda x: x[whose], problems)
-        return np.asarray(jax.jit(jax.vmap(run.task.verify))(asked, tokens, np.maximum(lengths, 1)))
-    asked = [prompts[i] for i in whose]
+        each = jax.tree.map(lambda x: x[whose], problems)
+        return np.asarray(jax.jit(jax.vmap(run.task.verify))(each, tokens, np.maximum(lengths, 1)))
+    prompts_of = [prompts[i] for i in whose]
     rollout = demonstration_rollout(
-        *pad_prompts(asked, run.width), tokens, lengths, np.ones(len(paths), bool), 1
+        *pad_prompts(prompts_of, run.width), tokens, lengths, np.ones(len(paths), bool), 1
     )
     with build.reward_pool(run.config) as pool:
         source = TextSource(
-            all_prompts=asked,
+            all_prompts=prompts_of,
             width=run.width,
             seed=None,
             program=None,
@@ -212,7 +212,7 @@ def points_of(
             tokenizer=run.tokenizer,
             name="eval",
         )
-        rewards = np.asarray(source.judge(asked, asked, rollout).rewards)
+        rewards = np.asarray(source.judge(prompts_of, prompts_of, rollout).rewards)
     return rewards[:, 0, list(run.rewards.weights).index(run.rewards.judge)]
 
 

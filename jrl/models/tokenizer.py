@@ -539,9 +539,9 @@ def _stop_ids(
     configured = generation.get(
         "eos_token_id", read_object(directory / "config.json").get("eos_token_id")
     )
-    entries = configured if isinstance(configured, list) else [configured]
+    entries: list[Any] = configured if isinstance(configured, list) else [configured]
     if configured is None:
-        entries = list[int]()
+        entries = []
     for each in entries:
         if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 2**31:
             raise UserError(
