@@ -273,7 +273,7 @@ class ChatFormat:
         """The text that ends the assistant's turn within a conversation."""
         _, marker, rest = text.rpartition(ANSWER)
         if not marker:
-            raise UserError("it does not write what the assistant said")
+            raise UserError("it leaves out the assistant's message")
         stops = self._frames.stops()
         ends = [(at, stop) for stop in stops if stop and (at := rest.find(stop)) >= 0]
         last = self._frames.last_end(conversation)

@@ -110,7 +110,7 @@ def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
     unread = [name for name in ("summary", "summary_tokens") if name in common]
     summary = common.pop("summary", env.chat.summary)
     if not isinstance(summary, str) or not summary.strip():
-        raise UserError(f"data.summary = {summary!r:.60}; write what asks the policy for a summary")
+        raise UserError(f"data.summary = {summary!r:.60}; give the text that asks for one")
     limits = env.limits._replace(**common).check("data")
     if limits.contexts == 1 and unread:
         raise UserError(

@@ -82,8 +82,8 @@ def _check_parts(schema: Mapping[str, Any], draft: Any, owner: str) -> None:
                 except Exception:
                     where = f"{name} = {part[name]!r:.80}"
                     raise UserError(
-                        f"{owner}: its schema has {where}, which it does not define; write what is "
-                        "meant into $defs"
+                        f"{owner}: its schema refers to {where}, which it does not "
+                        "define; define it in $defs"
                     ) from None
         patterns = [part["pattern"]] if isinstance(part.get("pattern"), str) else []
         if isinstance(part.get("patternProperties"), Mapping):

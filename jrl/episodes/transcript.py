@@ -324,4 +324,4 @@ def _check(part: Segment, row: Transcript, end: int, shape: RowShape) -> None:
     if part.reward and len(part.reward) != shape.parts:
         raise UserError(f"{where}: {len(part.reward)} reward parts; the run has {shape.parts}")
     if part.reward and end + len(part.tokens) == 0:
-        raise UserError(f"{where}: points are paid before the first token")
+        raise UserError(f"{where}: a reward is assigned before the first token")

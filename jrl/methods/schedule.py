@@ -223,7 +223,7 @@ def _with_frozen(state: TrainState, name: str, mix: Callable[[Array, Array], Arr
     if jax.tree.map(jnp.shape, policy) != jax.tree.map(jnp.shape, frozen):
         of = "the reference" if name == "ref" else f"the frozen policy {name!r}"
         raise UserError(
-            f"the method renews {of} from the policy, and {of} that is given is of another shape;"
+            f"the method copies the policy into {of}, and the given one has another shape;"
             f" leave frozen.{name} out"
         )
     return state.replace(frozen=state.frozen | {name: jax.tree.map(mix, frozen, policy)})

@@ -302,7 +302,7 @@ def _check_result(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
             raise _Beyond(f"{name} of a text of {_size(value)} characters; at most {MOST_WORKED}")
         _bounded(_size(value))
     if name == "sum" and any(not isinstance(a, int | float | str) for a in arguments):
-        raise _Beyond("sum of what are no numbers")
+        raise _Beyond("sum of values that are not numbers")
     if name == "translate":
         _bounded(_size(value) * max(map(_size, _flat(arguments)), default=0))
     text = [len(a) for a in arguments if isinstance(a, str)]
@@ -412,7 +412,7 @@ def _environment() -> jinja2.Environment:
 
     def refuse_random(value: Any) -> None:
         raise jinja2.TemplateError(
-            "it draws at random; the same conversation must be the same text in every run"
+            "it uses random numbers; a conversation must be the same text in every run"
         )
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

@@ -340,8 +340,8 @@ class RunRecords:
         """
         if jax.process_index() == 0 and (not Path(self.dir).is_dir() or is_replaced(self.dir)):
             raise StorageError(
-                f"step {done}: run.dir = {self.dir!r} is not there any more: it was renamed,"
-                f" removed or replaced; what was saved before is in the directory that it was"
+                f"step {done}: run.dir = {self.dir!r} is gone: it was renamed, removed or replaced;"
+                " if it was renamed, earlier checkpoints are in the renamed directory"
             )
         self.checkpoints.check()
         # The first process speaks for all, as what it measures by itself differs from the others'.

@@ -206,7 +206,7 @@ class _Episode:
         past = len(self._past)
         continues = question[:past] == self._past and len(question) >= past + 2
         if not continues or question[past].role != "assistant":
-            raise EnvError("the environment rewrites what was said before, which a row cannot")
+            raise EnvError("the environment rewrites earlier messages, which a row cannot")
         self._past = question
         messages = [self._message(message) for message in question[past + 1 :]]
         if self._parser.role == "tool" or not self._tools:
