@@ -33,30 +33,30 @@ class Chosen(NamedTuple):
     sampling_params: SamplingParams
 
 
-def choose_hyperparameters(given: Hyperparameters) -> Chosen:
+def choose_hyperparameters(numbers: Hyperparameters) -> Chosen:
     """Sorts what a run is given.
 
     Raises:
       UserError: an unknown name, or no learning rate.
     """
     parts: dict[str, dict[str, Any]] = {"optimizer": {}, "objective": {}}
-    for name, value in given.items():
+    for name, value in numbers.items():
         table, dot, key = name.partition(".")
         if dot and table in parts and key != "learning_rate":
             parts[table][key] = value
         elif name not in ("learning_rate", "temperature"):
             raise UserError(
-                f"hyperparameters: {name!r} is unknown; choose from learning_rate, temperature, "
+                f"numbers: {name!r} is unknown; choose from learning_rate, temperature, "
                 "objective.NAME (a coefficient of the method) and optimizer.NAME"
             )
-    if "learning_rate" not in given:
-        raise UserError("hyperparameters: learning_rate is missing")
+    if "learning_rate" not in numbers:
+        raise UserError("numbers: learning_rate is missing")
     sampling_params = make_sampling_params()
-    if "temperature" in given:
+    if "temperature" in numbers:
         # Put in afterwards, since it may be traced: a run for each of many temperatures.
-        temperature = jnp.asarray(given["temperature"], jnp.float32)
+        temperature = jnp.asarray(numbers["temperature"], jnp.float32)
         sampling_params = sampling_params.replace(temperature=temperature)
-    return Chosen(given["learning_rate"], parts["optimizer"], parts["objective"], sampling_params)
+    return Chosen(numbers["learning_rate"], parts["optimizer"], parts["objective"], sampling_params)
 
 
 def method_with(method: Method | Callable[..., Method], coefficients: Mapping[str, Any]) -> Method:
@@ -69,7 +69,7 @@ def method_with(method: Method | Callable[..., Method], coefficients: Mapping[st
         return method(**{name: _real(value) for name, value in coefficients.items()})
     if coefficients:
         raise UserError(
-            f"hyperparameters: objective.{next(iter(coefficients))} is given, and the method's "
+            f"numbers: objective.{next(iter(coefficients))} is given, and the method's "
             "coefficients are fixed; pass its function as method, such as find_method('grpo')"
         )
     return method
