@@ -46,11 +46,11 @@ def choose_hyperparameters(numbers: Hyperparameters) -> Chosen:
             parts[table][key] = value
         elif name not in ("learning_rate", "temperature"):
             raise UserError(
-                f"numbers: {name!r} is unknown; choose from learning_rate, temperature, "
+                f"hyperparameters: {name!r} is unknown; choose from learning_rate, temperature, "
                 "objective.NAME (a coefficient of the method) and optimizer.NAME"
             )
     if "learning_rate" not in numbers:
-        raise UserError("numbers: learning_rate is missing")
+        raise UserError("hyperparameters: learning_rate is missing")
     sampling_params = make_sampling_params()
     if "temperature" in numbers:
         # Put in afterwards, since it may be traced: a run for each of many temperatures.
@@ -69,7 +69,7 @@ def method_with(method: Method | Callable[..., Method], coefficients: Mapping[st
         return method(**{name: _real(value) for name, value in coefficients.items()})
     if coefficients:
         raise UserError(
-            f"numbers: objective.{next(iter(coefficients))} is given, and the method's "
+            f"hyperparameters: objective.{next(iter(coefficients))} is given, and the method's "
             "coefficients are fixed; pass its function as method, such as find_method('grpo')"
         )
     return method
