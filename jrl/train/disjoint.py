@@ -190,6 +190,7 @@ class Ahead:
 
         def newer() -> tuple[Params, int] | None:
             nonlocal current
+            # Read once: the training loop may replace it between the test and the use.
             newest = self._newest
             if newest is None or newest.version <= current:
                 return None
@@ -208,6 +209,8 @@ class Ahead:
         if self._next < 0:
             return self._carried
         batches = []
+        # In order, and up to the first failure: a resumed run cannot use a later batch without the
+        # earlier one.
         for job in self._pending:
             with contextlib.suppress(Exception, CancelledError):  # ``collect`` says why
                 batches.append(job.result(0 if self._given_up else seconds)[0])
@@ -238,6 +241,7 @@ class Ahead:
         Args:
           cursor: prompts used so far, those of the dropped groups excepted.
         """
+        # Emptied before the wait, so that nothing collects a cancelled job.
         jobs, self._pending = list(self._pending), deque()
         for job in jobs:
             job.cancel()
@@ -275,6 +279,7 @@ def ages(groups: Groups, step: int, most: int) -> dict[str, float]:
       HandoverError: a token is older than that, or of a version that is yet to be made.
     """
     versions = np.asarray(groups.rollout.versions)
+    # Version -1 marks tokens of no policy: replies of environments, demonstrations.
     old = step - versions[np.asarray(groups.rollout.mask) & (versions >= 0)]
     if old.size == 0:
         return {"staleness": 0.0, "staleness_max": 0.0}
@@ -375,6 +380,8 @@ class Handover:
           params: on the training mesh; may be donated as soon as this returns.
           version: training steps that made it.
         """
+        # Before the move and on the sending devices: a sum over what has landed would agree with
+        # itself.
         sent = self._sum_here(params)
         landed = jax.tree.map(_move, self._spread(params), self._lands)
         return Weights(version, landed, sent)
@@ -392,6 +399,7 @@ class Handover:
                 f"the rollout devices hold version {weights.version} of the policy where the "
                 f"schedule asks for version {version}"
             )
+        # After the transfer: dividing it further is a program of the receiving devices alone.
         params = self._settle(weights.params)
         paths = jax.tree_util.tree_flatten_with_path(params)[0]
         arrived = self._sum_there(params)
@@ -441,6 +449,7 @@ class AdapterHandover:
         if self._base_weights is None:
             assert self._first is not None
             self._base_weights = self._base.receive(self._first, self._first.version)
+            # Or the devices would hold the base twice for the length of the run.
             self._first = self._first._replace(params=None)  # as sent, they are done with
         return self._split.join(self._adapters.receive(weights, version), self._base_weights)
 
@@ -468,6 +477,7 @@ def _move(x: Array, to: NamedSharding) -> Array:
     pieces = []
     for device, index in to.addressable_devices_indices_map(x.shape).items():
         copies = copies_of[_box(index, x.shape)]
+        # In turn, so that no device sends to all of its receivers.
         copies.append(copies.pop(0))  # each copy is sent in turn
         pieces.append(jax.device_put(copies[-1], device))
     return jax.make_array_from_single_device_arrays(x.shape, to, pieces)
