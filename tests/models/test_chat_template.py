@@ -180,7 +180,7 @@ def test_a_value_that_cannot_be_sent_is_named():
 
 
 def test_chance_is_refused_and_the_clock_is_named(caplog):
-    with pytest.raises(UserError, match="draws at random"):
+    with pytest.raises(UserError, match="uses random numbers"):
         render("{{ [1, 2] | random }}", TALK, "DIR")
     chat_template._warn_of_clock.cache_clear()
     for _ in range(2):
