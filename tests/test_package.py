@@ -312,6 +312,25 @@ def test_no_page_shows_a_name_deeper_than_its_package():
     assert read > 30
 
 
+NAME = re.compile(r"\bjrl\.[a-z_]+(?:\.[A-Za-z_]\w*)?(?![\w(]*\.(?:py|toml|json))")
+LISTED = re.compile(r"^\| `jrl\.(\w+)` \| ([^|]+) \|$", re.MULTILINE)
+
+
+def test_names_that_pages_show_exist():
+    """A renamed function is found here, also where no block of code uses it."""
+    shown = {name for _, text in pages() for name in NAME.findall(text)}
+    shown = {name for name in shown if not (ROOT / f"{name.replace('.', '/')}").exists()}
+    listed = LISTED.findall((ROOT / "docs/python.md").read_text())
+    shown |= {f"jrl.{package}.{n}" for package, ns in listed for n in re.findall(r"`(\w+)`", ns)}
+    assert len(listed) > 4
+    assert len(shown) > 40
+    for name in sorted(shown):
+        _, first, *rest = name.split(".")
+        value = getattr(jrl, first, None) or importlib.import_module(f"jrl.{first}")
+        for part in rest:
+            value = getattr(value, part, None) or importlib.import_module(name)
+
+
 def test_no_method_has_the_name_of_a_file_beside_it():
     from jrl.methods import COMMON, all_methods
 
