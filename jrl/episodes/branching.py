@@ -108,16 +108,16 @@ def tree_of(members: Sequence[Episode]) -> tuple[list[Transcript], int]:
         for i in range(len(episode.transcript().segments)):
             through.setdefault(episode.origin(i), []).append(episode.member)
     node: dict[tuple[int, ...], int] = {}
-    for whose in through.values():  # in the order of members, then of segments
-        node.setdefault(tuple(whose), len(node) + 1)
+    for members_through in through.values():  # in the order of members, then of segments
+        node.setdefault(tuple(members_through), len(node) + 1)
     rows, shared = [], 0
     for episode in members:
         row = episode.transcript()
         segments = []
         for i, segment in enumerate(row.segments if row.alive else ()):
-            whose = through[episode.origin(i)]
-            part = segment._replace(node=node[tuple(whose)])
-            if whose[0] != episode.member:
+            members_through = through[episode.origin(i)]
+            part = segment._replace(node=node[tuple(members_through)])
+            if members_through[0] != episode.member:
                 shared += len(part.tokens)
                 part = part._replace(drawn=False, logprobs=None, versions=None)
             segments.append(part)

@@ -203,17 +203,17 @@ def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
     slots, table, ended = queue.slots, queue.extra, turn_ended(queue)
     # Slots and episodes are numbered differently once slots are refilled; everything below is by
     # slot and is scattered back by episode at the end.
-    mine: EpisodeTable = pick(table, queue.index)
-    turn, width = mine.log.count, slots.tokens.shape[1]
-    size = slots.lengths - mine.begin
-    tokens = jax.vmap(partial(_window, size=env.turn_tokens))(slots.tokens, mine.begin, size)
+    episodes: EpisodeTable = pick(table, queue.index)
+    turn, width = episodes.log.count, slots.tokens.shape[1]
+    size = slots.lengths - episodes.begin
+    tokens = jax.vmap(partial(_window, size=env.turn_tokens))(slots.tokens, episodes.begin, size)
     # Beyond the T numbers that the row's own tokens use, so that no draw of the environment is one
     # of the policy's.
-    keys = jax.vmap(jax.random.fold_in)(mine.keys, width + turn)
-    player = jax.vmap(env.mover)(mine.state)
+    keys = jax.vmap(jax.random.fold_in)(episodes.keys, width + turn)
+    player = jax.vmap(env.mover)(episodes.state)
     # For every slot, whether its turn ended or not: shapes are fixed, and what did not end is
     # dropped at the scatter.
-    state, result = jax.vmap(env.step)(mine.state, tokens, size, keys)
+    state, result = jax.vmap(env.step)(episodes.state, tokens, size, keys)
 
     last = turn + 1 >= env.turns
     over = result.done | last
@@ -229,15 +229,15 @@ def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
         slots = extend(weights, slots, result.reply, count, network=network)
 
     at = jnp.where(ended, turn, env.turns)  # past the log, where nothing is written
-    log = mine.log
+    log = episodes.log
     put = lambda x, new: jax.vmap(lambda row, i, v: row.at[i].set(v, mode="drop"))(x, at, new)  # noqa: E731
     players = put(log.players, player)
-    after = mine.replace(
+    after = episodes.replace(
         state=state,
         begin=begin,
         log=log.replace(
             count=turn + 1,
-            starts=put(log.starts, mine.begin),
+            starts=put(log.starts, episodes.begin),
             ends=put(log.ends, begin - count),
             states=put(log.states, result.state_id),
             players=players,
@@ -286,8 +286,8 @@ def scripted(key: Array, start: Start, *, env: Env) -> tuple[Array, Array, TurnL
         tokens = put(tokens, begin, turn_tokens, size)
         end = begin + size
         tokens = put(tokens, end, result.reply, count)
-        who = env.mover(state)
-        row = (live, jnp.where(live, begin, width), end, result.state_id, who, result.reward)
+        player = env.mover(state)
+        row = (live, jnp.where(live, begin, width), end, result.state_id, player, result.reward)
         return (after, tokens, end + count, live & ~over), (*row, result.success)
 
     first = (start.state, jnp.zeros(width, jnp.int32), jnp.int32(0), jnp.bool_(True))

@@ -28,9 +28,9 @@ def rows_of_players(played: Episodes, players: int) -> Episodes:
     # Tokens are repeated, not split: a player's tokens were sampled after all that the others said,
     # so each row needs the whole episode as its context.
     rollout = jax.tree.map(lambda x: jnp.repeat(x, players, axis=0), played.rollout)
-    mine = jnp.tile(jnp.arange(players), played.success.shape[0])[:, None, None]
+    player = jnp.tile(jnp.arange(players), played.success.shape[0])[:, None, None]
     ids = {name: jnp.repeat(getattr(played, name), players, axis=0) for name in _BY_TOKEN}
-    mask = rollout.mask & (ids["role"] == mine)
+    mask = rollout.mask & (ids["role"] == player)
     acted = mask.any(axis=2)
     rollout = rollout.replace(
         mask=mask,

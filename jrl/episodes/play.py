@@ -214,13 +214,13 @@ class Scheduler:
         if (newer := device.newer()) is not None:
             rows.set_weights(*newer)
         # Where fewer episodes are left than slots, the others are not in use.
-        wanted = min(rows.slots, self._strategy.left)
+        running = min(rows.slots, self._strategy.left)
         policies = None
         # By player, not by row: a slot passes from one player's turn to another's.
         if device.policy_of is not None:
             policies = [0 if e is None else device.policy_of(e.at.player) for e in self.slots.slots]
-        out = rows.decode(wanted, policies)
-        self.counts["slot_steps"] += int(out.steps) * wanted
+        out = rows.decode(running, policies)
+        self.counts["slot_steps"] += int(out.steps) * running
         for row, episode in enumerate(list(self.slots.slots)):
             if episode is None or episode.call is not None:
                 continue

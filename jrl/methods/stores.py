@@ -54,26 +54,26 @@ def empty_slots(capacity: int, each: int = 0, prompts: int = 0) -> Slots:
 
 
 def insert(
-    slots: Slots, prompt: Array, which: Array, priority: Array | None = None
+    slots: Slots, prompt: Array, accept: Array, priority: Array | None = None
 ) -> tuple[Slots, Array]:
     """The slots with new rows, in the places of the oldest rows where none is free.
 
     Args:
       slots: C of them.
       prompt: [B] int32, of each row.
-      which: [B] bool, rows to insert, in their order; of more than C the last ones.
+      accept: [B] bool, rows to insert, in their order; of more than C the last ones.
       priority: [B] float32; 1 where None.
 
     Returns:
       (slots, the slot of each row [B] int32; C for those that are not inserted).
     """
-    capacity, number = slots.age.shape[0], jnp.cumsum(which) - 1
+    capacity, number = slots.age.shape[0], jnp.cumsum(accept) - 1
     weight = jnp.ones(prompt.shape, jnp.float32) if priority is None else priority
     # The limits hold over old and new rows together: a new row of a prompt sends away an older one
     # of the same prompt, before any of another's.
     new = {
         "prompt": prompt.astype(jnp.int32),
-        "age": jnp.where(which, slots.count + number, FREE).astype(jnp.int32),
+        "age": jnp.where(accept, slots.count + number, FREE).astype(jnp.int32),
         "priority": weight.astype(jnp.float32),
     }
     both = {name: jnp.concatenate([getattr(slots, name), x]) for name, x in new.items()}
@@ -86,7 +86,7 @@ def insert(
     slot = jnp.where(accepted, order[rank], capacity).astype(jnp.int32)
     old = slots.replace(age=jnp.where(keep[:capacity], slots.age, FREE))
     put = {name: getattr(old, name).at[slot].set(x, mode="drop") for name, x in new.items()}
-    count = slots.count + which.sum().astype(jnp.int32)
+    count = slots.count + accept.sum().astype(jnp.int32)
     return slots.replace(**put, count=count), slot
 
 
@@ -186,11 +186,11 @@ class Store(struct.PyTreeNode):
     rows: dict[str, Array]
     groups: bool = struct.field(pytree_node=False, default=False)
 
-    def put(self, groups: Any, which: Array, priority: Array | None = None) -> Store:
+    def put(self, groups: Any, accept: Array, priority: Array | None = None) -> Store:
         """The store with these members [m, M], or groups [m], in it."""
         prompt, recorded = _recorded(groups, self.groups)
         flat = None if priority is None else priority.reshape(-1)
-        slots, at = insert(self.slots, prompt, which.reshape(-1), flat)
+        slots, at = insert(self.slots, prompt, accept.reshape(-1), flat)
         rows = {n: x.at[at].set(recorded[n], mode="drop") for n, x in self.rows.items()}
         return self.replace(slots=slots, rows=rows)
 
@@ -405,12 +405,12 @@ class HostStore:
         self.rows, self.groups, self.shapes = rows, groups, shapes
         self._prompts, self._age = np.asarray(slots.prompt), np.asarray(slots.age)
 
-    def put(self, groups: Any, which: Any, priority: Any = None) -> HostStore:
+    def put(self, groups: Any, accept: Any, priority: Any = None) -> HostStore:
         """See ``Store.put``."""
         prompt, recorded = jax.device_get(_recorded(groups, self.groups))
         flat = None if priority is None else np.asarray(priority).reshape(-1)
         slots, at = jax.device_get(
-            _compiled_insert(self.slots, prompt, np.asarray(which).reshape(-1), flat)
+            _compiled_insert(self.slots, prompt, np.asarray(accept).reshape(-1), flat)
         )
         rows = dict(self.rows)
         for i in np.flatnonzero(at < len(self._age)):

@@ -293,11 +293,11 @@ def over_mesh(
     def local(
         x: Array, w: Array, e: Array, live: Array, gate: Array, up: Array, down: Array
     ) -> Array:
-        mine = experts._replace(gate=gate, up=up, down=down)
+        local_experts = experts._replace(gate=gate, up=up, down=down)
         first = jax.lax.axis_index("expert") * gate.shape[0]
         tokens = gathered(x), gathered(w), gathered(e), gathered(live)
         # Every device works on all tokens of its expert group, so no capacity limit can drop one.
-        y = routed(*tokens, mine, first=first, fsdp=fsdp, one_of=shares)
+        y = routed(*tokens, local_experts, first=first, fsdp=fsdp, one_of=shares)
         # Summed over the parts of F that tensor divides. Over expert, a psum only if its devices
         # have the same tokens; else the reduce-scatter below also returns each token to its owner.
         y = jax.lax.psum(y, "tensor" if by_expert else ("tensor", "expert"))

@@ -127,8 +127,8 @@ def _backward(
     g = (g.astype(jnp.float32) * _along_output(scales, spec)).astype(proxy.dtype)
     accumulator = proxy.dtype if short == "outputs" else jnp.float32
     spec = f"{w},{out}->{x}"
-    back = jnp.einsum(spec, values.astype(proxy.dtype), g, preferred_element_type=accumulator)
-    return back.astype(proxy.dtype), None, None
+    gradient = jnp.einsum(spec, values.astype(proxy.dtype), g, preferred_element_type=accumulator)
+    return gradient.astype(proxy.dtype), None, None
 
 
 _times.defvjp(_forward, _backward)

@@ -47,7 +47,7 @@ def batch_of(mask: Array, stats: Stats) -> Batch:
     """A record of the rows of [..., T], each a group of its own, without tokens or rewards."""
     live = rows(mask)
     count, _, width = live.shape
-    some = jnp.ones((count, 1), bool)
+    present = jnp.ones((count, 1), bool)
     return Batch(
         prompt_tokens=jnp.zeros((count, 1), jnp.int32),
         prompt_lengths=jnp.ones(count, jnp.int32),
@@ -56,8 +56,8 @@ def batch_of(mask: Array, stats: Stats) -> Batch:
         mask=live,
         rewards=jnp.zeros((count, 1, 1), jnp.float32),
         reward_weights=jnp.ones(1, jnp.float32),
-        members=some,
-        baseline=~some,
-        truncated=~some,
+        members=present,
+        baseline=~present,
+        truncated=~present,
         stats=stats,
     )

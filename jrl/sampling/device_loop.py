@@ -402,8 +402,8 @@ def fill_slots(
         max_new_tokens=width,
     )
     # Where all start at once and none takes another's place, all stay at the same column.
-    begun = {name: fresh[name] for name in ("prompt_lengths", "stop", "limits") if name in fresh}
-    slots = slots.replace(**begun, aligned=s == rows)
+    starts = {name: fresh[name] for name in ("prompt_lengths", "stop", "limits") if name in fresh}
+    slots = slots.replace(**starts, aligned=s == rows)
     # New arrays are divided by rows like the cache, or each would be sent to all devices.
     arrays = slots.replace(cache=None, sampling_params=None, keys=None)
     arrays = jax.tree.map(by_row, arrays)

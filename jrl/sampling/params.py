@@ -165,8 +165,8 @@ def _cuts_of_some(scaled: Array, k: Array, p: Array, rows_wanted: Array) -> Arra
     def some(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         done, cuts = carry
         # Near the end rows are taken that were done before, or that need nothing.
-        mine = jax.lax.dynamic_slice_in_dim(order, jnp.minimum(done, rows - at_once), at_once)
-        return done + at_once, cuts.at[mine].set(_cuts(scaled[mine], k[mine], p[mine]))
+        index = jax.lax.dynamic_slice_in_dim(order, jnp.minimum(done, rows - at_once), at_once)
+        return done + at_once, cuts.at[index].set(_cuts(scaled[index], k[index], p[index]))
 
     nothing = jnp.full(rows, -jnp.inf)
     return jax.lax.while_loop(lambda c: c[0] < jnp.sum(rows_wanted), some, (jnp.int32(0), nothing))[

@@ -151,14 +151,14 @@ def _refill(queue: Queue, sequences: Sequences, block: int, recorded: Recorded) 
     # One block at a time: a loop writes in place, where a branch would copy the cache.
     def refill_one(queue: Queue) -> Queue:
         free = jnp.argmax(ended(queue))[None]
-        mine = free * block + jnp.arange(block)
-        queue = _hand_over(queue, recorded, mine)
+        rows = free * block + jnp.arange(block)
+        queue = _hand_over(queue, recorded, rows)
         index = queue.waiting + jnp.arange(block, dtype=jnp.int32)
         prompt = queue.waiting[None] // members
         lengths = sequences.prompt_lengths[prompt] - 1
         # Own columns are not cleared: a row sees none past its length.
         cache = put_prefixes(queue.slots.cache, free, rows_of(sequences.prompts, prompt), lengths)
-        put = lambda old, x: old.at[mine].set(x)  # noqa: E731
+        put = lambda old, x: old.at[rows].set(x)  # noqa: E731
         fresh = {
             name: jax.tree.map(put, getattr(queue.slots, name), x)
             for name, x in fresh_rows(sequences, index).items()

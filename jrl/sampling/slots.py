@@ -454,8 +454,8 @@ def rewind(slots: Slots, lengths: Array, last: Array | None = None) -> Slots:
       The state, whose cache is the old one: what is past a row's end is not seen.
     """
     # The newest token that stays is pending again, and will be written where it is already.
-    back = lengths < slots.lengths
-    lengths = jnp.where(back, lengths, slots.lengths)
+    rewinds = lengths < slots.lengths
+    lengths = jnp.where(rewinds, lengths, slots.lengths)
     remains = jnp.arange(slots.tokens.shape[1])[None] < lengths[:, None]
     newest = jnp.take_along_axis(slots.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
     if last is not None:
@@ -466,13 +466,13 @@ def rewind(slots: Slots, lengths: Array, last: Array | None = None) -> Slots:
     return slots.replace(
         measured=measured,
         aligned=False,
-        pending=jnp.where(back, newest, slots.pending),
+        pending=jnp.where(rewinds, newest, slots.pending),
         lengths=lengths,
         tokens=jnp.where(remains, slots.tokens, 0),
         mask=slots.mask & remains,
         logprobs=jnp.where(remains, slots.logprobs, 0.0),
         versions=jnp.where(remains, slots.versions, -1),
-        stop=jnp.where(back, StopReason.RUNNING, slots.stop).astype(jnp.int32),
+        stop=jnp.where(rewinds, StopReason.RUNNING, slots.stop).astype(jnp.int32),
     )
 
 

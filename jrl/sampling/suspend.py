@@ -43,10 +43,10 @@ def extend_rows(
       network: the policy.
     """
     # A state of m rows, so that the forward pass below is m rows wide and not S.
-    some = take_rows(slots, rows).replace(limits=limits)
-    some = extend(weights, some, tokens, counts, network=network)
+    few = take_rows(slots, rows).replace(limits=limits)
+    few = extend(weights, few, tokens, counts, network=network)
     # The prefix has not changed, and is the largest part of a row to write.
-    return put_rows(slots, rows, some, prefixes=False)
+    return put_rows(slots, rows, few, prefixes=False)
 
 
 def take_rows(slots: Slots, rows: Array) -> Slots:

@@ -100,8 +100,8 @@ class CompileNotes:
         """Whether the main thread is compiling."""
         return threading.main_thread().ident in self._compiling
 
-    def _on_duration(self, event: str, duration_secs: float, **about: Any) -> None:
-        name = _plain_name(str(about.get("fun_name", "")))
+    def _on_duration(self, event: str, duration_secs: float, **details: Any) -> None:
+        name = _plain_name(str(details.get("fun_name", "")))
         if event.endswith(_TRACED):
             self._traced[name] = duration_secs
         elif event.endswith(_LOWERED):
@@ -128,8 +128,8 @@ class CompileNotes:
         """Has the next program that this thread compiles reported, whatever its function."""
         self._expected.add(threading.get_ident())
 
-    def _start(self, name: str, label: str, about: str) -> None:
-        timer = threading.Timer(PATIENCE, self._say, [name, label + about])
+    def _start(self, name: str, label: str, suffix: str) -> None:
+        timer = threading.Timer(PATIENCE, self._say, [name, label + suffix])
         timer.daemon = True
         with self._lock:
             if name in self._open:

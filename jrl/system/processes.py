@@ -111,12 +111,12 @@ def check_same(what: str, values: Mapping[str, Any]) -> None:
         return
     by_process = [json.loads(text) for text in _everyone_says(json.dumps(dict(values)))]
     lines = []
-    for number, theirs in enumerate(by_process[1:], 1):
-        for name in sorted(by_process[0].keys() | theirs.keys()):
-            if theirs.get(name) != by_process[0].get(name):
+    for number, values_there in enumerate(by_process[1:], 1):
+        for name in sorted(by_process[0].keys() | values_there.keys()):
+            if values_there.get(name) != by_process[0].get(name):
                 lines.append(
                     f"{name} = {by_process[0].get(name)!r} in process 0,"
-                    f" {theirs.get(name)!r} in process {number}"
+                    f" {values_there.get(name)!r} in process {number}"
                 )
     if lines:
         more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
@@ -166,17 +166,17 @@ def deal(
     if processes == 1:
         results, counts = work(np.arange(count))
         return results, dict(counts)
-    mine: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     try:
         results, counts = work(np.arange(jax.process_index(), count, processes))
-        mine = {
+        answer = {
             "results": [x.tolist() for x in results],
             "counts": dict(counts),
             "forms": [(x.shape[1:], str(x.dtype)) for x in results],
         }
     except UserError as error:
-        mine = {"error": str(error)}
-    answers = [json.loads(text) for text in _hosts_say(name, json.dumps(mine))]
+        answer = {"error": str(error)}
+    answers = [json.loads(text) for text in _hosts_say(name, json.dumps(answer))]
     if errors := [each["error"] for each in answers if "error" in each]:
         raise UserError(errors[0])
     merged = tuple(np.zeros((count, *shape), dtype) for shape, dtype in answers[0]["forms"])
@@ -211,14 +211,14 @@ def _hosts_say(name: str, text: str) -> list[str]:
     return [value.decode() for _, value in texts]
 
 
-def any_says(mine: bool) -> bool:
+def any_says(value: bool) -> bool:
     """Whether any process says so; every process asks at the same point."""
     if jax.process_count() == 1:
-        return mine
+        return value
     from jax.experimental import multihost_utils
 
     with waiting("other processes"):
-        return bool(np.any(multihost_utils.process_allgather(np.array(mine))))
+        return bool(np.any(multihost_utils.process_allgather(np.array(value))))
 
 
 # ---------------------------------------------------------------- being asked to stop
@@ -226,8 +226,8 @@ def any_says(mine: bool) -> bool:
 
 def stop_requested(stopping: Stopping) -> bool:
     """Whether a signal or a wait that took too long asks the run to stop, in whichever process."""
-    mine = stopping.is_set() or bool(stopping.late)
-    if any_says(mine) and not mine:
+    requested = stopping.is_set() or bool(stopping.late)
+    if any_says(requested) and not requested:
         stopping.set()
         return True
-    return mine
+    return requested

@@ -306,7 +306,7 @@ def shared_attention(
     # With one prompt a block every token belongs to it, and the mask [R, C, P] is not needed.
     if b > 1:
         prefix_mask &= rows.owners[:, :, None] == slots[None, None]
-    back = rows.positions[:, :, None] - columns[None, None]
+    back_distance = rows.positions[:, :, None] - columns[None, None]
     where = rows.positions, rows.segments
     mask, distance = visible(*where, *where, rows.ends)
 
@@ -315,7 +315,10 @@ def shared_attention(
     ) -> Array:
         own_mask, shared_mask = mask, prefix_mask
         if config.window is not None:
-            own_mask, shared_mask = mask & (distance < window), prefix_mask & (back < window)
+            own_mask, shared_mask = (
+                mask & (distance < window),
+                prefix_mask & (back_distance < window),
+            )
         if kind == "cudnn":
             # cuDNN takes one set of keys a row, so prompts are copied for each of their rows.
             both = [jnp.repeat(x, r // m, axis=0) for x in (before_k, before_v)]
