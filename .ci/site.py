@@ -43,12 +43,10 @@ PAGES = {
 }
 FURTHER = {
     "jrl.methods": ("find_method", "variant"),
-    "jrl.objectives.transforms": ("per_group",),
+    "jrl.objectives": ("per_group",),
     "jrl.rewards": ("whole_group",),
-    "jrl.data.tasks.base": ("make_task",),
-    "jrl.episodes": ("Env", "Turn"),
-    "jrl.episodes.host": ("HostEnv",),
-    "jrl.episodes.tools": ("tool_env",),
+    "jrl.data": ("make_task",),
+    "jrl.episodes": ("Env", "HostEnv", "Turn", "coroutine_env", "process_env", "tool_env"),
 }
 """Module -> its names that own.md and environments.md use, for the Python reference."""
 

@@ -419,7 +419,7 @@ class SourceData(TextTable):
     train: str = Field(
         description="source:FILE.py:function or source:module:function, which is called with"
         " sampler, tokenizer and the further keys of [data], and returns a"
-        " jrl.train.sources.Source"
+        " jrl.train.Source"
     )
 
     @property

@@ -343,8 +343,8 @@ def _typed(text: str, schema: Any) -> Any:
 def _render_coder(call: Call) -> str:
     lines = [f"<tool_call>\n<function={call.name}>"]
     for name, value in call.arguments.items():
-        written = value if isinstance(value, str) else _dumps(value)
-        lines.append(f"<parameter={name}>\n{written}\n</parameter>")
+        text = value if isinstance(value, str) else _dumps(value)
+        lines.append(f"<parameter={name}>\n{text}\n</parameter>")
     return "\n".join([*lines, "</function>\n</tool_call>"])
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,9 +27,23 @@ from jrl.train.reward_parts import reward_pool
 from jrl.train.sources import Groups, join_groups, simple_request, take_groups, to_host
 from jrl.types import Array, Params, Prompt, StopReason
 
+if TYPE_CHECKING:
+    from jrl.evaluate.budget import budget_run as budget_run
+    from jrl.evaluate.search import search_run as search_run
+    from jrl.evaluate.searcher import searching as searching
+
+_LATER = {"budget_run": "budget", "search_run": "search", "searching": "searcher"}
+"""Public names whose modules import this one, and so are imported on first use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"jrl.evaluate.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 class Evaluation(NamedTuple):
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
       metrics: accuracy, accuracy_low, accuracy_high (95 %), pass@k, majority, length, problems.
@@ -56,16 +71,16 @@ def evaluation_names(run: Run) -> set[str] | None:
 
 def episode_metrics(groups: Groups) -> dict[str, float]:
     """Means over evaluated episodes: success (fraction), reward (points) and turns."""
-    taken = np.where(groups.rollout.mask, np.asarray(groups.ids["turn"]) + 1, 0).max(-1)
+    turns = np.where(groups.rollout.mask, np.asarray(groups.ids["turn"]) + 1, 0).max(-1)
     success, reward = np.asarray(groups.rewards).mean((0, 1)).tolist()
-    return {"success": success, "reward": reward, "turns": float(taken.mean())}
+    return {"success": success, "reward": reward, "turns": float(turns.mean())}
 
 
 def environment_metrics(groups: Groups) -> dict[str, float]:
-    """What an environment on the host counted, such as tool errors, an episode on average."""
+    """Means per episode of a host environment's counters, such as tool errors."""
     episodes = max(groups.counts.get("episodes", 0.0), 1.0)
-    found = {k.removeprefix("env/"): v for k, v in groups.counts.items() if k.startswith("env/")}
-    return {name: float(value) / episodes for name, value in sorted(found.items())}
+    counts = {k.removeprefix("env/"): v for k, v in groups.counts.items() if k.startswith("env/")}
+    return {name: float(value) / episodes for name, value in sorted(counts.items())}
 
 
 # ---------------------------------------------------------------- evaluating a policy
@@ -83,7 +98,7 @@ class Evaluator:
     def __init__(self, run: Run, pool: RewardPool | None) -> None:
         self.run = run = programs.as_evaluated(run)
         self.pool = pool
-        self.told = ""  # how far an evaluation is; read by another thread
+        self.progress = ""  # how far an evaluation is; read by another thread
         self._source = run_source(run, pool, {}, split="eval") if self.available else None
 
     @property
@@ -128,7 +143,7 @@ class Evaluator:
         total, size = self.run.kind.held_out(self.run.config, self.run.data)
         parts = []
         for start in range(0, total, size):
-            self.told = f"{start} of {total} prompts done"
+            self.progress = f"{start} of {total} prompts done"
             tickets = (start + np.arange(size)).astype(np.int32)
             rows, policy = source.order(tickets), {"policy": params}
             request = simple_request(
@@ -157,10 +172,10 @@ def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:
         "key": jax.eval_shape(jax.random.key_data, jax.eval_shape(lambda: jax.random.key(0))),
     }
     layout = programs.policy_layout(run)
-    policy, found = restore_policy(
+    policy, restored = restore_policy(
         run.config, run.network, layout, checkpoint=checkpoint, also=wanted
     )
-    return found["key"], policy, int(found["step"])
+    return restored["key"], policy, int(restored["step"])
 
 
 def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, Any]:
@@ -177,19 +192,19 @@ def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, 
       UserError: nothing to evaluate on, or no such checkpoint.
     """
     run = build.setup(config, trains=False)
-    there = run.kind.held_out(run.config, run.data).problems > 0
-    if there:
+    held_out = run.kind.held_out(run.config, run.data).problems > 0
+    if held_out:
         check_evaluation(run)
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
-        if not there:
+        if not held_out:
             raise UserError("data.eval is missing; name a file of held-out prompts")
         with reward_pool(config) as pool:
             return {"step": step} | Evaluator(run, pool)(key, params).metrics
 
 
 def asked_in_text(run: Run, questions: Sequence[str]) -> Run:
-    """A run of a procedural task whose held-out prompts are these texts, judged by nobody.
+    """A run of a procedural task with these texts as held-out prompts, without a judge.
 
     Raises:
       UserError: a text is longer than the task's prompts, or holds a character that is none of

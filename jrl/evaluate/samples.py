@@ -1,4 +1,4 @@
-"""Completions of a draw as records for people: text, reward parts, and what training knew."""
+"""Completions as records for people: text, reward parts and training statistics."""
 
 from __future__ import annotations
 
@@ -70,31 +70,31 @@ def samples_of(
             records[-1]["nodes"] = list(dict.fromkeys(ids["node"][row, member, :length].tolist()))
         spent += length
         if advantages is not None and row < len(advantages):
-            here = (row, member, slice(length))
-            records[-1] |= training_view(rollout, here, advantages, tokenizer, spent <= MOST)
+            index = (row, member, slice(length))
+            records[-1] |= training_view(rollout, index, advantages, tokenizer, spent <= MOST)
     return records
 
 
 def transcript(
-    rollout: Rollout, ids: Any, stats: Any, here: tuple[int, int], tokenizer: Any
+    rollout: Rollout, ids: Any, stats: Any, index: tuple[int, int], tokenizer: Any
 ) -> list[dict[str, Any]]:
-    """One episode as what was said by turns: by whom, the text, how many tokens, points paid.
+    """One episode turn by turn: speaker, text, tokens and reward.
 
     What the policy said is trained on, in this row or in that of the member it branched off; what
     the environment said is masked.
     """
-    length = int(rollout.lengths[here])
-    turn, drawn = ids["turn"][here][:length], rollout.mask[here][:length]
+    length = int(rollout.lengths[index])
+    turn, sampled = ids["turn"][index][:length], rollout.mask[index][:length]
     if "node" in ids:
-        same = ids["node"][here[0]] == ids["node"][here]
-        drawn = (rollout.mask[here[0]] & same).any(axis=0)[:length]
-    tokens, paid = rollout.tokens[here][:length], stats["paid"][here][:length]
-    said = []
+        same = ids["node"][index[0]] == ids["node"][index]
+        sampled = (rollout.mask[index[0]] & same).any(axis=0)[:length]
+    tokens, paid = rollout.tokens[index][:length], stats["paid"][index][:length]
+    turns = []
     for number in range(int(turn.max(initial=-1)) + 1):
-        for by, part in (("policy", drawn), ("environment", ~drawn)):
+        for by, part in (("policy", sampled), ("environment", ~sampled)):
             of = part & (turn == number)
             if of.any():
                 text = tokenizer.decode(tokens[of].tolist())
                 size, points = int(of.sum()), float(paid[of].sum())
-                said.append({"by": by, "text": text, "tokens": size, "paid": points})
-    return said
+                turns.append({"by": by, "text": text, "tokens": size, "paid": points})
+    return turns

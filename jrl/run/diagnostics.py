@@ -65,7 +65,7 @@ def lacks(config: Config) -> list[str]:
 
 
 def with_others(error: UserError, config: Config) -> UserError:
-    """An error of a run's start with what else is wrong with its configuration, a line each.
+    """An error at a run's start, with further mistakes of its configuration, a line each.
 
     Args:
       error: what was raised.
@@ -83,7 +83,7 @@ def with_others(error: UserError, config: Config) -> UserError:
 
 
 def _model(config: Config, kind: TextKind, mistakes: Mistakes) -> Any:
-    """The tokenizer of a run, with what is wrong with its model kept in ``mistakes``."""
+    """The tokenizer of a run; collects mistakes of its model in ``mistakes``."""
     look, path = mistakes.look, config.model.path
     tokenizer = kind.tokenizer
     if config.model.network is not None:

@@ -30,7 +30,7 @@ _MEANS = {
 
 
 def reward_text(run: Run) -> str:
-    """The sum that a run rewards, and what each part of it is; "" where the data holds scores.
+    """The reward as a sum of its parts, in words; "" if the data holds scores.
 
     Args:
       run: from ``build.setup``.

@@ -101,6 +101,7 @@ class Engine:
         self._tokenizer, self._grammars = tokenizer, grammars
         self._block, self._chunk, self._queue_limit = block, chunk, queue
         self.chunk_length = ChunkLength()
+        # At least one token has to fit after the longest prompt.
         prompt_tokens = min(prompt_tokens, network.max_length - 1)
         self.limits = RequestLimits(
             slots=slots,
@@ -145,6 +146,7 @@ class Engine:
           QueueFull: the queue has no room for it.
           UserError: a request that cannot be served.
         """
+        # Before the number is taken: a refused request leaves no trace in the order of later ones.
         check_request(request, self.limits, self._tokenizer)
         limit = self._queue_limit
         if limit is not None and len(self._waiting) + request.n > limit:
@@ -158,6 +160,7 @@ class Engine:
 
     def abort(self, number: int) -> None:
         """Ends a request's completions; the next ``step`` returns them as they are."""
+        # A copy of the list, as the deque loses members meanwhile.
         for member in [m for m in self._waiting if m.number == number]:
             self._waiting.remove(member)
             self._updates.append(member.extend([], [], self.version, StopReason.ABORTED))
@@ -202,6 +205,7 @@ class Engine:
         """Admits queued completions, decodes one chunk, and returns the updates."""
         self._fill()
         masks = self._masks()
+        # Those of aborts since the last step come first.
         updates, self._updates = self._updates, []
         if not self.running:
             return updates
@@ -270,6 +274,7 @@ class Engine:
     def _leave(self, row: int, stop: StopReason) -> None:
         """Frees a row; the next chunk stops it on the device."""
         self._members[row] = None
+        # Lazily: a program of its own to stop one row would cost a return to the host.
         self.rows.halt(row, stop)
 
     # ------------------------------------------------------------ admission
@@ -326,6 +331,7 @@ class Engine:
 
         ``resume`` of an engine with the same arguments continues from it, in any process.
         """
+        # Reading a counter takes a number from it, so the counter is made anew.
         following = next(self._numbers)
         self._numbers = itertools.count(following)
         host = {

@@ -74,6 +74,7 @@ class Request:
         if self.allowed is not None:
             out[:] = -np.inf
             out[np.asarray(self.allowed, np.int64)] = 0.0
+        # Added after `allowed`: a bias on a forbidden token leaves it at -inf.
         for token, value in self.logit_bias.items():
             out[token] += value
         return out
@@ -82,6 +83,7 @@ class Request:
         """The request as JSON values, for ``from_json``."""
         out = dataclasses.asdict(self)
         out["tokens"] = [int(t) for t in self.tokens]
+        # A list of pairs: JSON would make strings of the integer keys.
         out["logit_bias"] = [[int(t), float(x)] for t, x in self.logit_bias.items()]
         out["allowed"] = None if self.allowed is None else [int(t) for t in self.allowed]
         return out
@@ -204,6 +206,7 @@ class PartialCompletion:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        # Decoded as it grows: decoding the whole completion with every chunk would be quadratic.
         self._text = TextStream(tokenizer, request.stop_strings) if tokenizer else None
         self.constraint: Constraint | None = None
 
@@ -232,13 +235,18 @@ class PartialCompletion:
         text, ends = "", []
         if self._text is not None:
             before = len(self._text.ends)
+            # The stop token is no text: its spelling must not match a stop string or reach the
+            # reader.
             text = self._text.push(tokens[: len(tokens) - (stop == StopReason.STOP_TOKEN)])
             if stop != StopReason.RUNNING:
+                # Text held back, since a stop string may have begun in it, comes out at the end.
                 text += self._text.close()
             ends = self._text.ends[before:]
             if self._text.stopped:
                 tokens, logprobs = tokens[: len(ends)], logprobs[: len(ends)]
                 reports = reports[: len(ends)]
+                # It wins over the sampler's reason: the string ended the completion earlier than
+                # the token did.
                 stop = StopReason.STOP_STRING
         self._tokens += tokens
         self._logprobs += logprobs
@@ -271,13 +279,14 @@ class PartialCompletion:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any], tokenizer: Tokenizer | None) -> PartialCompletion:
-        """What ``to_json`` wrote; later updates do not repeat text of earlier ones."""
+        """The inverse of ``to_json``; later updates do not repeat text of earlier ones."""
         partial = cls(
             fields["number"], fields["member"], Request.from_json(fields["request"]), tokenizer
         )
         partial._tokens, partial._logprobs = list(fields["tokens"]), list(fields["logprobs"])
         partial._versions = list(fields["versions"])
         if partial._text is not None:
+            # Pushed and thrown away: the stream then stands where it stood, and repeats nothing.
             partial._text.push(partial._tokens)
         return partial
 
@@ -317,7 +326,8 @@ class RequestLimits:
 
 
 def check_request(request: Request, limits: RequestLimits, tokenizer: Tokenizer | None) -> None:
-    """Raises UserError for a request that the engine cannot serve; names what is wrong."""
+    """Raises UserError that names the problem of a request the engine cannot serve."""
+    # Before it is queued: on the device a bad value is clamped or wrong silently, never refused.
     length, new = len(request.tokens), request.max_new_tokens
     if not length:
         raise UserError("the prompt is empty; give at least one token")
@@ -336,6 +346,7 @@ def check_request(request: Request, limits: RequestLimits, tokenizer: Tokenizer 
         raise UserError(f"n = {request.n}; must be 1 to {limits.slots}, the engine's slots")
     if not 0 <= request.seed < 2**64:
         raise UserError(f"seed = {request.seed}; must be at least 0 and below 2**64")
+    # Called for its checks.
     make_sampling_params(request.temperature, request.top_k, request.top_p, request.min_p)
     if request.top_k > limits.vocab_size:
         raise UserError(
@@ -389,11 +400,14 @@ def _check_bias(request: Request, limits: RequestLimits) -> None:
     bad = [t for t, x in request.logit_bias.items() if not x < np.inf]
     if bad:
         raise UserError(f"logit_bias[{bad[0]}] = {request.logit_bias[bad[0]]}; must be a number")
+    # All -inf is a softmax of NaN.
     if not np.isfinite(request.bias(limits.vocab_size)).any():
         raise UserError("allowed and logit_bias leave no token to sample; allow one")
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+    # An id past the vocabulary is clamped by a gather on the device, not refused: it would be
+    # another token silently.
     wrong = next((int(i) for i in ids if not 0 <= i < vocab_size), None)
     if wrong is not None:
         raise UserError(f"{name} has token {wrong}; the vocabulary ends at {vocab_size - 1}")

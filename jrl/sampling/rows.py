@@ -400,7 +400,7 @@ class Rows:
         jax.block_until_ready(self._batch)
 
     def _timed(self, timings: Timings, shape: Hashable, size: int, work: Callable[[], Any]) -> Any:
-        """What the work returns; now and then it is waited for, and what it took is recorded."""
+        """Runs the work; now and then waits for it and records the seconds."""
         if not timings.due(shape):
             return work()
         self.wait()
@@ -466,7 +466,7 @@ class Rows:
 
 
 def _fork_at(start: RowStart, length: int) -> tuple[Any, ...]:
-    """The arguments of ``batch.fork`` beside the row."""
+    """The arguments of ``batch.fork`` besides the row."""
     raw = np.array(divmod(start.seed, 2**32), np.uint32)
     return raw, *np.array([start.member, length, start.limit], np.int32)
 

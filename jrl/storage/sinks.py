@@ -22,7 +22,7 @@ class Sink(Protocol):
         """Logs a record: ``step`` and numbers by name; None is skipped."""
 
     def close(self) -> None:
-        """Flushes what is buffered."""
+        """Flushes and closes."""
 
 
 class TensorBoard(NamedTuple):

@@ -117,7 +117,7 @@ def check_source(source: Any) -> Source:
             problems.append(f"{name}.{part}{signature} does not take ({', '.join(arguments)}); "
                             f"write def {written}")  # fmt: skip
     if problems:
-        raise UserError("a source of groups (jrl.train.sources.Source): " + "; ".join(problems))
+        raise UserError("a source of groups (jrl.train.Source): " + "; ".join(problems))
     return source
 
 
@@ -135,7 +135,7 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
     """
     name = type(source).__name__
     if not isinstance(groups, Groups):
-        raise UserError(f"{name}.draw returned {groups!r:.60}; return jrl.train.sources.Groups")
+        raise UserError(f"{name}.draw returned {groups!r:.60}; return jrl.train.Groups")
     tickets, _ = entries(request)
     n, (drawn, g) = len(tickets), groups.rollout.lengths.shape
     if drawn != n:

@@ -129,6 +129,8 @@ def make_step(
         state: TrainState, batch: Batch, sampling_params: SamplingParams
     ) -> tuple[TrainState, Metrics]:
         batch = _checked(parts, batch)
+        # Of all policies of a stack: what runs before and after a step sees the whole state, the
+        # step in between one policy at a time.
         whole = AfterView(every, network, state, batch)
         state = state if stack else run_due(after, "before", state, state.step, whole)
         # What stays fixed during the step (start log-probabilities, advantages) is computed once,
@@ -235,6 +237,8 @@ def complete(
     if "external" in objective.needs:
         stats.setdefault("external", jnp.zeros(batch.tokens.shape, jnp.float32))
     batch = batch.replace(stats=stats, ids=ids)
+    # Start statistics have names of their own, since the same numbers of the moving parameters are
+    # in the loss beside them.
     renamed = {
         "proximal_logprobs": "logprobs",
         "rollout_values": "values",
@@ -320,6 +324,7 @@ def _gradient(
         terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}
         mean = combine_terms(objective, terms, method)
         if router:
+            # By the tokens of the minibatch, for the same reason as the counts above.
             more, router = router_loss(parts.router, router, routed_tokens(minibatch))
             mean += more
         share = {"loss": (mean, jnp.float32(1 / microbatches))}

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jrl.episodes.endpoint import check_url, keyed_endpoint
 from jrl.episodes.host import EnvError, reward_parts
+from jrl.episodes.model_endpoint import check_url, keyed_endpoint
 from jrl.errors import UserError
 
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from jrl.episodes.parsers import PARSERS, Call
-from jrl.episodes.recorded import read
+from jrl.episodes.recorded import read_recorded
 from jrl.errors import UserError
 from jrl.models.tokenizer import CharTokenizer
 from jrl.sampling.request import PartialCompletion, RequestLimits
@@ -180,7 +180,7 @@ def test_a_session_of_calls_is_trained_on_id_for_id(tmp_path):
         ]
         messages = [*ASK, message.model_dump(exclude_none=True), *results]
         client.chat.completions.create(**ASKED | {"messages": messages}, **named)
-    recorded = read(tmp_path)
+    recorded = read_recorded(tmp_path)
     ((row,),) = recorded.groups
     assert (recorded.counts.rerendered, recorded.counts.rows) == (0, 1)
     assert [s.drawn for s in row.segments] == [True, False, True]

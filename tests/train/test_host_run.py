@@ -872,7 +872,7 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
             "template_variables.mood is not read by the chat template",
         ),
         ("closed", [], "opens 3 episodes at once, fewer than the 4 members of a group"),
-        ("nothing", [], "what it returns is a dict; give a jrl.episodes.host.HostEnv"),
+        ("nothing", [], "what it returns is a dict; give a jrl.episodes.HostEnv"),
         (
             "talk",
             ["data.turns=2", "data.isolate=true", "method=arpo", "objective={}"],
