@@ -133,14 +133,15 @@ def bnpo(base: Method, normalise: Annotated[str, Choice(("beta", "group"))] = "b
     """Advantages scaled by a Beta density fitted to the batch, and a token mean.
 
     "BNPO: Beta Normalization Policy Optimization" (arXiv:2506.02864), p being a group's mean reward
-    and a, b the Beta distribution with the mean and variance that p has over the batch's groups:
+    and a, b the Beta distribution with the mean and sample variance that p has over the batch's
+    groups:
 
         A_i = (r_i - p) / f(p; 1 + a / 3, 1 + b / 3)
         loss = -1/(sum_i |o_i|) sum_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)
 
     Rewards are to lie in [0, 1]. Departures: a, b come from the batch at hand, by moments, with
-    a + b of at most 300; one score is normalised, not each part of it as in the paper's
-    decomposition. What TRL calls bnpo is its token mean over the batch with GRPO's advantages:
+    a + b of at most 300, where the released code holds 1/f below 1e6; one score is normalised, not
+    each part of it as in the paper's decomposition. What TRL calls bnpo is its token mean over the batch with GRPO's advantages:
     ``normalise="group"``, which alone reads ``eps`` and ``ddof``.
     """
     if normalise == "beta":

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jrl.errors import UserError, unknown_choice
 from jrl.mesh import constrain, parts_of
 from jrl.models.vocabulary import fused_logprobs
+from jrl.objectives.distill import SAVED
 from jrl.sampling.params import SamplingParams, sampling_logprobs, token_logprobs
 from jrl.types import (
     NOTHING,
@@ -189,8 +190,9 @@ def head_statistics(
     Returns:
       What is wanted and each statistic, [B, T] float32. A large ``[B, T, V]`` is never held: the
       distributions of all policies exist for one chunk of tokens at a time, and are computed again
-      in the backward pass. Where only log-probabilities and the entropy are read, logits exist for
-      a part of the vocabulary at a time.
+      in the backward pass, but for what a statistic saves of a frozen one
+      (``distill.top_k_divergence``). Where only log-probabilities and the entropy are read, logits
+      exist for a part of the vocabulary at a time.
     """
     policies = {policy for statistic in statistics for policy in statistic.policies}
     # Greedy samples are scored by the distribution of temperature 1, as in ``token_logprobs``.
@@ -305,7 +307,7 @@ def _in_chunks(
         return jnp.moveaxis(x, 2, 0).reshape(b, -1)[:, :t]
 
     # Kept for the backward pass, the chunks' distributions would be [B, T, V] together.
-    again = jax.checkpoint(run)
+    again = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(SAVED))
     stats = jax.lax.map(lambda xs: again(*xs), jax.tree.map(tiles, (hidden, tokens)))
     return jax.tree.map(untiled, stats)
 
