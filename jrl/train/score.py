@@ -19,6 +19,7 @@ from jrl.mesh import constrain, parts_of
 from jrl.models.vocabulary import fused_logprobs
 from jrl.objectives.distill import SAVED
 from jrl.sampling.params import SamplingParams, sampling_logprobs, token_logprobs
+from jrl.train.state import START
 from jrl.types import (
     NOTHING,
     Array,
@@ -358,15 +359,17 @@ def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) 
 
     Returns:
       "policy", "value" where there is one, and the frozen policies. Where the network has a
-      ``split``, the reference is the base, unless another one is kept.
+      ``split``, the reference is what the run started from, unless another one is kept: the base,
+      with the trained part that was given where there was one.
     """
     if network.extras.split is None:
         return params | dict(frozen)
-    base = frozen["base"]
-    others = {name: tree for name, tree in frozen.items() if name != "base"}
-    # With adapters the base is stored once and joined here; a reference policy is then free.
-    policy = network.extras.split.join(params["policy"], base)
-    return {"ref": base} | params | others | {"policy": policy}
+    base, join = frozen["base"], network.extras.split.join
+    others = {name: tree for name, tree in frozen.items() if name not in ("base", START)}
+    # With adapters the base is stored once and joined here; a reference policy is then free, or
+    # as large as the adapters that the run started from.
+    ref = join(frozen[START], base) if START in frozen else base
+    return {"ref": ref} | params | others | {"policy": join(params["policy"], base)}
 
 
 @jax.named_scope("score")

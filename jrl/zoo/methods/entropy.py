@@ -568,8 +568,8 @@ def verl_effective_rank(
 
     VERL, Velocity-Exploiting Rank-Learning, of "Beyond the Exploration-Exploitation Trade-off: A
     Hidden State Approach for LLM Reasoning in RLVR" (arXiv:2509.23808); not the verl framework.
-    With m_j the effective rank of the last layer's first 40 j + 1 states (40: ``stride``), as far as
-    a completion has that many:
+    With m_j the effective rank of the last layer's first 40 j + 1 states (40 is ``stride``), as far
+    as a completion has that many:
 
         velocity v_j = m_j - mean(m_1 .. m_{j-1}),  acceleration a_j = v_j - v_{j-1}
         d = (x - running mean of x) / |running mean of x|, within 5, for the rank of the whole
