@@ -19,6 +19,7 @@ from jrl.objectives.distill import (
     forward_kl,
     generalized_jsd,
     reverse_kl,
+    top_k_divergence,
     total_variation,
 )
 from jrl.objectives.functional import (
@@ -184,6 +185,7 @@ __all__ = [
     "token",
     "token_logprobs",
     "token_mean",
+    "top_k_divergence",
     "total_variation",
     "update_state",
     "value_loss",

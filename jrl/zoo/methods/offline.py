@@ -356,9 +356,9 @@ def webrl(
 
     Departures: the released code has twin networks, and A = V' - V + r + R - 0.05, whose sign alone
     counts: 1, and -0.6 for the steps below 0, which are then left out; the log-ratio is divided by
-    the batch's action tokens, the loss by beta, which is 1 to 5 and no more than makes
-    the two sides equal; a phase is one epoch over its episodes there,
-    and its tasks are the written ones alone, where here they join those of the data.
+    the batch's action tokens, the loss by beta, which is 1 to 5 and no more than makes the two
+    sides equal; a phase is one epoch over its episodes there, and its tasks are the written ones
+    alone, where here they join those of the data.
     """
     advantage = blended_steps(blend)
     if not is_zero(replayed):
