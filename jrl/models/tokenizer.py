@@ -383,7 +383,10 @@ class FileTokenizer:
     def contents(self) -> dict[str, Any]:
         """All that decides which ids a conversation has: vocabulary, templates, special tokens."""
         special = {"stop_ids": self.stop_ids, "special": self.special, "templates": self.templates}
-        return {"tokenizer": self._backend.to_str(), **special}
+        file = Path(self._source) / "tokenizer.json"
+        # The file, where there is one: another version of the library may write it otherwise.
+        text = file.read_text("utf-8") if file.is_file() else self._backend.to_str()
+        return {"tokenizer": text, **special}
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids``, without the cosmetic changes to spaces that some configs ask for."""
