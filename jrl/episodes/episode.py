@@ -358,9 +358,11 @@ class Episode:
             assert isinstance(points, tuple)
             total = tuple(a + b for a, b in zip(before, points, strict=True))
             self.segments[i] = self.segments[i]._replace(reward=total)
-        for total in map(sum, zip(*(s.reward for s in self.segments if s.reward), strict=True)):
-            if not fits_float32(total):
-                raise EnvError(f"the rewards of its turns add up to {total:g}, infinite in float32")
+        for part in zip(*(s.reward for s in self.segments if s.reward), strict=True):
+            if not fits_float32(sum(part)):
+                raise EnvError(
+                    f"the rewards of its turns add up to {sum(part):g}, infinite in float32"
+                )
         metrics = self.totals.metrics
         for name, number in feedback.metrics.items():
             metrics[name] = metrics.get(name, 0.0) + number

@@ -214,7 +214,7 @@ def on_top_k(student: Array, teacher: TopK, tail: str) -> tuple[Array, Array]:
         if len(teacher.ids) == len(student):  # nothing is left for the bucket
             return likeliest, teacher.logprobs
         rest = _rest(student, teacher.ids)
-        return tuple(jnp.append(x, y) for x, y in ((likeliest, rest), teacher[::2]))
+        return jnp.append(likeliest, rest), jnp.append(teacher.logprobs, teacher.rest)
     left = jax.nn.log_softmax(teacher.logprobs)
     if tail == "renormalised":
         return jax.nn.log_softmax(likeliest), left
