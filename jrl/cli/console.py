@@ -121,14 +121,16 @@ def _echo_cut(line: str) -> None:
 
 
 def print_method(method: Mapping[str, Any]) -> None:
-    """A training method with its coefficients."""
-    hidden = ("name", "coefficients")
+    """A training method with its coefficients, its formula and where it departs from its paper."""
+    hidden = ("name", "coefficients", "notes")
     rows = {k: v for k, v in method.items() if k not in hidden}
     print_table(method["name"], rows)
     typer.echo("  coefficients, set as objective.NAME=VALUE:")
     for item in method["coefficients"]:
         default = "required" if item["required"] else f"default {item['default']}"
         typer.echo(f"    {item['name']}  ({default}; {item['domain']})")
+    if method["notes"]:
+        typer.echo(f"\n{textwrap.indent(method['notes'], '  ')}")
 
 
 def _cell(value: Any) -> str:

@@ -120,7 +120,10 @@ class LoraTable(Table):
         " each output channel",
     )
     path: str | None = key(
-        None, "PEFT adapter directory to start from, of the same rank, alpha and targets"
+        None,
+        "PEFT adapter directory to start from, of the same rank, alpha and targets; a method's"
+        " reference policy is then model.path with these adapters, unless frozen.ref names another"
+        " one (frozen.ref = model.path's value for the bare model)",
     )
 
 

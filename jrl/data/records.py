@@ -26,6 +26,7 @@ import numpy as np
 
 from jrl.data.messages import read_messages
 from jrl.errors import UserError
+from jrl.system.float32 import fits_float32
 
 KINDS: dict[str, tuple[str, ...]] = {
     "pairs": ("chosen", "rejected"),
@@ -102,8 +103,8 @@ def read_record(kind: str, row: Mapping[str, Any], where: str, *, plain: bool) -
     if not responses:
         raise UserError(f"{where}: responses is empty; give at least one, or remove the row")
     for score in scores:
-        if isinstance(score, str) or not math.isfinite(score):
-            raise UserError(f"{where}: scores holds {score!r}; write finite numbers")
+        if isinstance(score, str) or not fits_float32(score):
+            raise UserError(f"{where}: scores holds {score!r:.40}; write finite float32 numbers")
     named = {f"responses[{i}]": response for i, response in enumerate(responses)}
     return Record(row["prompt"], named, tuple(float(score) for score in scores))
 

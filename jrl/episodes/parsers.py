@@ -114,12 +114,21 @@ Parsed = tuple[Call | Malformed, ...]
 
 _dumps = functools.partial(json.dumps, ensure_ascii=False)
 _SPACE = re.compile(r"\s*")
-_ADDRESS = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>")
+_ADDRESS = re.compile(r"<[^<>\n]{1,200} at 0x[0-9a-fA-F]+>")
+
+
+def without_addresses(text: str) -> str:
+    """A text without the memory addresses of Python objects, which differ in runs of one seed.
+
+    >>> without_addresses("malformed node: <ast.Name object at 0x7f03a1>")
+    'malformed node: an expression'
+    """
+    return _ADDRESS.sub("an expression", text)
 
 
 def _malformed(reason: str, name: str = "") -> Malformed:
-    """A broken call; the reason has no addresses, which differ between runs of one seed."""
-    return Malformed("structure", _ADDRESS.sub("an expression", reason)[:300], name)
+    """A broken call."""
+    return Malformed("structure", without_addresses(reason)[:300], name)
 
 
 def _refuse(name: str) -> Any:

@@ -42,7 +42,8 @@ def decoupled_parts(*, eps: float = 1e-6, ddof: int = 1) -> Transform:
 def beta_normalised(limit: float = 300.0) -> Transform:
     """Rewards minus their group's mean, over the density of a Beta distribution at that mean.
 
-    See ``bnpo``; ``limit`` is the greatest a + b.
+    See ``bnpo``; ``limit`` is the greatest a + b. The variance of p is the sample's, over the
+    number of groups less 1.
 
     Returns:
       A transform [N, G] -> [N, G] for rewards in [0, 1]. Where p does not vary over the batch there
@@ -59,7 +60,7 @@ def beta_normalised(limit: float = 300.0) -> Transform:
         p = jnp.clip(total / jnp.maximum(members.sum(axis=1), 1), 0, 1)
         deviation = group.mean_centred(p, nonempty)
         mean = jnp.where(nonempty, p, 0).sum() / jnp.maximum(nonempty.sum(), 1)
-        variance = jnp.square(deviation).sum() / jnp.maximum(nonempty.sum(), 1)
+        variance = jnp.square(deviation).sum() / jnp.maximum(nonempty.sum() - 1, 1)
         spread = jnp.where(variance > 0, variance, 1)
         both = jnp.clip(mean * (1 - mean) / spread - 1, 0, limit)
         both = jnp.where(variance <= 0, 0, both)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.rewards.base import Points, RewardFn, Sample
+from jrl.system.float32 import fits_float32
 
-_LARGEST = float(np.finfo(np.float32).max)
 _TEXT = 500
 """Characters that a message takes of an error's text."""
 
@@ -95,12 +95,12 @@ def _checked(result: Any, count: int) -> list[Points] | Failure:
         if not is_number or isinstance(value, np.timedelta64):
             kind = class_name(value)
             return Failure(f"returned {kind} {value!r:.60} instead of a number or None")
-        if isinstance(value, int) and abs(value) > _LARGEST:  # may be too large for a float
+        if isinstance(value, int) and not fits_float32(value):  # may be too large for a float
             return Failure("returned an integer beyond float32; rewards must be finite there")
         point = float(value)
         if not math.isfinite(point):
             return Failure(f"returned {point}; rewards must be finite")
-        if abs(point) > _LARGEST:
+        if not fits_float32(point):
             return Failure(f"returned {point:g}, infinite in float32; rewards must be finite there")
         points.append(point)
     return points

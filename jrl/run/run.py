@@ -14,6 +14,7 @@ import jax
 
 from jrl.config import Config, flatten
 from jrl.errors import Overdue, UserError
+from jrl.models.tokenizer import FileTokenizer
 from jrl.report.page import write_report
 from jrl.rewards.pool import RewardPool
 from jrl.run.diagnostics import with_others
@@ -154,6 +155,8 @@ def _set_up(
     check_metric_names(run)
     if run.method.lacks:
         echo(f"{config.method}: the objective alone is trained; {run.method.lacks}")
+    for note in run.tokenizer.notes if isinstance(run.tokenizer, FileTokenizer) else ():
+        echo(note)
     for split, counts in run.data.counts.items():
         echo(f"data.{split}: {counts}")
     if note := reward_text(run):

@@ -173,7 +173,7 @@ def conversation(
         variable; or something beside the contents spells a control token.
     """
     offered = list(tools.told) if tools else []
-    check_variables(variables, getattr(tokenizer, "templates", {}), "chat_template_kwargs")
+    check_variables(variables, tokenizer, "chat_template_kwargs")
     check_fields(tokenizer, [dict(m) for m in messages], offered, "the request")
     results = [
         {**m, "role": tools.parser.role, "content": tools.parser.result(m["content"])}

@@ -370,6 +370,9 @@ def test_methods_lists_them_for_people_and_for_scripts():
     detail = jrl("methods", "grpo").stdout
     assert "arxiv" in detail
     assert "clip_high" in detail
+    spin = " ".join(jrl("methods", "spin").stdout.split())
+    assert "Departures: " in spin, "what differs from the paper is said where a method is shown"
+    assert "loss = " in jrl("methods", "gkd").stdout
 
 
 def test_methods_shows_those_used_most_first():

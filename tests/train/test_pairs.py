@@ -350,3 +350,21 @@ def test_a_reward_model_that_cannot_serve_is_refused(place, dpo, rewarder, tmp_p
     other = f"model.path={json.dumps(str(place / 'other'))}"
     assert "trained with another tokenizer" in say(f"{{path={path}}}", other)
     assert "alone does not say what is right" in say(f"{{path={path}}}", f"data.eval={questions}")
+
+
+def test_a_run_is_not_resumed_on_pairs_that_changed_in_place(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
+    files = {name: write_rows(tmp_path / name, pairs(0, 10)) for name in ("pairs", "held_out")}
+    for name, path in files.items():
+        files[name] = path.rename(path.with_suffix(".jsonl"))
+    more = [f"data.pairs={json.dumps(str(files['pairs']))}", "train.steps=0"]
+    more += [f"data.eval={json.dumps(str(files['held_out']))}"]
+    config = settings(place, tmp_path / "run", "dpo.toml", *more)
+    train(config, echo=lambda line: None)
+    write_rows(files["pairs"], [*pairs(0, 9), {**next(pairs(9, 1)), "chosen": "aaab"}])
+    with pytest.raises(UserError, match=r"data.pairs holds other rows than when the run began"):
+        train(config, echo=lambda line: None)
+    write_rows(files["pairs"], pairs(0, 10))
+    write_rows(files["held_out"], pairs(0, 9))
+    with pytest.raises(UserError, match=r"data.eval has 9 rows, and had 10 when the run began"):
+        train(config, echo=lambda line: None)

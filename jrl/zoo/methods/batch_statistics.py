@@ -200,7 +200,9 @@ def scale_rl(
 
     Departures: prompts are left out of the loss, after they were drawn; the deviation is over the
     advantages trained on, plus ``eps``; a completion passes with ``passing`` points. The logits are
-    float32 here for every method.
+    float32 here for every method. The paper samples up to eight steps ahead
+    (``placement.staleness = 8``), and its subject, the sigmoid that is fitted to the curves of
+    accuracy over compute, is no part of a run.
     """
     base = base.with_(rule=ratios.bounded(0.0, cap))
     return base.with_(
@@ -211,8 +213,7 @@ def scale_rl(
         ),
         surrogate=by_prompt(base.objective.surrogate),
         aggregate=sequence_mean,
-        lacks="asynchronous sampling up to eight steps ahead, and interruption of "
-        "completions that think too long",
+        lacks="interruption of completions that think too long; the fit of curves over compute",
     )
 
 

@@ -222,9 +222,10 @@ def arpo_replay(
     the prompt's: a success is replayed where the group opens with the same tokens. About 40 bytes
     a token are kept of ``each`` completions of at most ``kept_prompts`` prompts.
 
-    Departures: rho is to the policy that drew the success; the released code scores it anew, so
-    that its ratio begins at 1. That code takes a group for failed at a mean below 0.2 with a
-    deviation below 0.05, adds half a point for well-formed actions (a reward part of the
+    Departures: the loss is the paper's mean over completions, where the released code averages over
+    the batch's tokens; rho is to the policy that drew the success; the released code scores it
+    anew, so that its ratio begins at 1. That code takes a group for failed at a mean below 0.2 with
+    a deviation below 0.05, adds half a point for well-formed actions (a reward part of the
     environment here), and clips twice, at 3 (``dual_clip``). The paper's choice of tasks, those
     that the first policy solves at least once, is a choice of ``data.train``.
     """
