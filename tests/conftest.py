@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ OLD_EMITTERS = importlib.metadata.version("jaxlib").startswith("0.10.")
 """Whether XLA can do without its newer emitters; a later one ends the process at the flag."""
 MAPPINGS, MOST_MAPPINGS = pathlib.Path("/proc/self/maps"), 10_000
 """Pieces of memory of a process. Each program has several, and Linux lets it have 65,530."""
-sys.path.insert(0, str(CHECKOUT / "tests"))  # for tpu_programs
+sys.path.insert(0, str(CHECKOUT / "tests"))  # for tpu_programs and needs_extra
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -60,6 +61,7 @@ os.environ["WANDB_MODE"] = "disabled"
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import jax
+import needs_extra
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -71,6 +73,26 @@ def few_programs():
     yield
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
+
+
+def pytest_configure(config):
+    """Tells modules and workers which extras are there for certain."""
+    if (extras := config.getoption("--extras")) is not None:
+        unknown = set(filter(None, extras.split(","))) - set(needs_extra.declared())
+        if unknown:
+            raise pytest.UsageError(f"--extras: no extra is called {', '.join(sorted(unknown))}")
+        os.environ[needs_extra.VARIABLE] = extras
+
+
+def extras_of(item):
+    """The extras that a test needs."""
+    return [name for mark in item.iter_markers("extra") for name in mark.args]
+
+
+def pytest_runtest_setup(item):
+    """Skips a test whose extra is missing, or fails it where the extra must be there."""
+    for extra in extras_of(item):
+        needs_extra.skip_or_fail(extra)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -92,10 +114,28 @@ BEGIN = time.monotonic()
 
 def pytest_addoption(parser):
     parser.addoption("--record", metavar="FILE", help="write a summary of the run, in Markdown")
+    parser.addoption(
+        "--extras", metavar="NAME,...", help="extras whose tests must run; one that skips fails"
+    )
+
+
+def skipped_extras(reports):
+    """How many reports skipped for want of each extra."""
+    counts = {}
+    for report in reports:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        match = re.search(r"needs the extra ([\w-]+) ", reason)
+        if match:
+            counts[match[1]] = counts.get(match[1], 0) + 1
+    return counts
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Writes what a full run gave, so that the last one can be read in the repository."""
+    """Says which extras were missing; writes what a full run gave, to be read in the repository."""
+    left_out = skipped_extras(terminalreporter.stats.get("skipped", ()))
+    if left_out:
+        names = ", ".join(f"{name} ({count})" for name, count in sorted(left_out.items()))
+        terminalreporter.write_line(f"skipped for want of an extra: {names}: make extras-test")
     if config.getoption("--record") is None:
         return
     stats = terminalreporter.stats
@@ -119,6 +159,12 @@ def pytest_terminal_summary(terminalreporter, config):
         + f" in {seconds / 60:.0f} minutes on {os.cpu_count()} cores"
         + f" (Python {platform.python_version()}, {versions}).",
         "",
+        *(
+            f"The tests of the extra {name} ({count} skipped) run in an environment of their own: "
+            "`last_extras_run.md`."
+            for name, count in sorted(left_out.items())
+        ),
+        *([""] if left_out else []),
         "| file | seconds |",
         "| --- | ---: |",
         *(f"| `{file}` | {spent:.0f} |" for file, spent in slowest),
