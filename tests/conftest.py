@@ -84,19 +84,18 @@ def pytest_configure(config):
         os.environ[needs_extra.VARIABLE] = extras
 
 
-def extras_of(item):
-    """The extras that a test needs."""
-    return [name for mark in item.iter_markers("extra") for name in mark.args]
-
-
 def pytest_runtest_setup(item):
     """Skips a test whose extra is missing, or fails it where the extra must be there."""
-    for extra in extras_of(item):
-        needs_extra.skip_or_fail(extra)
+    for mark in item.iter_markers("extra"):
+        needs_extra.skip_or_fail(*mark.args)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Marks the tests of ``slow.txt`` as slow."""
+    """Marks the tests of ``slow.txt`` as slow; leaves those of one extra, where that is asked."""
+    if (only := config.getoption("--only-extra")) is not None:
+        marked = [i for i in items if any(only == m.args[0] for m in i.iter_markers("extra"))]
+        config.hook.pytest_deselected(items=[i for i in items if i not in marked])
+        items[:] = marked
     lines = (CHECKOUT / "tests" / "slow.txt").read_text().splitlines()
     left = {f"tests/{line}": False for line in lines if line and not line.startswith("#")}
     for item in items:
@@ -117,6 +116,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--extras", metavar="NAME,...", help="extras whose tests must run; one that skips fails"
     )
+    parser.addoption("--only-extra", metavar="NAME", help="only the tests marked for this extra")
 
 
 def skipped_extras(reports):

@@ -1,7 +1,8 @@
 """Tests that need an extra of ``pyproject.toml``: marked by its name, or skipped with their module.
 
-    pytestmark = pytest.mark.extra("mcp")        # or a mark of one test
-    require("serve")                             # before a module imports the extra's packages
+    pytestmark = pytest.mark.extra("mcp")          # or a mark of one test
+    pytestmark = pytest.mark.extra("dev", "torch")   # only this package of the extra
+    require("serve")                               # before a module imports the extra's packages
 
 ``make test`` skips them where the extra is not installed, and says so. ``--extras`` names extras
 that are there for certain: a test of one of those that cannot run is a failure. Which tests belong
@@ -51,27 +52,30 @@ def promised() -> set[str]:
 
 
 @cache
-def lacks(extra: str) -> list[str]:
-    """The packages of an extra that are not installed here."""
+def lacks(extra: str, *packages: str) -> list[str]:
+    """The packages of an extra that are not installed here; of those alone that are named."""
     lines = [line for name in within(extra) for line in declared()[name]]
-    return missing([line for line in lines if not line.startswith("jrl-lm[")])
+    return missing(
+        [
+            line
+            for line in lines
+            if not line.startswith("jrl-lm[")
+            and (not packages or re.match(r"[\w.-]+", line)[0] in packages)
+        ]
+    )
 
 
-def why_not(extra: str) -> str:
-    """Why the tests of an extra cannot run here; "" where they can."""
-    absent = ", ".join(lacks(extra))
-    return f"needs the extra {extra} ({absent}): make extras-test" if absent else ""
-
-
-def skip_or_fail(extra: str, *, module: bool = False) -> None:
+def skip_or_fail(extra: str, *packages: str, module: bool = False) -> None:
     """Skips a test or its module where an extra is missing; fails it where it must be there."""
-    reason = why_not(extra)
-    if reason and extra in promised():
+    absent = lacks(extra, *packages)
+    if not absent:
+        return
+    reason = f"needs the extra {extra} ({', '.join(absent)}): make extras-test"
+    if extra in promised():
         pytest.fail(reason, pytrace=False)
-    if reason:
-        pytest.skip(reason, allow_module_level=module)
+    pytest.skip(reason, allow_module_level=module)
 
 
-def require(extra: str) -> None:
-    """Ends the collection of a module whose extra is missing."""
-    skip_or_fail(extra, module=True)
+def require(extra: str, *packages: str) -> None:
+    """Ends the collection of a module whose extra, or those packages of it, are missing."""
+    skip_or_fail(extra, *packages, module=True)

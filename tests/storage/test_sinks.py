@@ -28,8 +28,8 @@ def test_a_package_that_is_not_installed_is_named_with_the_remedy(
         RunWriter(config_in(tmp_path, override))
 
 
+@pytest.mark.extra("tensorboard")
 def test_tensorboard_events_are_written(tmp_path):
-    pytest.importorskip("tensorboardX")
     writer = RunWriter(config_in(tmp_path, "log.to=tensorboard"))
     writer.write(1, {"loss": 0.5, "kl": float("nan"), "note": "text"})
     writer.close()

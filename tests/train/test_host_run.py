@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import re
 import signal
@@ -763,9 +762,7 @@ def shipped(place, run, name, *more):
             ["data.turn_tokens=8", "data.max_prompt_tokens=250", "data.turns=2"],
             marks=[
                 pytest.mark.slow,
-                pytest.mark.skipif(
-                    importlib.util.find_spec("textarena") is None, reason="it is not installed"
-                ),
+                pytest.mark.extra("textarena"),
             ],
         ),
         ("prover", ["data.max_prompt_tokens=300", "data.turn_tokens=20"]),

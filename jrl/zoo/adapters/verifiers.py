@@ -25,6 +25,7 @@ from jrl.models.chat_frames import Message
 from jrl.system.extras import install_line, need
 from jrl.types import NOTHING, Prompt
 from jrl.user_code import load
+from jrl.zoo.adapters.verifiers_loop import chat_loop
 from jrl.zoo.adapters.verifiers_service import Service, completion
 
 _TURNS = 16
@@ -137,8 +138,6 @@ def _checked(id: str, make: Any, *arguments: Any) -> Any:
 
 def _config(vf: Any, id: str, arguments: Mapping[str, Any], turns: int) -> Any:
     """The environment's configuration, with what JRL sets where it is left open."""
-    from jrl.zoo.adapters import verifiers_loop
-
     name = id
     if ":" in id:  # a file's module is known to verifiers by its stem
         taskset = load(id, "data.id")
@@ -151,8 +150,7 @@ def _config(vf: Any, id: str, arguments: Mapping[str, Any], turns: int) -> Any:
         changes: dict[str, Any] = {"max_turns": turns or agent.max_turns or _TURNS}
         harness = agent.harness
         if harness is None and plain:
-            harness = verifiers_loop.ChatLoopConfig(id=verifiers_loop.NAME)
-            changes["harness"] = harness
+            harness = changes["harness"] = chat_loop()
         if "runtime" not in agent.model_fields_set:
             ident = harness.id if harness is not None else vf.default_harness_id(name)
             if _executes(vf, ident):
@@ -256,7 +254,9 @@ async def _play(
             raise EnvError("the environment rewrites what was said before, which a row cannot")
         new = messages[len(past) + 1 :] if past else messages
         past = list(messages)
-        reply = await policy(_shown([_message(m, family, names) for m in new], family, tools, reply))
+        reply = await policy(
+            _shown([_message(m, family, names) for m in new], family, tools, reply)
+        )
         calls = _calls(reply, family, tools, names)
         conversation.answer(completion(reply.turn, reply.text, calls, reply.cut))
     if reply is None:

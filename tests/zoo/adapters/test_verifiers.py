@@ -5,20 +5,22 @@ import sys
 
 import numpy as np
 import pytest
+from needs_extra import require
 
 from jrl.episodes.host import EnvError, Reply, check_feedback
 from jrl.episodes.parsers import Call, get_parser
 from jrl.errors import UserError
 from jrl.types import Prompt
 
-pytest.importorskip("verifiers")
+require("verifiers")
 
 from jrl.zoo.adapters.verifiers import from_verifiers  # noqa: E402
 
 # tenacity's, in verifiers' client of tool servers
-pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter:DeprecationWarning")
+INITIAL = pytest.mark.filterwarnings("ignore:The 'initial' parameter:DeprecationWarning")
+pytestmark = [INITIAL, pytest.mark.extra("verifiers")]
 PROMPT = Prompt(0, "", np.zeros(0, np.int32), None)
-WORDS = '''
+WORDS = """
 import asyncio
 
 import verifiers.v1 as vf
@@ -56,8 +58,8 @@ class Words(vf.Taskset[Word, Config]):
     def load(self):
         for word in self.config.words:
             yield Word(Data(prompt=word, answer=word[::-1], system_prompt="Backwards."))
-'''
-TOOLS = '''
+"""
+TOOLS = """
 import verifiers.v1 as vf
 from shouting_tools import Shouting, ShoutingConfig
 
@@ -82,7 +84,7 @@ class Task(vf.Task[Data]):
 class Shout(vf.Taskset[Task, vf.TasksetConfig]):
     def load(self):
         yield Task(Data(prompt="Shout abc.", answer="ABC"))
-'''
+"""
 SERVER = '''
 import verifiers.v1 as vf
 
