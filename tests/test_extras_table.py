@@ -15,7 +15,7 @@ FILES = sorted(path for path in TESTS.rglob("*.py") if "__pycache__" not in path
 
 def files_of(entry):
     """The files of an extra, also where only a test of one is named."""
-    names = (*entry.get("tests", ()), *entry.get("marked", ()))
+    names = (name for key in ("tests", "marked", "long") for name in entry.get(key, ()))
     return {name.partition("::")[0] for name in names}
 
 
@@ -32,9 +32,10 @@ def marks(tree):
 def test_every_extra_has_tests_that_exist():
     assert set(TABLE) == set(needs_extra.declared())
     for extra, entry in TABLE.items():
-        assert set(entry) <= {"tests", "marked", "tools"}, extra
+        assert set(entry) <= {"tests", "marked", "long", "tools"}, extra
+        assert "long" not in entry or extra in needs_extra.within("dev"), extra
         assert entry["tests"], extra
-        for name in (*entry["tests"], *entry.get("marked", ())):
+        for name in (*entry["tests"], *files_of(entry)):
             file, _, test = name.partition("::")
             assert (TESTS.parent / file).is_file(), name
             assert not test or f"def {test}(" in (TESTS.parent / file).read_text(), name

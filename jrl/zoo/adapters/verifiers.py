@@ -219,6 +219,7 @@ def _tools(vf: Any, id: str, config: Any, task: Any) -> tuple[dict[str, Any], ..
                         await run
         finally:
             await service.close()
+            await asyncio.sleep(0.1)  # programs that were killed are waited for in this loop
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # this one may have an event loop
         try:

@@ -242,6 +242,7 @@ def test_without_jetstream_the_command_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "jetstream"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jetstream", None)
+    jetstream_engine.library.cache_clear()
     with pytest.raises(UserError, match=r"pip install --no-deps google-jetstream==0\.2\.2"):
         jetstream_engine.library()
 
