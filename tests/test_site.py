@@ -102,8 +102,8 @@ def is_open(table):
 
 
 @pytest.mark.slow
+@pytest.mark.extra("docs")
 def test_mkdocs_builds_it_without_a_warning(site):
-    pytest.importorskip("material", reason="needs the extra docs")
     built = subprocess.run(
         [sys.executable, str(ROOT / ".ci" / "site.py")], capture_output=True, text=True
     )

@@ -351,7 +351,10 @@ def test_a_long_text_is_encoded_without_the_interpreters_lock(tmp_path):
     assert max(b - a for a, b in itertools.pairwise(seen)) < 0.7 * (ended - began)
 
 
+@pytest.mark.extra("dev", "transformers")
 def test_the_built_in_tokenizer_is_read_back_here_and_by_transformers(tmp_path):
+    import transformers
+
     built_in = char_tokenizer()
     built_in.save(tmp_path)
     text = "50352> is 02355, a?"
@@ -360,7 +363,6 @@ def test_the_built_in_tokenizer_is_read_back_here_and_by_transformers(tmp_path):
     assert read.encode(text) == ids
     assert (read.vocab_size, read.eos_id, read.pad_id) == (built_in.vocab_size, 1, 0)
     assert read.decode([*ids, 1, 0]) == text
-    transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert theirs(text)["input_ids"] == ids
     assert (theirs.eos_token_id, theirs.pad_token_id) == (1, 0)
