@@ -243,6 +243,7 @@ def settings() -> dict[str, Any]:
     features = ("content.code.copy", "navigation.indexes", "navigation.tabs", "navigation.top")
     options = {
         "docstring_style": "google",
+        "docstring_options": {"returns_multiple_items": False, "returns_named_value": False},
         "docstring_section_style": "list",
         "extensions": ["site_parts.griffe_markdown"],
         "filters": ["!^_"],
