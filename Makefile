@@ -17,6 +17,8 @@ EXTRA := $(if $(filter cpu,$(ACCEL)),,$(ACCEL))
 # One stamp for each set of packages, newer than pyproject.toml when the set is installed.
 RUN_STAMP := $(VENV)/.installed-run-$(ACCEL)
 DEV_STAMP := $(VENV)/.installed-dev-$(ACCEL)
+SITE_VENV := build/site-venv
+SITE_STAMP := $(SITE_VENV)/.installed
 # On CPU say so to JAX, or it complains about an accelerator that it was not installed for.
 ON := $(if $(filter cpu,$(ACCEL)),JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu},)
 # pip compiles every module it installs, a third of its time; Python compiles those it imports.
@@ -104,9 +106,16 @@ lowest-test: $(BIN)/python ## train with the lowest versions that pyproject.toml
 ci: ## everything a commit must pass
 	.ci/run
 
-site: $(DEV_STAMP) ## the documentation as a site, in build/docs/site; needs the extra docs
-	$(BIN)/python $(PIP_INSTALL) -e '.[docs]'
-	$(BIN)/python .ci/site.py
+# An environment of its own: neither PyTorch nor the tools of dev are needed to write HTML.
+$(SITE_STAMP): pyproject.toml | $(BIN)/python
+	@echo "Installing what builds the site into $(SITE_VENV) ..."
+	@rm -rf $(SITE_VENV)
+	@$(BIN)/python -m venv $(SITE_VENV)
+	@$(SITE_VENV)/bin/python $(PIP_INSTALL) -e '.[docs]'
+	@touch $@
+
+site: $(SITE_STAMP) ## the documentation as a site, in build/docs/site
+	JAX_PLATFORMS=cpu $(SITE_VENV)/bin/python .ci/site.py
 
 notebooks: $(DEV_STAMP) ## execute the notebooks and keep their outputs: ARGS="3 5" for some
 	$(BIN)/python .ci/notebooks.py $(ARGS)
