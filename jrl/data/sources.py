@@ -16,7 +16,7 @@ from jrl.data.tables import Chain, CsvSource, GzipSource, JsonSource, Mixture, S
 from jrl.errors import UserError
 from jrl.hub import data_files, hub_name
 from jrl.system.extras import need
-from jrl.system.json_text import parse_json
+from jrl.system.json_text import parse_json, refuse_pointer
 from jrl.user_code import GIVEN, given_value
 
 _KINDS: Mapping[str, Callable[[Path], Source]] = {
@@ -71,7 +71,7 @@ def open_source(
     if (of_hub := hub_name(spec)) is not None:
         return _rows_of(data_files(of_hub, key), spec, key)
     path = Path(spec).expanduser()
-    if _suffix(path) is None:
+    if _suffix(path) is None and not path.is_dir():
         raise UserError(f"{key} = {spec!r}; {_FORMS}")
     if not path.is_file() and set("*?[") & set(spec):
         paths = sorted(glob.glob(str(path), recursive=True))
@@ -111,6 +111,8 @@ def _rows_of(paths: Sequence[Path], spec: str, key: str) -> Source:
     unread = [path for path in paths if _suffix(path) is None]
     if unread:
         raise UserError(f"{key} = {spec!r}: it matches {unread[0]}; {_FORMS}")
+    for path in paths:
+        refuse_pointer(path)
     sources = [_KINDS[_suffix(path) or ""](path) for path in paths]
     if not any(map(len, sources)):
         raise UserError(f"{key} = {spec!r}: the file has no rows")

@@ -132,9 +132,9 @@ _REFUSED = {
     "pidfd_getfd": (438, 438),
     "io_uring_setup": (425, 425),
 }
-_SOCKET, _FAMILIES = (41, 198), (1, 2, 10, 16)
-"""Unix, IPv4, IPv6, netlink: a network namespace holds them. Sockets to the host of a virtual
-machine (vsock), for one, it does not."""
+_SOCKET, _FAMILIES = (41, 198), (2, 10, 16)
+"""IPv4, IPv6, netlink: a network namespace holds them. It does not hold sockets to the host of a
+virtual machine (vsock), nor those with a path, by which services listen (unix); pairs stay."""
 _REFUSED_BESIDE_OTHERS = {
     "socket": _SOCKET,  # socketpair stays, which asyncio and multiprocessing use
     # A process that leaves the group outlives the signal that ends the group.
@@ -279,11 +279,16 @@ def execute(code: str) -> int:
             if value is not None:
                 print(repr(value))
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, int):
+            return error.code & 0xFF if abs(error.code) < 2**31 else 1
+        return int(error.code is not None)
     except BaseException as error:
         trace = error.__traceback__
         error.__traceback__ = trace.tb_next if trace is not None else None  # not this file's line
-        traceback.print_exception(error)
+        try:
+            traceback.print_exception(error)
+        except BaseException:  # the code has taken away what it takes
+            os.write(2, f"{type(error).__name__}\n".encode())
         return 1
     return 0
 
@@ -296,9 +301,12 @@ def main() -> None:
     os.open(os.devnull, os.O_RDONLY)
     confine(spec)
     sys.argv = ["<python>"]
+    leave = os._exit
     status = execute(code)
-    sys.stdout.flush()
-    os._exit(status)
+    try:
+        sys.stdout.flush()
+    finally:  # the code may have put something else in its place
+        leave(status)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ def make_reward(name: str, **options: Any) -> RewardFn:
     # in the other form an argument may be a column, which the data has or not
     check_options(function, options, f"rewards.{name}", first=int(samples), all_given=samples)
     if ":" not in name:
+        function([], **options)  # says what is wrong with the options
         return functools.partial(function, **options)
     if name.startswith(GIVEN):  # a worker process could not find it by this name
         return functools.partial(adapted(function), **options)

@@ -21,7 +21,7 @@ from jrl.data.prompts import build_prompts
 from jrl.data.sources import MemoryRows, open_source
 from jrl.data.tasks import Task
 from jrl.episodes import Env
-from jrl.errors import Mistakes, UserError, unknown_choice
+from jrl.errors import Mistakes, UserError, nearest, unknown_choice
 from jrl.mesh import batch_shards
 from jrl.methods.base import Method
 from jrl.models import hf
@@ -371,6 +371,12 @@ def reward_weights(config: Config) -> dict[str, float]:
         if data.reward_names and name not in data.reward_names and not own:
             error = unknown_choice("rewards", name, data.reward_names)
             raise UserError(f"{error}, {FORMS}") if data.own_rewards else error
+        if name in data.reward_names and (options := config.rewards[name].options):
+            option, value = next(iter(options.items()))
+            raise UserError(
+                f"rewards.{name}.{option} = {value!r}: there is no such option;"
+                f" {nearest(option, RewardTable.model_fields)}"
+            )
     tables = config.rewards.items()
     return {name: table.weight for name, table in tables} or dict(data.default_rewards)
 

@@ -72,8 +72,12 @@ def load_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
     options = table.options
     given = options.pop("path", None)
     if not isinstance(given, str) or options:
-        wrong = f"unknown keys {', '.join(options)}" if options else f"path = {given!r}"
-        raise UserError(f"rewards.model: {wrong}; it takes path, a run directory, and weight")
+        wrong = [
+            f"rewards.model.{name} = {value!r}: no such key" for name, value in options.items()
+        ]
+        wrong += ["rewards.model.path is missing"] if given is None else []
+        wrong = wrong or [f"rewards.model.path = {given!r}"]
+        raise UserError(f"{wrong[0]}; it takes path, a run directory, and weight")
     directory = Path(given)
     if not (directory / "config.toml").exists():
         raise UserError(
