@@ -404,7 +404,8 @@ def _of_name(name: str) -> ModuleType:
 def _what_failed(error: BaseException, place: str) -> str:
     """The error of an import in one line, with the line of the file where there is one."""
     if isinstance(error, SyntaxError):
-        return f"{error.filename or place}, line {error.lineno}: {error.msg}"
+        line = f", line {error.lineno}" if error.lineno else ""
+        return f"{error.filename or place}{line}: {error.msg}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     frames = [f for f in frames if "site-packages" not in f.filename] or frames  # the user's line
     where = f", line {frames[-1].lineno}" if frames[-1].filename != __file__ else ""

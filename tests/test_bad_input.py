@@ -152,7 +152,10 @@ SETTINGS = {
     "model size": (["model.config.heads=3"], "kv_heads = 2", "divisor of model.config.heads = 3"),
     "model key": (["model.config.embed=3"], "model.config.embed", "embed_dim"),
     "no model": (["model.config="], "model.path and model.config are both missing"),
-    "vocabulary": (["model.config.vocab_size=5"], "48 ids", "vocabulary has only 5"),
+    "vocabulary": (
+        ["model.config.vocab_size=5"],
+        "model.config.vocab_size = 5; data.task = 'sorting' has 48 ids; remove it",
+    ),
     "top-k": (["sampling.top_k=9999"], "sampling.top_k = 9999", "the vocabulary has"),
     "length": (["model.config.max_length=6"], "may reach 12", "the model holds 6"),
     "on the host": (

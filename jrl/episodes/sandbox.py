@@ -152,7 +152,8 @@ class Sandbox:
     async def run(self, code: str) -> SandboxResult:
         """Runs code and waits for its end, or ends it; never longer than a second past the limit.
 
-        The time that a run waits for others is not counted, here nor against ``Limits``.
+        The time that a run waits for others, and that removing its files takes afterwards, is not
+        counted; the first is not counted against ``Limits`` either.
 
         Raises:
           EnvError: no other run ends for ten minutes.
@@ -163,36 +164,44 @@ class Sandbox:
             return await self._run(code)
 
     async def _run(self, code: str) -> SandboxResult:
-        begin = time.monotonic()
         spec = _spec(self.limits, self._way, next(self._uids))
-        with contextlib.ExitStack() as stack:
-            directory = None
+        if self.apart:
+            return await self._run_in(None, spec, code)
+        directory = tempfile.mkdtemp(prefix="jrl-sandbox-")
+        try:
+            if spec["uid"] is not None:
+                os.chown(directory, spec["uid"], spec["uid"])
+            return await self._run_in(directory, spec, code)
+        finally:
+            # In a thread: a slow disk takes seconds for thousands of files, and others wait here.
+            await asyncio.to_thread(_remove, directory, spec["uid"])
+
+    async def _run_in(
+        self, directory: str | None, spec: dict[str, Any], code: str
+    ) -> SandboxResult:
+        """A run with this directory for its files, or with a file system of its own."""
+        begin = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            *_command(self._way, spec),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=_environment(directory),
+            cwd=directory or "/",
+            start_new_session=True,
+        )
+        status = "killed"
+        output = bytearray()
+        collecting = self._collect(process, code.encode("utf-8", "replace"), output)
+        watching = watch(process.pid, self.limits, directory)
+        try:
+            status = await _first(collecting, watching, self.limits.seconds)
+        finally:
+            if status:
+                _kill(process.pid)
+            await _finish(process)
             if not self.apart:
-                directory = tempfile.mkdtemp(prefix="jrl-sandbox-")
-                stack.callback(_remove, directory, spec["uid"])
-                if spec["uid"] is not None:
-                    os.chown(directory, spec["uid"], spec["uid"])
-            process = await asyncio.create_subprocess_exec(
-                *_command(self._way, spec),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=_environment(directory),
-                cwd=directory or "/",
-                start_new_session=True,
-            )
-            status = "killed"
-            output = bytearray()
-            collecting = self._collect(process, code.encode("utf-8", "replace"), output)
-            watching = watch(process.pid, self.limits, directory)
-            try:
-                status = await _first(collecting, watching, self.limits.seconds)
-            finally:
-                if status:
-                    _kill(process.pid)
-                await _finish(process)
-                if not self.apart:
-                    _kill_left(process.pid, spec["uid"])
+                _kill_left(process.pid, spec["uid"])
         if not status:
             status = "ok" if process.returncode == 0 else "error"
             if process.returncode and process.returncode < 0:

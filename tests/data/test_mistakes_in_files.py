@@ -191,6 +191,19 @@ def test_a_column_of_another_type_in_parquet(tmp_path):
     assert "row 1: question must be" in said_of(tmp_path, "a.parquet", content, prompts_of)
 
 
+def test_a_damaged_page_of_parquet(tmp_path):
+    content = bytearray(parquet(question=["a?" * 50, "b?"], answer=["a", "b"]))
+    content[8:40] = b"\xff" * 32  # the header of the first page; the footer stays
+    said = said_of(tmp_path, "a.parquet", bytes(content), prompts_of)
+    assert "row 0: row group 0 cannot be read" in said
+
+
+def test_very_many_lines_of_a_small_file_are_refused_before_memory_is_full(tmp_path, monkeypatch):
+    monkeypatch.setattr("jrl.system.memory.host_bytes", lambda: 2**27)
+    said = said_of(tmp_path, "a.jsonl.gz", gzip.compress(b"{}\n" * 700_000), prompts_of)
+    assert "a.jsonl.gz, decompressed: this takes at least" in said
+
+
 def test_a_line_of_100_megabytes_is_named(tmp_path):
     content = b'{"question": "' + b"x" * 100_000_000 + b'", "answer": "2"}\n'
     said = said_of(tmp_path, "a.jsonl", GOOD + content, prompts_of)
