@@ -276,14 +276,20 @@ def made_by(function: Callable[..., Any], setting: str, *args: Any, **options: A
       **options: more.
 
     Raises:
-      UserError: it raised something, named with its line.
+      UserError: it raised something, or would end the process, named with its line.
     """
+    name = getattr(function, "__name__", "the function")
     try:
-        with _no_wide_numbers(setting, getattr(function, "__name__", "the function"), "calling"):
+        with _no_exit(), _no_wide_numbers(setting, name, "calling"):
             return function(*args, **options)
     except UserError:
         raise
-    except Exception as error:
+    except _ExitError as error:
+        raise UserError(
+            f"{setting}: {name} calls os._exit({error.code}), which would end the run; remove the"
+            " call"
+        ) from None
+    except (Exception, SystemExit) as error:
         raise UserError(f"{setting}: {_what_failed(error, setting)}") from error
 
 

@@ -10,10 +10,21 @@ name. ``CONTRADICTIONS`` are pairs of sound values that do not go together.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import pathlib
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jrl.config import describe
+import jax
+
+from jrl.config import describe, load_config
+from jrl.models import hf
+from jrl.models.config import ModelConfig
+from jrl.models.transformer import transformer
+from jrl.run.metric_names import check_metric_names
+from jrl.run.reward_probe import check_reward_columns, probe_rewards
+from jrl.storage.metrics import check_run_dir
+from jrl.train import build, programs
+from jrl.train.batches import check_sources
 
 SIZES = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 TASK = ("data.task=sorting", f"model.config={SIZES}", "train.prompts=4", "eval.problems=4")
@@ -28,6 +39,49 @@ PAIRS = (
 )
 NIM = (*TASK[1:], "data.env=nim")
 BASES = {"task": TASK, "text": TEXT, "pairs": PAIRS, "env": NIM}
+
+
+def write_sound_files(root: pathlib.Path) -> pathlib.Path:
+    """Writes what PLACE in the bases stands for: a checkpoint, questions and pairs."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    words = ["<stop>", *"abcdefghijklmnopqrstuvwxyz? "]
+    backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    sizes = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
+    model = ModelConfig(vocab_size=32, max_length=48, **sizes)
+    hf.save(root / "model", model, jax.device_get(transformer(model).init(jax.random.key(0))))
+    backend.save(str(root / "model" / "tokenizer.json"))
+    (root / "model" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    asked = [f"how many {what}?" for what in ("eels", "whales", "cows")]
+    rows = [{"question": text, "answer": "5"} for text in asked]
+    pairs = [{"prompt": text, "chosen": "five", "rejected": "one"} for text in asked]
+    for name, lines in (("data", rows), ("pairs", pairs)):
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    return root
+
+
+def set_up(place: pathlib.Path, overrides: Sequence[str], probe: bool = False) -> None:
+    """All that a run does before it compiles, as ``jrl.run.run`` does it.
+
+    Args:
+      place: what PLACE stands for.
+      overrides: of the run.
+      probe: whether to call reward functions of one's own once, too.
+    """
+    config = load_config(None, [text.replace("PLACE", str(place)) for text in overrides])
+    run = build.setup(config)
+    programs.check_trainable(run)
+    check_sources(run)
+    check_reward_columns(config, run.data.prompts.get("train") or ())
+    check_metric_names(run)
+    if not config.data.scored:
+        with build.reward_pool(config) as pool:
+            if probe:
+                probe_rewards(run, pool)
+    if config.run.dir:
+        check_run_dir(config)
 
 
 class Mistake(NamedTuple):

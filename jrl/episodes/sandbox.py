@@ -202,6 +202,7 @@ class Sandbox:
             await _finish(process)
             if not self.apart:
                 _kill_left(process.pid, spec["uid"])
+            await _finish(process)  # what was killed only now had held the pipe
         if not status:
             status = "ok" if process.returncode == 0 else "error"
             if process.returncode and process.returncode < 0:

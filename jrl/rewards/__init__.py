@@ -23,6 +23,10 @@ REWARDS: dict[str, Callable[..., list[float]]] = {
 """The library's own reward functions by name."""
 
 
+def _nothing() -> None:
+    """What a function without ``prepare`` prepares."""
+
+
 class UserReward:
     """A reward function named "FILE.py:function" or "module:function".
 
@@ -42,8 +46,8 @@ class UserReward:
         return adapted(load(self.spec, "rewards"))
 
     def prepare(self) -> None:
-        """Loads the function; the pool calls this once in each worker."""
-        self._function()
+        """Loads the function, and calls its own ``prepare``; once in each process that calls it."""
+        getattr(self._function(), "prepare", _nothing)()
 
     def __call__(self, samples: list[Sample]) -> list[float]:
         """Calls the function."""

@@ -5,43 +5,18 @@ import pathlib
 
 import jax
 import pytest
-from mistakes import BASES, Mistake, all_mistakes
+from mistakes import BASES, Mistake, all_mistakes, set_up, write_sound_files
 
 from jrl.config import describe, load_config
 from jrl.errors import UserError
-from jrl.models import hf
-from jrl.models.config import ModelConfig
-from jrl.models.transformer import transformer
-from jrl.run.metric_names import check_metric_names
-from jrl.run.reward_probe import check_reward_columns
-from jrl.storage.metrics import check_run_dir
-from jrl.train import build, programs
-from jrl.train.batches import check_sources
 
-SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
 MISTAKES = all_mistakes()
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A checkpoint with a tokenizer of letters, questions and pairs; all is right."""
-    import tokenizers
-    from tokenizers import models, pre_tokenizers
-
-    root = tmp_path_factory.mktemp("sound")
-    words = ["<stop>", *"abcdefghijklmnopqrstuvwxyz? "]
-    backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    model = ModelConfig(vocab_size=32, max_length=48, **SIZES)
-    hf.save(root / "model", model, jax.device_get(transformer(model).init(jax.random.key(0))))
-    backend.save(str(root / "model" / "tokenizer.json"))
-    (root / "model" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
-    asked = [f"how many {what}?" for what in ("eels", "whales", "cows")]
-    rows = [{"question": text, "answer": "5"} for text in asked]
-    pairs = [{"prompt": text, "chosen": "five", "rejected": "one"} for text in asked]
-    for name, lines in (("data", rows), ("pairs", pairs)):
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    return root
+    return write_sound_files(tmp_path_factory.mktemp("sound"))
 
 
 @pytest.fixture(autouse=True)
@@ -50,20 +25,6 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield
     assert not list(tmp_path.iterdir())
-
-
-def set_up(place, overrides):
-    """All that a run does before it compiles: as ``jrl.run.run`` does it."""
-    config = load_config(None, [text.replace("PLACE", str(place)) for text in overrides])
-    run = build.setup(config)
-    programs.check_trainable(run)
-    check_sources(run)
-    check_reward_columns(config, run.data.prompts.get("train") or ())
-    check_metric_names(run)
-    if not config.data.scored:
-        build.reward_pool(config).close()
-    if config.run.dir:
-        check_run_dir(config)
 
 
 @pytest.fixture(scope="module")
