@@ -27,6 +27,7 @@ from jrl.methods.domains import (
     Positive,
     Range,
     Tokens,
+    check_band,
 )
 from jrl.methods.edit import refill
 from jrl.methods.group_relative import grpo
@@ -323,6 +324,7 @@ def epo_entropy(
     start of each training step. The paper also adds the term to PPO. Numbers are those of the
     released scripts.
     """
+    check_band(low=low, high=high)
     steered = base.after(entropy_history(turns, total_steps, low, high))
     return steered.plus(smoothed_entropy(entropy_coef, penalty, hinge=hinge))
 
