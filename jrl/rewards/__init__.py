@@ -23,6 +23,10 @@ REWARDS: dict[str, Callable[..., Any]] = {
 """The library's own reward functions by name."""
 
 
+def _nothing() -> None:
+    """What a function without ``prepare`` prepares."""
+
+
 class UserReward:
     """A reward function named "FILE.py:function" or "module:function".
 
@@ -42,8 +46,8 @@ class UserReward:
         return adapted(load(self.spec, "rewards"))
 
     def prepare(self) -> None:
-        """Loads the function; the pool calls this once in each worker."""
-        self._function()
+        """Loads the function, and calls its own ``prepare``; once in each process that calls it."""
+        getattr(self._function(), "prepare", _nothing)()
 
     def __call__(self, samples: list[Sample]) -> list[Points]:
         """Calls the function."""
@@ -76,6 +80,7 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
     # in the other forms an argument may be a column, which the data has or not
     check_options(function, options, key, first=int(samples), all_given=samples)
     if ":" not in name:
+        function([], **options)  # says what is wrong with the options
         return functools.partial(function, **options)
     if name.startswith(GIVEN):  # a worker process could not find it by this name
         return functools.partial(adapted(function), **options)

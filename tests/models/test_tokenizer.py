@@ -268,6 +268,23 @@ def test_a_normalizer_that_multiplies_text_is_refused(checkpoint, name):
         load_tokenizer(directory)
 
 
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
+def test_a_pattern_without_end_in_a_tokenizer_gives_up(checkpoint, part):
+    directory = checkpoint()
+    content = json.loads((directory / "tokenizer.json").read_text())
+    pattern = {"Regex": "(a+)+$"}
+    content[part] = {
+        "normalizer": {"type": "Replace", "pattern": pattern, "content": "b"},
+        "pre_tokenizer": {
+            **{"type": "Split", "pattern": pattern},
+            **{"behavior": "Isolated", "invert": False},
+        },
+    }[part]
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="cannot be used on .*retry-limit"):
+        load_tokenizer(directory).encode("a" * 4000 + "!")
+
+
 def test_usual_normalizers_are_read(checkpoint):
     directory = checkpoint()
     content = json.loads((directory / "tokenizer.json").read_text())
