@@ -186,6 +186,34 @@ def row_weight(c: Columns, column: str) -> Any:
     return _total(c, ()) * factors[:, None].astype(c.points.dtype)
 
 
+def bounded(c: Columns, column: str, weights: Sequence[float] = ()) -> Any:
+    """The mean of sigmoid(s - r) over the reference points r that each row has in ``column``.
+
+    PAR, "Reward Shaping to Mitigate Reward Hacking in RLHF" (arXiv:2502.18770): s is the score of a
+    reward model, r those of answers of the reference policy, of which one is enough; the reward is
+    in (0, 1), 1/2 at the reference, and saturates. It is as well the share of references that are
+    beaten under Bradley and Terry's model.
+
+    Args:
+      c: the parts.
+      column: with a number, or a list of numbers.
+      weights: of the parts in s.
+    """
+    xp, total = _xp(c), _total(c, weights)
+    points = xp.zeros_like(total)
+    references = []
+    for row in c.rows:
+        value = row.get(column, math.nan)
+        references.append([float(x) for x in (value if isinstance(value, list) else [value])])
+    most = max((len(each) for each in references), default=1)
+    padded = xp.asarray([each + [math.nan] * (most - len(each)) for each in references])
+    if c.rows:
+        shifted = total[..., None] - padded[:, None].astype(total.dtype)
+        wins, known = 1 / (1 + xp.exp(-shifted)), ~xp.isnan(shifted)
+        points = xp.where(known, wins, 0).sum(-1) / xp.where(known.any(-1), known.sum(-1), math.nan)
+    return points
+
+
 def _moments(c: Columns, values: Any, over: str) -> tuple[Any, Any]:
     """Mean and deviation of the members with an opinion, over each group or all groups."""
     xp = _xp(c)
@@ -239,10 +267,13 @@ COMBINATORS: dict[str, Callable[..., Any]] = {
     "by_kind": by_kind,
     "schedule": schedule,
     "row_weight": row_weight,
+    "bounded": bounded,
     "normalise": normalise,
     "rank": rank,
 }
 """Combinators by name."""
+PUBLISHED = {"group_contrast": "jrl.zoo.rewards.combinators:group_contrast"}
+"""Combinators of one paper each, by name."""
 
 
 class Combined(NamedTuple):
@@ -301,8 +332,10 @@ def make_combined(name: str, combine: str, of: Sequence[str], options: dict[str,
         that does not fit.
     """
     key = f"rewards.{name}"
+    combine, named = PUBLISHED.get(combine, combine), combine
     if ":" not in combine and combine not in COMBINATORS:
-        raise UserError(f"{unknown_choice(f'{key}.combine', combine, COMBINATORS)}, {FORMS}")
+        choices = (*COMBINATORS, *PUBLISHED)
+        raise UserError(f"{unknown_choice(f'{key}.combine', combine, choices)}, {FORMS}")
     if not of:
         raise UserError(
             f"{key}.combine = {combine!r} has nothing to combine; name parts in {key}.of"
@@ -323,10 +356,10 @@ def make_combined(name: str, combine: str, of: Sequence[str], options: dict[str,
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{key}: {combine} with {options} raises {error!r:.200}") from None
+        raise UserError(f"{key}: {named} with {options} raises {error!r:.200}") from None
     if tuple(shape) != (1, 2):
         size = f"{tuple(shape)} for points [1, 2, {len(of)}]"
-        raise UserError(f"{key}: {combine} returned shape {size}; return [N, G]")
+        raise UserError(f"{key}: {named} returned shape {size}; return [N, G]")
     return Combined(name, tuple(of), bound, str(options.get("column", "")))
 
 

@@ -34,7 +34,7 @@ from jrl.episodes.world import HostWorld, gather, host_world
 from jrl.errors import UserError
 from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import Tokenizer
-from jrl.rewards import REWARDS
+from jrl.rewards import FUNCTION_NAMES
 from jrl.sampling.places import entropy
 from jrl.sampling.slots import Measure
 from jrl.train.build import Run, run_features
@@ -378,7 +378,8 @@ def _check_parts(env: HostEnv, names: Iterable[str]) -> None:
         if name not in known:
             raise UserError(
                 f"rewards.{name}: the environment pays {', '.join(known)}, and reward functions are"
-                f" {', '.join(REWARDS)} and those of your own (FILE.py:function); choose from those"
+                f" {', '.join(FUNCTION_NAMES)} and those of your own (FILE.py:function); choose"
+                " from those"
             )
 
 
