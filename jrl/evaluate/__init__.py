@@ -83,7 +83,7 @@ class Evaluator:
         self.run = run = programs.as_evaluated(run)
         self.pool = pool
         self.told = ""  # how far an evaluation is; read by another thread
-        self._source = run_source(run, pool, {}, split="eval") if self.available else None
+        self._source = run_source(run, pool, split="eval") if self.available else None
 
     @property
     def available(self) -> bool:

@@ -82,44 +82,6 @@ def first_draw(plan: Plan) -> FirstDraw:
     )
 
 
-class HardProblems(NamedTuple):
-    """The problems that are mostly failed as a round begins; no others are drawn in it.
-
-    A problem that is left out is not tested again. Where all would be left out, the round has the
-    problems of the last one.
-
-    Attributes:
-      steps: training steps of a round.
-      attempts: completions of each problem by which it is judged.
-      most: share of them that may be successes.
-      above: points; a completion with more is a success.
-    """
-
-    steps: int
-    attempts: int
-    most: float
-    above: float
-
-
-class WrittenProblems(NamedTuple):
-    """Problems that another model writes as a round begins, after those that were failed.
-
-    They stand beside those of the data from then on, if the value network thinks them neither
-    hopeless nor easy: its number, a logit, behind what the policy would see first.
-
-    Attributes:
-      steps: training steps of a round.
-      problems: how many are asked for.
-      low: the least probability of success.
-      high: the greatest.
-    """
-
-    steps: int
-    problems: int
-    low: float
-    high: float
-
-
 def same_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
     """The reward parts [N, G, R] float32 as the reward functions gave them."""
     return rewards
@@ -162,7 +124,7 @@ class Method(NamedTuple):
     objective: Objective
     rewards: Callable[[np.ndarray, Rollout], np.ndarray] = same_rewards
     schedule: Schedule = Schedule()
-    curriculum: Curriculum | HardProblems | WrittenProblems | None = None
+    curriculum: Curriculum | None = None
     plan: Plan = Plan()
     edits: tuple[Edit, ...] = ()
     network: Callable[[Network], Network] = unchanged

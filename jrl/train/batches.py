@@ -25,7 +25,7 @@ from jrl.system.signals import Stopping
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.collect import Batches, Collector
-from jrl.train.curriculum import has_rounds, rounds_of
+from jrl.train.curriculum import HostRounds, host_tools, with_problems
 from jrl.train.disjoint import draw_ahead, restored
 from jrl.train.host_episodes import host_source
 from jrl.train.kinds import (
@@ -45,7 +45,7 @@ from jrl.train.recorded import RECORDED_REWARD, RecordedSource
 from jrl.train.resharding import ReshardedSampler
 from jrl.train.reward_model import NAME, ModelRewards
 from jrl.train.run_rows import line_ends
-from jrl.train.sources import Source
+from jrl.train.sources import Source, epoch_order
 from jrl.train.sources_own import Sampler, make_own_source
 from jrl.train.sources_task import EnvSource, TaskSource
 from jrl.train.sources_text import TextSampler, TextSource
@@ -53,25 +53,19 @@ from jrl.train.task_rewards import OwnRewards, is_own
 from jrl.train.tree_search import search_source, undrawn_text
 
 
-def run_source(
-    run: Run, pool: RewardPool | None, notes: Mapping[str, Any], split: str = "train"
-) -> Source:
+def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Source:
     """What draws the groups of a run, and what wraps it, from the inside out.
 
     Args:
       run: from ``build.setup``.
       pool: the reward functions on the host; None where nothing on the host judges.
-      notes: of a checkpoint; {} for a new run.
-      split: "train" or "eval"; an evaluation has neither rounds nor a replay.
+      split: "train" or "eval".
     """
     if split == "eval":
         source = HELD_OUT[type(run.kind)](run, pool)
         judged = pool is not None and not run.kind.eval_parts
         return with_model_rewards(run, source) if judged else source
-    if has_rounds(run.method):
-        source = rounds_of(run, pool, notes.get("curriculum"))
-    else:
-        source = SOURCES[type(run.kind)](run, pool)
+    source = SOURCES[type(run.kind)](run, pool)
     source = with_own_rewards(run, source, pool)
     source = with_model_rewards(run, source)
     return source
@@ -108,7 +102,7 @@ def table_of(run: Run, curriculum: Curriculum) -> Table:
     return Table(rows, 1, jnp.zeros(rows, jnp.int32))
 
 
-def tools_of(run: Run, source: Source) -> Callable[[Any], Any] | None:
+def tools_of(run: Run) -> Callable[[Any], Any] | None:
     """What the data of a run offers to plans."""
     if isinstance(run.kind.task, Task):
         return partial(TaskTools, run.kind.task)
@@ -116,7 +110,7 @@ def tools_of(run: Run, source: Source) -> Callable[[Any], Any] | None:
         return None
     sizes = run.data.prompts["train"], run.config.sampling.max_new_tokens
     hinted = Hinter(run) if in_text(run) else None
-    tools = TextTools(*sizes, hinted, source.prompts)
+    tools = TextTools(*sizes, hinted)
     return lambda key: tools
 
 
@@ -144,7 +138,8 @@ def training_batches(
     curriculum = run.method.curriculum
     # Where completions are given, nothing is sampled, whatever a plan says.
     method = run.method._replace(plan=Plan()) if run.config.data.given else run.method
-    source = run_source(run, pool, notes)
+    run, problems = with_problems(run)
+    source = run_source(run, pool)
     collector = Collector(
         source=source,
         prompts=run.config.train.prompts,
@@ -155,9 +150,11 @@ def training_batches(
         sampled=not run.config.data.scored,
         group=run.config.sampling.group,
         judge=run.rewards.judged,
-        tools=tools_of(run, source),
-        table=table_of(run, curriculum) if isinstance(curriculum, Curriculum) else None,
+        tools=tools_of(run),
+        table=None if curriculum is None else table_of(run, curriculum),
         contexts=in_text(run),
+        in_order=partial(epoch_order, run.config.data.order_seed(run.config.seed)),
+        rounds=HostRounds(source, problems, host_tools(run, source)),
         notes=notes,
     )
     if run.rollout_mesh is None:

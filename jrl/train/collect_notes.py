@@ -16,14 +16,17 @@ from jrl.train.plan import CollectState
 def packed(collected: CollectState) -> dict[str, Any]:
     """Arrays by name: each leaf of the states under its number, stores with rows end to end."""
     leaves, _ = jax.tree.flatten(collected, is_leaf=_is_store)
-    return {str(i): x.packed() if _is_store(x) else np.asarray(x) for i, x in enumerate(leaves)}
+    notes = {str(i): x.packed() if _is_store(x) else np.asarray(x) for i, x in enumerate(leaves)}
+    return notes | ({"added": list(collected.added)} if collected.added else {})
 
 
 def unpacked(like: CollectState, notes: Mapping[str, Any]) -> CollectState:
     """What ``packed`` was given; ``like`` is what the run began with."""
     leaves, structure = jax.tree.flatten(like, is_leaf=_is_store)
     values = [notes[str(i)] for i in range(len(leaves))]
-    return jax.tree.unflatten(structure, [_like(x, v) for x, v in zip(leaves, values, strict=True)])
+    made = [_like(x, v) for x, v in zip(leaves, values, strict=True)]
+    collected: CollectState = jax.tree.unflatten(structure, made)
+    return collected.replace(added=tuple(notes.get("added", ())))
 
 
 def _like(x: Any, value: Any) -> Any:

@@ -24,7 +24,7 @@ from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.methods import get_method
 from jrl.methods.base import Method
-from jrl.methods.curriculum import Curriculum, Table
+from jrl.methods.curriculum import Table
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
 from jrl.system.compile_reports import report_traced_run
@@ -117,7 +117,7 @@ class Iteration(NamedTuple):
             more = edit_counts(groups, trained, share, setting)
         batch = batch_of(trained, own=method.draw.own)
         state, metrics = self.train(state, batch, sampling_params)
-        if (curriculum := setting.curriculum) is not None:
+        if (curriculum := setting.method.curriculum) is not None:
             assert setting.table is not None
             sizes = mean_sizes(metrics.pop("advantages"), batch.mask)
             outcome = outcome_of(groups, trained, sizes, done, setting.table)
@@ -173,7 +173,7 @@ def make_iteration(
         judge=judge,
         order=lambda tickets: tickets,
         tools=partial(TaskTools, task) if isinstance(task, Task) else None,
-        table=pool_table(curriculum.pool) if isinstance(curriculum, Curriculum) else None,
+        table=None if curriculum is None else pool_table(curriculum.pool),
     )
     drawing = network if sampler is None else sampler
     how: dict[str, Any] = {"task": task, "parts": weights, "network": drawing}
@@ -183,7 +183,7 @@ def make_iteration(
 
 def shown_in_compiled(method: Method, prompts: int) -> int:
     """Groups whose advantages a compiled run's step returns: all, for a curriculum, or none."""
-    if not isinstance(method.curriculum, Curriculum):
+    if method.curriculum is None:
         return 0
     return prompts + sum(edit.extra(prompts) for edit in method.edits)
 

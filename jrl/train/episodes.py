@@ -19,7 +19,7 @@ from jrl.errors import UserError, unknown_choice
 from jrl.sampling.params import SamplingParams
 from jrl.train.members import flagged, members_of
 from jrl.train.sources import Groups, entries
-from jrl.train.sources_task import SAMPLE_STREAMS, task_problems, task_rollout
+from jrl.train.sources_task import sample_stream, task_problems, task_rollout
 from jrl.types import Array, Batch, Network, stream
 from jrl.types.asks import Asks, DrawRequest
 
@@ -78,7 +78,7 @@ def episode_rollout(
     own_policies = split == "train" and network.extras.stack is not None
     drawing = request.asks[0].policy
     played, slot_steps = play(
-        stream(request.key, SAMPLE_STREAMS[split], request.step),
+        stream(request.key, sample_stream(request), request.step),
         request.weights[drawing],
         starts,
         sampling_params,

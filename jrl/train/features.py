@@ -21,8 +21,7 @@ from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.episodes.host import HostEnv
 from jrl.errors import UserError
-from jrl.methods.base import HardProblems, Method, Schedule, WrittenProblems
-from jrl.methods.curriculum import Curriculum
+from jrl.methods.base import Method, Schedule
 from jrl.methods.edit import Stateless
 from jrl.methods.stores import is_by_prompt
 from jrl.models.config import ModelConfig
@@ -60,6 +59,7 @@ TABLE: tuple[Feature, ...] = (
     # -- the mode of a run
     _forbids("compiled", "host edits", "they run between the two programs"),
     _forbids("compiled", "search", "a search takes a host"),
+    _forbids("compiled", "rounds", "what it does between rounds takes a host"),
     _forbids("compiled", "own reward", "it judges on the host, between the two programs"),
     _forbids("compiled", "reward model", "it scores between the two programs"),
     # -- the network that a method trains
@@ -106,12 +106,10 @@ TABLE: tuple[Feature, ...] = (
     _forbids("further draws", "router replay", "their experts are not on record"),
     _forbids("episodes", "further members", "they are played for whole groups"),
     _forbids("search", "further members", "its members are the leaves of one tree"),
-    _needs("hard problems", "records", "those of a procedural task are never the same"),
-    _needs("hard problems", "text", "problems are tested as text"),
-    _needs("hard problems", "search", "problems are chosen for a search"),
+    _forbids("tests between rounds", "branches", "problems are tested by members drawn apart"),
     _needs("written problems", "episodes", "problems are written for an environment on the host"),
     _needs("host written problems", "writer", "nobody writes them"),
-    _forbids("written problems", "placement", "problems join the data between two rounds"),
+    _needs("estimates between rounds", "value network", "its numbers are read"),
     # -- what is drawn, and what the data hold
     _forbids("placement", "nothing drawn", "its devices are for a rollout"),
     _forbids("router replay", "nothing drawn, given completions", "nothing is sampled"),
@@ -181,9 +179,7 @@ WITHOUT: Mapping[str, str] = {
     "several policies": "set objective.policies to 1",
     "several processes": "use one host",
     "tree": "set tree.kind to 'none'",
-    "hard problems": "set objective.round_steps to 0",
-    "written problems": "set objective.written to 0",
-    "host written problems": "set objective.written to 0",
+    "rounds": "choose another method",
 }
 """What takes a feature away; of others the key that names it is removed."""
 
@@ -192,9 +188,7 @@ WITH: Mapping[str, tuple[str, str]] = {
     "experts": ("routed experts", "choose another model"),
     "fork": ("HostEnv.fork", "use an environment whose state can be copied"),
     "records": ("data.train", "give it, with data.env = FILE.py:function for episodes"),
-    "search": ("a search", "set tree.kind to 'search'"),
     "shared rows": ("a network that takes such rows", "use one of jrl.models.transformer"),
-    "text": ("text", "remove data.env"),
     "value network": (
         "a method with a value network",
         "remove it, or choose such a method, as ppo is",
@@ -322,7 +316,6 @@ def _data_features(config: Config, task: Task | Env | None) -> Features:
             "episodes": (data.plays, "data.env with data.train"),
             "device environment": (isinstance(task, Env), named),
             "records": (task is None, "data.train"),
-            "text": (task is None and not data.plays, "data.train"),
             "several groups": (players > 1, f"{named}, of {players} players,"),
             "own reward": (own, f"rewards.{own[0]}" if own else ""),
             "own reward of a task": (own and task is not None, f"rewards.{own[0]}" if own else ""),
@@ -337,18 +330,18 @@ def method_features(method: Method, named: str = "the method") -> Features:
       method: with the tree that the configuration asks for.
       named: how messages name it.
     """
-    draw, objective, rounds = method.draw, method.objective, method.curriculum
+    draw, objective, curriculum = method.draw, method.objective, method.curriculum
     edits = sorted({"rewards"} & set(method.seams))
     replays = any(is_by_prompt(edit) for edit in method.edits)
     stores = any(not isinstance(edit.init, Stateless) for edit in method.edits)
-    chooses = isinstance(rounds, Curriculum)
+    chooses = curriculum is not None
+    uses = frozenset() if curriculum is None else curriculum.uses
     # A curriculum chooses from a pool, whose problems come again.
     replays = replays and not chooses
     tree = f"tree.by = {draw.search.by!r}" if draw.search else ""
     tree = f"tree.at = {draw.tree.at!r}" if draw.tree else tree
     expert = bool(method.plan.policies)
-    hard = rounds.steps if isinstance(rounds, HardProblems) else 0
-    written = rounds.problems if isinstance(rounds, WrittenProblems) else 0
+    between = curriculum is not None and curriculum.between
     attention = any(statistic.over == "attention" for statistic in objective.statistics)
     draws = f"{named}, which learns from what a policy drew,"
     return _present(
@@ -382,8 +375,10 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "further draws": (method.plan.next is not None, f"{named}, which draws again,"),
             "replay": (replays, f"{named}, which keeps completions by prompt,"),
             "expert": (expert, f"{named}, whose completions another policy draws,"),
-            "hard problems": (hard, f"objective.round_steps = {hard}"),
-            "written problems": (written, f"objective.written = {written}"),
+            "rounds": (between, f"{named}, which chooses problems anew in rounds,"),
+            "tests between rounds": ("draw" in uses, f"{named}, which tests problems in rounds,"),
+            "written problems": ("write" in uses, f"{named}, which has problems written,"),
+            "estimates between rounds": ("estimate" in uses, f"{named}, which estimates problems,"),
         }
     )
 

@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 
 from jrl.methods.base import Method
-from jrl.methods.curriculum import Choice, Curriculum, Query, Table, unchanged
+from jrl.methods.curriculum import Choice, Query, Table, unchanged
 from jrl.methods.plan import StepView
 from jrl.train.contexts import in_common
 from jrl.train.groups import Origin, PlacedGroups, place, put_members, widened
@@ -38,11 +38,13 @@ class CollectState(struct.PyTreeNode):
       cursor: [] int32, tickets issued.
       curriculum: the curriculum's state, arrays of fixed shapes.
       edits: the states of the method's edits; on the host their stores have no bounds.
+      added: static, rows of the problems that the curriculum added; on the host alone.
     """
 
     cursor: Array
     curriculum: Any = ()
     edits: tuple[Any, ...] = ()
+    added: tuple[Any, ...] = struct.field(pytree_node=False, default=())
 
 
 class Tools(Protocol):
@@ -68,6 +70,8 @@ class Setting(NamedTuple):
       tools: (root key) -> what the data offers to plans; None where it offers nothing.
       table: the problems, for a curriculum.
       contexts: whether asks may have contexts that are trained under, which takes a host.
+      in_order: (tickets [n], size) -> [n] int32 in [0, size): the data's own order of so many
+        problems, for a curriculum on the host; None where there is none.
     """
 
     method: Method
@@ -79,12 +83,7 @@ class Setting(NamedTuple):
     tools: Callable[[Any], Any] | None = None
     table: Table | None = None
     contexts: bool = False
-
-    @property
-    def curriculum(self) -> Curriculum | None:
-        """The method's curriculum."""
-        rule = self.method.curriculum
-        return rule if isinstance(rule, Curriculum) else None
+    in_order: Callable[[Any, int], Any] | None = None
 
 
 class Now(NamedTuple):
@@ -202,7 +201,7 @@ def issue(
     Returns:
       (tickets, what is carried, rows used in this step).
     """
-    curriculum = setting.curriculum
+    curriculum = setting.method.curriculum
     xp: Any = np if isinstance(collected.cursor, int | np.integer | np.ndarray) else jnp
     tickets = (collected.cursor + xp.arange(entries)).astype(np.int32)
     after = collected.replace(cursor=xp.asarray(collected.cursor + count, np.int32))
@@ -211,7 +210,7 @@ def issue(
     assert setting.table is not None
     used = jnp.zeros(setting.table.rows, bool) if used is None else used
     key = jax.random.fold_in(stream(now.key, "curriculum", now.step), tickets[0])
-    query = Query(key, tickets, jnp.int32(count), jnp.int32(now.step), used)
+    query = Query(key, tickets, jnp.int32(count), jnp.int32(now.step), used, setting.in_order)
     choice, state = curriculum.choose(collected.curriculum, query)
     at = jnp.where(query.live(), choice.row, setting.table.rows)
     used = used.at[at].set(True, mode="drop")
@@ -418,7 +417,7 @@ def new_collected(setting: Setting, shapes: Any = None) -> CollectState:
     """What is carried at the start of a run; ``shapes`` of a step's groups in a compiled run."""
     method = setting.method
     state: Any = ()
-    if (curriculum := setting.curriculum) is not None:
+    if (curriculum := method.curriculum) is not None:
         assert setting.table is not None
         state = curriculum.init(setting.table)
     cursor: Any = np.int32(0) if shapes is None else jnp.int32(0)

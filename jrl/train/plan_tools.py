@@ -72,14 +72,12 @@ class TextTools(NamedTuple):
       limit: T, the most tokens of a completion.
       hinted: (prompt, hint) -> the token ids of the prompt with the hint in it; None where the data
         has none.
-      current: as ``Source.prompts``, of a source whose rows change; None where they do not.
       key_of_hints: the field of a prompt's ``meta`` that holds its hints, a list of texts.
     """
 
     prompts: Sequence[Prompt]
     limit: int
     hinted: Callable[[Prompt, str], np.ndarray] | None = None
-    current: Callable[[Any, np.ndarray], tuple[Any, list[Prompt]]] | None = None
     key_of_hints: str = "hints"
 
     def solutions(self, asks: Asks) -> Tokens:
@@ -130,11 +128,8 @@ class TextTools(NamedTuple):
         return {"context": padded(contexts), "keep": True}
 
     def prompt_ids(self, rows: Any) -> np.ndarray:
-        """The identity of the problem in each row, as the source has them now."""
-        rows = np.asarray(rows)
-        listed = [self.prompts[i] for i in rows.tolist()]
-        prompts = listed if self.current is None else self.current(None, rows)[1]
-        return np.array([prompt.id for prompt in prompts], np.int32)
+        """The identity of the problem in each row."""
+        return np.array([self.prompts[i].id for i in np.asarray(rows).tolist()], np.int32)
 
 
 class Hinter:

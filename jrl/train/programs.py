@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
-from jrl.methods.curriculum import Curriculum
+from jrl.methods.curriculum import unchanged
 from jrl.models import hf
 from jrl.sampling.generate import generate
 from jrl.sampling.tree import generate_tree
@@ -87,7 +87,7 @@ def check_trainable(run: Run) -> None:
 def _check_pool(run: Run) -> None:
     """Raises UserError where a curriculum has fewer problems than a step uses."""
     curriculum, prompts = run.method.curriculum, run.config.train.prompts
-    if not isinstance(curriculum, Curriculum):
+    if curriculum is None:
         return
     rows = len(run.data.prompts["train"]) if run.kind.task is None else curriculum.pool
     if rows < prompts:
@@ -434,7 +434,8 @@ def shown_groups(run: Run) -> int:
     draw, group = run.method.draw, run.config.sampling.group
     if run.config.data.scored:
         return 0
-    if isinstance(run.method.curriculum, Curriculum):  # which learns from all of them
+    curriculum = run.method.curriculum
+    if curriculum is not None and curriculum.update is not unchanged:  # it learns from all of them
         extra = sum(edit.extra(run.config.train.prompts) for edit in run.method.edits)
         return run.config.train.prompts + extra
     if not run.config.log.samples_every:

@@ -567,13 +567,16 @@ def test_a_search_at_evaluation_samples_what_training_samples(place, tmp_path, e
         with contextlib.closing(host_source(run, run.data.prompts["train"], 4)) as source:
             asked = simple_request(key, {"policy": params}, 3, positions.astype(np.int32), 4)
             searched_too = asked.asks[0].replace(tree=run.method.draw.search)
-            groups, shape = source.draw(asked.replace(asks=(searched_too,))), source._shape
+            groups, shape = (
+                source.draw(asked.replace(asks=(searched_too,))),
+                source._shape._replace(group=4),
+            )
         seeds = prompt_seeds(key, "sample", 3, positions)
         prompts = groups.subject[:: run_players(groups)]
         evaluated = searched_run(config, 2)
         with searcher_of(evaluated, key, params, 3, width=2, split="train") as search:
             searched = opened(search(prompts, seeds, plan, by_path(by_likelihood)))
-    members = leaves_played(searched, plan, 4).groups
+    members = leaves_played(searched, plan).groups
     if env == "two":
         members = rows_of_players(members, 2)
         first = {s.player for row in members[0] for s in row.segments}
