@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.methods.curriculum import Curriculum
+from jrl.methods.curriculum import unchanged as same
 from jrl.methods.domains import is_zero
 from jrl.methods.edit import Edit
-from jrl.methods.plan import Plan, dry_view
+from jrl.methods.plan import Plan, StepView, dry_view
 from jrl.methods.schedule import Schedule
 from jrl.objectives import advantages, aggregates, ratios, regularizers, transforms
 from jrl.system.readable import as_text, lines
@@ -34,7 +35,6 @@ from jrl.types import (
     Network,
     Objective,
     Regularizer,
-    Rollout,
     Search,
     Surrogate,
     Transform,
@@ -82,11 +82,6 @@ def first_draw(plan: Plan) -> FirstDraw:
     )
 
 
-def same_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
-    """The reward parts [N, G, R] float32 as the reward functions gave them."""
-    return rewards
-
-
 _GROUP, _LACKING = "group of at least ", "lacking "
 
 
@@ -111,7 +106,9 @@ class Method(NamedTuple):
 
     Attributes:
       objective: advantage, surrogate, aggregate, regularizers.
-      rewards: (rewards [N, G, R] float32 points, rollout) -> rewards, before the batch is made.
+      rewards: (groups so far, view) -> groups, an edit of their reward parts [m, M, R] float32,
+        points, by sample, group or batch. A pure function of arrays: ``Plan.next`` and the edits
+        see what it returns, on the host and in a compiled run.
       schedule: how a batch is used.
       curriculum: which problems of the data a step uses; None for the data's own order.
       plan: which members are sampled, in a first draw and in further rounds.
@@ -122,7 +119,7 @@ class Method(NamedTuple):
     """
 
     objective: Objective
-    rewards: Callable[[np.ndarray, Rollout], np.ndarray] = same_rewards
+    rewards: Callable[[Any, StepView], Any] = same
     schedule: Schedule = Schedule()
     curriculum: Curriculum | None = None
     plan: Plan = Plan()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import numpy as np
+import jax.numpy as jnp
 
 from jrl.errors import UserError
 from jrl.methods.base import CENTRED, Method, against_others, kl_term, normalised
@@ -29,11 +29,11 @@ from jrl.methods.domains import (
     Tokens,
     is_zero,
 )
-from jrl.methods.edit import refill
+from jrl.methods.edit import of_parts, refill
 from jrl.objectives import aggregates, normalizers, regularizers, transforms
 from jrl.objectives.corrections import named_correction
 from jrl.objectives.ratios import clip, ratio_loss, token
-from jrl.types import Rollout
+from jrl.types import Array, Rollout
 
 
 @published
@@ -169,18 +169,16 @@ def gdpo(base: Method, eps: Positive, ddof: Ddof) -> Method:
 # ---------------------------------------------------------------- rewards of agents
 
 
-def reward_parts(
-    method: str, rewards: np.ndarray, count: int, names: str
-) -> tuple[np.ndarray, ...]:
+def reward_parts(method: str, parts: Array, count: int, names: str) -> tuple[Array, ...]:
     """The reward parts [N, G] one by one; their number is that of the names, or it is refused."""
-    if rewards.shape[2] != count:
-        raise UserError(f"{method} with {rewards.shape[2]} reward parts; give {count}: {names}")
-    return tuple(np.moveaxis(np.asarray(rewards, np.float32), 2, 0))
+    if parts.shape[2] != count:
+        raise UserError(f"{method} with {parts.shape[2]} reward parts; give {count}: {names}")
+    return tuple(jnp.moveaxis(parts, 2, 0))
 
 
-def as_first(score: np.ndarray, shape_source: np.ndarray) -> np.ndarray:
+def as_first(score: Array, shape_source: Array) -> Array:
     """Parts [N, G, R]: the score, then zeros."""
-    return np.stack([score, *[np.zeros_like(score)] * (shape_source.shape[2] - 1)], axis=2)
+    return jnp.stack([score, *[jnp.zeros_like(score)] * (shape_source.shape[2] - 1)], axis=2)
 
 
 @variant(grpo)
@@ -198,11 +196,11 @@ def car(base: Method) -> Method:
     to us.
     """
 
-    def calibrated(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
-        right, stated = reward_parts("car", rewards, 2, "right, confidence")
-        return as_first(right - np.square(right - stated), rewards)
+    def calibrated(parts: Array, rollout: Rollout) -> Array:
+        right, stated = reward_parts("car", parts, 2, "right, confidence")
+        return as_first(right - jnp.square(right - stated), parts)
 
-    return base.with_(rewards=calibrated)
+    return base.with_(rewards=of_parts(calibrated))
 
 
 @variant(grpo)
@@ -220,15 +218,13 @@ def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
     supervised training, and ends with DPO on pairs of the policy's own (``online_iterative_dpo``).
     """
 
-    def ordered(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
-        form, score, used = reward_parts("tool_star", rewards, 3, "form, answer, tools used")
-        correct_scores = np.where(score > 0, score + bonus * (used > 0), score * 0)
-        return as_first(
-            np.where(form > 0, correct_scores, np.where(np.isnan(form + score), np.nan, -1)),
-            rewards,
-        )
+    def ordered(parts: Array, rollout: Rollout) -> Array:
+        form, score, used = reward_parts("tool_star", parts, 3, "form, answer, tools used")
+        correct_scores = jnp.where(score > 0, score + bonus * (used > 0), score * 0)
+        broken = jnp.where(jnp.isnan(form + score), jnp.nan, -1)
+        return as_first(jnp.where(form > 0, correct_scores, broken), parts)
 
-    return base.with_(rewards=ordered)
+    return base.with_(rewards=of_parts(ordered))
 
 
 @variant(grpo, kl_coef=0.001)

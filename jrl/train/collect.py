@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jrl.methods.base import Method, same_rewards
-from jrl.methods.curriculum import Table
+from jrl.methods.base import Method
+from jrl.methods.curriculum import Table, unchanged
 from jrl.train.collect_notes import packed, unpacked
 from jrl.train.curriculum import HostRounds
 from jrl.train.edit import edit_counts, edited, learned, mean_sizes, outcome_of
@@ -130,7 +130,8 @@ class Collector:
         self._outcome: tuple[PlacedGroups, PlacedGroups] | None = None
         self._rounds = HostRounds(source) if rounds is None else rounds
         curriculum = method.curriculum
-        self._plain = not (method.plan.next or method.edits or curriculum)
+        rewrites = method.rewards is not unchanged
+        self._plain = not (method.plan.next or method.edits or curriculum or rewrites)
         if curriculum is not None and curriculum.between is None:
             # As one program each, for the same numbers as in a compiled run.
             curriculum = curriculum._replace(
@@ -217,7 +218,6 @@ class Collector:
         """The first draw's groups behind the plan's rounds and the edits."""
         if first.order is not None:
             drawn = take_groups(to_host(drawn), first.order)
-        drawn = self._edit(drawn)
         self._next = first.collected
         if self._plain and not (first.origin.use == ASIDE).any():
             cursor = int(first.collected.cursor)
@@ -228,7 +228,7 @@ class Collector:
 
         def draw(asks: Asks) -> Groups:
             with jax.default_device(None):  # sampling stays where the weights are
-                more = to_host(self._edit(self.source.draw(request.replace(asks=asks))))
+                more = to_host(self.source.draw(request.replace(asks=asks)))
             about.update(_by_ticket(asks[0].ticket, more.subject))
             return more
 
@@ -301,14 +301,6 @@ class Collector:
             drawn = drawn._replace(packing=self.pack.notes())
             batch = self.pack(batch)
         return drawn, place_batch(batch, self.mesh)
-
-    def _edit(self, groups: Groups) -> Groups:
-        """The method's own edit of the reward parts."""
-        rewards = self.setting.method.rewards
-        if rewards is same_rewards:
-            return groups
-        groups = to_host(groups)
-        return groups._replace(rewards=rewards(groups.rewards, groups.rollout))
 
     def notes(self) -> dict[str, Any]:
         """As ``Batches.notes``."""

@@ -57,7 +57,6 @@ def _forbids(name: str, others: str, why: str) -> Feature:
 
 TABLE: tuple[Feature, ...] = (
     # -- the mode of a run
-    _forbids("compiled", "host edits", "they run between the two programs"),
     _forbids("compiled", "search", "a search takes a host"),
     _forbids("compiled", "rounds", "what it does between rounds takes a host"),
     _forbids("compiled", "own reward", "it judges on the host, between the two programs"),
@@ -156,7 +155,6 @@ WITHOUT: Mapping[str, str] = {
     "greedy members": "choose another method",
     "group loss": "choose another method",
     "held copies": "choose a method that copies no policy",
-    "host edits": "choose another method",
     "in flight": "set train.mode to 'host'",
     "int8": "set sampling.int8 to []",
     "lora": "remove [lora]",
@@ -331,7 +329,6 @@ def method_features(method: Method, named: str = "the method") -> Features:
       named: how messages name it.
     """
     draw, objective, curriculum = method.draw, method.objective, method.curriculum
-    edits = sorted({"rewards"} & set(method.seams))
     replays = any(is_by_prompt(edit) for edit in method.edits)
     stores = any(not isinstance(edit.init, Stateless) for edit in method.edits)
     chooses = curriculum is not None
@@ -346,7 +343,6 @@ def method_features(method: Method, named: str = "the method") -> Features:
     draws = f"{named}, which learns from what a policy drew,"
     return _present(
         {
-            "host edits": (edits, f"{named}, which edits {', '.join(edits)} on the host,"),
             "tree": (draw.shares, tree),
             "search": (draw.search, tree),
             "guided search": (draw.search and method.plan.estimate, tree),

@@ -61,7 +61,7 @@ class Setting(NamedTuple):
     """What stays the same through a run's steps.
 
     Attributes:
-      method: what is trained with; its curriculum, plan and edits are used here.
+      method: what is trained with; its curriculum, plan, rewards and edits are used here.
       prompts: N.
       group: G.
       weights: [R] float32, of the reward parts.
@@ -154,14 +154,16 @@ def rest_of_step(
       rounds: ``host_rounds`` or ``traced_rounds``.
 
     Returns:
-      (groups, what is carried, counts). With ``Plan.next`` the places and columns are the bounds in
-      a compiled run, and what was asked for on the host.
+      (groups with the method's rewards, what is carried, counts). With ``Plan.next`` the places and
+      columns are the bounds in a compiled run, and what was asked for on the host.
     """
     groups = place(drawn, first.origin, setting.weights, setting.judge)
     if setting.method.plan.next is None:
-        return groups, first.collected, drawn.counts
+        view = view_of(0, first.collected, now, setting)
+        return setting.method.rewards(groups, view), first.collected, drawn.counts
     state = drawn.counts, first.collected, base, first.used, now, setting
     groups, collected, counts, done = rounds(draw, groups, *state)
+    groups = setting.method.rewards(groups, view_of(done, collected, now, setting))
     return groups, collected, counts | {"rounds": done + 1.0}
 
 
@@ -314,7 +316,8 @@ def traced_rounds(
 
     def one(carry: Any) -> Any:
         number, _, groups, counts, collected, used = carry
-        asks = plan.next(groups, view_of(number, collected, now, setting))
+        view = view_of(number, collected, now, setting)
+        asks = plan.next(setting.method.rewards(groups, view), view)
         goes = asked(asks)
 
         # A round that asks for nothing costs a test and no prefill; under ``vmap`` both are paid.
@@ -376,7 +379,8 @@ def host_rounds(
     tokens = plan.tokens if setting.contexts else 0
     groups, counts = widened(groups, groups.use.shape[0], columns, tokens), dict(counts)
     for number in range(1, plan.rounds + 1):
-        asks = plan.next(groups, view_of(number, collected, now, setting))
+        view = view_of(number, collected, now, setting)
+        asks = plan.next(setting.method.rewards(groups, view), view)
         if not asks or not bool(asked(asks)):
             return groups, collected, counts, number - 1
         for part in requests(asks):
