@@ -72,7 +72,7 @@ def first_draw(plan: Plan) -> FirstDraw:
     given = [ask for ask in asks if ask.prefix_as == "given" and ask.prefix is not None]
     sampled = [ask for ask in asks if not any(ask is other for other in given)]
     trees = [ask.tree for ask in sampled if ask.tree is not None]
-    tree = trees[0] if trees else plan.tree
+    tree = trees[0] if trees else None
     return FirstDraw(
         own=any(ask.use == TRAIN for ask in sampled),
         baseline_members=sum(ask.width for ask in sampled if ask.use == BASELINE),

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 
 from jrl.methods.base import Method
 from jrl.methods.curriculum import Table, unchanged
-from jrl.train.collect_notes import packed, unpacked
 from jrl.train.curriculum import HostRounds
 from jrl.train.edit import edit_counts, edited, learned, mean_sizes, outcome_of
 from jrl.train.groups import PlacedGroups, to_batch
@@ -31,7 +30,9 @@ from jrl.train.plan import (
     first_asks,
     host_rounds,
     new_collected,
+    packed,
     rest_of_step,
+    unpacked,
 )
 from jrl.train.sources import Groups, Source, take_groups, to_host
 from jrl.train.step import place_batch

@@ -29,7 +29,7 @@ from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
 from jrl.system.compile_reports import report_traced_run
 from jrl.train.edit import edit_counts, edited, learned, mean_sizes, outcome_of
-from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
+from jrl.train.episodes import on_device, solution_batch
 from jrl.train.features import check_features, method_features
 from jrl.train.groups import PlacedGroups, batch_of, widened
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
@@ -41,7 +41,6 @@ from jrl.train.plan import (
     sample_step,
     traced_rounds,
 )
-from jrl.train.plan_tools import TaskTools
 from jrl.train.score import drawn_trees, policy_of
 from jrl.train.sources import Groups, simple_request
 from jrl.train.state import init_state
@@ -49,7 +48,6 @@ from jrl.train.step import Metrics, Step, check_value, make_step, with_slot_use
 from jrl.types import (
     NOTHING,
     Array,
-    Batch,
     Network,
     Params,
     TrainState,
@@ -158,9 +156,8 @@ def make_iteration(
       UserError: the method has work for a host.
     """
     features = method_features(method) | {"compiled": "train.mode = 'compiled'"}
-    if isinstance(task, Env):
-        features["device environment"] = f"the environment {task.name!r}"
-    check_features(features)
+    device = on_device(task)
+    check_features(features | device.features(task))
     if (tree := method.draw.tree) is not None:
         tree = check_branching(tree, group, slots)
         method = method._replace(plan=method.plan._replace(tree=tree))
@@ -172,12 +169,12 @@ def make_iteration(
         weights=jnp.array(list(weights.values()), jnp.float32),
         judge=judge,
         order=lambda tickets: tickets,
-        tools=partial(TaskTools, task) if isinstance(task, Task) else None,
+        tools=device.tools(task),
         table=None if curriculum is None else pool_table(curriculum.pool),
     )
     drawing = network if sampler is None else sampler
     how: dict[str, Any] = {"task": task, "parts": weights, "network": drawing}
-    rollout = partial(rollout_of(task), slots=slots, chunk=chunk, **how)
+    rollout = partial(device.rollout, slots=slots, chunk=chunk, **how)
     return Iteration(step, setting, drawing, rollout)
 
 
@@ -208,28 +205,6 @@ def iterate(
 
     (state, collected), metrics = jax.lax.scan(one, (state, collected), length=steps)
     return state, collected, metrics
-
-
-def solution_batch(key: Array, *, task: Task | Env, count: int) -> Batch:
-    """Supervised examples: ``count`` training problems with a right completion each, G = 1."""
-    if isinstance(task, Env):
-        return scripted_batch(key, env=task, count=count)
-    problems = jax.vmap(lambda k: task.generate(k, "train"))(jax.random.split(key, count))
-    tokens, lengths = jax.vmap(task.solution)(problems)
-    mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    ones = jnp.ones((count, 1), bool)
-    return Batch(
-        prompt_tokens=problems.tokens,
-        prompt_lengths=problems.length,
-        tokens=tokens[:, None],
-        lengths=lengths[:, None],
-        mask=mask[:, None],
-        rewards=jnp.zeros((count, 1, 1), jnp.float32),
-        reward_weights=jnp.ones(1, jnp.float32),
-        members=ones,
-        baseline=~ones,
-        truncated=~ones,
-    )
 
 
 def warm_start(
@@ -318,11 +293,12 @@ def held_out(
     tickets = jnp.arange(problems, dtype=jnp.int32)
     policy = {"policy": params}
     request = simple_request(key, policy, jnp.int32(0), tickets, samples, split="eval")
-    return rollout_of(task)(
+    device = on_device(task)
+    return device.rollout(
         request,
         sampling_params=sampling_params,
         task=task,
-        parts=eval_parts(task),
+        parts=device.eval_parts,
         network=network,
     )
 

@@ -27,7 +27,7 @@ from jrl.train.groups import Origin, PlacedGroups, place
 from jrl.train.host_episodes import HostEpisodes
 from jrl.train.members import numbers, uses
 from jrl.train.plan import CollectState, Setting
-from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.run_rows import prompt_seeds
 from jrl.train.sources import Source, innermost, join_groups, to_host
 from jrl.train.tree_search import estimates, value_estimate
 from jrl.types import Prompt

@@ -16,16 +16,13 @@ from typing import NamedTuple
 import jax
 
 from jrl.config import Config
-from jrl.config.unions import DialogueData, RecordedData
-from jrl.data.tasks import Task
-from jrl.episodes import Env
 from jrl.episodes.host import HostEnv
 from jrl.errors import UserError
 from jrl.methods.base import Method, Schedule
 from jrl.methods.edit import Stateless
 from jrl.methods.stores import is_by_prompt
 from jrl.models.config import ModelConfig
-from jrl.types import NOTHING, Network, Objective
+from jrl.types import NOTHING, Branching, Network, Objective, Search
 
 Features = dict[str, str]
 """Features that a run has, by name, and how the configuration names each."""
@@ -80,7 +77,8 @@ TABLE: tuple[Feature, ...] = (
     ),
     _forbids("tree", "router replay", "a branch has no record of its past's experts"),
     _forbids("tree", "group loss", "what members share is in one of them alone"),
-    _forbids("tree", "greedy members, demonstrations, nothing drawn", "they are on no branch"),
+    _forbids("tree", "greedy members, demonstrations", "they are on no branch"),
+    _needs("asked tree", "tree", "no member that the method samples is on a branch"),
     _forbids("tree", "several players", "episodes of several players do not branch"),
     _needs("host tree", "fork", "episodes branch with a copy of the environment's state"),
     _forbids("search", "several processes", "a search runs in one process"),
@@ -177,6 +175,7 @@ WITHOUT: Mapping[str, str] = {
     "several policies": "set objective.policies to 1",
     "several processes": "use one host",
     "tree": "set tree.kind to 'none'",
+    "asked tree": "set tree.kind to 'none'",
     "rounds": "choose another method",
 }
 """What takes a feature away; of others the key that names it is removed."""
@@ -186,6 +185,7 @@ WITH: Mapping[str, tuple[str, str]] = {
     "experts": ("routed experts", "choose another model"),
     "fork": ("HostEnv.fork", "use an environment whose state can be copied"),
     "records": ("data.train", "give it, with data.env = FILE.py:function for episodes"),
+    "tree": ("sampled members", "choose a method that draws its own completions"),
     "shared rows": ("a network that takes such rows", "use one of jrl.models.transformer"),
     "value network": (
         "a method with a value network",
@@ -233,7 +233,7 @@ def features_of(
     *,
     network: Network,
     model: ModelConfig | None,
-    task: Task | Env | None,
+    data: Features,
 ) -> Features:
     """Features of a run, all but those of an environment on the host (``host_features``).
 
@@ -242,12 +242,12 @@ def features_of(
       method: its method.
       network: the policy, as the method trains it.
       model: its shape; None for a network of one's own.
-      task: the procedural task, or the environment on the device.
+      data: what the data bring, ``kinds.TextKind.features``.
     """
     named = f"method = {config.method!r}"
     if not any(part.weight for part in config.rewards.values()):
         _warn_unpaid(tuple(config.rewards))
-    found = _config_features(config) | _data_features(config, task)
+    found = _config_features(config) | data
     found |= method_features(method, named) | _network_features(network, named)
     plan, group = method.plan, config.sampling.group
     further = plan.next is not None and plan.members(group) > 0
@@ -277,6 +277,7 @@ def _present(items: Mapping[str, tuple[object, str]]) -> Features:
 def _config_features(config: Config) -> Features:
     """Features that keys of the configuration ask for."""
     sampling, objective, mode = config.sampling, config.objective, config.train.mode
+    own = [name for name in config.rewards if ":" in name]
     losses = [key for key in ("router_balance", "router_z") if objective.get(key)]
     items = {
         "lora": (config.lora, "[lora]"),
@@ -291,34 +292,13 @@ def _config_features(config: Config) -> Features:
         ),
         "value network kind": (config.value.kind != "head", f"value.kind = {config.value.kind!r}"),
         "reward model": ("model" in config.rewards, "[rewards.model]"),
+        "own reward": (own, f"rewards.{own[0]}" if own else ""),
         "several processes": (jax.process_count() > 1, f"{jax.process_count()} processes"),
     }
     modes = {"compiled": "compiled", "packed": "packed", "in flight": "in_flight"}
     return _present(items) | {
         name: f"train.mode = {mode!r}" for name, value in modes.items() if value == mode
     }
-
-
-def _data_features(config: Config, task: Task | Env | None) -> Features:
-    """Features that the data bring, and rewards that depend on them."""
-    own = [name for name in config.rewards if ":" in name]
-    data, completions = config.data, config.data.given
-    named = "" if task is None else f"{data.kind} = {data.name!r}"
-    players = task.players if isinstance(task, Env) else 1
-    return _present(
-        {
-            "given completions": (completions, completions or ""),
-            "recorded": (isinstance(data, RecordedData), completions or ""),
-            "dialogues": (isinstance(data, DialogueData), completions or ""),
-            "pairs": (completions == "data.pairs", "data.pairs"),
-            "episodes": (data.plays, "data.env with data.train"),
-            "device environment": (isinstance(task, Env), named),
-            "records": (task is None, "data.train"),
-            "several groups": (players > 1, f"{named}, of {players} players,"),
-            "own reward": (own, f"rewards.{own[0]}" if own else ""),
-            "own reward of a task": (own and task is not None, f"rewards.{own[0]}" if own else ""),
-        }
-    )
 
 
 def method_features(method: Method, named: str = "the method") -> Features:
@@ -335,8 +315,9 @@ def method_features(method: Method, named: str = "the method") -> Features:
     uses = frozenset() if curriculum is None else curriculum.uses
     # A curriculum chooses from a pool, whose problems come again.
     replays = replays and not chooses
-    tree = f"tree.by = {draw.search.by!r}" if draw.search else ""
-    tree = f"tree.at = {draw.tree.at!r}" if draw.tree else tree
+    asked = method.plan.tree
+    tree = f"tree.by = {asked.by!r}" if isinstance(asked, Search) else ""
+    tree = f"tree.at = {asked.at!r}" if isinstance(asked, Branching) else tree
     expert = bool(method.plan.policies)
     between = curriculum is not None and curriculum.between
     attention = any(statistic.over == "attention" for statistic in objective.statistics)
@@ -344,6 +325,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
     return _present(
         {
             "tree": (draw.shares, tree),
+            "asked tree": (asked, tree),
             "search": (draw.search, tree),
             "guided search": (draw.search and method.plan.estimate, tree),
             "branches": (draw.tree, tree),

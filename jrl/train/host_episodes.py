@@ -37,8 +37,7 @@ from jrl.sampling.places import entropy
 from jrl.sampling.slots import Measure
 from jrl.train.build import Run, run_features
 from jrl.train.features import check_features, host_features
-from jrl.train.prompt_seeds import prompt_seeds
-from jrl.train.run_rows import RunRows, run_rows
+from jrl.train.run_rows import RunRows, prompt_seeds, run_rows
 from jrl.train.sources import Groups, all_entries, drawing, epoch_order
 from jrl.train.sources_text import answer_number, root_key
 from jrl.train.state import check_division

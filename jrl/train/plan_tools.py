@@ -13,7 +13,6 @@ import numpy as np
 from jrl.data.tasks import Task
 from jrl.errors import UserError
 from jrl.train.build import Run, question_prompts
-from jrl.train.demonstrations import task_solution
 from jrl.types import Array, Prompt, stream
 from jrl.types.asks import Asks, Tokens
 
@@ -62,6 +61,17 @@ def _task_solutions(task: Task, key: Array, rows: Array) -> Tokens:
     problems = jax.vmap(partial(task.generate, split="train"))(keys)
     ids, lengths, complete = jax.vmap(partial(task_solution, task))(problems)
     return Tokens(ids, lengths + ~complete)
+
+
+def task_solution(task: Task, problem: Any) -> tuple[Array, Array, Array]:
+    """ONE problem's solution: tokens [T], length [] with the stop token, whether it has one."""
+    tokens, length = task.solution(problem)
+    at = jnp.arange(tokens.shape[0])
+    # Without its stop token a solution teaches the policy never to end.
+    bare = (tokens[length - 1] != task.stop_id) & (length < tokens.shape[0])
+    tokens = jnp.where(bare & (at == length), task.stop_id, tokens)
+    length = (length + bare).astype(jnp.int32)
+    return tokens, length, tokens[length - 1] == task.stop_id
 
 
 class TextTools(NamedTuple):

@@ -22,12 +22,13 @@ from jrl.train.adapters import put_policy, trained_network
 from jrl.train.build import Run, policy_network, run_features, sampler_of
 from jrl.train.compiled import Iteration, make_iteration, shown_in_compiled
 from jrl.train.compiler import compiler_options
-from jrl.train.episodes import held_out_rollout, rollout_of
+from jrl.train.episodes import held_out_rollout, on_device
 from jrl.train.features import check_features
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.gather import GIB, device_memory, prepared_bytes
 from jrl.train.host_episodes import check_host
 from jrl.train.kinds import (
+    DialogueKind,
     EnvKind,
     EpisodeKind,
     PairKind,
@@ -89,7 +90,7 @@ def _check_pool(run: Run) -> None:
     curriculum, prompts = run.method.curriculum, run.config.train.prompts
     if curriculum is None:
         return
-    rows = len(run.data.prompts["train"]) if run.kind.task is None else curriculum.pool
+    rows = run.kind.problems(run.data, curriculum.pool)
     if rows < prompts:
         raise UserError(
             f"method = {run.config.method!r} chooses its problems, and train.prompts = {prompts}"
@@ -175,6 +176,7 @@ CHECKS: Mapping[type[TextKind], Callable[[Run], None]] = {
     EnvKind: _check_env,
     EpisodeKind: _check_episodes,
     RecordedKind: _check_recorded,
+    DialogueKind: _check_recorded,
     SourceKind: _check_own,
     PairKind: _check_pairs,
     TaskPairKind: _check_pairs,
@@ -361,7 +363,7 @@ def sampler_program(
         named = device_parts(name for name in weights if name != NAME)
         parts = run.kind.eval_parts if split == "eval" else {n: weights.get(n, 0.0) for n in named}
         draw: Any = partial(
-            rollout_of(task) if split == "train" else held_out_rollout,
+            on_device(task).rollout if split == "train" else held_out_rollout,
             task=task,
             parts=parts,
             slots=sampling.slots if split == "train" else 0,

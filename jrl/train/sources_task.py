@@ -203,7 +203,8 @@ class TaskSource:
         """As ``Source.judge``, by the task's own judges."""
         n = len(prompts)
         some = np.arange(1 << (n - 1).bit_length()) % n  # few shapes, hence few programs
-        rows = jax.tree.map(lambda x: x[some], (subject, rollout.tokens, rollout.lengths))
+        lengths = np.maximum(rollout.lengths, 1)  # a path of a search may still be empty
+        rows = jax.tree.map(lambda x: x[some], (subject, rollout.tokens, lengths))
         ids = {"prompt": np.array([prompt.id for prompt in prompts], np.int32)}
         return Groups(rollout, np.asarray(self._judge(*rows))[:n], subject, {}, ids)
 

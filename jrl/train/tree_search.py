@@ -25,10 +25,9 @@ from jrl.episodes.world import TextWorld
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.places import entropy
 from jrl.train.build import Run
-from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.groups import counted
-from jrl.train.prompt_seeds import prompt_seeds
-from jrl.train.run_rows import RunRows, completion_ends, run_rows, step_ends
+from jrl.train.members import demonstration_rollout
+from jrl.train.run_rows import RunRows, completion_ends, prompt_seeds, run_rows, step_ends
 from jrl.train.score import drawn_trees
 from jrl.train.sources import Around, Groups, Source, all_entries, drawing
 from jrl.train.sources_text import TextSource
@@ -320,22 +319,26 @@ def value_estimate(run: Run, points: Callable[[Any], Any]) -> Estimate:
     return estimate
 
 
-def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> TextSource:
-    """The training prompts of a run on text with their judges; a search draws from them.
+def undrawn_text(
+    run: Run, pool: RewardPool | None, seed: int | None, split: str = "train"
+) -> TextSource:
+    """The prompts of a run on text with their judges; a search draws from them.
 
     Args:
       run: on text.
       pool: the reward functions.
       seed: of the order, or None for the data's own.
+      split: "train" or "eval".
     """
     return TextSource(
-        all_prompts=run.data.prompts["train"],
+        all_prompts=run.data.prompts[split],
         width=run.width,
         seed=seed,
         program=None,
         sampling_params=None,
         pool=pool,
         tokenizer=run.tokenizer,
+        name=split,
     )
 
 

@@ -34,7 +34,7 @@ from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train.build import setup
 from jrl.train.host_episodes import host_source, leaves_played
-from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.run_rows import prompt_seeds
 from jrl.train.sources import simple_request
 from jrl.train.tree_search import plan_of
 

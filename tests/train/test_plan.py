@@ -12,7 +12,6 @@ from jrl.methods.curriculum import Choice, Curriculum, Table, put, top
 from jrl.methods.edit import Edit, edit_of, fill, fill_groups, of_parts, only, rank
 from jrl.methods.plan import Plan, also, more, new
 from jrl.methods.stores import group_store, member_store
-from jrl.train.collect_notes import packed, unpacked
 from jrl.train.edit import edited, learned, mean_sizes, outcome_of
 from jrl.train.groups import batch_of
 from jrl.train.members import numbers, widths
@@ -21,8 +20,10 @@ from jrl.train.plan import (
     Setting,
     host_rounds,
     new_collected,
+    packed,
     sample_step,
     traced_rounds,
+    unpacked,
 )
 from jrl.train.sources import Groups
 from jrl.types import Rollout, StopReason, stream

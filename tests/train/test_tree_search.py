@@ -38,8 +38,7 @@ from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
 from jrl.train.objective import method_of
 from jrl.train.plan_tools import TextTools
-from jrl.train.prompt_seeds import prompt_seeds
-from jrl.train.run_rows import RunRows
+from jrl.train.run_rows import RunRows, prompt_seeds
 from jrl.train.sources import Groups, simple_request
 from jrl.train.tree_search import TreeSearch, plan_of, run_estimate
 from jrl.types import Branching, Prompt, Search, StopReason
