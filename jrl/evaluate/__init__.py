@@ -101,7 +101,7 @@ class Evaluator:
         unjudged = {"verify": 1.0} if self.pool is None else self.run.rewards.weights
         names = self.run.kind.eval_parts or unjudged
         correct = np.asarray(groups.rewards)[:, :, right_part(self.run, names)] >= 1
-        records = samples_of(groups, self.run.tokenizer, self.run.kind.render, names, correct.size)
+        records = samples_of(groups, self.run.tokenizer, self.run.kind.task, names, correct.size)
         answers: Any = None
         if self.run.kind.votes:
             answers = [final_answer(r["completion"]) for r in records]

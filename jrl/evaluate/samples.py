@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from jrl.data.tasks import Task
+from jrl.episodes import Env
 from jrl.evaluate.sample_tokens import MOST, training_view
 from jrl.train.groups import external
 from jrl.train.sources import Groups
@@ -18,7 +20,7 @@ from jrl.types import Rollout, StopReason
 def samples_of(
     groups: Groups,
     tokenizer: Any,
-    render: Callable[[Any, int], tuple[str, str]],
+    task: Task | Env | None,
     weights: Mapping[str, float],
     count: int,
     advantages: np.ndarray | None = None,
@@ -28,7 +30,7 @@ def samples_of(
     Args:
       groups: from a draw.
       tokenizer: turns tokens into text.
-      render: (subject, row) -> prompt and answer of a group, as a kind of data renders them.
+      task: the procedural task or environment, or None for prompts in text.
       weights: reward part -> weight, in the order of the rewards.
       count: as many groups are taken as have this many members.
       advantages: [groups, G, T] float32 of those groups, where they were trained on; then the
@@ -39,7 +41,10 @@ def samples_of(
     n, g, _ = rollout.tokens.shape
     records, spent = [], 0
     for row, member in itertools.product(range(min(n, -(-count // g))), range(g)):
-        prompt, answer = render(subject, row)
+        if task is not None:
+            prompt, answer = task.render(jax.tree.map(lambda x, row=row: x[row], subject))
+        else:
+            prompt, answer = subject[row].text, str(subject[row].answer)
         length = int(rollout.lengths[row, member])
         parts = dict(zip(weights, rewards[row, member].tolist(), strict=True))
         records.append(

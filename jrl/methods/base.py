@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.methods.curriculum import Curriculum
-from jrl.methods.curriculum import unchanged as same
+from jrl.methods.curriculum import Curriculum, unchanged
 from jrl.methods.domains import is_zero
 from jrl.methods.edit import Edit
 from jrl.methods.plan import Plan, StepView, dry_view
@@ -96,11 +95,6 @@ def requires(group: int = 1, lacks: str = "") -> frozenset[str]:
     return frozenset(size | ({f"{_LACKING}{lacks}"} if lacks else set()))
 
 
-def unchanged(network: Network) -> Network:
-    """The policy's network as it is."""
-    return network
-
-
 class Method(NamedTuple):
     """A method, ready to train with.
 
@@ -119,7 +113,7 @@ class Method(NamedTuple):
     """
 
     objective: Objective
-    rewards: Callable[[Any, StepView], Any] = same
+    rewards: Callable[[Any, StepView], Any] = unchanged
     schedule: Schedule = Schedule()
     curriculum: Curriculum | None = None
     plan: Plan = Plan()

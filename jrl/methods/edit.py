@@ -74,8 +74,6 @@ def of_parts(apply: Callable[[Array, Any], Array]) -> Callable[[Any, StepView], 
 
     Args:
       apply: (parts [m, M, R] float32 points, rollout) -> parts.
-
-    >>> doubled = of_parts(lambda parts, rollout: 2 * parts)
     """
 
     def rewards(groups: Any, view: StepView) -> Any:

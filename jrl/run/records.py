@@ -456,9 +456,10 @@ class RunRecords:
         """
         run, log = self.run, self.config.log
         if log.samples_every and (done == 1 or done % log.samples_every == 0):
+            task = None if self.config.data.scored else run.kind.task
             names = run.rewards.weights
             known = None if advantages is None else jax.device_get(advantages)
-            records = samples_of(groups, run.tokenizer, run.kind.render, names, log.KEPT, known)
+            records = samples_of(groups, run.tokenizer, task, names, log.KEPT, known)
             self._writer.write_samples(done, records)
 
     def save_if_due(self, done: int, state: TrainState) -> None:

@@ -145,10 +145,6 @@ class TextKind:
         """A method's plan, as it is played on this kind of data."""
         return plan
 
-    def render(self, subject: Any, row: int) -> tuple[str, str]:
-        """The prompt and the answer of a group, of what ``Groups.subject`` holds, to read."""
-        return subject[row].text, str(subject[row].answer)
-
     def width(self, data: RunData) -> int:
         """P: the longest prompt, rounded up so that a few more rows change no program."""
         lengths = [len(p.tokens) for listed in data.prompts.values() for p in listed]
@@ -320,13 +316,6 @@ class TaskKind(TextKind):
     def problems(self, data: RunData, pool: int, split: str = "train") -> int:
         """As many as are asked for: they are made from keys."""
         return pool
-
-    def render(self, subject: Any, row: int) -> tuple[str, str]:
-        """As ``TextKind.render``; the task renders its problems."""
-        if isinstance(subject, list):
-            return super().render(subject, row)
-        rendered: tuple[str, str] = self.task.render(jax.tree.map(lambda x: x[row], subject))
-        return rendered
 
     @property
     def tokenizer(self) -> Any:

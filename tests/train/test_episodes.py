@@ -267,8 +267,7 @@ def test_a_method_that_drops_groups_cannot_have_players_in_them(network):
 
 
 def test_samples_are_transcripts_by_turn(groups):
-    kind = kind_of(load_config(None, ["data={env='guess_number', numbers=4, turns=4, cost=0.25}"]))
-    for record in samples_of(groups, ENV.tokenizer, kind.render, WEIGHTS, 6):
+    for record in samples_of(groups, ENV.tokenizer, ENV, WEIGHTS, 6):
         turns = record["turns"]
         assert "".join(turn["text"] for turn in turns) == record["completion"]
         kinds = [turn["by"] for turn in turns]

@@ -425,6 +425,21 @@ def test_tasks_are_written_at_the_start_of_a_phase(place, tmp_path, monkeypatch)
     assert untimed(whole) == untimed(parts)
 
 
+@pytest.mark.slow
+def test_episodes_test_problems_between_rounds(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
+    rounds = "objective={round_steps=2, attempts=3, hard=0.5, above=0.0}"
+    more = ("method=deepsearch", rounds, "rewards={success={}}", "data.eval=", "tree.kind=none")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(settings(place, whole, "lucky", *more, "train.steps=4"), echo=lambda line: None)
+    hard = [r["hard_problems"] for r in records_of(whole)]
+    assert hard[0] == hard[1] >= hard[2] == hard[3] >= 1
+    for steps in (2, 4):
+        config = settings(place, parts, "lucky", *more, f"train.steps={steps}")
+        train(config, echo=lambda line: None)
+    assert untimed(whole) == untimed(parts)
+
+
 def test_written_tasks_need_a_writer(place, tmp_path):
     config = settings(place, tmp_path / "run", "lucky", *WRITTEN)
     with pytest.raises(
