@@ -130,9 +130,9 @@ class RoundTools(Protocol):
         """``count`` members of each problem, judged: ``train.groups.PlacedGroups`` on the host."""
 
     def write(self, rows: np.ndarray, count: int) -> list[Any]:
-        """Problems that another model writes after some of these; none where it fails.
+        """Problems that another model, asked for ``count``, writes after these; none if it fails.
 
-        There are at most ``count`` of them, and none is one that the run has already.
+        Those that cannot be used, or that the run has already, are left out.
         """
 
     def estimate(self, problems: list[Any]) -> np.ndarray:
