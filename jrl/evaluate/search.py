@@ -31,10 +31,10 @@ from jrl.evaluate import load_policy, right_part
 from jrl.evaluate.searcher import opened, searched_run, searcher_of
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
-from jrl.train import build
 from jrl.train.batches import undrawn_source
 from jrl.train.build import Run
 from jrl.train.members import demonstration_rollout
+from jrl.train.reward_parts import reward_pool
 from jrl.train.run_rows import prompt_seeds
 from jrl.types import Array, Prompt
 
@@ -125,7 +125,7 @@ def _seed_step(run: Run, step: int) -> int:
 
 
 def _costs(run: Run, searched: Searched) -> dict[str, float]:
-    """What a search took of each problem on average."""
+    """Mean costs of a search per problem."""
     count, episodes = len(searched.trees), run.config.data.plays
     expansions, steps, tokens = np.array(searched.costs, float).mean(0).tolist()
     costs = {"expansions": expansions, "turns" if episodes else "steps": steps}
@@ -140,8 +140,8 @@ def right_answers(run: Run, problems: Any, prompts: list[Prompt], searched: Sear
     """[N] bool, whether the path that each search takes in the end is right."""
     if run.config.data.plays:
         return np.array(searched.successes())
-    taken = [ids_of(tree, best_node(tree)) for tree in searched.trees]
-    return points_of(run, problems, prompts, np.arange(len(prompts)), taken) >= 1
+    answers = [ids_of(tree, best_node(tree)) for tree in searched.trees]
+    return points_of(run, problems, prompts, np.arange(len(prompts)), answers) >= 1
 
 
 def _folder(out: str) -> pathlib.Path:
@@ -171,7 +171,7 @@ def points_of(
     paths: Sequence[np.ndarray],
     complete: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[M] float32, points of the reward part that says what is right, of M completions.
+    """[M] float32, points of the judging reward part, of M completions.
 
     Args:
       run: the run.
@@ -189,7 +189,7 @@ def points_of(
     about = asked if isinstance(problems, list) else jax.tree.map(lambda x: x[whose], problems)
     ended = np.ones(len(paths), bool) if complete is None else complete
     rollout = demonstration_rollout(*pad_prompts(asked, run.width), tokens, lengths, ended, 1)
-    with build.reward_pool(run.config) as pool:
+    with reward_pool(run.config) as pool:
         judged = undrawn_source(run, pool, "eval").judge(about, asked, rollout)
     names = run.kind.eval_parts or run.rewards.weights
     return np.asarray(judged.rewards)[:, 0, right_part(run, names)]

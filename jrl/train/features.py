@@ -22,6 +22,7 @@ from jrl.methods.base import Method, Schedule
 from jrl.methods.edit import Stateless
 from jrl.methods.stores import is_by_prompt
 from jrl.models.config import ModelConfig
+from jrl.train.reward_parts import parts_of
 from jrl.types import NOTHING, Branching, Network, Objective, Search
 
 Features = dict[str, str]
@@ -58,6 +59,7 @@ TABLE: tuple[Feature, ...] = (
     _forbids("compiled", "rounds", "what it does between rounds takes a host"),
     _forbids("compiled", "own reward", "it judges on the host, between the two programs"),
     _forbids("compiled", "reward model", "it scores between the two programs"),
+    _forbids("compiled", "row rewards", "it reads a column of the data, and a task has none"),
     # -- the network that a method trains
     _forbids("own layout", "lora", "all weights are trained"),
     _forbids("own layout", "placement, sampling mesh", "the policy draws where it is trained"),
@@ -168,6 +170,7 @@ WITHOUT: Mapping[str, str] = {
     "router replay": "set objective.router_replay to false",
     "sampler log-probabilities": "choose a method that learns from any data, such as sft,"
     " filtered_bc, ilql or dpo",
+    "row rewards": "remove it",
     "sampling mesh": "remove [sampling.mesh]",
     "guided search": "set tree.kind to 'none'",
     "search": "set tree.kind to 'none'",
@@ -245,10 +248,13 @@ def features_of(
       data: what the data bring, ``kinds.TextKind.features``.
     """
     named = f"method = {config.method!r}"
-    if not any(part.weight for part in config.rewards.values()):
+    if config.rewards and not any(parts_of(config).weights.values()):
         _warn_unpaid(tuple(config.rewards))
     found = _config_features(config) | data
     found |= method_features(method, named) | _network_features(network, named)
+    if config.tree.model_fields_set == {"kind"}:  # its other keys are the method's
+        trees = {"tree", "search", "guided search", "branches"} & found.keys()
+        found |= dict.fromkeys(trees, f"tree.kind = {config.tree.kind!r}")
     plan, group = method.plan, config.sampling.group
     further = plan.next is not None and plan.members(group) > 0
     found |= _present({"further members": (further, f"{named}, which adds members to groups,")})
@@ -277,8 +283,10 @@ def _present(items: Mapping[str, tuple[object, str]]) -> Features:
 def _config_features(config: Config) -> Features:
     """Features that keys of the configuration ask for."""
     sampling, objective, mode = config.sampling, config.objective, config.train.mode
-    own = [name for name in config.rewards if ":" in name]
     losses = [key for key in ("router_balance", "router_z") if objective.get(key)]
+    rewards = parts_of(config)
+    models, by_row = rewards.given_by("model"), [p.name for p in rewards.combined if p.column]
+    own = rewards.given_by("function") if config.rewards else ()
     items = {
         "lora": (config.lora, "[lora]"),
         "placement": (config.placement, "[placement]"),
@@ -291,7 +299,8 @@ def _config_features(config: Config) -> Features:
             f"objective.entropy_coef = {objective.get('entropy_coef')}",
         ),
         "value network kind": (config.value.kind != "head", f"value.kind = {config.value.kind!r}"),
-        "reward model": ("model" in config.rewards, "[rewards.model]"),
+        "reward model": (models, f"[rewards.{models[0]}]" if models else ""),
+        "row rewards": (by_row, f"rewards.{by_row[0]}" if by_row else ""),
         "own reward": (own, f"rewards.{own[0]}" if own else ""),
         "several processes": (jax.process_count() > 1, f"{jax.process_count()} processes"),
     }

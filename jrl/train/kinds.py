@@ -41,6 +41,7 @@ from jrl.methods.plan import Plan
 from jrl.sampling.queue import CHUNK
 from jrl.sampling.slots import check_length
 from jrl.train.recorded import KeptCounts, recorded_groups
+from jrl.train.reward_parts import parts_of
 from jrl.types import Network, Prompt
 
 Opened = Callable[..., Rows]
@@ -310,8 +311,8 @@ class TaskKind(TextKind):
     @property
     def features(self) -> dict[str, str]:
         """Reward functions of one's own, beside those of the task."""
-        own = [f"rewards.{name}" for name in self.config.rewards if ":" in name]
-        return {"own reward of a task": own[0]} if own else {}
+        own = parts_of(self.config).given_by("function") if self.config.rewards else ()
+        return {"own reward of a task": f"rewards.{own[0]}"} if own else {}
 
     def problems(self, data: RunData, pool: int, split: str = "train") -> int:
         """As many as are asked for: they are made from keys."""

@@ -47,7 +47,6 @@ from jrl.train.resharding import (
     network_on,
     weights_program,
 )
-from jrl.train.reward_model import NAME
 from jrl.train.state import (
     check_division,
     check_frozen,
@@ -57,7 +56,6 @@ from jrl.train.state import (
     state_shardings,
 )
 from jrl.train.step import Step, compile_step, make_step
-from jrl.train.task_rewards import device_parts
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
 
@@ -360,8 +358,8 @@ def sampler_program(
     network = sampler_of(run, network_on(run, own)) if split == "train" else evaluated(run)
     if (task := run.kind.task) is not None:
         weights = run.rewards.weights
-        named = device_parts(name for name in weights if name != NAME)
-        parts = run.kind.eval_parts if split == "eval" else {n: weights.get(n, 0.0) for n in named}
+        named = {name: weights[name] for name in run.rewards.given_by("data")}
+        parts = run.kind.eval_parts if split == "eval" else named
         draw: Any = partial(
             on_device(task).rollout if split == "train" else held_out_rollout,
             task=task,
@@ -485,6 +483,7 @@ def make_train_iteration(run: Run) -> Iteration:
         network=run.network,
         sampler=sampler_of(run),
         weights=run.rewards.weights,
+        combined=run.rewards.combined,
         prompts=run.config.train.prompts,
         group=run.config.sampling.group,
         slots=run.config.sampling.slots,

@@ -10,22 +10,22 @@ import numpy as np
 
 from jrl.methods.curriculum import (
     Between,
-    Choice,
     Curriculum,
     Outcome,
     Query,
     RoundTools,
+    Selection,
     Table,
 )
 
 State = dict[str, Any]
 
 
-def in_order(rows: np.ndarray, query: Query) -> Choice:
+def in_order(rows: np.ndarray, query: Query) -> Selection:
     """The problems in some rows, in the data's own order."""
     assert query.order is not None, "a curriculum with a part between rounds runs on the host"
     row: Any = rows[query.order(query.tickets, len(rows))]
-    return Choice(row)
+    return Selection(row)
 
 
 # ---------------------------------------------------------------- problems that are mostly failed
@@ -36,7 +36,7 @@ def all_rows(table: Table) -> State:
     return {"rows": np.arange(table.rows, dtype=np.int32)}
 
 
-def choose_hard(state: State, query: Query) -> tuple[Choice, State]:
+def choose_hard(state: State, query: Query) -> tuple[Selection, State]:
     """The round's problems in the data's own order."""
     return in_order(np.asarray(state["rows"]), query), state
 
@@ -107,7 +107,7 @@ def none_failed(table: Table) -> State:
     return {"failed": np.zeros(table.rows, bool), "data": np.int32(table.rows)}
 
 
-def choose_any(state: State, query: Query) -> tuple[Choice, State]:
+def choose_any(state: State, query: Query) -> tuple[Selection, State]:
     """All problems, written ones too, in the data's own order."""
     return in_order(np.arange(len(state["failed"]), dtype=np.int32), query), state
 
