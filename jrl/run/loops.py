@@ -21,10 +21,9 @@ from jrl.train import programs
 from jrl.train.batches import training_batches
 from jrl.train.build import Run
 from jrl.train.collect import Batches
-from jrl.train.collect_notes import packed, unpacked
 from jrl.train.compiled import Iteration, iterate
 from jrl.train.loop import train_steps
-from jrl.train.plan import CollectState
+from jrl.train.plan import CollectState, packed, unpacked
 from jrl.train.sources import Groups
 from jrl.train.step import Metrics
 from jrl.train.tree_search import drawn_weights

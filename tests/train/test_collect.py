@@ -206,16 +206,16 @@ def test_an_edit_sees_weighted_scores():
 def test_the_rewards_seam(changes):
     seen = []
 
-    def rewards(parts, rollout):
-        seen.append(rollout.tokens[:, 0, 0].tolist())
-        assert isinstance(parts, np.ndarray)
-        edited = parts.copy()
+    def rewards(groups, view):
+        seen.append(groups.rollout.tokens[:, 0, 0].tolist())
+        edited = np.array(groups.rewards)
         edited[:, 1, 0] = 5.0  # now every group has a spread
-        return edited
+        return groups.replace(rewards=edited)
 
     method = editing(changes)._replace(rewards=rewards)
     batch, groups, _ = collected(Script(good=()), method)
-    assert seen == [[100, 101, 102, 103]]
+    # Also before a plan's round, which then draws nothing more.
+    assert seen == [[100, 101, 102, 103]] * (1 + bool(changes))
     assert np.asarray(batch.rewards)[:, 1, 0].tolist() == [5.0] * 4
     assert np.asarray(groups.rewards)[:, 1, 0].tolist() == [5.0] * 4
     assert bool(batch.members.all())
