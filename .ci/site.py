@@ -26,8 +26,11 @@ PAGES = {
     "recipes.md": "docs/recipes.md",
     "python.md": "docs/python.md",
     "own.md": "docs/own.md",
+    "rewards.md": "docs/rewards.md",
     "data.md": "docs/data.md",
     "runs.md": "docs/runs.md",
+    "trackers.md": "docs/trackers.md",
+    "serving.md": "docs/serving.md",
     "howto.md": "docs/howto.md",
     "safety.md": "docs/safety.md",
     "comparison.md": "docs/comparison.md",
@@ -40,12 +43,10 @@ PAGES = {
 }
 FURTHER = {
     "jrl.methods": ("find_method", "variant"),
-    "jrl.objectives.transforms": ("per_group",),
+    "jrl.objectives": ("per_group",),
     "jrl.rewards": ("whole_group",),
-    "jrl.data.tasks.base": ("make_task",),
-    "jrl.episodes": ("Env", "Turn"),
-    "jrl.episodes.host": ("HostEnv",),
-    "jrl.episodes.tools": ("tool_env",),
+    "jrl.data": ("make_task",),
+    "jrl.episodes": ("Env", "HostEnv", "Turn", "coroutine_env", "process_env", "tool_env"),
 }
 """Module -> its names that own.md and environments.md use, for the Python reference."""
 
@@ -58,6 +59,8 @@ NAV = [
     {"From Python": "python.md"},
     {"Functions of your own": "own.md"},
     {"What a run leaves": "runs.md"},
+    {"Trackers": "trackers.md"},
+    {"Serving, exports and the Hub": "serving.md"},
     {"Memory, compiling, collapse, resuming": "howto.md"},
     {"Code that means no good": "safety.md"},
     {"Environments in one program": "environments.md"},

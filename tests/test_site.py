@@ -61,7 +61,7 @@ def test_the_reference_holds_every_name_with_its_signature(site, pages):
     text = (pages / "api.md").read_text()
     names = {n for n in jrl.__all__ if not inspect.ismodule(getattr(jrl, n))} - {"__version__"}
     names |= {f"{module}.{name}" for module, listed in site.FURTHER.items() for name in listed}
-    assert "jrl.episodes.tools.tool_env(tools" in text
+    assert "jrl.episodes.tool_env(tools" in text
     assert set(re.findall(r"^## (.*)$", text, flags=re.MULTILINE)) == names
     assert "    get_method(name, **coefficients)" in text
     assert "    make_mesh(sizes=None, devices=None, *, slices=0" in text

@@ -73,9 +73,10 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
 
     An episode is shown turn by turn: who speaks, and what the environment paid for it.
     """
+    single = all(item.get("member", 0) == 0 for item in samples)
     for item in samples:
         typer.echo(f"--- {item['prompt']}")
-        fields = ("prompt", "completion", "turns")
+        fields = ("prompt", "completion", "turns", *(("group", "member") if single else ()))
         details = {k: v for k, v in item.items() if k not in fields and v is not False}
         if "turns" not in item:
             typer.echo(item["completion"])

@@ -24,6 +24,8 @@ RENAMED: Mapping[str, str] = {
     "log.samples": "remove it: 8 rollouts are written each time",
     "log.tensorboard": 'set log.to = "tensorboard"',
     "log.wandb": 'set log.to = "wandb:PROJECT"',
+    "log.trackio": 'set log.to = "trackio:PROJECT"',
+    "log.mlflow": 'set log.to = "mlflow:EXPERIMENT"',
     "mesh.slices": "remove it: the number of slices is read from the devices",
     "model.grouped_matmul": "remove it: the fastest kernel of the platform is used",
     "model.reference": "set frozen.ref",

@@ -36,6 +36,14 @@ def _listed(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+def _parts(value: object) -> object:
+    """A name, or a list of them, as a table of reward parts with their defaults."""
+    names = _listed(value)
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        return {name: {} for name in names}
+    return value
+
+
 class RunTable(Table):
     """Location of the run, and when to resume it."""
 
@@ -196,12 +204,33 @@ class SamplingTable(Table):
 
 
 class RewardTable(Table):
-    """One reward part; other keys are options of the reward function."""
+    """One reward part; other keys are options of the reward function, or of the combinator."""
 
     model_config = ConfigDict(extra="allow")
 
-    weight: float = key(1.0, "factor of the part in the total")
+    weight: float | None = key(
+        None,
+        "factor of the part in the total; left out, 1, and 0 for what another part is made of",
+    )
     judge: bool = key(False, "accuracy is the fraction of completions with 1 or more in this part")
+    function: str | None = key(
+        None, "the reward function, where the part has another name: math, FILE.py:function"
+    )
+    missing: Literal["none", "zero", "drop"] = key(
+        "none",
+        "what None from the function means: none leaves the part out of that sample's sum, zero is"
+        " 0 points, drop takes the sample out of its group",
+    )
+    range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = key(
+        None, "least and greatest number; another one is an error of the function"
+    )
+    where: dict[str, Any] = key(
+        {}, "column = value, or a list of values: asked for these rows of the data alone"
+    )
+    combine: str | None = key(
+        None, "makes the part of others: gate, product, sum, FILE.py:function, ..."
+    )
+    of: list[str] = key([], "the parts that combine reads")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -382,8 +411,8 @@ class PlacementTable(Table):
 
 def _log_target(value: str) -> str:
     name, _, project = value.partition(":")
-    if value != "tensorboard" and (name != "wandb" or not project):
-        raise ValueError("must be tensorboard or wandb:PROJECT")
+    if value != "tensorboard" and (name not in ("wandb", "trackio", "mlflow") or not project):
+        raise ValueError("must be tensorboard, wandb:PROJECT, trackio:PROJECT or mlflow:EXPERIMENT")
     return value
 
 
@@ -404,8 +433,9 @@ class LogTable(Table):
         Field(strict=False),
     ] = key(
         (),
-        "further targets of metrics: tensorboard (extra: tensorboard), wandb:PROJECT (Weights &"
-        " Biases, extra: wandb), or both",
+        "further targets of metrics, each with an extra of its name: tensorboard, wandb:PROJECT"
+        " (Weights & Biases), trackio:PROJECT, mlflow:EXPERIMENT; several as a list"
+        " (docs/trackers.md)",
     )
 
 
@@ -439,14 +469,14 @@ class Config(Table):
         " (true: each token goes to the experts that the sampler chose): docs/recipes.md",
     )
     tree: Tree = key(MethodTree(), "")
-    rewards: dict[str, RewardTable] = key(
+    rewards: Annotated[dict[str, RewardTable], BeforeValidator(_parts)] = key(
         {},
         "reward parts by name: math, exact, format, model, or your own function as"
         ' "FILE.py:function" or "module:function", written as'
         " reward(samples) -> list of numbers, or reward(completions, **columns) as in TRL;"
         " verify, partial and your own for a procedural task; reward and success for an"
         " environment. Each a table with weight, judge (true: accuracy is measured by this part)"
-        " and options",
+        " and options; or one name, or a list of names, such as rewards=rewards.py:right",
     )
     reward_pool: RewardPoolTable = key(RewardPoolTable(), "")
     optimizer: Optimizer = key(Optimizer(), "")

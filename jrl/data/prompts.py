@@ -140,7 +140,9 @@ def build_prompts(
                 solution = None
                 if solution_key is not None:
                     solution = _solution(row, solution_key, where, tokenizer, template)
-                prompts.append(Prompt(index, text, np.array(ids, np.int32), answer, meta, solution))
+                spoken = () if isinstance(question, str) else tuple(messages)
+                tokens = np.array(ids, np.int32)
+                prompts.append(Prompt(index, text, tokens, answer, meta, solution, spoken))
     left_out = bad_rows.finish(len(source))
     if not prompts:
         raise _none_left(len(source), longest, max_prompt_tokens)

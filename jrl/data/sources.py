@@ -35,6 +35,20 @@ _FORMS = (
 )
 
 
+EPISODES = "episodes:"
+"""Prefix of rows that only number episodes, whose environment brings its own problems."""
+_MOST_EPISODES = 10_000_000
+
+
+def _numbered(spec: str, key: str) -> list[dict[str, Any]]:
+    """Rows that say nothing but their number."""
+    text = spec.removeprefix(EPISODES)
+    count = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
+    if not 1 <= count <= _MOST_EPISODES:
+        raise UserError(f"{key} = {spec!r}; write episodes:N, with 1 to {_MOST_EPISODES} episodes")
+    return [{"question": f"Episode {i}.", "answer": "-"} for i in range(1, count + 1)]
+
+
 def open_source(
     spec: str | Mapping[str, float], *, tfds_dir: str | None = None, key: str = "data"
 ) -> Source:
@@ -47,7 +61,7 @@ def open_source(
         the split is "train" when left out, and may be a slice ("train[:10%]"), and
         ``tfds:NAME/SPLIT`` works too; a data set of the Hugging Face Hub as
         ``ORG/NAME[/CONFIG][:SPLIT][@REVISION]``; or a table of several of these with their weights
-        (see ``tables.Mixture``).
+        (see ``tables.Mixture``); or ``episodes:N``, for environments that bring their problems.
       tfds_dir: where prepared TFDS data lies; the environment variable TFDS_DATA_DIR when
         None, else TFDS's own default.
       key: the configuration key that holds the specification, for messages.
@@ -66,6 +80,8 @@ def open_source(
         return Mixture({name: open_source(name, tfds_dir=tfds_dir, key=key) for name in spec}, spec)
     if spec.startswith(GIVEN):
         return MemoryRows(given_value(spec, key))
+    if spec.startswith(EPISODES):
+        return MemoryRows(_numbered(spec, key), "episode")
     if spec.startswith("tfds:"):
         return _TfdsSource(spec, tfds_dir, key)
     if (of_hub := hub_name(spec)) is not None:

@@ -53,7 +53,7 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
         if inspect.iscoroutine(env):
             env.close()  # or Python would warn that nobody awaited it
         raise UserError(
-            f"{key} is a {type(env).__name__}; give a jrl.episodes.host.HostEnv, such as"
+            f"{key} is a {type(env).__name__}; give a jrl.episodes.HostEnv, such as"
             " HostEnv(init, step), or name an async def episode(policy, prompt)"
         )
     for name, record in _RECORDS.items():
@@ -203,10 +203,10 @@ def check_roles(episode: Callable[..., Any], roles: tuple[str, ...], key: str) -
         raise UserError(f"{key}: roles = {roles!r:.80}; give each role a name of its own")
     for name in _roles_in_source(episode):
         if name not in roles:
-            named = ", ".join(f'"{role}"' for role in (*roles, name))
+            all_roles = ", ".join(f'"{role}"' for role in (*roles, name))
             raise UserError(
                 f"{key}: it awaits turns of {name!r}, and its roles are {', '.join(roles)}; name"
-                f" all of them above it, the first to speak first, such as @roles({named})"
+                f" all of them above it, the first to speak first, such as @roles({all_roles})"
             )
 
 

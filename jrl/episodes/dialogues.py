@@ -172,7 +172,7 @@ def dialogue_messages(row: Mapping[str, Any], where: str) -> list[Message]:
         raise UserError(f"{where}: no message is the assistant's; nothing could be learned")
     if messages[0]["role"] == ASSISTANT:
         raise UserError(
-            f"{where}: the first message is the assistant's; put before it what it answers"
+            f"{where}: the first message is the assistant's; add the message that it answers"
         )
     return messages
 
@@ -316,7 +316,7 @@ def _turns(
             continue
         prompt = np.array(writer.prompt(messages[:at]), np.int32)
         if not len(prompt):
-            raise UserError(f"{where}: nothing stands before the assistant's first message")
+            raise UserError(f"{where}: there is no message before the assistant's first one")
         ids = np.array(writer.turn(messages[:at], message), np.int32)
         node = Drawn(
             prompt=prompt,

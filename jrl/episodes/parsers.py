@@ -302,7 +302,7 @@ def _parameter_value(text: str, at: int) -> tuple[str, int]:
     return text[at:], len(text)
 
 
-def _kinds(schema: Any) -> set[str]:
+def allowed_kinds(schema: Any) -> set[str]:
     """The JSON types that a schema allows; empty where it does not say."""
     if not isinstance(schema, Mapping):
         return set()
@@ -311,7 +311,7 @@ def _kinds(schema: Any) -> set[str]:
     for word in ("anyOf", "oneOf"):
         options = schema.get(word)
         if isinstance(options, list):
-            kinds = kinds.union(*map(_kinds, options))
+            kinds = kinds.union(*map(allowed_kinds, options))
     values = schema.get("enum")
     if not kinds and isinstance(values, list) and all(isinstance(v, str) for v in values):
         return {"string"}
@@ -334,7 +334,7 @@ def _typed(text: str, schema: Any) -> Any:
 
     JSON and Python literals are read where the schema allows their type; any other text is text.
     """
-    kinds = _kinds(schema)
+    kinds = allowed_kinds(schema)
     if kinds == {"string"}:
         return text
     value = _json(text)
@@ -352,8 +352,8 @@ def _typed(text: str, schema: Any) -> Any:
 def _render_coder(call: Call) -> str:
     lines = [f"<tool_call>\n<function={call.name}>"]
     for name, value in call.arguments.items():
-        written = value if isinstance(value, str) else _dumps(value)
-        lines.append(f"<parameter={name}>\n{written}\n</parameter>")
+        text = value if isinstance(value, str) else _dumps(value)
+        lines.append(f"<parameter={name}>\n{text}\n</parameter>")
     return "\n".join([*lines, "</function>\n</tool_call>"])
 
 

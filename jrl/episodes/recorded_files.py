@@ -30,7 +30,7 @@ class Distribution(NamedTuple):
 
     Attributes:
       temperature, top_k, top_p, min_p: of the request.
-      biased: whether it added to logits, which training knows nothing of.
+      biased: whether it added to logits, or followed a grammar, which training knows nothing of.
     """
 
     temperature: float = 1.0
@@ -42,7 +42,7 @@ class Distribution(NamedTuple):
     def __str__(self) -> str:
         """As keys of [sampling] for a person."""
         settings = [f"{name} = {value:g}" for name, value in [*self._asdict().items()][:-1]]
-        return ", ".join(settings) + ", and a logit_bias" * self.biased
+        return ", ".join(settings) + ", and a logit_bias or a grammar" * self.biased
 
 
 @dataclasses.dataclass(eq=False)
@@ -139,7 +139,7 @@ def _node(row: Mapping[str, Any], where: str) -> tuple[str, Drawn]:
                 top_k=int(sampling["top_k"]),
                 top_p=float(sampling["top_p"]),
                 min_p=float(sampling["min_p"]),
-                biased=bool(sampling["logit_bias"]),
+                biased=bool(sampling["logit_bias"] or sampling.get("grammar")),
             ),
             number=int(row["number"]),
             seen=int(row["seen"]),

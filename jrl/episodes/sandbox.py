@@ -76,7 +76,7 @@ class SandboxResult(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How Python is run here.
+    """The containment that this machine allows.
 
     Attributes:
       python: its executable.
@@ -100,7 +100,7 @@ class Sandbox:
       network: whether code may run where it cannot be cut off from the network.
 
     Attributes:
-      apart: whether the code has no network and its own processes and temporary directories.
+      isolated: whether the code has no network and its own processes and temporary directories.
       offline: whether it has no network.
       traceless: whether nothing that it writes stays, and it starts nothing that outlives it.
 
@@ -119,9 +119,9 @@ class Sandbox:
         self.limits = limits or SandboxLimits()
         self._gate = Gate(at_once or os.cpu_count() or 1, "the sandbox")
         self._way = _way_in()
-        self.apart = bool(self._way.prefix)
-        self.offline = self.apart or self._way.filtered
-        self.traceless = self.apart or (self._way.filtered and self._way.fenced)
+        self.isolated = bool(self._way.prefix)
+        self.offline = self.isolated or self._way.filtered
+        self.traceless = self.isolated or (self._way.filtered and self._way.fenced)
         self._uids = itertools.cycle(range(_FIRST_UID, _FIRST_UID + _UIDS))
         if not (self.offline or network):
             raise UserError(
@@ -130,7 +130,7 @@ class Sandbox:
                 "--cap-add=SYS_ADMIN or --security-opt seccomp=unconfined, or set network = true "
                 "to let code use the network"
             )
-        if not self.apart:
+        if not self.isolated:
             reach = "no network" if self.offline else "the network"
             files = "may leave files and see other processes"
             if self._way.fenced:
@@ -163,7 +163,7 @@ class Sandbox:
         spec = _spec(self.limits, self._way, next(self._uids))
         with contextlib.ExitStack() as stack:
             directory = None
-            if not self.apart:
+            if not self.isolated:
                 directory = tempfile.mkdtemp(prefix="jrl-sandbox-")
                 stack.callback(_remove, directory, spec["uid"])
                 if spec["uid"] is not None:
@@ -189,7 +189,7 @@ class Sandbox:
                 if status:
                     _kill(process.pid)
                 await _finish(process)
-                if not self.apart:
+                if not self.isolated:
                     _kill_left(process.pid, spec["uid"])
         if not status:
             status = "ok" if process.returncode == 0 else "error"
@@ -235,10 +235,10 @@ def _environment(directory: str | None) -> dict[str, str]:
 
 
 def _spec(limits: SandboxLimits, way: _Way, uid: int) -> dict[str, Any]:
-    """What the child is told; a caller who is root gives it a user id of its own."""
-    own = uid if os.geteuid() == 0 else None
+    """Settings for the child process; a root caller gives it a user id of its own."""
+    child_uid = uid if os.geteuid() == 0 else None
     how = {"apart": bool(way.prefix), "filtered": way.filtered, "fenced": way.fenced}
-    return {**limits._asdict(), **how, "uid": own}
+    return {**limits._asdict(), **how, "uid": child_uid}
 
 
 def _command(way: _Way, spec: dict[str, Any]) -> list[str]:
@@ -274,13 +274,13 @@ def _kill_left(pid: int, uid: int | None) -> None:
 
 def _processes_of(uid: int | None) -> list[int]:
     """Processes that a user runs, without those that have ended and wait to be noticed."""
-    found = []
+    pids = []
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError, IndexError):
             if entry.name.isdigit() and entry.stat().st_uid == uid:
                 state = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[0]
-                found += [int(entry.name)] if state not in "ZX" else []
-    return found
+                pids += [int(entry.name)] if state not in "ZX" else []
+    return pids
 
 
 def _remove(directory: str, uid: int | None) -> None:

@@ -150,13 +150,13 @@ _OTHER_ABI = 0x40000000  # x32 has numbers of its own for the same calls
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in what a filter reads
 
 
-def filter_calls(libc: ctypes.CDLL, apart: bool) -> None:
+def filter_calls(libc: ctypes.CDLL, in_namespaces: bool) -> None:
     """Refuses this process and all its children what ``_REFUSED`` lists, for good.
 
     New privileges must be refused before.
     """
     which, architecture = _ARCHITECTURES[os.uname().machine]
-    refused = _REFUSED if apart else _REFUSED | _REFUSED_BESIDE_OTHERS
+    refused = _REFUSED if in_namespaces else _REFUSED | _REFUSED_BESIDE_OTHERS
     deny = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -219,8 +219,8 @@ def fence_files(libc: ctypes.CDLL) -> None:
     for path, rights in allowed.items():
         with contextlib.suppress(OSError):  # not there, or not ours to look at
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            kept = rights if os.path.isdir(path) else rights & ~0b1000  # no directory to list
-            rule = struct.pack("=Qi", kept, place)
+            listing = 0 if os.path.isdir(path) else 0b1000  # a file has nothing to list
+            rule = struct.pack("=Qi", rights & ~listing, place)
             if libc.syscall(_ADD_RULE, ruleset, 1, rule, 0):
                 raise PermissionError(ctypes.get_errno(), "landlock", path)
             os.close(place)

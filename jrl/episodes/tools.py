@@ -1,4 +1,4 @@
-"""Tools as an environment: the policy calls them, reads what they return, and answers in the end.
+"""Tools as an environment: the policy calls them, reads the results, and answers.
 
     env = tool_env([calculator_tool(), python_tool(sandbox)], get_parser("hermes"), reward, limits)
 

@@ -68,10 +68,10 @@ def grpo(
     see ``objectives.ratios``.
     """
     rule = clip(clip_low, clip_high, dual_clip)
-    named = named_correction(correction, correction_cap, correction_low)
+    weighting = named_correction(correction, correction_cap, correction_low)
     return against_others(
         normalised(eps, ddof),
-        ratio_loss(token, rule, named, off_policy_limit),
+        ratio_loss(token, rule, weighting, off_policy_limit),
         regularizers=kl_term(kl_kind, kl_coef),
         epochs=epochs,
     )
@@ -200,8 +200,8 @@ def car(base: Method) -> Method:
     """
 
     def calibrated(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
-        right, stated = reward_parts("car", rewards, 2, "right, confidence")
-        return as_first(right - np.square(right - stated), rewards)
+        right, confidence = reward_parts("car", rewards, 2, "right, confidence")
+        return as_first(right - np.square(right - confidence), rewards)
 
     lacking = "the paper's own reward, which is not known; it is the quadratic score"
     return base.with_(rewards=calibrated, lacks=lacking)

@@ -64,8 +64,8 @@ def sft(weigh: Weigh = "tokens") -> Method:
     means instead; the paper does not say which it uses.
     """
     mean = aggregates.token_mean if weigh == "tokens" else aggregates.sequence_mean
-    given = Plan(demonstrated(1, alone=True))
-    return Method(Objective(transforms.identity(), ratios.nll(), mean), plan=given)
+    plan = Plan(demonstrated(1, alone=True))
+    return Method(Objective(transforms.identity(), ratios.nll(), mean), plan=plan)
 
 
 @variant(sft)

@@ -28,9 +28,9 @@ Span = tuple[int, int]
 """(begin, end) of a part of a text, in characters."""
 
 
-def _is_own(message: Message, own: str) -> bool:
-    """Whether a content is trusted: of the role ``own``, or empty with tool calls."""
-    return message["role"] == own or bool(message.get("tool_calls") and not message["content"])
+def _is_trusted(message: Message, trusted: str) -> bool:
+    """Whether a content is trusted: of the role ``trusted``, or empty with tool calls."""
+    return message["role"] == trusted or bool(message.get("tool_calls") and not message["content"])
 
 
 class Frames(NamedTuple):
@@ -64,28 +64,28 @@ class Frames(NamedTuple):
             return True
         return False
 
-    def marked(self, messages: Sequence[Message], own: str = "") -> list[Message]:
-        """The messages with placeholders for contents, but for those of the role ``own``."""
+    def marked(self, messages: Sequence[Message], trusted: str = "") -> list[Message]:
+        """The messages with placeholders for contents, but for those of the role ``trusted``."""
         return [
-            m if _is_own(m, own) else {**m, "content": f"JRLCONTENT{i}JRL"}
+            m if _is_trusted(m, trusted) else {**m, "content": f"JRLCONTENT{i}JRL"}
             for i, m in enumerate(messages)
         ]
 
     def spans(
-        self, before: Sequence[Message], messages: Sequence[Message], own: str = ""
+        self, before: Sequence[Message], messages: Sequence[Message], trusted: str = ""
     ) -> tuple[str, list[Span]]:
         """The text of a conversation, and where in it the contents of ``messages`` stand.
 
         Each content is found by rendering a placeholder in its place, so that a template may trim
-        or quote it. Contents of the role ``own`` are none.
+        or quote it. Contents of the role ``trusted`` are none.
 
         Raises:
           UserError: the template does not write each content once, or frames it by what it says.
         """
-        marked = self.marked(messages, own)
+        marked = self.marked(messages, trusted)
         frame = self.render([*before, *marked])
         marks, parts, rest = [], [], frame
-        outside = [(i, m) for i, m in enumerate(messages) if not _is_own(m, own)]
+        outside = [(i, m) for i, m in enumerate(messages) if not _is_trusted(m, trusted)]
         for i, message in outside:
             mark = marked[i]["content"]
             part, separator, rest = rest.partition(mark)
@@ -131,7 +131,7 @@ def chat_template(tokenizer: FileTokenizer, *, tools: bool) -> str:
     return "tool_use" if tools and "tool_use" in tokenizer.templates else "default"
 
 
-def conversation_ids(frames: Frames, messages: Sequence[Message], own: str = "") -> list[int]:
+def conversation_ids(frames: Frames, messages: Sequence[Message], trusted: str = "") -> list[int]:
     """Token ids of a conversation, in which contents are never control tokens.
 
     The ids are those of the rendered text unless a content spells a control token; then its place
@@ -140,7 +140,7 @@ def conversation_ids(frames: Frames, messages: Sequence[Message], own: str = "")
     Args:
       frames: the template.
       messages: dicts with "role" and "content", in order.
-      own: a role whose contents may hold control tokens such as "<think>", because the policy
+      trusted: a role whose contents may hold control tokens such as "<think>", because the policy
         writes them. Where one of them spells a token that is marked special, none may.
 
     Raises:
@@ -148,19 +148,23 @@ def conversation_ids(frames: Frames, messages: Sequence[Message], own: str = "")
         be told from the template's own words.
     """
     text = frames.render(messages)
-    if any(spelled_control(frames.tokenizer, m["content"]) for m in messages if m["role"] == own):
-        own = ""
-    if _only_frames_control(frames, messages, text, own):
+    if any(
+        spelled_control(frames.tokenizer, m["content"]) for m in messages if m["role"] == trusted
+    ):
+        trusted = ""
+    if _only_frames_control(frames, messages, text, trusted):
         return frames.tokenizer.encode(text)
-    return frames.tokenizer.encode_framed(*frames.spans([], messages, own))
+    return frames.tokenizer.encode_framed(*frames.spans([], messages, trusted))
 
 
-def _only_frames_control(frames: Frames, messages: Sequence[Message], text: str, own: str) -> bool:
+def _only_frames_control(
+    frames: Frames, messages: Sequence[Message], text: str, trusted: str
+) -> bool:
     """Whether the control tokens of a text are those of its frame.
 
     Two renderings, where finding the places of the contents takes one for each of them.
     """
-    controls, marked = frames.tokenizer.controls, frames.marked(messages, own)
+    controls, marked = frames.tokenizer.controls, frames.marked(messages, trusted)
     try:
         frame = frames.render(marked)
     except UserError:  # a template that reads contents, and finds none it knows
@@ -172,7 +176,7 @@ def _only_frames_control(frames: Frames, messages: Sequence[Message], text: str,
     if 0 in counts:
         return False
     # Some templates repeat contents: then the contents themselves are looked at.
-    return not any(controls(str(m["content"])) for m in messages if not _is_own(m, own))
+    return not any(controls(str(m["content"])) for m in messages if not _is_trusted(m, trusted))
 
 
 def spelled_control(tokenizer: Tokenizer, text: str) -> str:

@@ -45,7 +45,7 @@ NO_ROPE = Rope(0.0)
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Everything that decides a decoder's parameters and what they compute.
+    """The architecture of a decoder.
 
     Attributes:
       vocab_size: V, tokens.

@@ -202,7 +202,7 @@ def _is_panic(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _named(source: str, value: str | list[int]) -> Iterator[None]:
-    """Inside, what a tokenizer raises, also where it gives up, is a UserError that names it."""
+    """Turns any error of a tokenizer, panics included, into a UserError that names it."""
     try:
         yield
     except BaseException as error:
@@ -278,6 +278,10 @@ class FileTokenizer:
         extra_tokens = self._backend.get_added_tokens_decoder()
         ids = self.encode(rest) if mark else []
         return next((i for i in ids if i in extra_tokens and extra_tokens[i].special), None)
+
+    def to_json(self) -> str:
+        """The content of tokenizer.json, for other libraries."""
+        return self._backend.to_str()
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Token ids of ``text``; special tokens spelled out in it are read as such.
@@ -569,14 +573,16 @@ def _stop_ids(
             )
         ids.append(eos_id)
     generation = read_object(directory / "generation_config.json")
-    named = generation.get(
+    configured = generation.get(
         "eos_token_id", read_object(directory / "config.json").get("eos_token_id")
     )
-    entries = [] if named is None else named if isinstance(named, list) else [named]
+    entries: list[Any] = configured if isinstance(configured, list) else [configured]
+    if configured is None:
+        entries = []
     for each in entries:
         if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 2**31:
             raise UserError(
-                f"eos_token_id = {str(named)[:60]!r} of {directory} (generation_config.json, "
+                f"eos_token_id = {str(configured)[:60]!r} of {directory} (generation_config.json, "
                 "config.json); it must be a token id, a whole number from 0 on, or a list of them"
             )
     ids += entries

@@ -387,7 +387,7 @@ def _teacher_gap(batch: Batch) -> Array:
 
 
 def _after(values: Array) -> Array:
-    """The sum over what comes later on the last axis; a NaN reaches what is before it only."""
+    """Sums over later entries of the last axis; a NaN reaches earlier entries alone."""
     later = jnp.flip(jnp.cumsum(jnp.flip(values, -1), axis=-1), -1)
     return jnp.concatenate([later[..., 1:], jnp.zeros_like(later[..., :1])], axis=-1)
 

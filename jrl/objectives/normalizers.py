@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from jrl.objectives import advantages as group
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import stateless, trained
-from jrl.types import Array, Batch, Transform
+from jrl.types import Array, Batch, Transform, opinions
 
 
 def decoupled_parts(*, eps: float = 1e-6, ddof: int = 1) -> Transform:
     """The weighted sum of the reward parts, each normalised in its group on its own.
 
-    The first step of ``gdpo``: a part that all members share takes nothing from the others'
-    resolution, as it does when the sum is normalised.
+    Of a part count the members that it has an opinion of. The first step of ``gdpo``: a part that
+    all members share takes nothing from the others' resolution, as it does when the sum is
+    normalised.
 
     Args:
       eps: points, added to each part's deviation.
@@ -31,8 +32,8 @@ def decoupled_parts(*, eps: float = 1e-6, ddof: int = 1) -> Transform:
         return group.group_mean_std(rewards, members, eps=eps, ddof=ddof)
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        over_groups = jax.vmap(of_part)
-        parts = jax.vmap(over_groups, in_axes=(2, None), out_axes=2)(batch.rewards, batch.members)
+        known = batch.members[:, :, None] & opinions(batch.rewards, batch.ids)
+        parts = jax.vmap(jax.vmap(of_part), in_axes=2, out_axes=2)(batch.rewards, known)
         return (parts * batch.reward_weights[None, None]).sum(-1), batch
 
     return stateless(apply)

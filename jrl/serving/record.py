@@ -172,6 +172,7 @@ class Recorder:
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
                 "logit_bias": {str(token): x for token, x in sampling.logit_bias.items()},
+                "grammar": sampling.grammar is not None,
                 "stop": list(sampling.stop_strings),
                 "max_new_tokens": sampling.max_new_tokens,
                 "seed": sampling.seed,

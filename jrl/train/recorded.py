@@ -16,7 +16,7 @@ from jrl.config import Config
 from jrl.config.unions import RecordedData
 from jrl.data.sources import open_source
 from jrl.data.tables import Source
-from jrl.episodes.recorded import REWARDED, Recorded, RecordedCounts, read
+from jrl.episodes.recorded import REWARDED, Recorded, RecordedCounts, read_recorded
 from jrl.episodes.recorded_files import Distribution
 from jrl.episodes.transcript import RowShape, Transcript, common_opening, to_rollout
 from jrl.errors import UserError
@@ -129,7 +129,7 @@ def _read(
         return dialogues, dialogues.where
     sampling = config.sampling
     wanted = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    found = read(data.place, wanted)
+    found = read_recorded(data.place, wanted)
     if not found.counts.rows:
         raise UserError(_nothing_drawn(data, wanted, found))
     return found, lambda row: f"data.train = {data.train!r}"

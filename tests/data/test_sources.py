@@ -255,3 +255,13 @@ def test_of_a_pattern_every_file_must_be_rows(tmp_path):
     assert open_source(str(tmp_path / "*.tsv"))[0] == {"x": "1"}
     with pytest.raises(UserError, match="line 1: must hold a JSON object"):
         open_source(str(tmp_path / "*.jsonl.gz"))[0]
+
+
+def test_episodes_of_environments_with_problems_of_their_own_need_no_file():
+    source = open_source("episodes:3")
+    assert [source[i]["question"] for i in range(len(source))] == [
+        *("Episode 1.", "Episode 2.", "Episode 3.")
+    ]
+    for wrong in ("episodes:", "episodes:0", "episodes:-1", "episodes:1e3", "episodes:99999999"):
+        with pytest.raises(UserError, match=r"data = 'episodes:.*'; write episodes:N"):
+            open_source(wrong)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jrl.episodes.endpoint import check_url, keyed_endpoint
 from jrl.episodes.episode import Episode
 from jrl.episodes.host import EnvError, Feedback, reward_parts
+from jrl.episodes.model_endpoint import check_url, keyed_endpoint
 from jrl.episodes.transcript import Segment
 from jrl.errors import UserError
 from jrl.types import Prompt

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from jrl.episodes.parsers import PARSERS, Call
-from jrl.episodes.recorded import read
+from jrl.episodes.recorded import read_recorded
 from jrl.errors import UserError
 from jrl.models.tokenizer import CharTokenizer
 from jrl.sampling.request import PartialCompletion, RequestLimits
@@ -180,7 +180,7 @@ def test_a_session_of_calls_is_trained_on_id_for_id(tmp_path):
         ]
         messages = [*ASK, message.model_dump(exclude_none=True), *results]
         client.chat.completions.create(**ASKED | {"messages": messages}, **named)
-    recorded = read(tmp_path)
+    recorded = read_recorded(tmp_path)
     ((row,),) = recorded.groups
     assert (recorded.counts.rerendered, recorded.counts.rows) == (0, 1)
     assert [s.drawn for s in row.segments] == [True, False, True]
@@ -193,7 +193,11 @@ BAD = [
     ({"tools": [{"type": "web_search"}]}, 'tools[0] must be an object with "type": "function"'),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name must be a text"),
     ({"tools": [DOUBLE, DOUBLE]}, "two functions have the same name"),
-    ({"tool_choice": "required"}, "tool_choice = 'required'"),
+    ({"tool_choice": "any"}, "tool_choice = 'any'; this server takes 'auto', 'none', 'required'"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice = 'required' needs tools"),
+    ({"tool_choice": "required"}, "needs constrained decoding"),  # these servers have none
+    ({"tool_choice": {"type": "function", "function": {"name": "half"}}}, "tools has 'double'"),
+    ({"response_format": {"type": "json_object"}}, "needs constrained decoding"),
     (
         {"messages": [*ASK, {"role": "assistant", "tool_calls": [{}]}]},
         "messages[1].tool_calls[0] must have a function with a name",

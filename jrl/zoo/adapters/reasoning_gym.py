@@ -55,11 +55,11 @@ def from_reasoning_gym(
     def step(problem: _Problem, reply: Reply) -> tuple[_Problem, Feedback]:
         answer = gym.utils.extract_answer(reply.text) if "<answer>" in reply.text else reply.text
         score = float(data.score_answer(answer=answer, entry=problem.entry))
-        taken = problem.attempts + 1
-        if score >= 1 or taken >= attempts:
-            metrics = {"attempts": float(taken)}
+        attempt = problem.attempts + 1
+        if score >= 1 or attempt >= attempts:
+            metrics = {"attempts": float(attempt)}
             return problem, Feedback(reward=score, done=True, success=score >= 1, metrics=metrics)
         messages = [{"role": "user", "content": "That is not right. Try again."}]
-        return problem._replace(attempts=taken), Feedback(messages, state_key=taken)
+        return problem._replace(attempts=attempt), Feedback(messages, state_key=attempt)
 
     return HostEnv(init, step, limits=Limits(turns=attempts))

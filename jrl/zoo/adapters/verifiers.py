@@ -70,22 +70,22 @@ def from_verifiers(
         raise UserError(
             f"{id!r} needs verifiers 0.1, in which MultiTurnEnv is; pip install 'verifiers<0.2'"
         )
-    made = _made(vf, id, arguments)
+    game = _made(vf, id, arguments)
     if turns:
-        made.max_turns = turns
+        game.max_turns = turns
     family = get_parser(parser)
-    tools = tuple(_schema(tool) for tool in made.tool_defs or ())
+    tools = tuple(_schema(tool) for tool in game.tool_defs or ())
     rows: dict[str, Any] = {}
     client_class = _client_class(vf)
 
     def begin(step: int, split: str) -> None:
-        rows["now"] = made.get_eval_dataset() if split == "eval" else made.get_dataset()
+        rows["now"] = game.get_eval_dataset() if split == "eval" else game.get_dataset()
 
     async def init(prompt: Prompt, seed: int) -> tuple[_Episode, list[dict[str, Any]]]:
         if "now" not in rows:
             begin(0, "train")
         row = dict(rows["now"][seed % len(rows["now"])])
-        episode = _Episode(made, client_class(), family, {t["function"]["name"]: t for t in tools})
+        episode = _Episode(game, client_class(), family, {t["function"]["name"]: t for t in tools})
         return episode, await episode.begin(row, prompt.text)
 
     async def step(episode: _Episode, reply: Reply) -> tuple[_Episode, Feedback]:
@@ -106,26 +106,26 @@ def from_verifiers(
         step=step,
         close=close,
         fork=None,  # what tools hold is known to the library alone
-        limits=Limits(turns=made.max_turns if made.max_turns > 0 else _TURNS),
+        limits=Limits(turns=game.max_turns if game.max_turns > 0 else _TURNS),
         chat=ChatOptions(roles=(family.role,), tools=tools, family=family.name)
         if tools
         else ChatOptions(),
-        lifecycle=Lifecycle(begin=begin, shutdown=made._teardown),
+        lifecycle=Lifecycle(begin=begin, shutdown=game._teardown),
     )
 
 
 def _made(vf: Any, id: str, arguments: Mapping[str, Any]) -> Any:
     if ":" in id:
-        made = load(id, "data.id")(**arguments)
+        env = load(id, "data.id")(**arguments)
     else:
         try:
-            made = vf.load_environment(id, **arguments)
+            env = vf.load_environment(id, **arguments)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"data.id = {id!r}: verifiers cannot load it: {reason:.300}") from None
-    if not isinstance(made, vf.MultiTurnEnv):
-        raise UserError(f"data.id = {id!r} is a {type(made).__name__}, not a MultiTurnEnv")
-    return made
+    if not isinstance(env, vf.MultiTurnEnv):
+        raise UserError(f"data.id = {id!r} is a {type(env).__name__}, not a MultiTurnEnv")
+    return env
 
 
 def _schema(tool: Any) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _client_class(vf: Any) -> Any:
             self.questions: asyncio.Queue[list[Any]] = asyncio.Queue()
             self.responses: asyncio.Queue[Any] = asyncio.Queue()
 
-        async def get_response(self, prompt: Any, *given: Any, **named: Any) -> Any:
+        async def get_response(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
             self.questions.put_nowait(copy.deepcopy(list(prompt)))  # environments change theirs
             return await self.responses.get()
 
@@ -155,7 +155,7 @@ def _client_class(vf: Any) -> Any:
         async def to_native_prompt(self, messages: Any) -> Any:
             return messages, {}
 
-        async def get_native_response(self, *given: Any, **named: Any) -> Any:
+        async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError
 
         async def raise_from_native_response(self, response: Any) -> None:
@@ -206,7 +206,7 @@ class _Episode:
         past = len(self._past)
         continues = question[:past] == self._past and len(question) >= past + 2
         if not continues or question[past].role != "assistant":
-            raise EnvError("the environment rewrites what was said before, which a row cannot")
+            raise EnvError("the environment rewrites earlier messages, which a row cannot")
         self._past = question
         messages = [self._message(message) for message in question[past + 1 :]]
         if self._parser.role == "tool" or not self._tools:

@@ -285,10 +285,10 @@ def recent_groups(share: float, window: int, until: int) -> Edit:
         return round(prompts * share / (1 - share))
 
     def apply(store: Any, groups: Any, view: EditView) -> tuple[Any, Any]:
-        rows, found = store.sample(view.extra.shape[0], view.key)
+        rows, exists = store.sample(view.extra.shape[0], view.key)
         goes = jnp.ones((), bool) if is_zero(until) else view.step < until
         fresh = groups.live()
-        return fill_groups(groups, view.extra & goes, rows, found), store.put(groups, fresh)
+        return fill_groups(groups, view.extra & goes, rows, exists), store.put(groups, fresh)
 
     return Edit(group_store(window), apply, extra)
 

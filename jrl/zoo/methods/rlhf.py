@@ -1,4 +1,4 @@
-"""Reinforcement learning from human feedback: PPO on a reward model, and what papers add to it.
+"""Reinforcement learning from human feedback: PPO on a reward model, and its refinements.
 
 The reward model is a reward function, trained by ``bradley_terry``. Notation as in ``ppo``.
 """
