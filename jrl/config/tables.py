@@ -44,22 +44,29 @@ def _parts(value: object) -> object:
     return value
 
 
+def _names(remedy: str) -> AfterValidator:
+    """Refuses a path that is empty, or holds a character that no path holds."""
+
+    def check(value: str) -> str:
+        if not value.strip() or "\0" in value:
+            raise ValueError(remedy)
+        return value
+
+    return AfterValidator(check)
+
+
 class RunTable(Table):
     """Location of the run, and when to resume it."""
 
-    dir: str | None = key(None, "run directory; made when missing, default runs/NAME-TIME")
+    dir: (
+        Annotated[str, _names("must be a path; `run.dir=` on the command line removes the key")]
+        | None
+    ) = key(None, "run directory; made when missing, default runs/NAME-TIME")
     resume: Literal["auto", "never", "must"] = key(
         "auto",
         "auto: resume from the newest checkpoint if there is one; never: refuse a directory that"
         " holds a run; must: refuse one that does not",
     )
-
-    @field_validator("dir")
-    @classmethod
-    def _is_a_path(cls, value: str | None) -> str | None:
-        if value is not None and (not value.strip() or "\0" in value):
-            raise ValueError("must be a path; `run.dir=` on the command line removes the key")
-        return value
 
 
 # ---------------------------------------------------------------- the policy
@@ -68,18 +75,11 @@ class RunTable(Table):
 class ModelTable(Table):
     """The policy network: a checkpoint, sizes for random weights, or a custom network."""
 
-    path: str | None = key(
+    path: Annotated[str, _names("must be a directory or a Hub name")] | None = key(
         None,
         "Hugging Face checkpoint to start from: a directory, or a Hub name as"
         " ORG/NAME[@REVISION]; with network, its tokenizer only",
     )
-
-    @field_validator("path")
-    @classmethod
-    def _is_a_path(cls, value: str | None) -> str | None:
-        if value is not None and (not value.strip() or "\0" in value):
-            raise ValueError("must be a directory or a Hub name")
-        return value
 
     config: dict[str, Any] | None = key(
         None,
@@ -119,7 +119,7 @@ class LoraTable(Table):
         "storage of the frozen weights: float: model.param_dtype; int8: 8 bits, with a scale for"
         " each output channel",
     )
-    path: str | None = key(
+    path: Annotated[str, _names("must be a directory")] | None = key(
         None,
         "PEFT adapter directory to start from, of the same rank, alpha and targets; a method's"
         " reference policy is then model.path with these adapters, unless frozen.ref names another"
@@ -137,7 +137,19 @@ class ValueTable(Table):
     )
 
 
-Policies = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1, strict=False)]
+def _once(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuses a list in which a value stands twice."""
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"names {value!r} twice; remove one")
+    return values
+
+
+Policies = Annotated[
+    tuple[Annotated[str, _names("must be a directory, or a list of directories")], ...],
+    BeforeValidator(_listed),
+    Field(min_length=1, strict=False),
+]
 """A directory, or several whose weights are averaged."""
 
 
@@ -178,7 +190,10 @@ class SamplingTable(Table):
         ge=0,
     )
     int8: Annotated[
-        tuple[Literal["weights", "cache"], ...], BeforeValidator(_listed), Field(strict=False)
+        tuple[Literal["weights", "cache"], ...],
+        AfterValidator(_once),
+        BeforeValidator(_listed),
+        Field(strict=False),
     ] = key(
         (),
         "8-bit storage while sampling for training and serving: weights, cache (keys and values),"
@@ -429,6 +444,7 @@ class LogTable(Table):
     )
     to: Annotated[
         tuple[Annotated[str, AfterValidator(_log_target)], ...],
+        AfterValidator(_once),
         BeforeValidator(_listed),
         Field(strict=False),
     ] = key(

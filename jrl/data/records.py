@@ -95,6 +95,9 @@ def read_record(kind: str, row: Mapping[str, Any], where: str, *, plain: bool) -
         if label not in (0, 1):  # True and False are, too
             raise UserError(f"{where}: label = {label!r}; write true or false")
         return Record(row["prompt"], {"completion": row["completion"]}, (float(label),))
+    for field in ("responses", "scores"):
+        if _length(row[field]) < 0:
+            raise UserError(f"{where}: {field} = {str(row[field])[:60]!r}; give a list")
     responses, scores = list(row["responses"]), list(row["scores"])
     if len(responses) != len(scores):
         raise UserError(
@@ -103,7 +106,7 @@ def read_record(kind: str, row: Mapping[str, Any], where: str, *, plain: bool) -
     if not responses:
         raise UserError(f"{where}: responses is empty; give at least one, or remove the row")
     for score in scores:
-        if isinstance(score, str) or not fits_float32(score):
+        if not isinstance(score, int | float | np.number) or not fits_float32(score):
             raise UserError(f"{where}: scores holds {score!r:.40}; write finite float32 numbers")
     named = {f"responses[{i}]": response for i, response in enumerate(responses)}
     return Record(row["prompt"], named, tuple(float(score) for score in scores))

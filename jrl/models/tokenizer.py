@@ -484,7 +484,7 @@ def load_tokenizer(directory: str | Path) -> FileTokenizer:
     )
 
 
-MOST_GROWTH = 1000
+MOST_GROWTH = 100
 """Characters that a tokenizer may make of one, before tokens or behind them; Unicode's forms are at
 most 18."""
 

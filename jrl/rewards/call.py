@@ -69,6 +69,14 @@ def class_name(value: object) -> str:
     return name
 
 
+def _shown(value: object) -> str:
+    """The beginning of a value's text; a note if ``repr`` of it raises."""
+    try:
+        return f"{value!r:.60}"
+    except BaseException as error:
+        return f"(whose text raises {class_name(error)})"
+
+
 def _trace() -> str:
     try:
         return traceback.format_exc(limit=-3)[-8 * _TEXT :]
@@ -81,7 +89,7 @@ def _checked(result: Any, count: int) -> list[Points] | Failure:
         result = result.tolist()
     if not isinstance(result, list | tuple):
         kind = class_name(result)
-        return Failure(f"returned {kind} {result!r:.60}; return a list with one number a sample")
+        return Failure(f"returned {kind} {_shown(result)}; return a list with one number a sample")
     values = list(result)
     if len(values) != count:
         return Failure(f"returned {len(values)} numbers for {count} sample{'s' * (count != 1)}")
@@ -94,7 +102,7 @@ def _checked(result: Any, count: int) -> list[Points] | Failure:
         is_number = isinstance(value, int | float | np.integer | np.floating | np.bool_)
         if not is_number or isinstance(value, np.timedelta64):
             kind = class_name(value)
-            return Failure(f"returned {kind} {value!r:.60} instead of a number or None")
+            return Failure(f"returned {kind} {_shown(value)} instead of a number or None")
         if isinstance(value, int) and not fits_float32(value):  # may be too large for a float
             return Failure("returned an integer beyond float32; rewards must be finite there")
         point = float(value)

@@ -27,7 +27,7 @@ import numpy as np
 from jrl.errors import UserError, unknown_choice
 from jrl.rewards import kill
 from jrl.rewards.base import Points, RewardFn, Sample
-from jrl.rewards.call import Failure, call
+from jrl.rewards.call import Failure, call, class_name, error_text
 from jrl.rewards.rules import Rules
 from jrl.rewards.worker import Lost, RewardWorker, attribute, pickled_call
 from jrl.system.wait_reports import waiting
@@ -117,6 +117,7 @@ class RewardPool:
         self.on_timeout, self.on_error = on_timeout, on_error
         self._turn = threading.Lock()  # rollout and evaluation may call from different threads
         self._workers = _Workers(self.functions, workers, self) if workers else None
+        self._prepared = False
 
     @property
     def over_batch(self) -> bool:
@@ -231,10 +232,21 @@ class RewardPool:
         """A generator of (call, rewards or Failure), each call once, in any order."""
         if self._workers is not None:
             return self._workers.results(calls, samples)
+        self._prepare()
         return (
             (each, call(self.functions[each.name], [samples[i] for i in each.members]))
             for each in calls
         )
+
+    def _prepare(self) -> None:
+        """In this process, what workers do before their first call."""
+        for name, function in self.functions.items() if not self._prepared else ():
+            try:
+                attribute(function, "prepare", lambda: None)()
+            except Exception as error:
+                reason = f"{class_name(error)}: {error_text(error)}"
+                raise UserError(f"rewards.{name}: its prepare raised {reason}") from error
+        self._prepared = True
 
     def close(self) -> None:
         """Kills the workers; may be called twice, and while another thread waits for rewards."""

@@ -260,6 +260,9 @@ def features_of(
         _warn_unpaid(tuple(config.rewards))
     found = _config_features(config) | _data_features(config, task)
     found |= method_features(method, named) | _network_features(network, named)
+    if config.tree.model_fields_set == {"kind"}:  # its other keys are the method's
+        trees = {"tree", "search", "guided search", "branches"} & found.keys()
+        found |= dict.fromkeys(trees, f"tree.kind = {config.tree.kind!r}")
     plan, group = method.plan, config.sampling.group
     further = plan.next is not None and plan.members(group) > 0
     found |= _present({"further members": (further, f"{named}, which adds members to groups,")})

@@ -74,8 +74,10 @@ def _model_config(config: Config, key: str, options: dict[str, Any]) -> Config:
     """The configuration of the run that trained a reward model, checked."""
     path = options.pop("path", None)
     if not isinstance(path, str) or options:
-        wrong = f"unknown keys {', '.join(options)}" if options else f"path = {path!r}"
-        raise UserError(f"{key}: {wrong}; it takes path, a run directory, and weight")
+        wrong = [f"{key}.{name} = {value!r}: no such key" for name, value in options.items()]
+        wrong += [f"{key}.path is missing"] if path is None else []
+        wrong = wrong or [f"{key}.path = {path!r}"]
+        raise UserError(f"{wrong[0]}; it takes path, a run directory, and weight")
     directory = Path(path)
     if not (directory / "config.toml").exists():
         raise UserError(

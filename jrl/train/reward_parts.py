@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from jrl.config import Config
 from jrl.config.secrets import reveal
 from jrl.config.tables import RewardTable
-from jrl.errors import Mistakes, UserError, unknown_choice
+from jrl.errors import Mistakes, UserError, nearest, unknown_choice
 from jrl.rewards import REWARDS, make_reward
 from jrl.rewards.combine import COMBINATORS, Combined, in_order, make_combined
 from jrl.rewards.model import ModelReward
@@ -117,6 +117,12 @@ def _giver(config: Config, name: str) -> Giver:
     if data.reward_names and function not in data.reward_names and not own:
         error = unknown_choice("rewards", function, data.reward_names)
         raise UserError(f"{error}, {FORMS}") if data.own_rewards else error
+    if name in data.reward_names and (options := table.options):
+        option, value = next(iter(options.items()))
+        raise UserError(
+            f"rewards.{name}.{option} = {value!r}: there is no such option;"
+            f" {nearest(option, RewardTable.model_fields)}"
+        )
     if data.judged_on_host and not data.reward_names:
         return "function"
     return "function" if own and name not in data.reward_names else "data"

@@ -157,9 +157,11 @@ def test_axes_are_shaped_like_the_parameters():
 # ---------------------------------------------------------------- files
 
 
+@pytest.mark.extra("dev", "torch", "transformers")
 def test_the_merged_export_is_the_policy_for_transformers(tmp_path):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     network = with_adapters(NETWORK, CONFIG, Lora(4, 8.0))
     params = noisy(network)
     hf.save(tmp_path / "whole", CONFIG, jax.device_get(plain_policy(params, network)))

@@ -21,6 +21,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from needs_extra import require
 
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
@@ -34,9 +35,11 @@ from jrl.serving.server import HttpServer, run
 from jrl.serving.worker import EngineWorker
 from jrl.types import StopReason
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-openai = pytest.importorskip("openai", reason="the openai client is not installed")
+require("serve")
+require("dev", "openai")
+import openai  # noqa: E402
+
+pytestmark = pytest.mark.extra("serve")
 
 LIMITS = RequestLimits(
     slots=4,

@@ -140,8 +140,8 @@ def test_an_unknown_engine_is_named():
     assert "--engine = 'vllm'; choose from jetstream, jrl" in result.stderr
 
 
+@pytest.mark.extra("serve")
 def test_the_command_serves_and_stops_on_a_signal(checkpoint_dir):
-    pytest.importorskip("uvicorn", reason="the extra serve is not installed")
     command = [sys.executable, "-m", "jrl", "serve", str(checkpoint_dir), "--port", "0"]
     command += [
         "--log-requests",

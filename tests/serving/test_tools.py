@@ -6,6 +6,7 @@ import string
 import threading
 
 import pytest
+from needs_extra import require
 
 from jrl.episodes.parsers import PARSERS, Call
 from jrl.episodes.recorded import read_recorded
@@ -18,9 +19,11 @@ from jrl.serving.record import Recorder
 from jrl.serving.server import HttpServer
 from jrl.types import StopReason
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-openai = pytest.importorskip("openai", reason="the openai client is not installed")
+require("serve")
+require("dev", "openai")
+import openai  # noqa: E402
+
+pytestmark = pytest.mark.extra("serve")
 
 LIMITS = RequestLimits(
     slots=4,

@@ -33,8 +33,8 @@ def test_a_package_that_is_not_installed_is_named_with_the_remedy(
         RunWriter(config_in(tmp_path, override))
 
 
+@pytest.mark.extra("tensorboard")
 def test_tensorboard_events_are_written(tmp_path):
-    pytest.importorskip("tensorboardX")
     writer = RunWriter(config_in(tmp_path, "log.to=tensorboard"))
     writer.write(1, {"loss": 0.5, "kl": float("nan"), "note": "text"})
     writer.close()
@@ -74,6 +74,17 @@ def test_wandb_gets_the_numbers_and_a_resumed_run_stays_one_run(tmp_path, monkey
     assert calls[0]["project"] == "demo"
     assert calls[0]["config"]["seed"] == 0
     assert calls[0]["id"] == calls[1]["id"]
+
+
+@pytest.mark.extra("wandb")
+def test_wandb_itself_keeps_the_numbers_of_a_run_without_a_network(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    writer = RunWriter(config_in(tmp_path, "log.to=wandb:demo"))
+    for step in (1, 2):
+        writer.write(step, {"loss_of_this_test": 0.5 * step, "note": "text"})
+    writer.close()
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"loss_of_this_test" in kept.read_bytes()
 
 
 def test_wandb_that_cannot_start_is_an_error_and_one_that_fails_later_is_not(

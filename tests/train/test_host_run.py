@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import re
 import signal
@@ -177,7 +176,7 @@ def place(tmp_path_factory):
         kv_heads=1,
         head_dim=8,
         mlp_dim=16,
-        max_length=512,
+        max_length=768,
     )
     for name, kv_heads in (("model", 1), ("wide", 2)):  # two can be divided over a tensor axis
         sized = dataclasses.replace(shape, kv_heads=kv_heads)
@@ -818,12 +817,10 @@ def shipped(place, run, name, *more):
         ),
         pytest.param(
             "textarena",
-            ["data.turn_tokens=8", "data.max_prompt_tokens=250", "data.turns=2"],
+            ["data.turn_tokens=8", "data.max_prompt_tokens=560", "data.turns=2"],
             marks=[
                 pytest.mark.slow,
-                pytest.mark.skipif(
-                    importlib.util.find_spec("textarena") is None, reason="it is not installed"
-                ),
+                pytest.mark.extra("textarena"),
             ],
         ),
         ("prover", ["data.max_prompt_tokens=300", "data.turn_tokens=20"]),
@@ -846,6 +843,48 @@ def test_shipped_configurations_of_environments_take_a_step(
         assert "tactic_errors" in found
     elif name != "textarena":
         assert {"tool_calls", "tool_errors", "tool_structure_errors"} & found.keys()
+
+
+TASKSET = """
+import verifiers.v1 as vf
+
+__all__ = ["Letters"]
+
+
+class Letters(vf.Taskset[vf.Task[vf.TaskData], vf.TasksetConfig]):
+    def load(self):
+        for i in range(4):
+            yield Letter(vf.TaskData(prompt=f"Go on {i}."))
+
+
+class Letter(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def letters(self, trace) -> float:
+        return float(sum(c.isalpha() for c in trace.branches[-1].messages[-1].content or ""))
+"""
+
+
+@pytest.mark.extra("verifiers")
+@pytest.mark.slow
+def test_a_run_on_an_environment_of_verifiers(place, tmp_path):
+    (tmp_path / "letters_set.py").write_text(TASKSET)
+    config = settings(
+        place,
+        tmp_path / "run",
+        "talk",
+        'data.env="verifiers"',
+        f"data.id={json.dumps(f'{tmp_path}/letters_set.py:Letters')}",
+        "data.turn_tokens=8",
+        "train.steps=1",
+    )
+    assert train(config, echo=lambda line: None)["steps"] == 1
+    (record,) = records_of(tmp_path / "run")
+    assert record["episodes"] == 8
+    assert record["env_errors"] == record["env_timeouts"] == 0
+    (sample, *_) = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    (turn,) = sample["turns"]
+    assert sample["reward"] == sum(c.isalpha() for c in turn["text"].replace("<|end|>", ""))
+    assert {"success", "turns", "failed"} <= evaluate_run(config).keys()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from needs_extra import require
 
 from jrl.config import load_config
 from jrl.errors import UserError
@@ -26,8 +27,10 @@ from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build, programs
 
-transformers = pytest.importorskip("transformers")
-torch = pytest.importorskip("torch")
+require("dev", "torch", "transformers")
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
 torch.set_num_threads(1)
 
 GSM8K = pathlib.Path(__file__).parents[2] / "configs" / "gsm8k.toml"

@@ -13,7 +13,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import (
@@ -26,6 +25,7 @@ from jrl.methods.domains import (
     NonNegative,
     Positive,
     Range,
+    check_band,
     is_zero,
 )
 from jrl.methods.edit import refill
@@ -473,9 +473,7 @@ def riskpo(
     Raises:
       UserError: when ``level_low`` is not below ``level_high``.
     """
-    static = not isinstance(level_low, jax.Array) and not isinstance(level_high, jax.Array)
-    if static and level_low >= level_high:  # else they are traced, by vmap over runs
-        raise UserError(f"riskpo.level_low = {level_low}; give a number below {level_high}")
+    check_band(level_low=level_low, level_high=level_high)
     levels = (level_low, level_high)
     advantage = bundled_risk(
         bundle, levels, tail_weight, quantile_rate, quantiles, credit, shifted, eps

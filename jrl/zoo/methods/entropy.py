@@ -27,6 +27,7 @@ from jrl.methods.domains import (
     Positive,
     Range,
     Tokens,
+    check_band,
 )
 from jrl.methods.edit import refill
 from jrl.methods.group_relative import grpo
@@ -327,6 +328,7 @@ def epo_entropy(
     at the start of each training step. The paper also adds the term to PPO. Other numbers are those
     of the released scripts.
     """
+    check_band(low=low, high=high)
     steered = base.after(entropy_history(turns, total_steps, low, high))
     return steered.plus(smoothed_entropy(entropy_coef, penalty, hinge=hinge))
 

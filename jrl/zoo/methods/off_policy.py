@@ -27,6 +27,7 @@ from jrl.methods.domains import (
     Positive,
     Range,
     Tokens,
+    check_band,
     is_zero,
 )
 from jrl.methods.edit import Edit, EditView, fill_groups
@@ -357,6 +358,7 @@ def topr(
     Departures: the logarithm of a token's ratio is held within 20, as is that of the product
     before it is clipped.
     """
+    check_band(equal=True, weight_low=weight_low, weight_high=weight_high)
     surrogate = ratios.ratio_loss(ratios.product, ratios.tapered(weight_low, weight_high))
     base = base.before(stateless(lambda values, batch: (values - baseline, batch)))
     return base.with_(surrogate=surrogate, epochs=epochs)

@@ -15,7 +15,15 @@ import jax.numpy as jnp
 
 from jrl.methods.base import Method, Schedule, WrittenProblems
 from jrl.methods.definition import published, variant
-from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole, is_zero
+from jrl.methods.domains import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Whole,
+    check_band,
+    is_zero,
+)
 from jrl.methods.plan import Plan
 from jrl.methods.schedule import refreshed, towards
 from jrl.methods.stores import replay_share
@@ -360,6 +368,7 @@ def webrl(
     sides equal; a phase is one epoch over its episodes there, and its tasks are the written ones
     alone, where here they join those of the data.
     """
+    check_band(low=low, high=high)
     advantage = blended_steps(blend)
     if not is_zero(replayed):
         advantage = transforms.chain(advantage, between(0.5, 0.95))
