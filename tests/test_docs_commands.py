@@ -28,6 +28,8 @@ LEFT = {  # how a command begins -> what stands for it
     "jrl imagine": "test: zoo/tools/test_imagine.py",
     "jrl eval RUN --search beam --width 4 --by model": "test: evaluate/test_search.py",
     "jrl plan configs/pod_8b_v5e.toml": "test: plan/test_plan.py",
+    "jrl train configs/tiny.toml log.to": "test: storage/test_sinks.py",
+    "jrl convert RUN exported --push": "test: run/test_push.py",
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
