@@ -70,7 +70,7 @@ def test_every_guide_and_every_notebook_is_a_page(site):
     assert guides <= set(site.sources())
 
 
-def test_links_lead_to_pages_or_headings(pages):
+def test_links_lead_to_pages_or_headings(site, pages):
     count = 0
     for page in pages.rglob("*.md"):
         text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -82,8 +82,7 @@ def test_links_lead_to_pages_or_headings(pages):
             if heading:
                 text = (page.parent / path if path else page).read_text()
                 names = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
-                slugs = {re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-") for name in names}
-                assert heading in slugs, f"{page.name}: {target}"
+                assert heading in map(site.methods.slug, names), f"{page.name}: {target}"
             count += 1
     assert count > 400
 

@@ -169,5 +169,5 @@ def navigation(methods: list[dict[str, Any]]) -> list[Any]:
 
 def slug(heading: str) -> str:
     """A heading's name in an address, as Markdown makes it."""
-    kept = "".join(c for c in heading.lower() if c.isalnum() or c in " -")
+    kept = "".join(c for c in heading.lower() if c.isalnum() or c in " -_")
     return kept.strip().replace(" ", "-")
