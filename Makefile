@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ACCEL ?= cpu
 ARGS ?=
+EXTRAS ?=
 WORKERS ?= logical
 
 ifeq ($(filter $(ACCEL),cpu cuda12 cuda13 tpu),)
@@ -24,7 +25,7 @@ ON := $(if $(filter cpu,$(ACCEL)),JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu},)
 PIP_INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help address notebooks pictures links site install dev demo test test-all lint format types wheel-test lowest-test ci clean
+.PHONY: help address notebooks pictures links site install dev demo test test-all extras-test lint format types wheel-test lowest-test ci clean
 
 help: ## this list
 	@echo "make TARGET [ACCEL=cpu|cuda12|cuda13|tpu] [PYTHON=python3.12]"
@@ -58,9 +59,13 @@ demo: $(RUN_STAMP) ## train configs/tiny.toml in a fresh directory under runs/
 test: $(DEV_STAMP) ## what a contributor waits for: tests and doctests, a worker a core up to four
 	$(ON) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
 
+# A test that skips for want of an extra that dev has is a failure here.
 test-all: $(DEV_STAMP) ## everything, an hour on two cores; writes tests/last_full_run.md
 	$(ON) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal -m '' \
-	  --record=tests/last_full_run.md $(ARGS)
+	  --extras=dev --record=tests/last_full_run.md $(ARGS)
+
+extras-test: $(BIN)/python ## each extra in an environment of its own: EXTRAS="mcp docs" for some
+	$(BIN)/python .ci/extras.py $(EXTRAS) $(ARGS)
 
 lint: $(DEV_STAMP) ## ruff, both the rules and the format
 	$(BIN)/ruff check .

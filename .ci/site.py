@@ -55,7 +55,9 @@ NAV: list[tuple[str, Any]] = [
             ("Models and data", "docs/data.md"),
             ("Environments", "docs/environments.md"),
             ("Methods and functions of your own", "docs/own.md"),
+            ("Rewards", "docs/rewards.md"),
             ("What a run leaves", "docs/runs.md"),
+            ("Trackers", "docs/trackers.md"),
             ("Memory, compiling, collapse, resuming", "docs/howto.md"),
             ("Code that means no good", "docs/safety.md"),
         ],
@@ -65,6 +67,7 @@ NAV: list[tuple[str, Any]] = [
         [
             ("Meshes, adapters, serving", "configs/README.md"),
             ("Pods", "tpu_scripts/README.md"),
+            ("Serving, exports and the Hub", "docs/serving.md"),
         ],
     ),
     ("Methods", "methods/"),

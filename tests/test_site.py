@@ -236,7 +236,7 @@ def is_open(table):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="needs the extra docs")
+@pytest.mark.extra("docs")
 def test_the_site_is_built_without_a_warning_and_without_torch(tmp_path):
     """A link to nowhere or a name that is not there ends the build."""
     for name in ("torch", "transformers", "textarena"):  # an import of these is an error

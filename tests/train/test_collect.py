@@ -6,14 +6,15 @@ import pytest
 
 from jrl.mesh import make_mesh
 from jrl.methods import get_method, refill
-from jrl.methods.curriculum import Choice, Curriculum, Table
+from jrl.methods.curriculum import Curriculum, Selection, Table
 from jrl.methods.edit import edit_of
 from jrl.objectives.advantages import mean_centred
 from jrl.train.collect import Collector
 from jrl.train.groups import to_batch
+from jrl.train.judging import answer_number
 from jrl.train.sources import Groups, entries, simple_request
 from jrl.train.sources_task import completion_number
-from jrl.train.sources_text import TextSource, answer_number
+from jrl.train.sources_text import TextSource
 from jrl.train.step import with_slot_use
 from jrl.types import Prompt, Rollout, StopReason
 
@@ -224,7 +225,7 @@ def test_a_curriculum_chooses_the_rows_and_learns_from_all_groups_drawn():
     outcomes = []
 
     def choose(state, query):
-        return Choice(2 * query.tickets % 256, prior={"ticket": query.tickets / 1.0}), state
+        return Selection(2 * query.tickets % 256, prior={"ticket": query.tickets / 1.0}), state
 
     def update(state, outcome):
         jax.debug.callback(
