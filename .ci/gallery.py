@@ -77,6 +77,7 @@ def draw(name: str, runs: list[pathlib.Path]) -> pathlib.Path:
     import matplotlib.pyplot as plt
 
     look = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}
+    look |= {"path.simplify_threshold": 0.8}  # pixels: smaller files
     with plt.rc_context(look | {"axes.spines.top": False, "axes.spines.right": False}):
         panels = PICTURES[name]
         figure, axes = plt.subplots(1, len(panels), figsize=(7.2, 2.3), squeeze=False)
