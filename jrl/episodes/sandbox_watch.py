@@ -88,14 +88,14 @@ def remove_tree(directory: str) -> None:
         while levels:
             name, inside = levels[-1]
             if inside:
+                child = inside.pop()
                 with contextlib.suppress(OSError):
-                    place = _moved(place, lower := _opened(inside[-1], place))
-                    levels.append((inside[-1], _directories(lower)))
-                inside.pop()
+                    place = _instead(place, _opened(child, place))
+                    levels.append((child, _directories(place)))
                 continue
             levels.pop()
             if levels:
-                place = _moved(place, os.open("..", _OPEN, dir_fd=place))
+                place = _instead(place, os.open("..", _OPEN, dir_fd=place))
                 with contextlib.suppress(OSError):
                     os.rmdir(name, dir_fd=place)
         os.close(place)
@@ -107,15 +107,16 @@ def _opened(name: str, place: int | None) -> int:
     return os.open(name, _OPEN, dir_fd=place)
 
 
-def _moved(place: int, other: int) -> int:
+def _instead(place: int, other: int) -> int:
+    """The other open directory; the first is closed."""
     os.close(place)
     return other
 
 
 def _directories(place: int) -> list[str]:
     """The directories in an open one; its files are removed."""
-    names = []
-    with os.scandir(place) as entries:
+    names: list[str] = []
+    with contextlib.suppress(OSError), os.scandir(place) as entries:
         for entry in list(entries):
             if entry.is_dir(follow_symlinks=False):
                 names.append(entry.name)
