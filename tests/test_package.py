@@ -51,7 +51,18 @@ NOT_IN_THE_ZOO = {"entry", "cli"}
 HEAVY = {
     *("orbax", "tensorstore", "tensorflow", "tensorflow_datasets", "matplotlib", "transformers"),
     *("torch", "tokenizers", "pyarrow", "math_verify", "sympy", "safetensors"),
-    *("jinja2", "tensorboardX", "wandb", "jetstream", "grpc", "starlette", "uvicorn"),
+    *(
+        "jinja2",
+        "tensorboardX",
+        "wandb",
+        "trackio",
+        "mlflow",
+        "llguidance",
+        "jetstream",
+        "grpc",
+        "starlette",
+        "uvicorn",
+    ),
     "huggingface_hub",
     *("jsonschema", "gymnasium", "textarena", "reasoning_gym", "openenv", "mcp"),
 }

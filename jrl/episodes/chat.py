@@ -139,8 +139,7 @@ class ChatFormat:
         tools = list(tools or ())
         check_descriptions(tokenizer, tools)
         name = chat_template(tokenizer, tools=bool(tools))
-        template = {name: tokenizer.templates.get(name, "")}
-        check_variables(variables or {}, template, "template_variables")
+        check_variables(variables or {}, tokenizer, "template_variables")
         template_values = {"tools": tools or None, **(variables or {})}
         self._frames = Frames(tokenizer, name, template_values)
         self._tokenizer, self._notes = tokenizer, list[str]()

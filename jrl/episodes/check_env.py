@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jrl.episodes.host import ChatOptions, EnvExtras, HostEnv, Lifecycle, Limits
-from jrl.errors import UserError
+from jrl.episodes.parsers import PARSERS
+from jrl.errors import UserError, unknown_choice
 
 OWN_IDS = (
     *("turn", "step", "state", "node", "context", "episode", "role"),
@@ -77,7 +78,9 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
         if not names:
             raise UserError(f"{key}.{name} = (); give at least one name")
     _check_labels(env.extras, f"{key}.extras")
-    env.limits.check()
+    env.limits.check(f"{key}.limits")
+    if env.chat.family and env.chat.family not in PARSERS:
+        raise unknown_choice(f"{key}.chat.family", env.chat.family, PARSERS)
     return env
 
 

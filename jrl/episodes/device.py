@@ -173,7 +173,7 @@ class Env(NamedTuple):
 
 
 def _check_limit(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"{name} = {value!r}; give a whole number, at least {least}")
 
 

@@ -15,6 +15,7 @@ from jrl.episodes.transcript import Segment, Transcript
 from jrl.models.chat_frames import Message
 from jrl.sampling.admission import RowStart
 from jrl.sampling.rows import SuspendedRow
+from jrl.system.float32 import fits_float32
 from jrl.types import Prompt, StopReason
 
 ABSENT: Any = object()
@@ -284,12 +285,19 @@ class Episode:
         """[t] int32, the tokens of the turn that ended last."""
         return self.segments[-1].tokens
 
-    def answer(self, ids: Sequence[int], state_id: int, player: int = 0) -> None:
+    def answer(
+        self,
+        ids: Sequence[int],
+        state_id: int,
+        player: int = 0,
+        messages: Sequence[Message] = (),
+    ) -> None:
         """Appends the environment's answer, if there is any, and begins this player's turn."""
         # An empty answer makes no segment: two adjacent turns stay two segments, and no token
         # stands between them.
         if len(ids):
             self._append(ids)
+            self.segments[-1] = self.segments[-1]._replace(messages=tuple(messages))
         self.at = self.at._replace(turn=self.at.turn + 1, player=player, state_id=state_id)
 
     def _append(self, ids: Sequence[int] | np.ndarray) -> None:
@@ -343,7 +351,8 @@ class Episode:
         Points for earlier turns are added at theirs.
 
         Raises:
-          EnvError: there are points for more turns than were taken before this one.
+          EnvError: there are points for more turns than were taken before this one, or all of them
+            together are beyond float32.
         """
         assert isinstance(feedback.reward, tuple)
         token_labels: dict[str, np.ndarray] = {}
@@ -365,9 +374,16 @@ class Episode:
             assert isinstance(points, tuple)
             total = tuple(a + b for a, b in zip(before, points, strict=True))
             self.segments[i] = self.segments[i]._replace(reward=total)
+        for part in zip(*(s.reward for s in self.segments if s.reward), strict=True):
+            if not fits_float32(sum(part)):
+                raise EnvError(
+                    f"the rewards of its turns add up to {sum(part):g}, infinite in float32"
+                )
         metrics = self.totals.metrics
         for name, number in feedback.metrics.items():
             metrics[name] = metrics.get(name, 0.0) + number
+            if not fits_float32(metrics[name]):
+                raise EnvError(f"metric {name} adds up to {metrics[name]:g}, infinite in float32")
         # Replaced, not added up: the last turn alone says whether the episode went well.
         metrics["success"] = float(feedback.success)
 

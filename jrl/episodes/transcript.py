@@ -37,6 +37,7 @@ class Segment(NamedTuple):
         alone.
       player: who drew it, where an episode has several players.
       labels: [t] int32 by name, that the environment gave its tokens.
+      messages: what the environment said, where the tokens are its own.
     """
 
     tokens: np.ndarray
@@ -52,6 +53,7 @@ class Segment(NamedTuple):
     context: int = 0
     player: int = 0
     labels: Mapping[str, np.ndarray] = NOTHING
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 class Transcript(NamedTuple):

@@ -23,6 +23,7 @@ from jrl.train.batches import run_source
 from jrl.train.build import Run
 from jrl.train.kinds import AskedKind
 from jrl.train.memory_check import check_evaluation
+from jrl.train.reward_parts import reward_pool
 from jrl.train.sources import Groups, join_groups, simple_request, take_groups, to_host
 from jrl.types import Array, Params, Prompt, StopReason
 
@@ -198,7 +199,7 @@ def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, 
         key, params, step = load_policy(run, checkpoint)
         if not held_out:
             raise UserError("data.eval is missing; name a file of held-out prompts")
-        with build.reward_pool(config) as pool:
+        with reward_pool(config) as pool:
             return {"step": step} | Evaluator(run, pool)(key, params).metrics
 
 
@@ -236,6 +237,7 @@ def sample_run(
     *,
     prompts: Sequence[str] | None = None,
     count: int = 4,
+    samples: int | None = None,
     checkpoint: int | None = None,
 ) -> list[dict[str, Any]]:
     """Completions of a run's policy, drawn as in training.
@@ -244,6 +246,7 @@ def sample_run(
       config: a run's configuration.
       prompts: questions in text; None for held-out problems.
       count: held-out problems taken when ``prompts`` is None.
+      samples: completions of each prompt; None for ``sampling.group``.
       checkpoint: a training step; None for the newest.
 
     Returns:
@@ -272,16 +275,16 @@ def sample_run(
     table = run.config.eval.model_copy(
         update={
             "problems": len(prompts) if prompts else count,
-            "samples": config.sampling.group,
+            "samples": samples or config.sampling.group,
             "temperature": config.sampling.temperature,
         }
     )
     run = run._replace(config=config.model_copy(update={"eval": table}))
-    check_evaluation(run, keys=("--count", "sampling.group"))
+    check_evaluation(run, keys=("--count", "sampling.group" if samples is None else "-n"))
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         with contextlib.ExitStack() as stack:
-            pool = stack.enter_context(build.reward_pool(config)) if judged else None
+            pool = stack.enter_context(reward_pool(config)) if judged else None
             records = Evaluator(run, pool)(key, params).samples
     unjudged = ("rewards", "reward", "answer", "split")
     return [

@@ -14,7 +14,7 @@ from jrl.episodes import Env
 from jrl.evaluate.sample_tokens import MOST, training_view
 from jrl.train.groups import external
 from jrl.train.sources import Groups
-from jrl.types import Rollout, StopReason
+from jrl.types import Rollout, StopReason, opinions
 
 
 def samples_of(
@@ -38,6 +38,7 @@ def samples_of(
     """
     rollout, rewards, subject = jax.device_get((groups.rollout, groups.rewards, groups.subject))
     ids, stats = jax.device_get((groups.ids, groups.stats))
+    known = opinions(np.asarray(rewards), ids)
     n, g, _ = rollout.tokens.shape
     records, spent = [], 0
     for row, member in itertools.product(range(min(n, -(-count // g))), range(g)):
@@ -46,14 +47,15 @@ def samples_of(
         else:
             prompt, answer = subject[row].text, str(subject[row].answer)
         length = int(rollout.lengths[row, member])
-        parts = dict(zip(weights, rewards[row, member].tolist(), strict=True))
+        each = zip(weights, rewards[row, member].tolist(), known[row, member], strict=True)
+        parts = {name: points if has_opinion else None for name, points, has_opinion in each}
         records.append(
             {
                 "prompt": prompt,
                 "completion": tokenizer.decode(rollout.tokens[row, member, :length].tolist()),
                 "answer": answer,
                 "rewards": parts,
-                "reward": sum(weights[name] * points for name, points in parts.items()),
+                "reward": sum(weights[n] * x for n, x in parts.items() if x is not None),
                 "stop": StopReason(int(rollout.stop[row, member])).name.lower(),
                 "length": length,
                 "group": row,

@@ -32,10 +32,10 @@ from jrl.evaluate import load_policy
 from jrl.evaluate.searcher import opened, searched_run, searcher_of
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
-from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.reward_parts import reward_pool
 from jrl.train.sources_text import TextSource
 from jrl.types import Array, Prompt, stream
 
@@ -201,7 +201,7 @@ def points_of(
     rollout = demonstration_rollout(
         *pad_prompts(prompts_of, run.width), tokens, lengths, np.ones(len(paths), bool), 1
     )
-    with build.reward_pool(run.config) as pool:
+    with reward_pool(run.config) as pool:
         source = TextSource(
             all_prompts=prompts_of,
             width=run.width,

@@ -24,6 +24,7 @@ from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
 from jrl.train.objective import method_of
 from jrl.train.reward_model import model_of, trains_reward
+from jrl.train.reward_parts import parts_of
 from jrl.train.score import score
 from jrl.types import Array, Params, Prompt, Rollout
 
@@ -47,7 +48,7 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
         raise UserError(f"--reduce {reduce} is not read with --by {by}; leave it out")
     if by == LIKELIHOOD:
         return lambda run, params, checkpoint: (params, by_likelihood)
-    if by == "model" and "model" not in config.rewards:
+    if by == "model" and not parts_of(config).given_by("model"):
         raise UserError(
             "--by model: rewards.model is missing; set rewards.model.path to the run of a reward"
             " model, such as one of configs/reward_model.toml"
@@ -65,7 +66,7 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
             _, first = programs.new_policy(run)
             ratios = _log_ratios(run, params, first)
             return first, partial(_by_ratio, ratios, *sizes)
-        model = run.rewards.model
+        model = next(iter(run.rewards.models.values()), None)
         if by == "value":
             model = model_of(run.config, run.mesh, 1, behind=True, checkpoint=checkpoint)
         assert model is not None

@@ -193,6 +193,7 @@ class Published:
             "min_group": method.least_group,
             "state": state_kept(method.objective),
             "unsupported": method.lacks,
+            "notes": (inspect.getdoc(self) or "").partition("\n")[2].strip(),
             "coefficients": [
                 {
                     "name": c.name,

@@ -24,6 +24,7 @@ from jrl.methods.domains import (
     Positive,
     Range,
     Whole,
+    check_band,
     is_zero,
 )
 from jrl.methods.edit import Edit, refill
@@ -224,6 +225,7 @@ def bfs_prover(
     Departures: the paper starts anew where progress has stopped, and filters harder then. Not
     known: the band, a tenth at either end being a guess, and how many steps and rounds.
     """
+    check_band(low=low, high=high)
     edits: tuple[Edit, ...] = ()
     if not is_zero(replayed):
         below = float(np.nextafter(np.float32(success), np.float32(0)))  # points are float32

@@ -208,19 +208,35 @@ def refuse_controls(tokenizer: Tokenizer, text: str, name: str) -> None:
         )
 
 
-def check_variables(variables: Mapping[str, Any], templates: Mapping[str, str], key: str) -> None:
+def check_variables(variables: Mapping[str, Any], tokenizer: Tokenizer, key: str) -> None:
     """Raises UserError for a variable that no chat template reads, or that the run sets.
+
+    So is one refused whose text spells a control token, for a template writes it into its frame.
 
     Args:
       variables: of the template, by name.
-      templates: of the tokenizer, by name.
+      tokenizer: the policy's.
       key: that holds the variables, for the message.
     """
-    for name in variables:
+    templates = tokenizer.templates if isinstance(tokenizer, FileTokenizer) else {}
+    for name, value in variables.items():
         reserved = name in ("messages", "tools", "add_generation_prompt", "template")
         if reserved or not any(name in text for text in templates.values()):
             why = "is set by the run" if reserved else "is not read by the chat template"
             raise UserError(f"{key}.{name} {why}; remove it, or correct its name")
+        if control := (controls_in(tokenizer, value) or [""])[0]:
+            raise UserError(
+                f"{key}.{name} spells the control token {control!r}, which the model would read as"
+                " one; write it otherwise"
+            )
+
+
+def controls_in(tokenizer: Tokenizer, value: Any) -> list[str]:
+    """The control tokens that a template would write with a JSON value, also those not special."""
+    if not isinstance(tokenizer, FileTokenizer):
+        return []
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return tokenizer.controls(text)
 
 
 def calling(

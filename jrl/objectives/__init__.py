@@ -54,6 +54,7 @@ from jrl.objectives.distill import (
     forward_kl,
     generalized_jsd,
     reverse_kl,
+    top_k_divergence,
     total_variation,
 )
 from jrl.objectives.kl import AdaptiveCoef, k1, k2, k3
@@ -192,6 +193,7 @@ __all__ = [
     "token",
     "token_logprobs",
     "token_mean",
+    "top_k_divergence",
     "total_variation",
     "update_state",
     "value_loss",

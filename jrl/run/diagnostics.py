@@ -23,6 +23,7 @@ from jrl.train.kinds import TextKind, kind_of
 from jrl.train.objective import method_of
 from jrl.train.optimizer import make_optimizer
 from jrl.train.placement import make_meshes
+from jrl.train.reward_parts import reward_pool
 
 _ROWS = 100
 """Rows of each source that become prompts, to see whether fields and template fit."""
@@ -53,8 +54,7 @@ def lacks(config: Config) -> list[str]:
             "data.train and data.task are both missing; name a file of prompts or a procedural task"
         )
     if kind is not None and not config.data.scored:
-        look(lambda: build.reward_pool(config).close())
-        look(lambda: build.reward_weights(config))
+        look(lambda: reward_pool(config).close())
     if kind is not None and method is not None and tokenizer is not None:
         read = look(lambda: kind.read(tokenizer, method, _head))
         if read is not None:

@@ -17,6 +17,7 @@ from jrl.evaluate import Evaluator
 from jrl.evaluate.pairs import JudgedEvaluator
 from jrl.evaluate.samples import samples_of
 from jrl.rewards.pool import RewardPool
+from jrl.run.contents import check_contents, contents_of
 from jrl.run.metric_names import asked_of_evaluations
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.integrity import first_nonfinite
@@ -24,7 +25,7 @@ from jrl.storage.lock import is_replaced, run_lock
 from jrl.storage.metrics import RunWriter, check_run_dir
 from jrl.storage.step_files import what_is_saved
 from jrl.system.compile_cache import CompileCounter
-from jrl.system.processes import first_says
+from jrl.system.processes import check_same, first_says
 from jrl.system.signals import Stopping
 from jrl.system.wait_reports import waiting
 from jrl.train.adapters import check_base, keep_base, with_base, with_kept_base, without_base
@@ -109,9 +110,13 @@ class RunRecords:
 
     def _open(self, stack: contextlib.ExitStack, pool: RewardPool | None) -> None:
         run = self.run
-        first_says(check_run_dir(run.config))  # refuses before anything is written
+        resuming = first_says(check_run_dir(run.config))  # refuses before anything is written
+        contents = contents_of(run)
+        check_same("files", contents)
+        if resuming:
+            check_contents(run.config.run.dir or "", contents)
         stack.enter_context(run_lock(run.config.run.dir or ""))
-        self._writer = RunWriter(run.config, mesh=dict(run.mesh.shape))
+        self._writer = RunWriter(run.config, mesh=dict(run.mesh.shape), contents=contents)
         stack.callback(self._writer.close)
         self.checkpoints = stack.enter_context(
             Checkpoints(

@@ -14,6 +14,7 @@ import jax
 
 from jrl.config import Config, flatten
 from jrl.errors import Overdue, UserError
+from jrl.models.tokenizer import FileTokenizer
 from jrl.report.page import write_report
 from jrl.rewards.pool import RewardPool
 from jrl.run.diagnostics import with_others
@@ -35,6 +36,7 @@ from jrl.train.batches import check_sources
 from jrl.train.build import Run
 from jrl.train.compiled import warm_start, with_policy
 from jrl.train.objective import sampler_differs
+from jrl.train.reward_parts import reward_pool
 from jrl.train.sampler_difference import difference_text
 from jrl.train.score import policy_of
 from jrl.types import TrainState
@@ -153,6 +155,8 @@ def _set_up(
     check_metric_names(run)
     if run.method.lacks:
         echo(f"{config.method}: the objective alone is trained; {run.method.lacks}")
+    for note in run.tokenizer.notes if isinstance(run.tokenizer, FileTokenizer) else ():
+        echo(note)
     for split, counts in run.data.counts.items():
         echo(f"data.{split}: {counts}")
     if note := reward_text(run):
@@ -160,7 +164,7 @@ def _set_up(
     if note := missing_math(config):
         echo(note)
     # Before the run directory, so that a typo in [rewards] does not leave one behind.
-    pool = None if config.data.scored else stack.enter_context(build.reward_pool(config))
+    pool = None if config.data.scored else stack.enter_context(reward_pool(config))
     if pool is not None:
         probe_rewards(run, pool)
     stack.enter_context(jax.set_mesh(run.mesh))

@@ -152,6 +152,7 @@ def decode_chunk(
     idle: IdleLimit,
     reports: Array | None = None,
     policies: Array | None = None,
+    masks: Array | None = None,
     *,
     network: Network,
     width: int,
@@ -171,6 +172,8 @@ def decode_chunk(
       reports: [S] int32, alternatives reported with each token of a row; -1 for no report. None
         where no row may ask for one, which costs nothing.
       policies: [S] int32, the policy that samples each row, of ``stack``; None for the network.
+      masks: [S, ceil(V / 32)] uint32, a bit for each token that a row may sample in this chunk.
+        None where no row is ever constrained, which costs nothing.
       network: the policy.
       width: W, columns of the output.
       top: K, the most alternatives reported.
@@ -196,6 +199,8 @@ def decode_chunk(
         floors=True,
         greedy=True,
     )
+    if masks is not None:
+        used = used.replace(bias=_masked(used.bias, masks))
     report = None
     if reports is not None:
         report = TokenReport.empty(jnp.where(runs, reports, -1), width, top)
@@ -224,6 +229,19 @@ def decode_chunk(
         measured=None if measured is None else jnp.take_along_axis(measured, columns, axis=1),
     )
     return batch.replace(slots=slots.replace(sampling_params=sampling_params, report=None)), out
+
+
+def _masked(bias: Array, masks: Array) -> Array:
+    """The bias [S, V] with -inf for the tokens that a row's mask leaves out."""
+
+    def masked() -> Array:
+        bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
+        allowed = bits.reshape(bias.shape[0], -1)[:, : bias.shape[1]]
+        return jnp.where(allowed == 1, bias, -jnp.inf)
+
+    # One program for all chunks; those without a constrained row read the masks alone.
+    constrained = jnp.any(masks != jnp.uint32(0xFFFFFFFF))
+    return jax.lax.cond(constrained, masked, lambda: bias)
 
 
 def recompute(weights: Any, batch: DecodeBatch, *, network: Network) -> DecodeBatch:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
+from jrl.sampling.grammar import Constraint, Grammars
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.text import TextStream, check_stop
 from jrl.types import StopReason
@@ -43,6 +44,8 @@ class Request:
         completion, its text ends before it.
       top_logprobs: alternatives reported with each token, at most ``TOP_LOGPROBS``; None for no
         report.
+      grammar: that every completion follows, see ``grammar.Grammars``; None for any text. A
+        completion that ends at its length may be the beginning of a text of the grammar.
     """
 
     tokens: Sequence[int]
@@ -58,6 +61,7 @@ class Request:
     stop_tokens: tuple[int, ...] | None = None
     stop_strings: tuple[str, ...] = ()
     top_logprobs: int | None = None
+    grammar: str | None = None
 
     @property
     def biased(self) -> bool:
@@ -190,6 +194,9 @@ class PartialCompletion:
       member: 0 to n - 1.
       request: the request.
       tokenizer: decodes the tokens; None for no text.
+
+    Attributes:
+      constraint: the state of the request's grammar; None before ``constrain``, and without one.
     """
 
     def __init__(
@@ -201,6 +208,12 @@ class PartialCompletion:
         self._versions: list[int] = []
         # Decoded as it grows: decoding the whole completion with every chunk would be quadratic.
         self._text = TextStream(tokenizer, request.stop_strings) if tokenizer else None
+        self.constraint: Constraint | None = None
+
+    def constrain(self, grammars: Grammars) -> None:
+        """Begins to follow the request's grammar, after the tokens so far."""
+        if self.request.grammar is not None and self.constraint is None:
+            self.constraint = grammars.start(self.request.grammar, self._tokens)
 
     def extend(
         self,
@@ -238,6 +251,8 @@ class PartialCompletion:
         self._tokens += tokens
         self._logprobs += logprobs
         self._versions += [version] * len(tokens)
+        if self.constraint is not None:
+            self.constraint.push(tokens)
         completion = None
         if stop != StopReason.RUNNING:
             completion = Completion(
@@ -292,6 +307,7 @@ class RequestLimits:
       stop_tokens: the largest number of stop tokens.
       biases: whether requests may change logits.
       reports: whether requests may ask for ``top_logprobs``.
+      grammars: whether requests may bring a grammar.
     """
 
     slots: int
@@ -302,6 +318,7 @@ class RequestLimits:
     stop_tokens: int
     biases: bool
     reports: bool = False
+    grammars: bool = False
 
     def new_tokens(self, prompt_tokens: int) -> int:
         """The longest completion of a prompt of this length, tokens; below 1 for none."""
@@ -338,6 +355,7 @@ def check_request(request: Request, limits: RequestLimits, tokenizer: Tokenizer 
         )
     _check_bias(request, limits)
     _check_report(request, limits)
+    _check_grammar(request, limits)
     if request.stop_tokens is not None:
         _check_ids("stop_tokens", request.stop_tokens, limits.vocab_size)
         if len(request.stop_tokens) > limits.stop_tokens:
@@ -361,6 +379,15 @@ def _check_report(request: Request, limits: RequestLimits) -> None:
     most = min(TOP_LOGPROBS, limits.vocab_size)
     if not 0 <= top <= most:
         raise UserError(f"top_logprobs = {top}; must be 0 to {most}")
+
+
+def _check_grammar(request: Request, limits: RequestLimits) -> None:
+    if request.grammar is None:
+        return
+    if not limits.grammars:
+        raise UserError("grammar needs an engine that is built with grammars")
+    if request.stop_tokens is not None:
+        raise UserError("grammar and stop_tokens: a grammar ends with the engine's; leave one out")
 
 
 def _check_bias(request: Request, limits: RequestLimits) -> None:

@@ -181,12 +181,19 @@ class RunWriter:
       resuming: whether the directory already held this run.
     """
 
-    def __init__(self, config: Config, *, mesh: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        mesh: Mapping[str, int] | None = None,
+        contents: Mapping[str, str] | None = None,
+    ) -> None:
         """Opens ``config.run.dir``, for a new run or to resume one.
 
         Args:
           config: the run's configuration, with ``run.dir`` set.
           mesh: devices along each axis of the mesh in use; ``config.mesh_axes`` when None.
+          contents: hashes of what the run reads from files, for its header; None to leave them out.
 
         Raises:
           UserError: the directory cannot be made, holds a run with another configuration, or
@@ -210,6 +217,8 @@ class RunWriter:
         except OSError as error:
             raise UserError(f"run.dir = {str(self.dir)!r} cannot be written: {error}") from None
         self._header = header(config, config.mesh_axes if mesh is None else mesh)
+        if contents is not None:
+            self._header["contents"] = dict(contents)
         self._sinks = open_sinks(config, self.dir)
         if not self.resuming:
             self._append("metrics.jsonl", [self._header])
@@ -232,7 +241,8 @@ class RunWriter:
         first, *rest = read_jsonl(self.dir / "metrics.jsonl") or [self._header]
         if "versions" not in first:
             first, rest = self._header, [first, *rest]
-        again = {key: self._header[key] for key in ("versions", "device", "mesh", "started")}
+        noted = ("versions", "device", "mesh", "started", "contents")
+        again = {key: self._header[key] for key in noted if key in self._header}
         first["resumed"] = [*first.get("resumed", []), {"step": step, **again}]
         samples, records = read_jsonl(self.dir / "samples.jsonl"), _until(rest, step)
         records += _missing((unwritten or {}).get("metrics.jsonl", ""), records)

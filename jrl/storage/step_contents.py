@@ -23,13 +23,14 @@ FORMAT = 2  # 1 had no checksums
 
 
 def contents(
-    state: Any, extra: Mapping[str, Any], *, what: str
+    state: Any, extra: Mapping[str, Any], *, step: int, what: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The named arrays of a step, and its JSON metadata.
 
     Args:
       state: any pytree of arrays, typed PRNG keys and Python numbers.
       extra: values of the host.
+      step: its number, which its directory is named after.
       what: is saved, for messages.
 
     Raises:
@@ -39,6 +40,7 @@ def contents(
     lifted: dict[str, np.ndarray] = {}
     described = {
         "format": FORMAT,
+        "step": step,
         "leaves": {name: _layout(leaf) for name, leaf in leaves.items()},
         "extra": _lift(dict(extra), lifted),
     }
@@ -53,23 +55,30 @@ def contents(
 
 
 def read_contents(
-    path: str, template: Any, *, subset: bool, what: str
+    path: str, template: Any, *, step: int, subset: bool, what: str
 ) -> tuple[Any, dict[str, Any]]:
     """The state and ``extra`` of a step, verified.
 
     Args:
       path: the files of the step.
       template: as ``Checkpoints.restore`` takes it.
+      step: the number that its directory has.
       subset: whether the checkpoint may hold more leaves.
       what: is read, for messages.
 
     Raises:
-      UserError: a leaf is missing, left over, or of another shape or dtype.
+      UserError: a leaf is missing, left over, or of another shape or dtype; or the directory is
+        another step's.
       Exception: what a broken file makes the readers raise.
     """
     leaves, treedef = _named_leaves(template)
     meta = _read_meta(path)
     layout = meta["leaves"]
+    if (holds := meta.get("step", step)) != step:  # older checkpoints do not say
+        raise UserError(
+            f"{what} holds step {holds}: directories of steps were renamed; give each the number"
+            " of the step that it holds"
+        )
     _check_layout(what, layout, leaves, subset)
     lifted = {} if subset else _lifted(meta["extra"])
     nonempty = {name: leaf for name, leaf in (leaves | lifted).items() if np.size(leaf)}

@@ -8,6 +8,7 @@ log-probabilities nor versions, because no policy drew them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -123,10 +124,19 @@ def _read(
     if not data.has_logprobs:
         from jrl.episodes.dialogues import read_dialogues  # not on the way of other runs
 
+        if not data.place.strip():
+            raise UserError(
+                f"data.train = {data.train!r}: names no file; write dialogues:FILE.jsonl"
+            )
         source = opened(data.place, key="data.train")
         skips: Any = data
         dialogues = read_dialogues(source, tokenizer, **data.wording, invalid=skips.invalid)
         return dialogues, dialogues.where
+    if not data.place.strip() or not Path(data.place).expanduser().is_dir():
+        raise UserError(
+            f"data.train = {data.train!r}: there is no directory {data.place!r}; name one that"
+            " jrl serve --record wrote to"
+        )
     sampling = config.sampling
     wanted = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     found = read_recorded(data.place, wanted)

@@ -45,6 +45,7 @@ from jrl.types import (
     Stats,
     TrainState,
     ValueNetwork,
+    opinions,
     stream,
 )
 
@@ -493,7 +494,7 @@ def batch_metrics(batch: Batch) -> Metrics:
     metrics = {
         "reward": jnp.where(members, scores, 0).sum() / count,
         "reward_std": deviation.sum() / groups,
-        "reward_parts": jnp.where(members[:, :, None], batch.rewards, 0).sum((0, 1)) / count,
+        "reward_parts": _part_means(batch, members),
         "length": jnp.where(members, batch.mask.sum(2), 0).sum() / count,
         "prompt_length": jnp.where(size > 0, batch.prompt_lengths, 0).sum() / groups,
         "truncated": (members & batch.truncated).sum() / count,
@@ -508,6 +509,12 @@ def batch_metrics(batch: Batch) -> Metrics:
         entropies = jnp.where(sampled, batch.stats["sampler_logprobs"], 0)
         metrics["entropy"] = -entropies.sum() / jnp.maximum(sampled.sum(), 1)
     return metrics
+
+
+def _part_means(batch: Batch, members: Array) -> Array:
+    """[R], the mean of each part over the members that it has an opinion of."""
+    known = members[:, :, None] & opinions(batch.rewards, batch.ids)
+    return jnp.where(known, batch.rewards, 0).sum((0, 1)) / jnp.maximum(known.sum((0, 1)), 1)
 
 
 def _padding(batch: Batch) -> Array:

@@ -29,11 +29,19 @@ from jrl.train.build import Run
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.groups import counted
 from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.reward_stages import judged_parts
 from jrl.train.run_rows import RunRows, completion_ends, run_rows, step_ends
 from jrl.train.score import drawn_trees
 from jrl.train.sources import Around, Groups, Source, all_entries, drawing
 from jrl.train.sources_text import TextSource
-from jrl.types import Network, Params, Prompt, Search, StopReason, TrainState
+from jrl.types import (
+    Network,
+    Params,
+    Prompt,
+    Search,
+    StopReason,
+    TrainState,
+)
 from jrl.types.asks import DrawRequest
 
 Estimate = Callable[[Mapping[str, Params], np.ndarray, np.ndarray], Any]
@@ -361,7 +369,7 @@ def value_estimate(run: Run, points: Callable[[Any], Any]) -> Estimate:
     return estimate
 
 
-def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> TextSource:
+def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> Source:
     """The training prompts of a run on text with their judges; a search draws from them.
 
     Args:
@@ -369,7 +377,7 @@ def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> TextSou
       pool: the reward functions.
       seed: of the order, or None for the data's own.
     """
-    return TextSource(
+    source = TextSource(
         all_prompts=run.data.prompts["train"],
         width=run.width,
         seed=seed,
@@ -378,6 +386,7 @@ def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> TextSou
         pool=pool,
         tokenizer=run.tokenizer,
     )
+    return judged_parts(run, source, pool)
 
 
 def drawn_alone(request: DrawRequest) -> list[bool]:

@@ -105,6 +105,7 @@ class Prompt:
       meta: further fields of the source, passed to reward functions untouched.
       solution: [s] int32, the token ids of a completion that the data gives, its end-of-text token
         included; None where none was asked for.
+      messages: the prompt as chat messages, where the data gives it so; else ().
     """
 
     id: int
@@ -113,6 +114,7 @@ class Prompt:
     answer: Any
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     solution: np.ndarray | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prompt:
         """Itself: it never changes, and its ``meta`` may be of a kind that cannot be copied."""
@@ -201,6 +203,24 @@ class Packing(struct.PyTreeNode):
     ends: Array | None = None
 
 
+SILENT = "silent"
+"""The label [N, G] int32 of members whose bit r is set where reward part r has no opinion of it."""
+
+
+def opinions(rewards: Any, ids: Mapping[str, Any]) -> Any:
+    """[N, G, R] bool: whether each part has an opinion of each member; where not, it pays 0.
+
+    Args:
+      rewards: [N, G, R] float32, NumPy or JAX.
+      ids: labels, with or without ``SILENT``.
+    """
+    xp = rewards.__array_namespace__()
+    if SILENT not in ids:
+        return xp.ones(rewards.shape, dtype=bool)
+    bits = xp.arange(rewards.shape[-1], dtype=xp.int32)[None, None]
+    return ((ids[SILENT][..., None] >> bits) & 1) == 0
+
+
 class Batch(struct.PyTreeNode):
     """Input of one training step: groups of completions with their rewards.
 
@@ -212,7 +232,8 @@ class Batch(struct.PyTreeNode):
       tokens: [N, G, T] int32.
       lengths: [N, G] int32, completion tokens present.
       mask: [N, G, T] bool, True where the token is trained on.
-      rewards: [N, G, R] float32, points, one column per reward part, unweighted.
+      rewards: [N, G, R] float32, points, one column per reward part, unweighted; 0 where the
+        part has no opinion of the member, see ``opinions``.
       reward_weights: [R] float32; the scalar reward is the weighted sum of the parts.
       members: [N, G] bool, True where the member exists, did not fail, and counts in its group's
         statistics.

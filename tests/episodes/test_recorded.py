@@ -188,5 +188,5 @@ def test_a_file_that_was_cut_at_its_first_line_is_empty(tmp_path):
 
 def test_a_distribution_says_its_keys():
     assert str(Distribution(0.7, 5, biased=True)) == (
-        "temperature = 0.7, top_k = 5, top_p = 1, min_p = 0, and a logit_bias"
+        "temperature = 0.7, top_k = 5, top_p = 1, min_p = 0, and a logit_bias or a grammar"
     )

@@ -16,6 +16,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
+from needs_extra import require
 
 from jrl.episodes.recorded import read_recorded
 from jrl.episodes.recorded_files import Distribution
@@ -33,9 +34,11 @@ from jrl.serving.server import HttpServer
 from jrl.serving.worker import EngineWorker
 from jrl.types import StopReason
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-openai = pytest.importorskip("openai", reason="the openai client is not installed")
+require("serve")
+require("dev", "openai")
+import openai  # noqa: E402
+
+pytestmark = pytest.mark.extra("serve")
 
 SECRET = "sesame-opens-it"
 VERSION = 7

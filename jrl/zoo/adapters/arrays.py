@@ -187,7 +187,7 @@ def _check(game: Game, turns: int, goal: float, opponent: str, digits: int, deci
     check_range("data.turns", turns, 1, 10_000)
     check_range("data.digits", digits, 1, 6)
     check_range("data.decimals", decimals, 0, 6)
-    if not isinstance(goal, int | float):
+    if not isinstance(goal, int | float) or isinstance(goal, bool):
         raise UserError(f"data.goal = {goal!r}; give points")
     if opponent not in OPPONENTS:
         raise UserError(f"data.opponent = {opponent!r}; choose from {', '.join(OPPONENTS)}")

@@ -26,7 +26,7 @@ def from_reasoning_gym(
     seed: int,
     ask: str = _ASK,
 ) -> HostEnv:
-    """A task as an environment; needs the extra ``reasoning_gym``.
+    """A task as an environment; needs the extra ``reasoning-gym``.
 
     The seed of a group names its problem, of ``problems`` that the task makes from ``seed``; the
     prompt's text, if any, stands before the question. The reward is the task's own score of the
@@ -43,7 +43,7 @@ def from_reasoning_gym(
     Raises:
       UserError: reasoning-gym is not installed.
     """
-    gym = need("reasoning_gym", "reasoning_gym", repr(task))
+    gym = need("reasoning_gym", "reasoning-gym", repr(task))
     data = gym.create_dataset(task, size=problems, seed=seed, **options)
 
     def init(prompt: Prompt, group_seed: int) -> tuple[_Problem, list[dict[str, str]]]:

@@ -45,7 +45,11 @@ def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None 
     Raises:
       UserError: a penalty below 0.
     """
-    if not isinstance(penalty, int | float) or not 0 <= penalty < math.inf:
+    if (
+        not isinstance(penalty, int | float)
+        or isinstance(penalty, bool)
+        or not 0 <= penalty < math.inf
+    ):
         raise UserError(f"penalty = {penalty!r:.40}; give a number of at least 0")
 
     async def init(prompt: Prompt, seed: int) -> tuple[Goals, list[Message]]:

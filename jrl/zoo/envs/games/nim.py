@@ -59,7 +59,7 @@ def nim(heaps: int = 3, most: int = 3, opponent: str = "perfect", illegal: float
     check_range("data.most", most, 1, 9)
     if opponent not in OPPONENTS:
         raise unknown_choice("data.opponent", opponent, OPPONENTS)
-    if not isinstance(illegal, int | float) or illegal > 0:
+    if not isinstance(illegal, int | float) or isinstance(illegal, bool) or not illegal <= 0:
         raise UserError(f"data.illegal = {illegal!r}; give points, 0 or less")
     if opponent == "self":
         return _against_itself(heaps, most, illegal)
