@@ -47,13 +47,13 @@ async def watch(pid: int, limits: SandboxLimits, directory: str | None) -> str:
 
 def _group(pid: int) -> list[int]:
     """The processes of a group, which no process of a run can leave where it is not set apart."""
-    found = []
+    pids = []
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             if entry.name.isdigit():
                 fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-                found += [int(entry.name)] if int(fields[2]) == pid else []
-    return found
+                pids += [int(entry.name)] if int(fields[2]) == pid else []
+    return pids
 
 
 def _is_beyond(directory: str, most: int) -> bool:
