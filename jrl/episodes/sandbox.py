@@ -165,7 +165,7 @@ class Sandbox:
 
     async def _run(self, code: str) -> SandboxResult:
         spec = _spec(self.limits, self._way, next(self._uids))
-        if self.apart:
+        if self.isolated:
             return await self._run_in(None, spec, code)
         directory = tempfile.mkdtemp(prefix="jrl-sandbox-")
         try:
@@ -200,7 +200,7 @@ class Sandbox:
             if status:
                 _kill(process.pid)
             await _finish(process)
-            if not self.apart:
+            if not self.isolated:
                 _kill_left(process.pid, spec["uid"])
             await _finish(process)  # what was killed only now had held the pipe
         if not status:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jrl.errors import UserError, unknown_choice
+from jrl.rewards import agreement, matching, other_names, shaping
 from jrl.rewards.base import Points, RewardFn, Sample, whole_batch, whole_group
 from jrl.rewards.columns import SIGNATURE, adapted, form_of
 from jrl.rewards.exact import exact_reward
@@ -15,10 +16,34 @@ from jrl.rewards.math import math_reward
 from jrl.user_code import FORMS, GIVEN, check_options, load
 
 REWARDS: dict[str, Callable[..., Any]] = {
-    "exact": exact_reward,
-    "confidence": confidence,
-    "format": format_reward,
+    # of an answer
     "math": math_reward,
+    "exact": exact_reward,
+    "accuracy": shaping.accuracy,
+    "reasoning_accuracy": shaping.reasoning_accuracy,
+    "multiple_choice": matching.multiple_choice,
+    "exact_match": matching.exact_match,
+    "contains": matching.contains,
+    "f1": matching.f1,
+    "confidence": confidence,
+    # of the form
+    "format": format_reward,
+    "think_format": shaping.think_format,
+    "tag_count": shaping.tag_count,
+    "reasoning_steps": shaping.reasoning_steps,
+    "reflection": shaping.reflection,
+    "language": shaping.language,
+    # of the length
+    "soft_overlong": shaping.soft_overlong,
+    "cosine_length": shaping.cosine_length,
+    "length_in_group": shaping.length_in_group,
+    "repetition": shaping.repetition,
+    # of a group, without an answer
+    "majority": agreement.majority,
+    "answer_share": agreement.answer_share,
+    "new_answer": agreement.new_answer,
+    "new_ngrams": agreement.new_ngrams,
+    **other_names.NAMES,
 }
 """The library's own reward functions by name."""
 

@@ -200,6 +200,7 @@ def decode_chunk(
         greedy=True,
     )
     if masks is not None:
+        assert used.bias is not None
         used = used.replace(bias=_masked(used.bias, masks))
     report = None
     if reports is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 LARGEST = float(np.finfo(np.float32).max)
 
 
-def fits_float32(number: float) -> bool:
+def fits_float32(number: float | np.number[Any]) -> bool:
     """Whether a number is finite, also in float32.
 
     Args:

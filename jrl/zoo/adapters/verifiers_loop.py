@@ -32,10 +32,10 @@ def chat_loop() -> Any:
     """
     vf = need("verifiers.v1", "verifiers", "an environment of verifiers")
 
-    class ChatLoopConfig(vf.HarnessConfig):  # type: ignore[misc, name-defined]
+    class ChatLoopConfig(vf.HarnessConfig):  # type: ignore[name-defined]
         """Settings of the chat loop: those of every harness."""
 
-    class ChatLoop(vf.Harness[ChatLoopConfig]):  # type: ignore[misc, name-defined]
+    class ChatLoop(vf.Harness[ChatLoopConfig]):  # type: ignore[name-defined]
         """A conversation until a turn calls no tool."""
 
         APPENDS_SYSTEM_PROMPT = True
