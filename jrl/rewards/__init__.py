@@ -10,6 +10,7 @@ from jrl.errors import UserError, unknown_choice
 from jrl.rewards import agreement, matching, other_names, shaping
 from jrl.rewards.base import Points, RewardFn, Sample, whole_batch, whole_group
 from jrl.rewards.columns import SIGNATURE, adapted, form_of
+from jrl.rewards.combine import Columns
 from jrl.rewards.exact import exact_reward
 from jrl.rewards.format import confidence, format_reward
 from jrl.rewards.math import math_reward
@@ -114,6 +115,7 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
 
 __all__ = [
     "REWARDS",
+    "Columns",
     "RewardFn",
     "Sample",
     "UserReward",
