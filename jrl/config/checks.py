@@ -135,7 +135,7 @@ def _placement_conflicts(config: Config) -> Iterator[str]:
 
 
 def rollout_conflicts(config: Config, shards: int) -> Iterator[str]:
-    """Why the prompts of a step do not divide over the devices of rollout, if they do not."""
+    """The reasons that a step's prompts do not divide over the rollout devices, if any."""
     if config.train.prompts % shards:
         yield (
             f"train.prompts = {config.train.prompts} cannot be split over the {shards} devices of"

@@ -1,4 +1,4 @@
-"""What is called in an environment's thread: to open it, and to tell it what the policy said."""
+"""Calls in an environment's thread: to open it, and to pass it the policy's turn."""
 
 from __future__ import annotations
 

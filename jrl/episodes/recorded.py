@@ -287,7 +287,7 @@ def _trains(node: Drawn, episode: _Episode, sampling: Distribution | None) -> bo
 def _segments(
     stretch: Sequence[Drawn], turn: int, episode: _Episode, sampling: Distribution | None
 ) -> tuple[np.ndarray, list[Segment]]:
-    """What a row opens with, and what follows; the points of all its episode among it.
+    """The opening of a row and its segments, with the points of its whole episode.
 
     Those of earlier rows stand before the first token that was drawn, those of later ones at the
     last, so that the points after each token are the episode's.

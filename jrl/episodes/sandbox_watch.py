@@ -1,4 +1,4 @@
-"""What a run of the sandbox uses in all its processes together, and removing what it wrote.
+"""Resource use of all processes of a sandbox run, and removal of its files.
 
 Limits of the kernel hold for one process or one file each; their sums are looked at from outside.
 """

@@ -50,7 +50,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
 
 
 def _nothing() -> None:
-    """What a function without ``prepare`` prepares."""
+    """Does nothing, for functions without ``prepare``."""
 
 
 class UserReward:

@@ -19,7 +19,7 @@ from jrl.user_code import FORMS, check_options, load
 
 
 class Columns(NamedTuple):
-    """What a combinator reads of a step's samples.
+    """Inputs of a combinator: a step's samples.
 
     Attributes:
       points: [N, G, K] float32, of the parts in the order of ``of``; NaN for no opinion.

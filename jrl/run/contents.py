@@ -1,4 +1,4 @@
-"""What the files of a run say, as hashes: a resumed run is told of files that changed in place.
+"""Hashes of a run's input files, so that a resumed run notices changed ones.
 
 A path says nothing about what it leads to. So the log's header holds a hash of the rows that were
 read (after the template and the tokenizer, whatever kind of file they came from), of the tokenizer,

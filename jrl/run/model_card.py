@@ -121,7 +121,7 @@ def _base(config: Config) -> str | None:
 
 
 def _data(config: Config) -> list[str]:
-    """What the run was trained on: names of the Hub, tasks, and names of files."""
+    """Training data of the run: Hub names, tasks and file names."""
     keys = ("data.task", "data.train", "data.env", "data.pairs", "data.dialogues", "data.tfds")
     values = flatten(config)
     sets = [

@@ -61,7 +61,7 @@ class Sampler(Protocol):
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the engine no longer runs, or None."""
+        """The error that stopped the engine, or None."""
         ...
 
     def submit(self, request: EngineRequest, on_update: OnUpdate) -> Any:

@@ -58,7 +58,7 @@ class ServedPolicy(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
-    """How to serve.
+    """Settings of a server.
 
     Attributes:
       name: the model's name for clients.
@@ -232,7 +232,7 @@ def _grammars(
 
 
 def _weights(config: Config, options: ServerOptions, policy: ServedPolicy) -> dict[str, Any]:
-    """Which weights a server draws with, for its record."""
+    """The weights that a server samples with, for its record."""
     return {
         "model": options.name,
         "path": config.model.path,

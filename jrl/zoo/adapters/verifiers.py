@@ -128,7 +128,7 @@ def from_verifiers(
 
 
 def _checked(id: str, make: Any, *arguments: Any) -> Any:
-    """What verifiers makes, with its errors in one line."""
+    """The environment of verifiers, with its errors in one line."""
     try:
         return make(*arguments)
     except Exception as error:
