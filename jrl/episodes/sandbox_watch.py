@@ -1,4 +1,4 @@
-"""What a run of the sandbox uses in all its processes together, and removing what it wrote.
+"""Resource use of all processes of a sandbox run, and removal of its files.
 
 Limits of the kernel hold for one process or one file each; their sums are looked at from outside.
 """
@@ -47,13 +47,13 @@ async def watch(pid: int, limits: SandboxLimits, directory: str | None) -> str:
 
 def _group(pid: int) -> list[int]:
     """The processes of a group, which no process of a run can leave where it is not set apart."""
-    found = []
+    pids = []
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             if entry.name.isdigit():
                 fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-                found += [int(entry.name)] if int(fields[2]) == pid else []
-    return found
+                pids += [int(entry.name)] if int(fields[2]) == pid else []
+    return pids
 
 
 def _is_beyond(directory: str, most: int) -> bool:

@@ -62,7 +62,7 @@ FUNCTION_NAMES = (*REWARDS, *PUBLISHED)
 
 
 def _nothing() -> None:
-    """What a function without ``prepare`` prepares."""
+    """Does nothing, for functions without ``prepare``."""
 
 
 class UserReward:
