@@ -147,6 +147,7 @@ class HostLoop:
         self.state, records = state, self._records
         shown = metrics.pop("advantages", None)
         self._batches.learn(done - 1, shown)
+        records.note_failure(groups.failure)
         with waiting("training", of=f"step {done}"):
             record = records.after_step(done, state, metrics | groups.counts, cursor)
         self._progress.step(done, record)

@@ -115,6 +115,7 @@ class HostEpisodes:
         self._shape = RowShape(group, *sizes, len(env.parts), env.limits.contexts, *named)
         self._asks = env.extras.asks if sample == "sample" else 1
         self._calls: Calls | None = None
+        self._opened = False  # any episode yet
 
     def order(self, tickets: np.ndarray) -> np.ndarray:
         """As ``Source.order``: epoch after epoch."""
@@ -164,8 +165,24 @@ class HostEpisodes:
                 unsearched = {p.id for p, is_alone in zip(chosen, alone, strict=True) if is_alone}
                 play = partial(self._searched, device, self._plan, score, unsearched)
             groups, counts = self._until_alive(chosen, partial(self._seeds_of, seeds), play)
-        _report(groups)
-        return self._as_groups(groups, chosen, counts)
+        failure = _report(groups)
+        self._check_opened(groups, failure)
+        return self._as_groups(groups, chosen, counts)._replace(failure=failure or None)
+
+    def _check_opened(self, groups: Sequence[Sequence[Transcript]], failure: str) -> None:
+        """Raises UserError where no episode of the first draw opened, tried ``_ROUNDS`` times.
+
+        The next ones would not either, and programs would be compiled to train on nothing.
+        """
+        if self._opened:
+            return
+        members = [t for g in groups for t in g]
+        self._opened = any(len(t.opening) for t in members)
+        if members and not self._opened:
+            raise UserError(
+                f"data.env: none of the {len(members)} episodes of the first draw opened:"
+                f" {failure}; mend the environment, or raise the limit that it names"
+            )
 
     def _open_calls(self) -> Calls:
         if self._calls is None:
@@ -505,8 +522,9 @@ def _close(calls: Calls, env: HostEnv) -> None:
     calls.close()
 
 
-def _report(groups: Sequence[Sequence[Transcript]]) -> None:
-    """Logs why members failed, the most frequent reason first."""
+def _report(groups: Sequence[Sequence[Transcript]]) -> str:
+    """Logs why members failed, the most frequent reason first; returns that one, or ""."""
     reasons = collections.Counter(t.reason for g in groups for t in g if not t.alive)
     for reason, count in reasons.most_common(3):
         logging.getLogger("jrl").warning("environment: %d failed: %s", count, reason)
+    return str(reasons.most_common(1)[0][0]) if reasons else ""

@@ -34,6 +34,7 @@ class Groups(NamedTuple):
         add up; ``with_slot_use`` makes a share of ``slot_tokens`` and ``slot_steps``, [] int32.
       ids: for ``Batch.ids``; "prompt" [N] int32 at least, the identity of each problem.
       stats: for ``Batch.stats``, [N, G, T] float32 by name, of what an environment recorded.
+      failure: why most of the members that failed did; None where none did or nobody says.
     """
 
     rollout: Rollout
@@ -42,6 +43,7 @@ class Groups(NamedTuple):
     counts: dict[str, Any]
     ids: dict[str, Any]
     stats: dict[str, Any] | None = None
+    failure: str | None = None
 
 
 class Source(Protocol):

@@ -348,6 +348,13 @@ def test_a_run_directory_that_is_replaced_is_not_written(tmp_path, monkeypatch):
     assert stopped.value.exit_code == 4
     assert "\n" not in str(stopped.value)
     assert os.listdir(tmp_path / "run") == []
+    # No step is lost: the directory that was locked has it, and the run resumes from there.
+    renamed = tmp_path / "renamed"
+    assert f"{str(renamed)!r} now, and step 2 is saved there" in str(stopped.value)
+    assert saved(renamed) == [2]
+    monkeypatch.undo()
+    go(renamed, "train.steps=3", "checkpoint.every=0")
+    assert steps_logged(renamed) == [1, 2, 3]
 
 
 def read_only(monkeypatch):
