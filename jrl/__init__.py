@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 HOMES = {
     "jrl": (
         *("config", "data", "episodes", "errors", "evaluate", "mesh", "methods", "models"),
-        *("objectives", "plan", "report", "rewards", "run", "sampling", "serving", "train"),
-        "types",
+        *("objectives", "plan", "report", "rewards", "run", "sampling", "serving", "storage"),
+        *("train", "types"),
     ),
     "jrl.config": ("Config", "load_config"),
     "jrl.entry": ("Result", "fit"),
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from jrl import run as run
     from jrl import sampling as sampling
     from jrl import serving as serving
+    from jrl import storage as storage
     from jrl import train as train
     from jrl import types as types
     from jrl.config import Config as Config

@@ -124,7 +124,7 @@ def fit(
       task: a procedural task instead of rows: its name, itself, or a function that makes it.
       env: an environment to play instead, its name or a function that makes it of further keys of
         ``[data]``: a ``jrl.episodes.Env`` on the device, or with ``rows`` a
-        ``jrl.episodes.host.HostEnv`` that plays them, or an episode itself,
+        ``jrl.episodes.HostEnv`` that plays them, or an episode itself,
         ``async def episode(policy, prompt)``.
       eval_rows: held-out prompts, as ``rows``.
       config: everything else: a configuration, a TOML file, or its keys as a dict, nested or

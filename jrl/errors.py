@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _FEW = 24
@@ -65,12 +65,18 @@ def nearest(value: object, choices: Iterable[str]) -> str:
     """
     names = sorted(choices)
     if len(names) > _FEW:
-        close = difflib.get_close_matches(str(value), names, n=3)
+        close = _close(str(value), names, 3)
         hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "none is like it;"
         return f"{hint} there are {len(names)}"
-    close = difflib.get_close_matches(str(value), names, n=1)
+    close = _close(str(value), names, 1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}choose from {', '.join(names)}"
+
+
+def _close(value: str, names: Sequence[str], n: int) -> list[str]:
+    """The nearest names: those that differ in the case of letters alone, else by their letters."""
+    same = [name for name in names if name.casefold() == value.strip().casefold()]
+    return same[:n] or difflib.get_close_matches(value, names, n=n)
 
 
 class Mistakes:

@@ -89,9 +89,14 @@ def make_mesh(
             )
         shape[free[0]] = len(devices) // fixed
         fixed = len(devices)
-    if fixed > len(devices) or min(shape.values()) < 1:
-        axes_text = ", ".join(f"{a}={n}" for a, n in shape.items() if n != 1)
-        raise UserError(f"mesh {axes_text} needs {fixed} devices; there are {len(devices)}")
+    if small := {axis: size for axis, size in shape.items() if size < 1}:
+        axis, size = next(iter(small.items()))
+        raise UserError(f"mesh.{axis} = {size}; must be at least 1, or -1 for what is left")
+    if fixed > len(devices):
+        axes_text = ", ".join(f"mesh.{a} = {n}" for a, n in shape.items() if n != 1)
+        raise UserError(
+            f"{axes_text} needs {fixed} devices; there are {len(devices)}: lower it, or run on more"
+        )
     grid = arrange(devices[:fixed], shape, slices)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

@@ -276,14 +276,20 @@ def made_by(function: Callable[..., Any], setting: str, *args: Any, **options: A
       **options: more.
 
     Raises:
-      UserError: it raised something, named with its line.
+      UserError: it raised something, or would end the process, named with its line.
     """
+    name = getattr(function, "__name__", "the function")
     try:
-        with _no_wide_numbers(setting, getattr(function, "__name__", "the function"), "calling"):
+        with _no_exit(), _no_wide_numbers(setting, name, "calling"):
             return function(*args, **options)
     except UserError:
         raise
-    except Exception as error:
+    except _ExitError as error:
+        raise UserError(
+            f"{setting}: {name} calls os._exit({error.code}), which would end the run; remove the"
+            " call"
+        ) from None
+    except (Exception, SystemExit) as error:
         raise UserError(f"{setting}: {_what_failed(error, setting)}") from error
 
 
@@ -404,7 +410,8 @@ def _of_name(name: str) -> ModuleType:
 def _what_failed(error: BaseException, place: str) -> str:
     """The error of an import in one line, with the line of the file where there is one."""
     if isinstance(error, SyntaxError):
-        return f"{error.filename or place}, line {error.lineno}: {error.msg}"
+        line = f", line {error.lineno}" if error.lineno else ""
+        return f"{error.filename or place}{line}: {error.msg}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     frames = [f for f in frames if "site-packages" not in f.filename] or frames  # the user's line
     where = f", line {frames[-1].lineno}" if frames[-1].filename != __file__ else ""

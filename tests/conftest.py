@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ OLD_EMITTERS = importlib.metadata.version("jaxlib").startswith("0.10.")
 """Whether XLA can do without its newer emitters; a later one ends the process at the flag."""
 MAPPINGS, MOST_MAPPINGS = pathlib.Path("/proc/self/maps"), 10_000
 """Pieces of memory of a process. Each program has several, and Linux lets it have 65,530."""
-sys.path.insert(0, str(CHECKOUT / "tests"))  # for tpu_programs
+sys.path.insert(0, str(CHECKOUT / "tests"))  # for tpu_programs and needs_extra
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -60,6 +61,7 @@ os.environ["WANDB_MODE"] = "disabled"
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import jax
+import needs_extra
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -73,8 +75,27 @@ def few_programs():
         jax.clear_caches()
 
 
+def pytest_configure(config):
+    """Tells modules and workers which extras are there for certain."""
+    if (extras := config.getoption("--extras")) is not None:
+        unknown = set(filter(None, extras.split(","))) - set(needs_extra.declared())
+        if unknown:
+            raise pytest.UsageError(f"--extras: no extra is called {', '.join(sorted(unknown))}")
+        os.environ[needs_extra.VARIABLE] = extras
+
+
+def pytest_runtest_setup(item):
+    """Skips a test whose extra is missing, or fails it where the extra must be there."""
+    for mark in item.iter_markers("extra"):
+        needs_extra.skip_or_fail(*mark.args)
+
+
 def pytest_collection_modifyitems(config, items):
-    """Marks the tests of ``slow.txt`` as slow."""
+    """Marks the tests of ``slow.txt`` as slow; leaves those of one extra, where that is asked."""
+    if (only := config.getoption("--only-extra")) is not None:
+        marked = [i for i in items if any(only == m.args[0] for m in i.iter_markers("extra"))]
+        config.hook.pytest_deselected(items=[i for i in items if i not in marked])
+        items[:] = marked
     lines = (CHECKOUT / "tests" / "slow.txt").read_text().splitlines()
     left = {f"tests/{line}": False for line in lines if line and not line.startswith("#")}
     for item in items:
@@ -92,10 +113,29 @@ BEGIN = time.monotonic()
 
 def pytest_addoption(parser):
     parser.addoption("--record", metavar="FILE", help="write a summary of the run, in Markdown")
+    parser.addoption(
+        "--extras", metavar="NAME,...", help="extras whose tests must run; one that skips fails"
+    )
+    parser.addoption("--only-extra", metavar="NAME", help="only the tests marked for this extra")
+
+
+def skipped_extras(reports):
+    """How many reports skipped for want of each extra."""
+    counts = {}
+    for report in reports:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        match = re.search(r"needs the extra ([\w-]+) ", reason)
+        if match:
+            counts[match[1]] = counts.get(match[1], 0) + 1
+    return counts
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Writes what a full run gave, so that the last one can be read in the repository."""
+    """Says which extras were missing; writes what a full run gave, to be read in the repository."""
+    left_out = skipped_extras(terminalreporter.stats.get("skipped", ()))
+    if left_out:
+        names = ", ".join(f"{name} ({count})" for name, count in sorted(left_out.items()))
+        terminalreporter.write_line(f"skipped for want of an extra: {names}: make extras-test")
     if config.getoption("--record") is None:
         return
     stats = terminalreporter.stats
@@ -119,6 +159,12 @@ def pytest_terminal_summary(terminalreporter, config):
         + f" in {seconds / 60:.0f} minutes on {os.cpu_count()} cores"
         + f" (Python {platform.python_version()}, {versions}).",
         "",
+        *(
+            f"The tests of the extra {name} ({count} skipped) run in an environment of their own: "
+            "`last_extras_run.md`."
+            for name, count in sorted(left_out.items())
+        ),
+        *([""] if left_out else []),
         "| file | seconds |",
         "| --- | ---: |",
         *(f"| `{file}` | {spent:.0f} |" for file, spent in slowest),

@@ -147,12 +147,15 @@ SETTINGS = {
     "task reward": (["rewards.verfy.weight=1"], "'verfy'; did you mean 'verify'?"),
     "batch": (["mesh.data=3"], "4 prompts cannot be split over", "3 devices", "multiple of 3"),
     "batch, all devices": (["mesh.fsdp=-1"], "4 prompts cannot", "8 devices", "multiple of 8"),
-    "devices": (["mesh.tensor=9"], "tensor=9 needs 9 devices; there are 8"),
+    "devices": (["mesh.tensor=9"], "mesh.tensor = 9 needs 9 devices; there are 8"),
     "heads": (["mesh.tensor=4"], "kv_heads = 2", "mesh.tensor = 4", "a multiple of 4"),
     "model size": (["model.config.heads=3"], "kv_heads = 2", "divisor of model.config.heads = 3"),
     "model key": (["model.config.embed=3"], "model.config.embed", "embed_dim"),
     "no model": (["model.config="], "model.path and model.config are both missing"),
-    "vocabulary": (["model.config.vocab_size=5"], "48 ids", "vocabulary has only 5"),
+    "vocabulary": (
+        ["model.config.vocab_size=5"],
+        "model.config.vocab_size = 5; data.task = 'sorting' has 48 ids; remove it",
+    ),
     "top-k": (["sampling.top_k=9999"], "sampling.top_k = 9999", "the vocabulary has"),
     "length": (["model.config.max_length=6"], "may reach 12", "the model holds 6"),
     "on the host": (

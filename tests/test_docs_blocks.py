@@ -62,7 +62,7 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
         "import jax.numpy as jnp": "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
     },
     "docs/recipes.md": {
-        "from jrl.episodes.tree import Step, Tree": (
+        "from jrl.episodes import Step, Tree, rows_of_tree": (
             "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
         ),
         "# experience.py": "test_docs_blocks::test_the_agent_of_the_recipes_learns_from_its_notes",
@@ -71,7 +71,7 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
         "# debate.py": (
             "train/test_host_run::test_the_coroutine_of_the_guide_is_trained_and_evaluated"
         ),
-        "from jrl.zoo.envs.propositions import parse, provable": (
+        "from jrl.zoo import parse_formula, provable, prove_by_parts": (
             "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
         ),
         "from openai import OpenAI": "serving/test_record::test_the_example_of_the_docs_runs",

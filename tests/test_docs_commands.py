@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from jrl.cli.app import app
 from jrl.config import load_config
 from jrl.run import run as running
-from jrl.system.extras import missing
 
 LEFT = {  # how a command begins -> what stands for it
     "jrl train configs/search.toml": "test: train/test_host_run.py",
@@ -62,8 +61,24 @@ def is_command(words):
     return words[0].rpartition("/")[2] == "jrl"
 
 
+def left(words):
+    """Whether another test stands for a command."""
+    return any(" ".join(["jrl", *words[1:]]).startswith(start) for start in LEFT)
+
+
+def needs_of(block):
+    """Marks of the libraries of games that a block plays."""
+    named = re.findall(r"env=\"(pgx|navix|jumanji|gymnax)\"", block)
+    return [pytest.mark.extra("games", *sorted(set(named)))] if named else []
+
+
 BLOCKS = [
-    pytest.param(page, block, id=f"{name_of(page)}: {block.strip().splitlines()[0]}"[:90])
+    pytest.param(
+        page,
+        block,
+        id=f"{name_of(page)}: {block.strip().splitlines()[0]}"[:90],
+        marks=needs_of(block),
+    )
     for page in PAGES
     for block in indented(page)
     if re.match(r"(\S*/)?jrl ", block) or re.search(r"^\S*/jrl ", block, flags=re.MULTILINE)
@@ -128,21 +143,18 @@ def run(words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "block"), BLOCKS)
+@pytest.mark.parametrize(
+    ("page", "block"),
+    [p for p in BLOCKS if not all(map(left, filter(is_command, commands(p.values[1]))))],
+)
 def test_every_command_of_a_block_runs(page, block, place):
     for _, code in fenced(page):
         if named := re.match(r"# (\w+\.py)\n", code):
             (place / named[1]).write_text(code)
-    ran = 0
     for words in filter(is_command, commands(block)):
+        if left(words):
+            continue
         words = words[1:]
-        line = " ".join(["jrl", *words])
-        if any(line.startswith(start) for start in LEFT):
-            continue
-        needed = re.search(r"env=\"(pgx|navix|jumanji|gymnax)\"", line)
-        if needed and missing([needed[1]]):
-            continue
-        ran += 1
         if "RUN" in words and not (place / "RUN").exists():
             run(small(["train", "configs/tiny.toml", "run.dir=RUN"]))
             shutil.copytree(place / "RUN", place / "OTHER")
@@ -160,8 +172,6 @@ def test_every_command_of_a_block_runs(page, block, place):
             if "--out" in words:
                 (found,) = place.glob("*/siblings.jsonl")
                 found.write_text(found.read_text() or lines(SIBLINGS))
-    if not ran:
-        pytest.skip("needs the extra games, or is left to another test")
 
 
 LAUNCHES = [

@@ -304,6 +304,7 @@ def test_functions_of_modules_run_in_processes_and_those_of_scripts_here(monkeyp
 def test_functions_that_were_passed_reach_a_process(function):
     with given({"mine": function}):
         sent = pickle.dumps(make_reward("python:mine"))
-    prompt = types.SimpleNamespace(id=0, text="1", tokens=[1], answer="2", meta={"a": 1})
+    fields = {"id": 0, "text": "1", "tokens": [1], "answer": "2", "meta": {"a": 1}, "messages": ()}
+    prompt = types.SimpleNamespace(**fields)
     sample = Sample(prompt, "12", np.arange(2), "length")
     assert pickle.loads(sent)([sample]) == [1.0 if function is digits else 2.0]

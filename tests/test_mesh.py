@@ -64,9 +64,9 @@ def test_axes_are_automatic():
         ({"fdsp": 2}, "mesh.fdsp.*choose from data, fsdp"),
         ({"data": -1, "fsdp": -1}, "mesh.fsdp = -1.*only one"),
         ({"data": -1, "fsdp": 3}, "mesh.data = -1: 8 devices do not divide by the 3"),
-        ({"data": 3, "tensor": 4}, "data=3, tensor=4 needs 12 devices; there are 8"),
-        ({"data": 0}, "data=0"),
-        ({"tensor": -2}, "tensor=-2"),
+        ({"data": 3, "tensor": 4}, "mesh.data = 3, mesh.tensor = 4 needs 12 devices; there are 8"),
+        ({"data": 0}, "mesh.data = 0; must be at least 1"),
+        ({"tensor": -2}, "mesh.tensor = -2; must be at least 1"),
     ],
 )
 def test_sizes_that_cannot_be(asked, named):

@@ -34,8 +34,13 @@ def read(path):
 
 RUN = """
 import sys, nbclient, nbformat
-source, target, folder = sys.argv[1:]
+source, target, folder, times = sys.argv[1:]
 notebook = nbformat.read(source, as_version=4)
+for cell in notebook.cells:
+    cell.pop("id", None)
+notebook.nbformat_minor = 4  # cells of this version need no ids of their own
+code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+notebook.cells = [cell.copy() for cell in code for _ in range(int(times))]
 resources = {"metadata": {"path": folder}}
 nbclient.NotebookClient(
     notebook, kernel_name="python3", timeout=900, resources=resources
@@ -44,8 +49,10 @@ nbformat.write(notebook, target)
 """
 
 
-def execute(path, folder, monkeypatch):
+def execute(path, folder, monkeypatch, times=1):
     """Runs all cells with this environment's Python; returns what they printed and drew.
+
+    With ``times`` each code cell runs so often before the next one.
 
     Jupyter is told of a kernel in ``folder`` and writes there alone, so none needs to be installed.
     It runs in a process of its own: its sockets give warnings, which here are errors.
@@ -60,7 +67,7 @@ def execute(path, folder, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     target = folder / "executed.ipynb"
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(path), str(target), str(folder)],
+        [sys.executable, "-c", RUN, str(path), str(target), str(folder), str(times)],
         capture_output=True,
         text=True,
         timeout=1000,
@@ -72,6 +79,34 @@ def execute(path, folder, monkeypatch):
         if output.output_type == "stream":
             streams[output.name] += output.text
     return streams | {"plots": sum("image/png" in o.get("data", {}) for o in outputs)}
+
+
+@by_name
+def test_no_cell_gives_a_function_or_import_another_meaning(path):
+    """Such a cell cannot run twice, which "change the numbers as you read" invites to."""
+    named = {}
+    for cell in [c for c in read(path).cells if c.cell_type == "code"][1:]:
+        here = {}
+        for node in ast.parse(cell.source).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                here |= {(a.asname or a.name).partition(".")[0]: "import" for a in node.names}
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                here[node.name] = "function"
+            else:
+                stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+                here |= {n.id: "value" for n in stored if isinstance(n.ctx, ast.Store)}
+        for name, kind in here.items():
+            earlier = named.get(name, "value")
+            assert earlier in ("value", kind), f"{name} was a {earlier}: {cell.source}"
+        named |= here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 3, 5, 7])
+def test_every_cell_can_run_twice(number, monkeypatch, tmp_path):
+    """Of the notebooks that train for seconds; the others train in cells of their own."""
+    once = NOTEBOOKS[number - 1]
+    assert execute(once, tmp_path, monkeypatch, times=2)["stdout"]
 
 
 def test_all_notebooks_are_looked_at():

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -50,7 +51,18 @@ NOT_IN_THE_ZOO = {"entry", "cli"}
 HEAVY = {
     *("orbax", "tensorstore", "tensorflow", "tensorflow_datasets", "matplotlib", "transformers"),
     *("torch", "tokenizers", "pyarrow", "math_verify", "sympy", "safetensors"),
-    *("jinja2", "tensorboardX", "wandb", "jetstream", "grpc", "starlette", "uvicorn"),
+    *(
+        "jinja2",
+        "tensorboardX",
+        "wandb",
+        "trackio",
+        "mlflow",
+        "llguidance",
+        "jetstream",
+        "grpc",
+        "starlette",
+        "uvicorn",
+    ),
     "huggingface_hub",
     *("jsonschema", "gymnasium", "textarena", "reasoning_gym", "openenv", "mcp"),
 }
@@ -279,9 +291,55 @@ assert jrl.methods.reinforce(baseline="batch").objective.surrogate.on_policy
 assert jrl.methods.step_q.name == "step_q"  # of the zoo, found by name
 import jrl.methods.policy_gradient, jrl.methods.ratios
 assert jrl.methods.reinforce.arxiv is None and jrl.methods.ratios.gspo is jrl.methods.gspo
-assert jrl.objectives.grpo_advantages is jrl.objectives.functional.grpo_advantages
+assert jrl.objectives.grpo_advantages is jrl.objectives.array_advantages.grpo_advantages
 """
     loaded_by(script)
+
+
+DEEP = re.compile(r"\bjrl(?:\.[A-Za-z_]\w*){3,}")
+PACKAGE_IMPORT = re.compile(r"from (jrl(?:\.\w+)*) import \(?([\w, \n]+)")
+
+
+def pages():
+    """The files that show users names of the library, as text."""
+    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "configs").rglob("*.md")]
+    texts += [*(ROOT / "configs").glob("*.toml")]
+    yield from ((page.name, page.read_text()) for page in texts)
+    for page in (ROOT / "notebooks").glob("*.ipynb"):
+        yield (
+            page.name,
+            "".join(l for c in json.loads(page.read_text())["cells"] for l in c["source"]),
+        )
+
+
+def test_no_page_shows_a_name_deeper_than_its_package():
+    read = 0
+    for page, text in pages():
+        text = re.sub(r"python -m jrl[\w.]+", "", text)  # a command, which no one types as a name
+        assert not DEEP.findall(text), page
+        for package, names in PACKAGE_IMPORT.findall(text):
+            assert package.count(".") < 2, f"{page}: from {package} import {names}"
+            read += 1
+    assert read > 30
+
+
+NAME = re.compile(r"\bjrl\.[a-z_]+(?:\.[A-Za-z_]\w*)?(?![\w(]*\.(?:py|toml|json))")
+LISTED = re.compile(r"^\| `jrl\.(\w+)` \| ([^|]+) \|$", re.MULTILINE)
+
+
+def test_names_that_pages_show_exist():
+    """A renamed function is found here, also where no block of code uses it."""
+    shown = {name for _, text in pages() for name in NAME.findall(text)}
+    shown = {name for name in shown if not (ROOT / f"{name.replace('.', '/')}").exists()}
+    listed = LISTED.findall((ROOT / "docs/python.md").read_text())
+    shown |= {f"jrl.{package}.{n}" for package, ns in listed for n in re.findall(r"`(\w+)`", ns)}
+    assert len(listed) > 4
+    assert len(shown) > 40
+    for name in sorted(shown):
+        _, first, *rest = name.split(".")
+        value = getattr(jrl, first, None) or importlib.import_module(f"jrl.{first}")
+        for part in rest:
+            value = getattr(value, part, None) or importlib.import_module(name)
 
 
 def test_no_method_has_the_name_of_a_file_beside_it():

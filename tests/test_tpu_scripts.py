@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import shlex
+import shutil
 import subprocess
 import time
+import tomllib
 
 import pytest
 
-SCRIPTS = pathlib.Path(__file__).resolve().parent.parent / "tpu_scripts"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "tpu_scripts"
 RUNNABLE = sorted(p for p in SCRIPTS.glob("*.sh") if p.name != "common.sh")
 
 
@@ -88,6 +92,46 @@ def test_gke_and_slurm_say_what_they_would_run():
     assert {"--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8"} <= set(command)
     assert command[-1].startswith("--wrap=JRL_DISTRIBUTED=auto srun jrl train x.toml a=1; code=$?;")
     assert "scontrol requeue $SLURM_JOB_ID; exit $code" in command[-1]
+
+
+GKE = ("--zone", "us-east5-a", "--cluster", "c")
+
+
+def test_gke_builds_the_image_that_it_runs_or_says_how():
+    build, push, create = dry("gke.sh", *GKE, "--project", "p", "--build", "--", "x.toml")
+    (image,) = [a.removeprefix("--docker-image=") for a in create if "--docker-image" in a]
+    assert re.fullmatch(r"us-east5-docker\.pkg\.dev/p/jrl/jrl:([0-9a-f]{12}|latest)", image)
+    assert build[:2] == ["docker", "build"]
+    assert build[2:] == ["-f", str(ROOT / "tpu_scripts/Dockerfile"), "-t", image, str(ROOT)]
+    assert push == ["docker", "push", image]
+    (only,) = dry("gke.sh", *GKE, "--project", "p", "--", "x.toml")
+    assert only == create
+    refused = script("gke.sh", *GKE, "--dry-run", "--", "x.toml", ok=False)
+    assert "write --project PROJECT --build to make" in refused
+
+
+def test_the_dockerfile_copies_what_is_there_and_installs_extras_that_exist():
+    text = (ROOT / "tpu_scripts/Dockerfile").read_text()
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    sources = [part for line in lines if line.startswith("COPY ") for part in line.split()[1:-1]]
+    assert sources == ["pyproject.toml", "README.md", "LICENSE", "jrl", "configs"]
+    assert all((ROOT / source).exists() for source in sources)
+    kept = [x[1:] for x in (ROOT / ".dockerignore").read_text().split() if x.startswith("!")]
+    assert kept == sources  # nothing else of the checkout reaches the builder
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = re.findall(r"ARG EXTRAS=(\S+)", text)
+    for extra in [*extras.split(","), *re.findall(r"EXTRAS=(cuda\d+)", text)]:
+        assert extra in project["optional-dependencies"]
+    (python,) = re.findall(r"ARG PYTHON=(\S+)", text)
+    assert float(python.split(".")[1]) >= float(project["requires-python"].split(".")[1])
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+def test_the_dockerfile_has_no_fault_that_hadolint_knows():
+    done = subprocess.run(
+        ["hadolint", ROOT / "tpu_scripts/Dockerfile"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_benchmark_plans_here_and_measures_on_all_slices_at_once():

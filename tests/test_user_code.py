@@ -198,7 +198,7 @@ def test_a_task_of_ones_own_takes_the_further_keys_of_data(mine):
         get_task(f"{mine}:reversed_digits", facter=2)
     with pytest.raises(UserError, match=r"data.dificulty = 3: .*did you mean 'difficulty'"):
         get_task("sorting", dificulty=3)
-    with pytest.raises(UserError, match=r"returned 3; return a jrl.data.tasks.Task"):
+    with pytest.raises(UserError, match=r"returned 3; return a jrl.data.Task"):
         get_task(f"{mine}:wrong")
 
 

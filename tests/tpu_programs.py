@@ -8,7 +8,6 @@ prints what the function returns as the last line, as JSON.
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import math
 import os
@@ -21,9 +20,7 @@ from typing import Any
 
 import pytest
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is for Linux on x86 alone"
-)
+needs_libtpu = pytest.mark.extra("plan")  # libtpu is for Linux on x86 alone
 
 
 def ask(function: str, *args: Any) -> Any:

@@ -1,16 +1,21 @@
 #!/usr/bin/env bash
 # Runs on GKE as a JobSet, through XPK: one job a slice, one pod a host, restarted if one is lost.
-#   gke.sh --zone ZONE --cluster CLUSTER --image IMAGE [--name NAME] [--topology v5p:8x8x16]
-#          [--slices N] [--project PROJECT] [--delete] [--dry-run] -- CONFIG KEY=VALUE ...
-# IMAGE has this library installed. XPK: pip install xpk. Give a run.dir on a disk or a mounted bucket
-# that all pods see, so that a restarted JobSet resumes from the newest checkpoint.
+#   gke.sh --zone ZONE --cluster CLUSTER [--project PROJECT] [--image IMAGE] [--build] [--name NAME]
+#          [--topology v5p:8x8x16] [--slices N] [--delete] [--dry-run] -- CONFIG KEY=VALUE ...
+# --build makes the image of tpu_scripts/Dockerfile from this checkout and pushes it; docker must be
+# logged in there (gcloud auth configure-docker REGION-docker.pkg.dev). Without --image it is
+# REGION-docker.pkg.dev/PROJECT/jrl/jrl:COMMIT, in the repository "jrl" of Artifact Registry.
+# XPK: pip install xpk. Give a run.dir on a disk or a mounted bucket that all pods see, so that a
+# restarted JobSet resumes from the newest checkpoint.
 
 . "$(dirname "$0")/common.sh"
-CLUSTER= IMAGE= DELETE= others=()
+ROOT=$(cd "$(dirname "$0")/.." && pwd)
+CLUSTER= IMAGE= BUILD= DELETE= others=()
 while [ $# -gt 0 ]; do
   case $1 in
     --cluster) CLUSTER=${2:?}; shift ;;
     --image) IMAGE=${2:?}; shift ;;
+    --build) BUILD=1 ;;
     --delete) DELETE=1 ;;
     --) others+=("$@"); break ;;
     *) others+=("$1") ;;
@@ -25,8 +30,17 @@ if [ -n "$DELETE" ]; then
   run xpk workload delete "${common[@]}"
   exit
 fi
-[ -n "$IMAGE" ] || fail "--image is missing"
+if [ -z "$IMAGE" ]; then
+  [ -n "$PROJECT" ] || fail "--image is missing, and without --project there is no usual one;" \
+    "write --project PROJECT --build to make REGION-docker.pkg.dev/PROJECT/jrl/jrl, or --image IMAGE"
+  IMAGE=${ZONE%-*}-docker.pkg.dev/$PROJECT/jrl/jrl
+  IMAGE+=:$(git -C "$ROOT" rev-parse --short=12 HEAD 2>/dev/null || echo latest)
+fi
 [ ${#REST[@]} -gt 0 ] || fail "nothing to run; write -- CONFIG KEY=VALUE ... at the end"
+if [ -n "$BUILD" ]; then
+  run docker build -f "$ROOT/tpu_scripts/Dockerfile" -t "$IMAGE" "$ROOT"
+  run docker push "$IMAGE"
+fi
 line=$(printf '%q ' "${REST[@]}")
 run xpk workload create "${common[@]}" "--tpu-type=$(accelerator)" "--num-slices=$SLICES" \
   "--docker-image=$IMAGE" --max-restarts=10 \

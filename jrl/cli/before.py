@@ -41,7 +41,7 @@ def methods(
     ] = False,
     family: Annotated[str | None, typer.Option(help="Only the methods of this family.")] = None,
     complete: Annotated[
-        bool, typer.Option("--complete", help="Only methods that run as published.")
+        bool, typer.Option("--complete", help="Only methods of which a run lacks nothing.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -50,7 +50,8 @@ def methods(
     Without options these are the two dozen used most, by kind; --all, --family, --complete and
     --json choose from all. "partly" marks methods of which a run lacks something beside the
     objective. A method's details say what, and give its paper, the parts of a step that it replaces
-    (seams), those that keep state, the per-token statistics it needs, and its coefficients.
+    (seams), those that keep state, the per-token statistics it needs, its coefficients, its formula
+    and where it departs from the paper.
 
     Example: jrl methods --family preference --complete
     """

@@ -94,9 +94,10 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
 
     An episode is shown turn by turn: who speaks, and what the environment paid for it.
     """
+    single = all(item.get("member", 0) == 0 for item in samples)
     for item in samples:
         typer.echo(f"--- {item['prompt']}")
-        fields = ("prompt", "completion", "turns")
+        fields = ("prompt", "completion", "turns", *(("group", "member") if single else ()))
         details = {k: v for k, v in item.items() if k not in fields and v is not False}
         if "turns" not in item:
             typer.echo(item["completion"])
@@ -141,14 +142,16 @@ def _echo_cut(line: str) -> None:
 
 
 def print_method(method: Mapping[str, Any]) -> None:
-    """A training method with its coefficients."""
-    hidden = ("name", "coefficients")
+    """A training method with its coefficients, its formula and where it departs from its paper."""
+    hidden = ("name", "coefficients", "notes")
     rows = {k: v for k, v in method.items() if k not in hidden and v not in ("", [], (), None)}
     print_table(method["name"], rows)
     typer.echo("  coefficients, set as objective.NAME=VALUE:")
     for item in method["coefficients"]:
         default = "required" if item["required"] else f"default {item['default']}"
         typer.echo(f"    {item['name']}  ({default}; {item['domain']})")
+    if method["notes"]:
+        typer.echo(f"\n{textwrap.indent(method['notes'], '  ')}")
 
 
 def _cell(value: Any) -> str:

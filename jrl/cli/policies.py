@@ -25,7 +25,7 @@ from jrl.cli.console import (
     print_samples,
 )
 from jrl.config import load_config
-from jrl.errors import unknown_choice
+from jrl.errors import UserError, unknown_choice
 from jrl.hub import hub_name
 
 
@@ -37,6 +37,14 @@ def sample(
         typer.Option("--prompt", "-p", help="Prompt (repeatable); default: held-out problems."),
     ] = None,
     count: Annotated[int, typer.Option(help="Number of held-out problems.", min=1)] = 4,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            help="Completions of each prompt; default: 1 of a --prompt, sampling.group of others.",
+            min=1,
+        ),
+    ] = None,
     env: Annotated[
         str | None, typer.Option("--env", help="Environment to play in; default: the run's.")
     ] = None,
@@ -47,20 +55,24 @@ def sample(
 
     An episode is printed turn by turn. --env NAME is short for data.env=NAME.
 
-    The sampling parameters are those of training (sampling.temperature, sampling.top_p, ...), and
-    each prompt gets sampling.group completions.
+    The sampling parameters are those of training (sampling.temperature, sampling.top_p, ...).
 
-    Example: jrl sample runs/tiny sampling.group=2 sampling.temperature=0.7
+    Example: jrl sample runs/tiny --prompt "50352>" -n 3 sampling.temperature=0.7
     """
+    grouped = any(change.startswith("sampling.group=") for change in overrides or ())
+    if samples is None and prompt and not grouped:
+        samples = 1
     settings = read(target, [*(overrides or []), *([f"data.env={json.dumps(env)}"] if env else [])])
     prepare_jax()
     from jrl.evaluate import sample_run
 
-    samples = sample_run(settings, prompts=prompt, count=count, checkpoint=checkpoint)
+    records = sample_run(
+        settings, prompts=prompt, count=count, samples=samples, checkpoint=checkpoint
+    )
     if as_json:
-        typer.echo(json.dumps(samples, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(records, indent=2, ensure_ascii=False))
         return
-    print_samples(samples)
+    print_samples(records)
 
 
 def serve(
@@ -108,6 +120,13 @@ def serve(
             help="Tool-call format (model family), if the chat template does not determine it."
         ),
     ] = None,
+    log_requests: Annotated[
+        bool,
+        typer.Option("--log-requests", help="Print path, status, tokens and time of each request."),
+    ] = False,
+    log_contents: Annotated[
+        bool, typer.Option("--log-contents", help="Print the bodies and replies of requests too.")
+    ] = False,
     checkpoint: Checkpoint = None,
 ) -> None:
     """Serve a policy with OpenAI's API over HTTP, or JetStream's over gRPC.
@@ -141,6 +160,7 @@ def serve(
         api_key=api_key or None,
         record=record,
         tool_parser=tool_parser,
+        log="contents" if log_contents else "requests" if log_requests else "nothing",
     )
     run = launch.serve_openai
     if engine == "jetstream":
@@ -160,18 +180,36 @@ def convert(
         int,
         typer.Option("--policy", min=0, help="Index of the policy, in a run that trained several."),
     ] = 0,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME", help="Push DIR to the Hugging Face Hub under this name."
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a repository that --push creates private.")
+    ] = False,
 ) -> None:
-    """Export a checkpoint as a Hugging Face directory: config, safetensors and tokenizer.
+    """Export a checkpoint as a Hugging Face directory: config, safetensors, tokenizer, model card.
 
-    The directory loads with transformers and other tools, and as model.path of another run.
-    Adapters are merged into the weights, unless --adapters is given.
+    The directory loads with transformers, vLLM and other tools (docs/handoff.md), and as model.path
+    of another run. Adapters are merged into the weights, unless --adapters is given. --push uploads
+    it with the token of HF_TOKEN or `hf auth login`; without it nothing leaves this machine.
 
-    Example: jrl convert runs/gsm8k exported
+    Example: jrl convert runs/gsm8k exported --push me/gsm8k-grpo
     """
+    from jrl.run.push import check_push, push_directory
+
+    if push is not None:
+        check_push(push)
+    elif private:
+        raise UserError("--private is for --push OWNER/NAME; add it, or remove --private")
     settings = read(target, overrides)
     from jrl.run.export import export_run
 
     directory = export_run(
-        settings, Path(output), checkpoint=checkpoint, adapters=adapters, policy=policy
+        settings, Path(output), checkpoint=checkpoint, adapters=adapters, policy=policy, name=push
     )
     typer.echo(str(directory))
+    if push is not None:
+        typer.echo(push_directory(directory, push, private=private))

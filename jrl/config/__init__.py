@@ -15,11 +15,13 @@ from jrl.config.checks import check_batch
 from jrl.config.keys import Key, describe, table_note, table_of, variants
 from jrl.config.read import build_config, from_table, load_config
 from jrl.config.tables import Config
+from jrl.config.unions import Optimizer
 from jrl.config.write import as_tree, config_hash, dump, flatten, may_differ
 
 __all__ = [
     "Config",
     "Key",
+    "Optimizer",
     "as_tree",
     "build_config",
     "check_batch",

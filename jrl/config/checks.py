@@ -104,12 +104,12 @@ def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
     if train.prompts % train.minibatches:
         yield (
             f"train.prompts = {train.prompts} is not a multiple of train.minibatches ="
-            f" {train.minibatches}"
+            f" {train.minibatches}; change one of them"
         )
     elif (minibatch := train.prompts // train.minibatches) % train.microbatches:
         yield (
             f"train.prompts / train.minibatches = {minibatch} is not a multiple of"
-            f" train.microbatches = {train.microbatches}"
+            f" train.microbatches = {train.microbatches}; change one of them"
         )
     elif shards is not None and train.microbatch_prompts % shards:
         parts = shards * train.minibatches * train.microbatches

@@ -24,6 +24,8 @@ RENAMED: Mapping[str, str] = {
     "log.samples": "remove it: 8 rollouts are written each time",
     "log.tensorboard": 'set log.to = "tensorboard"',
     "log.wandb": 'set log.to = "wandb:PROJECT"',
+    "log.trackio": 'set log.to = "trackio:PROJECT"',
+    "log.mlflow": 'set log.to = "mlflow:EXPERIMENT"',
     "mesh.slices": "remove it: the number of slices is read from the devices",
     "model.grouped_matmul": "remove it: the fastest kernel of the platform is used",
     "model.reference": "set frozen.ref",
@@ -93,6 +95,17 @@ _SAYS = {
 }
 
 
+def explain_all(items: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Pydantic's errors as lines, without those that another one explains."""
+    # Of a text or a table: what is wrong with it as a table says enough.
+    lines = [explain(item) for item in items if item["loc"][-2:] != ("train", "str")]
+    # A required key that is misspelt is not missing besides.
+    meant = {match[1] for line in lines if (match := re.search(r"did you mean (\S+)\?$", line))}
+    lines = [line for line in lines if line.partition(" is missing: ")[0] not in meant]
+    unknown = [match[1] for line in lines if (match := re.match(r"unknown key (\S+);", line))]
+    return [line for line in lines if not line.startswith(tuple(f"{key} = " for key in unknown))]
+
+
 def explain(item: Mapping[str, Any]) -> str:
     """One pydantic error as a line (or the lines that a check of several keys wrote)."""
     path = [part for part in item["loc"] if isinstance(part, str) and part[:5] != "dict["]
@@ -105,6 +118,8 @@ def explain(item: Mapping[str, Any]) -> str:
             return f'unknown key "{path[-1]}": quotes make one name of it; write {key} without them'
         return _unknown_key(key, value, kind_name)
     if kind == "union_tag_not_found" and isinstance(value, dict):
+        if near := difflib.get_close_matches("kind", value, n=1):
+            return f"unknown key {key}.{near[0]} = {value[near[0]]!r}; did you mean {key}.kind?"
         return f"{key}.kind is missing: {_text_of(f'{key}.kind')}"
     if kind == "union_tag_invalid":
         choices = [re.findall("'([^']*)'", tag)[0] for tag in kinds]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from jrl.config.explain import explain, of_other_kinds, without_renamed
+from jrl.config.explain import explain_all, of_other_kinds, without_renamed
 from jrl.config.numbers import beyond_32_bits, unwritable
 from jrl.config.tables import Config
 from jrl.config.write import as_tree
@@ -74,9 +74,7 @@ def build_config(tree: Mapping[str, Any]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        items = error.errors(include_url=False)
-        # A text or a table is given: what is wrong with it as a table says enough.
-        lines += [explain(item) for item in items if item["loc"][-2:] != ("train", "str")]
+        lines += explain_all(error.errors(include_url=False))
     else:
         lines += of_other_kinds(config)
         lines += unwritable(as_tree(config), config.model_dump())

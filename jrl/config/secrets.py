@@ -32,17 +32,24 @@ _PREFIXED = (
     *("shpat", "shpss", "sntrys", "dckr_pat", "atlasv1", "whsec", "tgp_v1", "jina", "pcsk", "SG"),
 )
 """Beginnings of the keys of well-known services, before "-", "_" or "."."""
+_HEADER = re.compile(r"(?:Bearer|Basic|Token)\s+\S{6,}")
+"""A text that is nothing but the value of a header."""
 _FORMS = re.compile(
-    r"(?:Bearer|Basic|Token)\s+\S{6,}|"
-    rf"(?:{'|'.join(_PREFIXED)})[-_.](?=.*\d)[\w.-]{{11,}}|"
-    r"(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{10,}|"
-    r"eyJ[\w-]{8,}\.[\w-]{8,}.*|-----BEGIN.*|\w+://[^/\s:@]*:[^/\s@]+@.*",
-    re.DOTALL,
+    r"(?i:authorization)[\"']?\s*:\s*[\"']?\w+\s+\S{6,}|"
+    rf"(?<![\w/.-])(?:{'|'.join(_PREFIXED)})[-_.](?=[\w.-]*\d)[\w.-]{{11,}}(?![\w/])|"
+    r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[\w-]{30,}|\bya29\.[\w-]{10,}|"
+    r"\beyJ[\w-]{8,}\.[\w-]{8,}|-----BEGIN [A-Z ]*PRIVATE|"
+    r"\w+://(?:[^/\s:@]*:[^/\s@]+|[0-9a-zA-Z_-]{20,})@"
 )
-"""Texts that are secrets whatever their name: headers, keys of well-known services, addresses with
-a password in them."""
-_ASSIGNED = re.compile(r"(?:^|[?&;,\s])-{0,2}([\w.-]+)\s*=\s*([^\s&;,]+)|^([\w-]+):\s+(\S+)$")
+"""Secrets whatever the name of the text that holds them: headers, keys of well-known services,
+addresses with a password or a key before their host."""
+_ASSIGNED = re.compile(
+    r"(?:^|[?&;,\s])-{0,2}([\w.-]+)\s*=\s*([^\s&;,]+)|^([\w-]+):\s+(\S+)$|"
+    r"[\"']([\w-]+)[\"']\s*:\s*[\"']([^\"']+)[\"']"
+)
 """A name with its value inside a text: of a query, a connection string, an option, a header."""
+_SIGNED = {"sig", "signature"}
+"""Words of the names of values in a query that let whoever has the address in."""
 _FLAG = re.compile(r"(?:^|\s)--?([\w-]+)(?:\s+([^-\s]\S*))?")
 """An option of a command, and what follows it."""
 _NUMBER = re.compile(r"[\d.]*")
@@ -138,9 +145,8 @@ def _value(key: str, value: str) -> str:
 
 def _names_one(name: object) -> bool:
     """Whether a name is that of a secret."""
-    words = [w.lower().removesuffix("s") for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))]
     together = {f"{before}key" for before in _KEYS}
-    return any(w in _WORDS or w in together or w.endswith(_ENDINGS) for w in words)
+    return any(w in _WORDS or w in together or w.endswith(_ENDINGS) for w in _words(name))
 
 
 def _is_secret_flag(value: object) -> bool:
@@ -158,8 +164,14 @@ def _is_number(value: object) -> bool:
 def _is_secret(value: object, inside: bool) -> bool:
     if not isinstance(value, str):
         return False
-    if inside or _FORMS.fullmatch(value) is not None:
+    if inside or _HEADER.fullmatch(value) is not None or _FORMS.search(value) is not None:
         return True
-    pairs = [(m[1] or m[3], m[2] or m[4]) for m in _ASSIGNED.finditer(value)]
+    pairs = [(m[1] or m[3] or m[5], m[2] or m[4] or m[6]) for m in _ASSIGNED.finditer(value)]
     pairs += [(m[1], m[2]) for m in _FLAG.finditer(value) if m[2]]
-    return any(_names_one(name) and not _is_number(text) for name, text in pairs)
+    signed = {name for name, _ in pairs if "://" in value and _SIGNED & set(_words(name))}
+    return any((name in signed or _names_one(name)) and not _is_number(x) for name, x in pairs)
+
+
+def _words(name: object) -> list[str]:
+    """The words that a name is written of, in small letters and without a plural."""
+    return [w.lower().removesuffix("s") for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))]

@@ -98,6 +98,19 @@ def differences(old: Config, new: Config, old_label: str, label: str) -> list[st
     return lines
 
 
+def stored_contents(directory: Path) -> dict[str, str]:
+    """What a run read from files when it was last begun or resumed; see ``run.contents``.
+
+    Args:
+      directory: of the run; one without a log, or with one of an older version, has none.
+    """
+    header = _header(directory) or {}
+    resumed = header.get("resumed")
+    entries = [header, *(resumed if isinstance(resumed, list) else [])]
+    tables = [e["contents"] for e in entries if isinstance(e, dict) and "contents" in e]
+    return tables[-1] if tables and isinstance(tables[-1], dict) else {}
+
+
 def _header(directory: Path) -> Mapping[str, Any] | None:
     """The first record of the log, where that holds a configuration."""
     path = directory / "metrics.jsonl"

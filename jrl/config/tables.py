@@ -36,22 +36,37 @@ def _listed(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+def _parts(value: object) -> object:
+    """A name, or a list of them, as a table of reward parts with their defaults."""
+    names = _listed(value)
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        return {name: {} for name in names}
+    return value
+
+
+def _names(remedy: str) -> AfterValidator:
+    """Refuses a path that is empty, or holds a character that no path holds."""
+
+    def check(value: str) -> str:
+        if not value.strip() or "\0" in value:
+            raise ValueError(remedy)
+        return value
+
+    return AfterValidator(check)
+
+
 class RunTable(Table):
     """Location of the run, and when to resume it."""
 
-    dir: str | None = key(None, "run directory; made when missing, default runs/NAME-TIME")
+    dir: (
+        Annotated[str, _names("must be a path; `run.dir=` on the command line removes the key")]
+        | None
+    ) = key(None, "run directory; made when missing, default runs/NAME-TIME")
     resume: Literal["auto", "never", "must"] = key(
         "auto",
         "auto: resume from the newest checkpoint if there is one; never: refuse a directory that"
         " holds a run; must: refuse one that does not",
     )
-
-    @field_validator("dir")
-    @classmethod
-    def _is_a_path(cls, value: str | None) -> str | None:
-        if value is not None and (not value.strip() or "\0" in value):
-            raise ValueError("must be a path; `run.dir=` on the command line removes the key")
-        return value
 
 
 # ---------------------------------------------------------------- the policy
@@ -60,18 +75,11 @@ class RunTable(Table):
 class ModelTable(Table):
     """The policy network: a checkpoint, sizes for random weights, or a custom network."""
 
-    path: str | None = key(
+    path: Annotated[str, _names("must be a directory or a Hub name")] | None = key(
         None,
         "Hugging Face checkpoint to start from: a directory, or a Hub name as"
         " ORG/NAME[@REVISION]; with network, its tokenizer only",
     )
-
-    @field_validator("path")
-    @classmethod
-    def _is_a_path(cls, value: str | None) -> str | None:
-        if value is not None and (not value.strip() or "\0" in value):
-            raise ValueError("must be a directory or a Hub name")
-        return value
 
     config: dict[str, Any] | None = key(
         None,
@@ -111,8 +119,11 @@ class LoraTable(Table):
         "storage of the frozen weights: float: model.param_dtype; int8: 8 bits, with a scale for"
         " each output channel",
     )
-    path: str | None = key(
-        None, "PEFT adapter directory to start from, of the same rank, alpha and targets"
+    path: Annotated[str, _names("must be a directory")] | None = key(
+        None,
+        "PEFT adapter directory to start from, of the same rank, alpha and targets; a method's"
+        " reference policy is then model.path with these adapters, unless frozen.ref names another"
+        " one (frozen.ref = model.path's value for the bare model)",
     )
 
 
@@ -126,7 +137,19 @@ class ValueTable(Table):
     )
 
 
-Policies = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1, strict=False)]
+def _once(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuses a list in which a value stands twice."""
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"names {value!r} twice; remove one")
+    return values
+
+
+Policies = Annotated[
+    tuple[Annotated[str, _names("must be a directory, or a list of directories")], ...],
+    BeforeValidator(_listed),
+    Field(min_length=1, strict=False),
+]
 """A directory, or several whose weights are averaged."""
 
 
@@ -167,7 +190,10 @@ class SamplingTable(Table):
         ge=0,
     )
     int8: Annotated[
-        tuple[Literal["weights", "cache"], ...], BeforeValidator(_listed), Field(strict=False)
+        tuple[Literal["weights", "cache"], ...],
+        AfterValidator(_once),
+        BeforeValidator(_listed),
+        Field(strict=False),
     ] = key(
         (),
         "8-bit storage while sampling for training and serving: weights, cache (keys and values),"
@@ -193,12 +219,33 @@ class SamplingTable(Table):
 
 
 class RewardTable(Table):
-    """One reward part; other keys are options of the reward function."""
+    """One reward part; other keys are options of the reward function, or of the combinator."""
 
     model_config = ConfigDict(extra="allow")
 
-    weight: float = key(1.0, "factor of the part in the total")
+    weight: float | None = key(
+        None,
+        "factor of the part in the total; left out, 1, and 0 for what another part is made of",
+    )
     judge: bool = key(False, "accuracy is the fraction of completions with 1 or more in this part")
+    function: str | None = key(
+        None, "the reward function, where the part has another name: math, FILE.py:function"
+    )
+    missing: Literal["none", "zero", "drop"] = key(
+        "none",
+        "what None from the function means: none leaves the part out of that sample's sum, zero is"
+        " 0 points, drop takes the sample out of its group",
+    )
+    range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = key(
+        None, "least and greatest number; another one is an error of the function"
+    )
+    where: dict[str, Any] = key(
+        {}, "column = value, or a list of values: asked for these rows of the data alone"
+    )
+    combine: str | None = key(
+        None, "makes the part of others: gate, product, sum, FILE.py:function, ..."
+    )
+    of: list[str] = key([], "the parts that combine reads")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -390,8 +437,8 @@ class PlanTable(Table):
 
 def _log_target(value: str) -> str:
     name, _, project = value.partition(":")
-    if value != "tensorboard" and (name != "wandb" or not project):
-        raise ValueError("must be tensorboard or wandb:PROJECT")
+    if value != "tensorboard" and (name not in ("wandb", "trackio", "mlflow") or not project):
+        raise ValueError("must be tensorboard, wandb:PROJECT, trackio:PROJECT or mlflow:EXPERIMENT")
     return value
 
 
@@ -408,12 +455,14 @@ class LogTable(Table):
     )
     to: Annotated[
         tuple[Annotated[str, AfterValidator(_log_target)], ...],
+        AfterValidator(_once),
         BeforeValidator(_listed),
         Field(strict=False),
     ] = key(
         (),
-        "further targets of metrics: tensorboard (extra: tensorboard), wandb:PROJECT (Weights &"
-        " Biases, extra: wandb), or both",
+        "further targets of metrics, each with an extra of its name: tensorboard, wandb:PROJECT"
+        " (Weights & Biases), trackio:PROJECT, mlflow:EXPERIMENT; several as a list"
+        " (docs/trackers.md)",
     )
 
 
@@ -447,14 +496,14 @@ class Config(Table):
         " (true: each token goes to the experts that the sampler chose): docs/recipes.md",
     )
     tree: Tree = key(MethodTree(), "")
-    rewards: dict[str, RewardTable] = key(
+    rewards: Annotated[dict[str, RewardTable], BeforeValidator(_parts)] = key(
         {},
         "reward parts by name: math, exact, format, model, or your own function as"
         ' "FILE.py:function" or "module:function", written as'
         " reward(samples) -> list of numbers, or reward(completions, **columns) as in TRL;"
         " verify, partial and your own for a procedural task; reward and success for an"
         " environment. Each a table with weight, judge (true: accuracy is measured by this part)"
-        " and options",
+        " and options; or one name, or a list of names, such as rewards=rewards.py:right",
     )
     reward_pool: RewardPoolTable = key(RewardPoolTable(), "")
     optimizer: Optimizer = key(Optimizer(), "")

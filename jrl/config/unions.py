@@ -207,7 +207,8 @@ class QuestionTable(RowTable, TextTable):
         None,
         "training prompts: FILE.jsonl, .parquet, .csv or .json, files as DIR/*.jsonl,"
         " tfds:NAME/SPLIT, or a data set of the Hugging Face Hub as ORG/NAME[/CONFIG][:SPLIT];"
-        " or a table of several with their weights; or recorded:DIR, sessions that `jrl serve"
+        " or a table of several with their weights; or episodes:N, numbers alone, for environments"
+        " that bring their problems; or recorded:DIR, sessions that `jrl serve"
         " --record DIR` wrote; or dialogues:FILE, conversations in messages with rewards",
     )
     fields: dict[Literal["question", "answer", "solution"], str] = key(
@@ -418,7 +419,7 @@ class SourceData(TextTable):
     train: str = Field(
         description="source:FILE.py:function or source:module:function, which is called with"
         " sampler, tokenizer and the further keys of [data], and returns a"
-        " jrl.train.sources.Source"
+        " jrl.train.Source"
     )
 
     @property

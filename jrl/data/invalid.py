@@ -27,7 +27,7 @@ class BadRows:
 
     def __init__(self, skip: bool) -> None:
         self._skip = skip
-        self._found: list[tuple[str, str]] = []
+        self._problems: list[tuple[str, str]] = []
         self._last = 0
 
     @contextlib.contextmanager
@@ -38,14 +38,14 @@ class BadRows:
         except TooLong:
             raise
         except UserError as error:
-            if not self._found:
+            if not self._problems:
                 self._last = index + _LOOKED
             message = str(error)  # one about the template or the tokenizer does not know the row
-            self._found.append((where, message if where in message else f"{where}: {message}"))
+            self._problems.append((where, message if where in message else f"{where}: {message}"))
 
     def enough(self, index: int) -> bool:
         """Whether no more rows need be read, because an error will be raised."""
-        return bool(self._found) and not self._skip and index > self._last
+        return bool(self._problems) and not self._skip and index > self._last
 
     def finish(self, rows: int) -> str:
         """The skipped rows, for a log; "" if none.
@@ -56,14 +56,14 @@ class BadRows:
         Raises:
           UserError: there were such rows and they are not to be skipped, or there were no others.
         """
-        if not self._found:
+        if not self._problems:
             return ""
-        (_, first), more = self._found[0], [where for where, _ in self._found[1:]]
+        (_, first), more = self._problems[0], [where for where, _ in self._problems[1:]]
         places = ", ".join(more[:_SHOWN]) + (", ..." if len(more) > _SHOWN else "")
-        if self._skip and len(self._found) < rows:
+        if self._skip and len(self._problems) < rows:
             rest = f"; and {places}" if more else ""
-            return f"{len(self._found)} of {rows} rows skipped: {first}{rest}"
-        if len(self._found) == rows or not more:
+            return f"{len(self._problems)} of {rows} rows skipped: {first}{rest}"
+        if len(self._problems) == rows or not more:
             hint = "" if rows == 1 or more else "; data.invalid = 'skip' leaves such rows out"
             raise UserError(f"{first}{hint}")
         raise UserError(

@@ -7,6 +7,7 @@ and is refused where it spells one that the tokenizer marks special, or that end
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from jrl.models.chat_frames import (
     Frames,
     chat_template,
     check_variables,
+    controls_in,
     conversation_ids,
     refuse_controls,
     spelled_control,
@@ -26,6 +28,7 @@ from jrl.models.tokenizer import FileTokenizer, Tokenizer
 from jrl.types import NOTHING
 
 ASSISTANT = "assistant"
+_dumps = functools.partial(json.dumps, ensure_ascii=False)
 Messages = list[dict[str, Any]]
 
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -180,9 +183,31 @@ class Wording(NamedTuple):
         Raises:
           UserError: a variable that the chat template does not read.
         """
-        templates = getattr(self.tokenizer, "templates", {})
-        check_variables(self.variables, templates, "data.template_variables")
+        check_variables(self.variables, self.tokenizer, "data.template_variables")
         return self
+
+    def of_row(self, row: Mapping[str, Any], where: str) -> Wording:
+        """The same with the variables that a row has for itself, in "chat_template_kwargs".
+
+        Args:
+          row: the fields.
+          where: file and line, for errors.
+
+        Raises:
+          UserError: they are no object, or a variable that the chat template does not read.
+        """
+        variables = row.get("chat_template_kwargs")
+        if variables is None or self.template != "chat":
+            return self
+        if not isinstance(variables, Mapping):
+            raise UserError(
+                f"{where}: chat_template_kwargs is {str(variables)[:60]}; give an object, such as"
+                ' {"enable_thinking": false}'
+            )
+        # Columns of Parquet files have all keys of all rows.
+        given = {name: value for name, value in variables.items() if value is not None}
+        check_variables(given, self.tokenizer, f"{where}: chat_template_kwargs")
+        return self._replace(variables={**self.variables, **given})
 
     def conversation(self, value: Any, name: str, where: str) -> Messages:
         """The messages of a prompt, from text or messages, with the system message first.
@@ -262,7 +287,7 @@ class Wording(NamedTuple):
         answer = str(message["content"])
         parts = [
             answer,
-            *(json.dumps(message[key]) for key in MESSAGE_FIELDS[2:] if key in message),
+            *(_dumps(message[key]) for key in MESSAGE_FIELDS[2:] if key in message),
         ]
         for part in parts:
             refuse_controls(self.tokenizer, part, f"{where}: {name}")
@@ -280,7 +305,8 @@ class Wording(NamedTuple):
             calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
             reasons = message.get("reasoning_content") or ""
             _check_written(answer, [*calls, *([reasons.strip()] * bool(reasons))], where)
-        return until_stop(self.tokenizer.encode(answer), self.tokenizer)
+        end = end_of_turn(self.tokenizer, self.template)
+        return until_stop(self.tokenizer.encode(answer), self.tokenizer, end)
 
     def _frames(self, tools: Sequence[Mapping[str, Any]] | None) -> Frames | None:
         """The chat template; None for a tokenizer that is not of a checkpoint."""
@@ -310,16 +336,18 @@ def check_fields(
       tools: offered in it.
       where: they are from, for errors.
     """
-    texts = [(m["role"], "role") for m in messages]
-    texts += [
-        (json.dumps(m[key], ensure_ascii=False), key)
-        for m in messages
-        for key in MESSAGE_FIELDS[2:]
-        if key in m
-    ]
-    texts += [(json.dumps(tool, ensure_ascii=False), "tools") for tool in tools or ()]
-    for text, name in texts:
-        if control := spelled_control(tokenizer, text):
+    outside: list[tuple[Any, str]] = [(m["role"], "role") for m in messages]
+    outside += [(tool, "tools") for tool in tools or ()]
+    said: list[tuple[Any, str]] = []  # by the assistant, which writes tokens such as "<think>"
+    for message in messages:
+        for key in MESSAGE_FIELDS[2:]:
+            own = message["role"] == ASSISTANT and key in ("tool_calls", "reasoning_content")
+            if key in message:
+                (said if own else outside).append((message[key], key))
+    found = [(spelled_control(tokenizer, _dumps(value)), name) for value, name in said]
+    found += [((controls_in(tokenizer, value) or [""])[0], name) for value, name in outside]
+    for control, name in found:
+        if control:
             raise UserError(
                 f"{where}: {name} of the prompt spells the control token {control!r}, which the"
                 " model would read as one; write it otherwise"
@@ -344,9 +372,16 @@ def after_prompt(conversation: str, prompt: str, answer: str) -> str:
     return conversation[len(prompt) :] if conversation.startswith(prompt) else answer
 
 
-def until_stop(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The ids up to the first stop token, which is added when there is none."""
+def end_of_turn(tokenizer: Tokenizer, template: str) -> int:
+    """The token that ends what the assistant says: the chat template's with "chat", else EOS."""
+    if template == "chat" and isinstance(tokenizer, FileTokenizer):
+        return tokenizer.eos_id if tokenizer.turn_id is None else tokenizer.turn_id
+    return tokenizer.eos_id
+
+
+def until_stop(ids: list[int], tokenizer: Tokenizer, end: int) -> list[int]:
+    """The ids up to the first stop token; ``end`` is added when there is none."""
     for i, token in enumerate(ids):
         if token in tokenizer.stop_ids:
             return ids[: i + 1]
-    return [*ids, tokenizer.eos_id]
+    return [*ids, end]

@@ -105,7 +105,8 @@ def build_judged(
       system: a system message for prompts that have none, or None.
       template: as in ``prompts.build_prompts``; messages need "chat". A prompt that is a string is
         a message of the user.
-      variables: further variables of the chat template, such as ``{"enable_thinking": False}``.
+      variables: further variables of the chat template, such as ``{"enable_thinking": False}``;
+        those that a row has in its field "chat_template_kwargs" come before them.
       max_prompt_tokens: the longest prompt, tokens; in records of token ids it may be longer by
         what the completions leave of their own limit.
       max_completion_tokens: the longest completion, tokens.
@@ -287,6 +288,7 @@ def _encode(index: int, row: Mapping[str, Any], where: str, kind: str, wording: 
     record = read_record(kind, row, where, plain=wording.template == "plain")
     if isinstance(record.prompt, str) and not record.prompt.strip():
         raise UserError(f"{where}: prompt is empty; give it a text, or remove the row")
+    wording = wording.of_row(row, where)
     messages = wording.conversation(record.prompt, "prompt", where)
     tools = read_tools(row.get("tools"), where)
     text, prompt = wording.prompt(messages, tools, where)

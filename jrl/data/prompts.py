@@ -12,7 +12,7 @@ import numpy as np
 from jrl.data.answers import AnswerFinder
 from jrl.data.fields import check_fields, layout, look_up
 from jrl.data.invalid import BadRows, TooLong
-from jrl.data.messages import Wording, read_tools
+from jrl.data.messages import Wording, end_of_turn, read_tools
 from jrl.data.sources import Source
 from jrl.errors import UserError, unknown_choice
 from jrl.models.chat_frames import refuse_controls
@@ -79,14 +79,16 @@ def build_prompts(
       answer_pattern: a regular expression whose first group is the final answer inside the answer
         field, such as ``####\s*(.+)`` for GSM8K; its last match counts. Spaces around it and
         commas between its digits are removed. None takes the complete field.
-      solution_key: the field that holds a completion to learn from, or None; its text and the
-        tokenizer's end-of-text token become ``Prompt.solution``.
+      solution_key: the field that holds a completion to learn from, or None; its text and the token
+        that ends a turn by the chat template, without one the end-of-text token, become
+        ``Prompt.solution``.
       system: a system message, or None. Without a chat template it precedes the question, with a
         blank line between.
       template: "chat" for the tokenizer's chat template, "plain" for the question as it is, or a
         text with ``{question}`` in it. The last two are encoded with the special tokens that the
         tokenizer puts around a text, such as BOS.
-      variables: further variables of the chat template, such as ``{"enable_thinking": False}``.
+      variables: further variables of the chat template, such as ``{"enable_thinking": False}``;
+        those that a row has in its field "chat_template_kwargs" come before them.
       max_prompt_tokens: the longest prompt, tokens.
       overlong: for longer prompts: "error", "drop", or "truncate", which keeps the end.
       invalid: for rows that cannot be used: "error", or "skip", which counts them.
@@ -121,7 +123,7 @@ def build_prompts(
                 answer = None if answer_key is None else _answer(row, answer_key, answers, where)
                 messages = wording.conversation(question, question_key, where)
                 tools = read_tools(row.get("tools"), where) if template == "chat" else None
-                text, ids = wording.prompt(messages, tools, where)
+                text, ids = wording.of_row(row, where).prompt(messages, tools, where)
                 if not ids:
                     raise UserError(f"{where}: the prompt is empty")
                 longest = max(longest, len(ids))
@@ -138,8 +140,10 @@ def build_prompts(
                 meta = {k: v for k, v in row.items() if k not in usual}
                 solution = None
                 if solution_key is not None:
-                    solution = _solution(row, solution_key, where, tokenizer)
-                prompts.append(Prompt(index, text, np.array(ids, np.int32), answer, meta, solution))
+                    solution = _solution(row, solution_key, where, tokenizer, template)
+                spoken = () if isinstance(question, str) else tuple(messages)
+                tokens = np.array(ids, np.int32)
+                prompts.append(Prompt(index, text, tokens, answer, meta, solution, spoken))
     left_out = bad_rows.finish(len(source))
     if not prompts:
         raise _none_left(len(source), longest, max_prompt_tokens)
@@ -227,8 +231,13 @@ def _answer(row: Mapping[str, Any], key: str, answers: AnswerFinder, where: str)
     return answer
 
 
-def _solution(row: Mapping[str, Any], key: str, where: str, tokenizer: Tokenizer) -> np.ndarray:
-    """[s] int32: the tokens of a completion that the row gives, the end-of-text token last."""
+def _solution(
+    row: Mapping[str, Any], key: str, where: str, tokenizer: Tokenizer, template: str
+) -> np.ndarray:
+    """[s] int32: the tokens of a completion that the row gives, the token that ends it last.
+
+    That is the chat template's end of a turn with "chat", else the end-of-text token.
+    """
     solution = look_up(row, key)
     if solution is None:
         raise UserError(
@@ -238,4 +247,5 @@ def _solution(row: Mapping[str, Any], key: str, where: str, tokenizer: Tokenizer
     if not str(solution).strip():
         raise UserError(f"{where}: {key} is empty; every row needs a solution to learn from")
     refuse_controls(tokenizer, str(solution), f"{where}: {key}")
-    return np.array([*tokenizer.encode(str(solution)), tokenizer.eos_id], np.int32)
+    end = end_of_turn(tokenizer, template)
+    return np.array([*tokenizer.encode(str(solution)), end], np.int32)

@@ -26,6 +26,7 @@ import numpy as np
 
 from jrl.data.messages import read_messages
 from jrl.errors import UserError
+from jrl.system.float32 import fits_float32
 
 KINDS: dict[str, tuple[str, ...]] = {
     "pairs": ("chosen", "rejected"),
@@ -94,6 +95,9 @@ def read_record(kind: str, row: Mapping[str, Any], where: str, *, plain: bool) -
         if label not in (0, 1):  # True and False are, too
             raise UserError(f"{where}: label = {label!r}; write true or false")
         return Record(row["prompt"], {"completion": row["completion"]}, (float(label),))
+    for field in ("responses", "scores"):
+        if _length(row[field]) < 0:
+            raise UserError(f"{where}: {field} = {str(row[field])[:60]!r}; give a list")
     responses, scores = list(row["responses"]), list(row["scores"])
     if len(responses) != len(scores):
         raise UserError(
@@ -102,8 +106,8 @@ def read_record(kind: str, row: Mapping[str, Any], where: str, *, plain: bool) -
     if not responses:
         raise UserError(f"{where}: responses is empty; give at least one, or remove the row")
     for score in scores:
-        if isinstance(score, str) or not math.isfinite(score):
-            raise UserError(f"{where}: scores holds {score!r}; write finite numbers")
+        if not isinstance(score, int | float | np.number) or not fits_float32(score):
+            raise UserError(f"{where}: scores holds {score!r:.40}; write finite float32 numbers")
     named = {f"responses[{i}]": response for i, response in enumerate(responses)}
     return Record(row["prompt"], named, tuple(float(score) for score in scores))
 

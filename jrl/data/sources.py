@@ -16,7 +16,8 @@ from jrl.data.tables import Chain, CsvSource, GzipSource, JsonSource, Mixture, S
 from jrl.errors import UserError
 from jrl.hub import data_files, hub_name
 from jrl.system.extras import need
-from jrl.system.json_text import parse_json
+from jrl.system.json_text import parse_json, refuse_pointer
+from jrl.system.memory import check_fits
 from jrl.user_code import GIVEN, given_value
 
 _KINDS: Mapping[str, Callable[[Path], Source]] = {
@@ -35,6 +36,20 @@ _FORMS = (
 )
 
 
+EPISODES = "episodes:"
+"""Prefix of rows that only number episodes, whose environment brings its own problems."""
+_MOST_EPISODES = 10_000_000
+
+
+def _numbered(spec: str, key: str) -> list[dict[str, Any]]:
+    """Rows that say nothing but their number."""
+    text = spec.removeprefix(EPISODES)
+    count = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
+    if not 1 <= count <= _MOST_EPISODES:
+        raise UserError(f"{key} = {spec!r}; write episodes:N, with 1 to {_MOST_EPISODES} episodes")
+    return [{"question": f"Episode {i}.", "answer": "-"} for i in range(1, count + 1)]
+
+
 def open_source(
     spec: str | Mapping[str, float], *, tfds_dir: str | None = None, key: str = "data"
 ) -> Source:
@@ -47,7 +62,7 @@ def open_source(
         the split is "train" when left out, and may be a slice ("train[:10%]"), and
         ``tfds:NAME/SPLIT`` works too; a data set of the Hugging Face Hub as
         ``ORG/NAME[/CONFIG][:SPLIT][@REVISION]``; or a table of several of these with their weights
-        (see ``tables.Mixture``).
+        (see ``tables.Mixture``); or ``episodes:N``, for environments that bring their problems.
       tfds_dir: where prepared TFDS data lies; the environment variable TFDS_DATA_DIR when
         None, else TFDS's own default.
       key: the configuration key that holds the specification, for messages.
@@ -66,12 +81,14 @@ def open_source(
         return Mixture({name: open_source(name, tfds_dir=tfds_dir, key=key) for name in spec}, spec)
     if spec.startswith(GIVEN):
         return MemoryRows(given_value(spec, key))
+    if spec.startswith(EPISODES):
+        return MemoryRows(_numbered(spec, key), "episode")
     if spec.startswith("tfds:"):
         return _TfdsSource(spec, tfds_dir, key)
     if (of_hub := hub_name(spec)) is not None:
         return _rows_of(data_files(of_hub, key), spec, key)
     path = Path(spec).expanduser()
-    if _suffix(path) is None:
+    if _suffix(path) is None and not path.is_dir():
         raise UserError(f"{key} = {spec!r}; {_FORMS}")
     if not path.is_file() and set("*?[") & set(spec):
         paths = sorted(glob.glob(str(path), recursive=True))
@@ -111,6 +128,8 @@ def _rows_of(paths: Sequence[Path], spec: str, key: str) -> Source:
     unread = [path for path in paths if _suffix(path) is None]
     if unread:
         raise UserError(f"{key} = {spec!r}: it matches {unread[0]}; {_FORMS}")
+    for path in paths:
+        refuse_pointer(path)
     sources = [_KINDS[_suffix(path) or ""](path) for path in paths]
     if not any(map(len, sources)):
         raise UserError(f"{key} = {spec!r}: the file has no rows")
@@ -202,9 +221,12 @@ class ParquetSource:
             self._file = parquet.ParquetFile(path)
         except need("pyarrow", "data", "Parquet").ArrowException as error:
             raise UserError(f"{path} is not a readable Parquet file: {error}") from None
-        counts = [
-            self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)
-        ]
+        groups = [self._file.metadata.row_group(i) for i in range(self._file.num_row_groups)]
+        largest = max((group.total_byte_size for group in groups), default=0)
+        check_fits(
+            f"{path}, its largest row group", 2 * largest, "write it with smaller row groups"
+        )
+        counts = [group.num_rows for group in groups]
         self._starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
         self._group: tuple[int, list[dict[str, Any]]] = (-1, [])
 
@@ -213,10 +235,22 @@ class ParquetSource:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The row's columns by name."""
+        """The row's columns by name.
+
+        Raises:
+          UserError: its row group is damaged.
+        """
         number = bisect.bisect_right(self._starts, index) - 1
         if self._group[0] != number:
-            self._group = (number, self._file.read_row_group(number).to_pylist())
+            # Damage of pages is an OSError, of what is in them an ArrowException.
+            damage = (OSError, need("pyarrow", "data", "Parquet").ArrowException)
+            try:
+                self._group = (number, self._file.read_row_group(number).to_pylist())
+            except damage as error:
+                reason = " ".join(str(error).split())
+                raise UserError(
+                    f"{self.where(index)}: row group {number} cannot be read: {reason:.200}"
+                ) from None
         return self._group[1][index - self._starts[number]]
 
     def where(self, index: int) -> str:

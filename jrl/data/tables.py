@@ -138,6 +138,8 @@ class JsonSource:
 
 _LONGEST_LINE = 1 << 28
 """Bytes of a line of a compressed file."""
+_LINE_BYTES = 160
+"""What Python adds to the bytes of a line that is kept with its number."""
 
 
 class GzipSource:
@@ -163,10 +165,10 @@ class GzipSource:
                             f"{path}, line {number}: longer than {_LONGEST_LINE} bytes,"
                             " decompressed; write one record a line"
                         )
-                    size += len(line)
+                    size += len(line) + _LINE_BYTES
                     if size > checked:  # a small file may hold any number of bytes
                         check_fits(f"{path}, decompressed", 2 * size, "decompress it to a .jsonl")
-                        checked = 2 * size
+                        checked = size + 2**28
                     if line.strip():
                         self._rows.append((number, line))
         except (OSError, EOFError, zlib.error) as error:

@@ -41,6 +41,8 @@ class EpisodeBranches:
     def __init__(self, branching: Branching, group: int, slots: int) -> None:
         # Episodes branch as they are played, in one round.
         branching = check_branching(branching._replace(rounds=1), group, slots)
+        # Roots have the smallest member numbers, so the draws of a root do not depend on whether it
+        # is ever left.
         self.roots, self._branching, self._group = branching.roots, branching, group
         self.measure: Measure | None = PLACES[branching.at]
 
@@ -63,6 +65,8 @@ class EpisodeBranches:
             number = float(self._numbers(episode)[:MEASURED_TOKENS].mean())
             if episode.at.turn == 0:
                 episode.branch.usual = number
+            # Against the episode's own first turn, not a constant: policies and prompts differ in
+            # how sure they are.
             rise = number - episode.branch.usual
         # Behind its own past a branch would only sample once more what its source was left for.
         later = episode.at.turn > episode.branch.first
@@ -78,6 +82,8 @@ class EpisodeBranches:
 
     def take(self, episode: Episode, members: Sequence[Episode]) -> Episode:
         """The member that leaves an episode now; both keep half of the other members to give."""
+        # Halved as in a binary tree: which member leaves whom then depends on these two episodes
+        # alone, whatever the others do meanwhile.
         number, *rest = episode.branch.spare
         child, half = members[number], len(rest) // 2
         episode.branch_off(child)
@@ -95,22 +101,23 @@ def tree_of(members: Sequence[Episode]) -> tuple[list[Transcript], int]:
     Returns:
       A transcript a member, and the tokens that stand in rows as the past of another member.
     """
+    # A failed member trains nothing, so what it shares must count as drawn in one that is alive.
     alive = [e for e in members if e.transcript().alive]
     through: dict[tuple[int, int], list[int]] = {}
     for episode in alive:
         for i in range(len(episode.transcript().segments)):
             through.setdefault(episode.origin(i), []).append(episode.member)
     node: dict[tuple[int, ...], int] = {}
-    for whose in through.values():  # in the order of members, then of segments
-        node.setdefault(tuple(whose), len(node) + 1)
+    for members_through in through.values():  # in the order of members, then of segments
+        node.setdefault(tuple(members_through), len(node) + 1)
     rows, shared = [], 0
     for episode in members:
         row = episode.transcript()
         segments = []
         for i, segment in enumerate(row.segments if row.alive else ()):
-            whose = through[episode.origin(i)]
-            part = segment._replace(node=node[tuple(whose)])
-            if whose[0] != episode.member:
+            members_through = through[episode.origin(i)]
+            part = segment._replace(node=node[tuple(members_through)])
+            if members_through[0] != episode.member:
                 shared += len(part.tokens)
                 part = part._replace(drawn=False, logprobs=None, versions=None)
             segments.append(part)

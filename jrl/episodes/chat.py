@@ -71,11 +71,11 @@ class PlainFormat(NamedTuple):
 
     Attributes:
       tokenizer: the policy's.
-      told: the tools, which precede the opening.
+      tools: the tools, which precede the opening.
     """
 
     tokenizer: Tokenizer
-    told: Description | None = None
+    tools: Description | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ class PlainFormat(NamedTuple):
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """See ``Format``."""
         description = (
-            [] if self.told is None else self.tokenizer.encode_plain(f"{self.told.text}\n\n")
+            [] if self.tools is None else self.tokenizer.encode_plain(f"{self.tools.text}\n\n")
         )
         return [
             *description,
@@ -139,13 +139,12 @@ class ChatFormat:
         tools = list(tools or ())
         check_descriptions(tokenizer, tools)
         name = chat_template(tokenizer, tools=bool(tools))
-        template = {name: tokenizer.templates.get(name, "")}
-        check_variables(variables or {}, template, "template_variables")
+        check_variables(variables or {}, tokenizer, "template_variables")
         template_values = {"tools": tools or None, **(variables or {})}
         self._frames = Frames(tokenizer, name, template_values)
         self._tokenizer, self._notes = tokenizer, list[str]()
         self.tells_tools = True
-        self._told = self._describe(tools, family)
+        self._tools = self._describe(tools, family)
         self._style: dict[str, tuple[str | None, bool] | None] = {}  # None: in words
         self._several = False
         self._past_end: dict[str, str] = {}
@@ -160,7 +159,7 @@ class ChatFormat:
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """See ``Format``."""
-        if self._told is None:
+        if self._tools is None:
             return self._encode(*self._frames.spans([], [whole_text(m) for m in messages]), 0)
         first, *others = (whole_text(m) for m in messages)
         with_tools, pieces = self._with_tools(first, others)
@@ -219,10 +218,10 @@ class ChatFormat:
 
         Each piece has its text, and whether that comes from outside.
         """
-        assert self._told is not None
-        head, schemas, tail = self._told
+        assert self._tools is not None
+        head, schemas, tail = self._tools
         pieces = [(head, False), (schemas, True), (tail, False)]
-        system = {"role": "system", "content": self._told.text}
+        system = {"role": "system", "content": self._tools.text}
         if first["role"] == "system":
             pieces = [(f"{first['content']}\n\n", True), *pieces]
         elif not self._frames.refuses([system, first, *others]):
@@ -236,11 +235,11 @@ class ChatFormat:
 
     def _before(self, role: str, messages: Sequence[Message], first: bool) -> list[Message]:
         """A conversation up to the assistant's turn that these messages answer."""
-        assistant = self._said(role, messages)
+        assistant = self._frame_of(role, messages)
         history = [] if first else [assistant, *({**m, "content": "It is 42."} for m in messages)]
         return [_QUESTION, *history, assistant]
 
-    def _said(self, role: str, messages: Sequence[Message]) -> Message:
+    def _frame_of(self, role: str, messages: Sequence[Message]) -> Message:
         style = self._style[role]
         if style is None:
             return {"role": "assistant", "content": ANSWER}
@@ -255,7 +254,7 @@ class ChatFormat:
         for style in (*(_STYLES if role == "tool" else ()), None):
             self._style[role] = style
             try:
-                assistant = self._said(role, [message])
+                assistant = self._frame_of(role, [message])
                 text = self._frames.render([_QUESTION, assistant, message])
                 self._past_end[role] = self._learn_end(text, [_QUESTION, assistant])
                 break
@@ -273,7 +272,7 @@ class ChatFormat:
         """The text that ends the assistant's turn within a conversation."""
         _, marker, rest = text.rpartition(ANSWER)
         if not marker:
-            raise UserError("it does not write what the assistant said")
+            raise UserError("it leaves out the assistant's message")
         stops = self._frames.stops()
         ends = [(at, stop) for stop in stops if stop and (at := rest.find(stop)) >= 0]
         last = self._frames.last_end(conversation)
@@ -328,7 +327,7 @@ class ChatFormat:
     def _check(self, role: str) -> None:
         """Compares the parts with complete renderings of one, two and three turns."""
         message = plain_names({"role": role, "content": "It is 42."}, 0)
-        assistant, where = self._said(role, [message]), "the complete conversation"
+        assistant, where = self._frame_of(role, [message]), "the complete conversation"
         behind = []
         for rounds in (1, 2, 3):
             talk = [_QUESTION, *[assistant, message] * rounds]

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jrl.episodes.host import ChatOptions, EnvExtras, HostEnv, Lifecycle, Limits
-from jrl.errors import UserError
+from jrl.episodes.parsers import PARSERS
+from jrl.errors import UserError, unknown_choice
 
 OWN_IDS = (
     *("turn", "step", "state", "node", "context", "episode", "role"),
@@ -53,7 +54,7 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
         if inspect.iscoroutine(env):
             env.close()  # or Python would warn that nobody awaited it
         raise UserError(
-            f"{key} is a {type(env).__name__}; give a jrl.episodes.host.HostEnv, such as"
+            f"{key} is a {type(env).__name__}; give a jrl.episodes.HostEnv, such as"
             " HostEnv(init, step), or name an async def episode(policy, prompt)"
         )
     for name, record in _RECORDS.items():
@@ -77,7 +78,9 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
         if not names:
             raise UserError(f"{key}.{name} = (); give at least one name")
     _check_labels(env.extras, f"{key}.extras")
-    env.limits.check()
+    env.limits.check(f"{key}.limits")
+    if env.chat.family and env.chat.family not in PARSERS:
+        raise unknown_choice(f"{key}.chat.family", env.chat.family, PARSERS)
     return env
 
 
@@ -203,10 +206,10 @@ def check_roles(episode: Callable[..., Any], roles: tuple[str, ...], key: str) -
         raise UserError(f"{key}: roles = {roles!r:.80}; give each role a name of its own")
     for name in _roles_in_source(episode):
         if name not in roles:
-            named = ", ".join(f'"{role}"' for role in (*roles, name))
+            all_roles = ", ".join(f'"{role}"' for role in (*roles, name))
             raise UserError(
                 f"{key}: it awaits turns of {name!r}, and its roles are {', '.join(roles)}; name"
-                f" all of them above it, the first to speak first, such as @roles({named})"
+                f" all of them above it, the first to speak first, such as @roles({all_roles})"
             )
 
 

@@ -110,7 +110,7 @@ def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
     unread = [name for name in ("summary", "summary_tokens") if name in common]
     summary = common.pop("summary", env.chat.summary)
     if not isinstance(summary, str) or not summary.strip():
-        raise UserError(f"data.summary = {summary!r:.60}; write what asks the policy for a summary")
+        raise UserError(f"data.summary = {summary!r:.60}; give the text that asks for one")
     limits = env.limits._replace(**common).check("data")
     if limits.contexts == 1 and unread:
         raise UserError(
@@ -149,11 +149,12 @@ def _made(
     try:
         return check_env(made_by(make, where, **arguments), f"{where}: what it returns")
     except UserError as error:
-        moved = re.search(r"unexpected (?:keyword argument|field names:) \[?'(\w+)'", str(error))
-        if moved is None or moved[1] not in _RECORD_OF:
+        pattern = r"unexpected (?:keyword argument|field names:) \[?'(\w+)'"
+        match = re.search(pattern, str(error))
+        if match is None or match[1] not in _RECORD_OF:
             raise
         raise UserError(
-            f"{error}; HostEnv takes {moved[1]} as {_RECORD_OF[moved[1]]} (jrl.episodes.host)"
+            f"{error}; HostEnv takes {match[1]} as {_RECORD_OF[match[1]]} (jrl.episodes.host)"
         ) from None
 
 

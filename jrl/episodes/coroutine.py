@@ -65,13 +65,13 @@ class _Run:
         # in one must be there in the next.
         self._context = contextvars.copy_context()
         self._resumed = self._closing = False
-        self.asked: Turn | None = None
+        self.awaited: Turn | None = None
 
     async def resume(self, reply: Reply | None) -> Turn | _End:
         """The next turn that the episode asks for, or its end."""
         if reply is not None:
-            assert self.asked is not None
-            self.policy._players.append(self.asked.player)
+            assert self.awaited is not None
+            self.policy._players.append(self.awaited.player)
         out = await self._until_turn(self._coroutine.send, reply)
         task = asyncio.current_task()
         assert task is not None
@@ -79,7 +79,7 @@ class _Run:
             # It swallowed the cancellation of its call, or was closed meanwhile: nobody answers.
             await self.close()
             raise asyncio.CancelledError
-        self.asked = out if isinstance(out, Turn) else None
+        self.awaited = out if isinstance(out, Turn) else None
         return out
 
     async def close(self) -> None:

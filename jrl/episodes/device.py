@@ -173,7 +173,7 @@ class Env(NamedTuple):
 
 
 def _check_limit(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"{name} = {value!r}; give a whole number, at least {least}")
 
 
@@ -263,8 +263,8 @@ class TurnLog(struct.PyTreeNode):
         end = at(self.ends)
         paid = jnp.where(column == end - 1, at(self.points), 0.0)
         states, roles = at(self.states), at(self.players)
-        drawn = column < end
-        return {"turn": turn, "state": states, "role": roles, "drawn": drawn, "paid": paid}
+        sampled = column < end
+        return {"turn": turn, "state": states, "role": roles, "drawn": sampled, "paid": paid}
 
 
 def empty_log(env: Env, rows: int) -> TurnLog:

@@ -138,10 +138,13 @@ def play(
         turns=_turns(env, network, several),
     )
     log: TurnLog = sampled.log
+    # The log has one entry a turn; labels of every token are made from it once, here, instead of
+    # being carried through the decode loop.
     tokens = {name: x.reshape(n, g, width) for name, x in log.by_token(width).items()}
     results, routing = sampled.results, sampled.routing
     rollout = as_rollout(results, prompts, version, group, sampled=tokens["drawn"], routing=routing)
     success, turns = log.success.reshape(n, g, *log.success.shape[1:]), log.count.reshape(n, g)
+    # What the reply of the environment occupies is not trained, and no reward may lie there.
     paid = jnp.where(rollout.mask, tokens["paid"], 0.0)
     labels = tokens["turn"], tokens["state"], tokens["role"]
     return Episodes(rollout, *labels, paid, success, turns), sampled.slot_steps
@@ -171,6 +174,7 @@ def _turns(env: Env, network: Network, several: Stack | None) -> Turns:
     def begin(queue: Queue, sequences: Sequences, state: Any) -> Queue:
         rows = sequences.keys.shape[0]
         table = EpisodeTable(
+            # All members of a group begin in the same state: B rows from N.
             state=pick(state, jnp.arange(rows) // (rows // sequences.last.shape[0])),
             keys=sequences.keys,
             begin=jnp.zeros(rows, jnp.int32),
@@ -185,6 +189,7 @@ def _turns(env: Env, network: Network, several: Stack | None) -> Turns:
     def speaker(queue: Queue, step: Array | None) -> Network:
         if several is None:
             return network
+        # Asked of the state, not counted: who moves may depend on what was played.
         movers = jax.vmap(env.mover)(pick(queue.extra.state, queue.index))
         return several.speaking(several.policy(movers, step))
 
@@ -196,35 +201,43 @@ def _turns(env: Env, network: Network, several: Stack | None) -> Turns:
 def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
     """The queue with the environment's reply to every turn that ended."""
     slots, table, ended = queue.slots, queue.extra, turn_ended(queue)
-    mine: EpisodeTable = pick(table, queue.index)
-    turn, width = mine.log.count, slots.tokens.shape[1]
-    size = slots.lengths - mine.begin
-    tokens = jax.vmap(partial(_window, size=env.turn_tokens))(slots.tokens, mine.begin, size)
-    keys = jax.vmap(jax.random.fold_in)(mine.keys, width + turn)
-    player = jax.vmap(env.mover)(mine.state)
-    state, result = jax.vmap(env.step)(mine.state, tokens, size, keys)
+    # Slots and episodes are numbered differently once slots are refilled; everything below is by
+    # slot and is scattered back by episode at the end.
+    episodes: EpisodeTable = pick(table, queue.index)
+    turn, width = episodes.log.count, slots.tokens.shape[1]
+    size = slots.lengths - episodes.begin
+    tokens = jax.vmap(partial(_window, size=env.turn_tokens))(slots.tokens, episodes.begin, size)
+    # Beyond the T numbers that the row's own tokens use, so that no draw of the environment is one
+    # of the policy's.
+    keys = jax.vmap(jax.random.fold_in)(episodes.keys, width + turn)
+    player = jax.vmap(env.mover)(episodes.state)
+    # For every slot, whether its turn ended or not: shapes are fixed, and what did not end is
+    # dropped at the scatter.
+    state, result = jax.vmap(env.step)(episodes.state, tokens, size, keys)
 
     last = turn + 1 >= env.turns
     over = result.done | last
     reason = jnp.where(result.done, StopReason.DONE, jnp.where(last, StopReason.TURNS, 0))
+    # After the last turn nobody reads a reply, and the row has no room for one.
     count = jnp.where(ended & ~over, jnp.clip(result.count, 0, env.reply_tokens), 0)
     begin = slots.lengths + count
     slots = slots.replace(
         stop=jnp.where(ended, reason, slots.stop).astype(jnp.int32), limits=begin + env.turn_tokens
     )
+    # Left out of the program where no reply can come: it is a forward pass of reply_tokens a slot.
     if env.turns > 1 and env.reply_tokens:
         slots = extend(weights, slots, result.reply, count, network=network)
 
     at = jnp.where(ended, turn, env.turns)  # past the log, where nothing is written
-    log = mine.log
+    log = episodes.log
     put = lambda x, new: jax.vmap(lambda row, i, v: row.at[i].set(v, mode="drop"))(x, at, new)  # noqa: E731
     players = put(log.players, player)
-    after = mine.replace(
+    after = episodes.replace(
         state=state,
         begin=begin,
         log=log.replace(
             count=turn + 1,
-            starts=put(log.starts, mine.begin),
+            starts=put(log.starts, episodes.begin),
             ends=put(log.ends, begin - count),
             states=put(log.states, result.state_id),
             players=players,
@@ -232,6 +245,7 @@ def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
             success=result.success,
         ),
     )
+    # Past the table, where nothing is written.
     index = jnp.where(ended, queue.index, table.begin.shape[0])
     table = jax.tree.map(lambda x, new: x.at[index].set(new, mode="drop"), table, after)
     return queue.replace(slots=slots, extra=table)
@@ -239,6 +253,8 @@ def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
 
 def _window(tokens: Array, begin: Array, length: Array, *, size: int) -> Array:
     """[A] int32: the tokens of ONE row's turn, then 0."""
+    # The slice is moved back where it would pass the row's end; a turn never does, as a row has
+    # room for all its turns.
     window = jax.lax.dynamic_slice_in_dim(tokens, begin, size)
     return jnp.where(jnp.arange(size) < length, window, 0)
 
@@ -270,11 +286,12 @@ def scripted(key: Array, start: Start, *, env: Env) -> tuple[Array, Array, TurnL
         tokens = put(tokens, begin, turn_tokens, size)
         end = begin + size
         tokens = put(tokens, end, result.reply, count)
-        who = env.mover(state)
-        row = (live, jnp.where(live, begin, width), end, result.state_id, who, result.reward)
+        player = env.mover(state)
+        row = (live, jnp.where(live, begin, width), end, result.state_id, player, result.reward)
         return (after, tokens, end + count, live & ~over), (*row, result.success)
 
     first = (start.state, jnp.zeros(width, jnp.int32), jnp.int32(0), jnp.bool_(True))
+    # Turns after the end are scanned too, and masked: a solution may be short.
     (_, tokens, length, _), rows = jax.lax.scan(turn, first, jnp.arange(env.turns))
     live, starts, ends, states, players, rewards, success = rows
     rewards = jnp.where(live.reshape(-1, *(1,) * (rewards.ndim - 1)), rewards, 0.0)
@@ -283,6 +300,6 @@ def scripted(key: Array, start: Start, *, env: Env) -> tuple[Array, Array, TurnL
         jnp.zeros(env.turns, jnp.float32),
         (jnp.where(live, jnp.arange(env.turns), env.turns), rewards),
     )
-    taken, last = live.sum(dtype=jnp.int32), jnp.maximum(live.sum() - 1, 0)
-    log = TurnLog(taken, starts, ends, states, players, points, success[last])
+    turns, last = live.sum(dtype=jnp.int32), jnp.maximum(live.sum() - 1, 0)
+    log = TurnLog(turns, starts, ends, states, players, points, success[last])
     return tokens, length, jax.tree.map(lambda x: x[None], log)

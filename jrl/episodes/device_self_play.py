@@ -25,14 +25,18 @@ def rows_of_players(played: Episodes, players: int) -> Episodes:
       [N * R, G] rows with ``success`` [N * R, G]. A row of a player that never moved has ended as
       ABORTED, so that it leaves its group.
     """
+    # Tokens are repeated, not split: a player's tokens were sampled after all that the others said,
+    # so each row needs the whole episode as its context.
     rollout = jax.tree.map(lambda x: jnp.repeat(x, players, axis=0), played.rollout)
-    mine = jnp.tile(jnp.arange(players), played.success.shape[0])[:, None, None]
+    player = jnp.tile(jnp.arange(players), played.success.shape[0])[:, None, None]
     ids = {name: jnp.repeat(getattr(played, name), players, axis=0) for name in _BY_TOKEN}
-    mask = rollout.mask & (ids["role"] == mine)
+    mask = rollout.mask & (ids["role"] == player)
     acted = mask.any(axis=2)
     rollout = rollout.replace(
         mask=mask,
         sampler_logprobs=jnp.where(mask, rollout.sampler_logprobs, 0.0),
+        # -1, as for any token that the row's player did not sample: no policy version to correct
+        # for.
         versions=jnp.where(mask, rollout.versions, -1),
         stop=jnp.where(acted, rollout.stop, StopReason.ABORTED).astype(jnp.int32),
     )

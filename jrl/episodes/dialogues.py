@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jrl.data.invalid import BadRows
-from jrl.data.messages import Wording, after_prompt, until_stop
+from jrl.data.messages import Wording, after_prompt, end_of_turn, until_stop
 from jrl.data.tables import Source
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.recorded import ROW, joined_groups
@@ -38,6 +38,7 @@ from jrl.models.chat_frames import (
     whole_text,
 )
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.system.float32 import fits_float32
 from jrl.types import NOTHING, StopReason
 
 ROLES = ("system", "user", "assistant")
@@ -161,12 +162,17 @@ def dialogue_messages(row: Mapping[str, Any], where: str) -> list[Message]:
         )
     if row.get("tools") is not None:
         raise UserError(f"{where}: tools are not read in dialogues; record such sessions instead")
+    if row.get("chat_template_kwargs") is not None:
+        raise UserError(
+            f"{where}: chat_template_kwargs are not read in dialogues; set data.template_variables"
+            " for all of them"
+        )
     messages = [_message(m, f"{where}: messages[{i}]") for i, m in enumerate(value)]
     if not any(m["role"] == ASSISTANT for m in messages):
         raise UserError(f"{where}: no message is the assistant's; nothing could be learned")
     if messages[0]["role"] == ASSISTANT:
         raise UserError(
-            f"{where}: the first message is the assistant's; put before it what it answers"
+            f"{where}: the first message is the assistant's; add the message that it answers"
         )
     return messages
 
@@ -219,7 +225,7 @@ def dialogue_points(
 def _number(value: Any, name: str) -> float:
     """A number that float32 holds."""
     number = isinstance(value, int | float | np.integer | np.floating)
-    if isinstance(value, bool) or not number or not abs(value) <= np.finfo(np.float32).max:
+    if isinstance(value, bool) or not number or not fits_float32(value):
         raise UserError(f"{name} = {value!r:.40}; write a finite number")
     return float(value)
 
@@ -270,7 +276,8 @@ class _Chat(NamedTuple):
         refuse_controls(tokenizer, content, f"the assistant's message {content!r:.40}")
         text = self.frames.render(before)
         rendered = after_prompt(self.frames.render([*before, message], prompt=False), text, content)
-        return until_stop(tokenizer.encode(rendered), tokenizer)
+        end = end_of_turn(tokenizer, "chat")
+        return until_stop(tokenizer.encode(rendered), tokenizer, end)
 
 
 def _writer(tokenizer: Tokenizer, template: str, variables: Mapping[str, Any]) -> _Writer:
@@ -309,7 +316,7 @@ def _turns(
             continue
         prompt = np.array(writer.prompt(messages[:at]), np.int32)
         if not len(prompt):
-            raise UserError(f"{where}: nothing stands before the assistant's first message")
+            raise UserError(f"{where}: there is no message before the assistant's first one")
         ids = np.array(writer.turn(messages[:at], message), np.int32)
         node = Drawn(
             prompt=prompt,

@@ -89,18 +89,18 @@ def _labels(
     Raises:
       EnvError: a label that the environment does not declare, or not one for each character.
     """
-    found: dict[str, int | list[int]] = {}
-    for name, given in feedback.labels.items():
-        if name not in (env.extras.labels if isinstance(given, int) else env.extras.token_labels):
+    labels: dict[str, int | list[int]] = {}
+    for name, label in feedback.labels.items():
+        if name not in (env.extras.labels if isinstance(label, int) else env.extras.token_labels):
             raise EnvError(f"label {name} is not declared by the environment")
-        if isinstance(given, int):
-            found[name] = given
+        if isinstance(label, int):
+            labels[name] = label
             continue
         begins = [len(tokenizer.decode(ids[:i])) for i in range(len(ids) + 1)]
-        if len(given) != begins[-1]:
-            raise EnvError(f"label {name}: {len(given)} numbers for {begins[-1]} characters")
-        found[name] = [given[begin] if begin < begins[-1] else -1 for begin in begins[:-1]]
-    return found
+        if len(label) != begins[-1]:
+            raise EnvError(f"label {name}: {len(label)} numbers for {begins[-1]} characters")
+        labels[name] = [label[begin] if begin < begins[-1] else -1 for begin in begins[:-1]]
+    return labels
 
 
 def _pair(value: Any, name: str, form: str) -> tuple[Any, Any]:
@@ -111,5 +111,5 @@ def _pair(value: Any, name: str, form: str) -> tuple[Any, Any]:
 
 def _state_id(key: Any, messages: Sequence[Message]) -> int:
     """A number of 31 bits for a state: by its name, or by what is seen in it."""
-    seen = repr(key) if key is not None else "\0".join(m["content"] for m in messages)
-    return zlib.crc32(seen.encode("utf-8", "replace")) & 0x7FFFFFFF
+    text = repr(key) if key is not None else "\0".join(m["content"] for m in messages)
+    return zlib.crc32(text.encode("utf-8", "replace")) & 0x7FFFFFFF

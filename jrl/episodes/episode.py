@@ -15,6 +15,7 @@ from jrl.episodes.transcript import Segment, Transcript
 from jrl.models.chat_frames import Message
 from jrl.sampling.admission import RowStart
 from jrl.sampling.rows import SuspendedRow
+from jrl.system.float32 import fits_float32
 from jrl.types import Prompt, StopReason
 
 ABSENT: Any = object()
@@ -224,6 +225,7 @@ class Episode:
 
     def __init__(self, group: int, member: int, prompt: Prompt, seed: int) -> None:
         self.problem, self.member = Problem(group, prompt, seed), member
+        # Not None: an environment's own state may be None, and still has to be closed.
         self.state = ABSENT
         self.opening, self.room = np.zeros(0, np.int32), 0
         self.at, self.segments, self.totals = Position(), list[Segment](), Totals({}, {})
@@ -259,6 +261,8 @@ class Episode:
         """Makes a segment of what was sampled; returns its tokens."""
         parts = self.turn.parts
         tokens, logprobs = (np.concatenate([p[i] for p in parts]) for i in (0, 1))
+        # By chunk: weights may be replaced between two chunks of one turn, and each token is
+        # corrected by the version that drew it.
         versions = np.concatenate([np.full(len(p.tokens), p.version, np.int32) for p in parts])
         measured = [p.measured for p in parts if p.measured is not None]
         self.turn.parts = []
@@ -271,6 +275,7 @@ class Episode:
     def _labelled(self, segment: Segment) -> Segment:
         """With the ids of now; a summary is a turn of its own, which the environment never sees."""
         at = self.at
+        # Every earlier context ended in one summary, which counts as a turn of its own here.
         turn = at.turn + at.context + (self.pending is not None)
         return segment._replace(
             turn=turn, step=turn, state=at.state_id, context=at.context, player=at.player
@@ -280,10 +285,19 @@ class Episode:
         """[t] int32, the tokens of the turn that ended last."""
         return self.segments[-1].tokens
 
-    def answer(self, ids: Sequence[int], state_id: int, player: int = 0) -> None:
+    def answer(
+        self,
+        ids: Sequence[int],
+        state_id: int,
+        player: int = 0,
+        messages: Sequence[Message] = (),
+    ) -> None:
         """Appends the environment's answer, if there is any, and begins this player's turn."""
+        # An empty answer makes no segment: two adjacent turns stay two segments, and no token
+        # stands between them.
         if len(ids):
             self._append(ids)
+            self.segments[-1] = self.segments[-1]._replace(messages=tuple(messages))
         self.at = self.at._replace(turn=self.at.turn + 1, player=player, state_id=state_id)
 
     def _append(self, ids: Sequence[int] | np.ndarray) -> None:
@@ -303,6 +317,8 @@ class Episode:
         they were sampled. The answer that they made room for comes next.
         """
         ids = self.end_turn()
+        # The turn ends before the context changes, or the summary would be labelled with the
+        # context that it opens.
         self.at = self.at._replace(context=self.at.context + 1, length=0)
         self.pending = None
         self._append(ids)
@@ -310,8 +326,8 @@ class Episode:
 
     def past(self) -> np.ndarray:
         """[t] int32, all that lies behind the opening in this context, sampled or not."""
-        own = [s.tokens for s in self.segments if s.context == self.at.context]
-        return np.concatenate([np.zeros(0, np.int32), *own])
+        parts = [s.tokens for s in self.segments if s.context == self.at.context]
+        return np.concatenate([np.zeros(0, np.int32), *parts])
 
     def unread(self) -> list[int]:
         """The end of ``past`` that a row which holds ``seat.computed`` tokens has not read."""
@@ -335,7 +351,8 @@ class Episode:
         Points for earlier turns are added at theirs.
 
         Raises:
-          EnvError: there are points for more turns than were taken before this one.
+          EnvError: there are points for more turns than were taken before this one, or all of them
+            together are beyond float32.
         """
         assert isinstance(feedback.reward, tuple)
         token_labels: dict[str, np.ndarray] = {}
@@ -351,14 +368,23 @@ class Episode:
         if len(feedback.earlier) > len(turns):
             excess = f"points for {len(feedback.earlier)} earlier turns"
             raise EnvError(f"{excess}; {len(turns)} were taken before this one")
+        # Fewer points than turns is no mistake: the remaining turns simply got none.
         for i, points in zip(turns, feedback.earlier, strict=False):
             before = self.segments[i].reward or (0.0,) * len(feedback.reward)
             assert isinstance(points, tuple)
             total = tuple(a + b for a, b in zip(before, points, strict=True))
             self.segments[i] = self.segments[i]._replace(reward=total)
+        for part in zip(*(s.reward for s in self.segments if s.reward), strict=True):
+            if not fits_float32(sum(part)):
+                raise EnvError(
+                    f"the rewards of its turns add up to {sum(part):g}, infinite in float32"
+                )
         metrics = self.totals.metrics
         for name, number in feedback.metrics.items():
             metrics[name] = metrics.get(name, 0.0) + number
+            if not fits_float32(metrics[name]):
+                raise EnvError(f"metric {name} adds up to {metrics[name]:g}, infinite in float32")
+        # Replaced, not added up: the last turn alone says whether the episode went well.
         metrics["success"] = float(feedback.success)
 
     # ------------------------------------------------------------ forks
@@ -367,6 +393,7 @@ class Episode:
         """Gives another member the past of the turn that has just ended, up to that turn."""
         shared = len(self.segments) - 1
         self._give_past(other)
+        # The turn that has just ended is not shared: the branch samples another one in its place.
         length = self.at.length - len(other.segments.pop().tokens)
         other.at = other.at._replace(length=length)
         other.branch = Branch(self, shared, self.at.turn, self.branch.usual, other.branch.spare)
@@ -381,12 +408,14 @@ class Episode:
 
     def _give_past(self, other: Episode) -> None:
         other.opening, other.room, other.at = self.opening, self.room, self.at
+        # Segments are immutable and shared; the list is not, since both episodes append to theirs.
         other.segments = list(self.segments)
         other.totals = Totals(dict(self.totals.metrics), dict(self.totals.labels))
 
     def origin(self, index: int) -> tuple[int, int]:
         """Names a segment by the member that came to it first, and its index there."""
         episode = self
+        # A branch of a branch may share a segment with its source's source.
         while index < episode.branch.shared:
             assert episode.branch.source is not None
             episode = episode.branch.source

@@ -85,7 +85,7 @@ class Rules(NamedTuple):
             return StopReason.TURNS
         player = (at.player + 1) % self.players if feedback.next is None else feedback.next
         if not self._full(episode, ids):
-            episode.answer(ids, state_id, player)
+            episode.answer(ids, state_id, player, feedback.messages)
             return Continue(self.turn_limit(episode))
         # Nothing is cut: an answer after which the policy could not speak is not given.
         if self._last_context(episode):
@@ -106,7 +106,7 @@ class Rules(NamedTuple):
         ids = self.chat.following(pending.messages, closed=closed)
         if self._full(episode, ids):
             return StopReason.LENGTH
-        episode.answer(ids, pending.state_id, pending.player)
+        episode.answer(ids, pending.state_id, pending.player, pending.messages)
         return Continue(self.turn_limit(episode), new_context=True)
 
     # ------------------------------------------------------------ room

@@ -113,7 +113,7 @@ class Gate:
 
     def __init__(self, at_once: int, what: str, seconds: float = QUEUE_SECONDS) -> None:
         self._at_once, self._what, self._seconds = at_once, what, seconds
-        self._moved = 0.0
+        self._last_change = 0.0
         self._of_loop: Any = weakref.WeakKeyDictionary()  # a semaphore belongs to an event loop
 
     def _semaphore(self) -> asyncio.Semaphore:
@@ -127,7 +127,7 @@ class Gate:
             turn = asyncio.ensure_future(self._semaphore().acquire())
             try:
                 while not turn.done():
-                    left = max(came, self._moved) + self._seconds - time.monotonic()
+                    left = max(came, self._last_change) + self._seconds - time.monotonic()
                     if left <= 0:
                         reason = f"waited {self._seconds:g} seconds in a queue that did not move"
                         raise EnvError(f"{reason}, for {self._what}")
@@ -137,11 +137,11 @@ class Gate:
                     self.leave()
                 turn.cancel()
                 raise
-        self._moved = time.monotonic()
+        self._last_change = time.monotonic()
 
     def leave(self) -> None:
         """Gives the place to the next one."""
-        self._moved = time.monotonic()
+        self._last_change = time.monotonic()
         self._semaphore().release()
 
     async def __aenter__(self) -> None:

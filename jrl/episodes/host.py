@@ -28,6 +28,7 @@ from jrl.episodes.tool_descriptions import describe
 from jrl.errors import UserError
 from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.system.float32 import fits_float32
 from jrl.types import NOTHING, Prompt
 
 
@@ -376,9 +377,6 @@ def _label(value: Any, name: str) -> int | list[int]:
     return [int(x) for x in many] if many is value else int(value)
 
 
-_LARGEST = float(np.finfo(np.float32).max)
-
-
 def _number(value: Any, name: str) -> float:
     if not isinstance(value, int | float | np.number | np.bool_):
         raise EnvError(f"{name} is {value!r:.60}, not a number")
@@ -388,6 +386,6 @@ def _number(value: Any, name: str) -> float:
         number = math.inf if value > 0 else -math.inf
     if not math.isfinite(number):
         raise EnvError(f"{name} is {number}, not finite")
-    if abs(number) > _LARGEST:
+    if not fits_float32(number):
         raise EnvError(f"{name} is {number:g}, infinite in float32")
     return number

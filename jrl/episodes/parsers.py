@@ -114,12 +114,21 @@ Parsed = tuple[Call | Malformed, ...]
 
 _dumps = functools.partial(json.dumps, ensure_ascii=False)
 _SPACE = re.compile(r"\s*")
-_ADDRESS = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>")
+_ADDRESS = re.compile(r"<[^<>\n]{1,200} at 0x[0-9a-fA-F]+>")
+
+
+def without_addresses(text: str) -> str:
+    """A text without the memory addresses of Python objects, which differ in runs of one seed.
+
+    >>> without_addresses("malformed node: <ast.Name object at 0x7f03a1>")
+    'malformed node: an expression'
+    """
+    return _ADDRESS.sub("an expression", text)
 
 
 def _malformed(reason: str, name: str = "") -> Malformed:
-    """A broken call; the reason has no addresses, which differ between runs of one seed."""
-    return Malformed("structure", _ADDRESS.sub("an expression", reason)[:300], name)
+    """A broken call."""
+    return Malformed("structure", without_addresses(reason)[:300], name)
 
 
 def _refuse(name: str) -> Any:
@@ -293,7 +302,7 @@ def _parameter_value(text: str, at: int) -> tuple[str, int]:
     return text[at:], len(text)
 
 
-def _kinds(schema: Any) -> set[str]:
+def allowed_kinds(schema: Any) -> set[str]:
     """The JSON types that a schema allows; empty where it does not say."""
     if not isinstance(schema, Mapping):
         return set()
@@ -302,7 +311,7 @@ def _kinds(schema: Any) -> set[str]:
     for word in ("anyOf", "oneOf"):
         options = schema.get(word)
         if isinstance(options, list):
-            kinds = kinds.union(*map(_kinds, options))
+            kinds = kinds.union(*map(allowed_kinds, options))
     values = schema.get("enum")
     if not kinds and isinstance(values, list) and all(isinstance(v, str) for v in values):
         return {"string"}
@@ -325,7 +334,7 @@ def _typed(text: str, schema: Any) -> Any:
 
     JSON and Python literals are read where the schema allows their type; any other text is text.
     """
-    kinds = _kinds(schema)
+    kinds = allowed_kinds(schema)
     if kinds == {"string"}:
         return text
     value = _json(text)
@@ -343,8 +352,8 @@ def _typed(text: str, schema: Any) -> Any:
 def _render_coder(call: Call) -> str:
     lines = [f"<tool_call>\n<function={call.name}>"]
     for name, value in call.arguments.items():
-        written = value if isinstance(value, str) else _dumps(value)
-        lines.append(f"<parameter={name}>\n{written}\n</parameter>")
+        text = value if isinstance(value, str) else _dumps(value)
+        lines.append(f"<parameter={name}>\n{text}\n</parameter>")
     return "\n".join([*lines, "</function>\n</tool_call>"])
 
 

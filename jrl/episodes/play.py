@@ -58,7 +58,7 @@ BY_TIMING = frozenset(
 
 
 class Device(NamedTuple):
-    """What samples, and how its rows are used.
+    """The row engine of a scheduler, and how its rows are used.
 
     Attributes:
       rows: with weights.
@@ -75,26 +75,26 @@ class Device(NamedTuple):
 
 
 class Strategy(Protocol):
-    """Which episodes are to continue."""
+    """Policy of a scheduler: the episodes to continue."""
 
     @property
     def left(self) -> int:
         """Episodes that have begun to play, or could, and have neither ended nor paused."""
 
     def advance(self, scheduler: Scheduler) -> bool:
-        """Begins what can begin now; whether anything is left to play."""
+        """Starts the episodes that can start; returns whether any is left to play."""
 
     def opened(self, scheduler: Scheduler, episode: Episode) -> None:
         """An episode has opened, or has failed to."""
 
     def turn_ended(self, scheduler: Scheduler, episode: Episode) -> None:
-        """A turn was sampled, about which nobody has been asked."""
+        """Called when a turn has been sampled, before the world is asked."""
 
     def copied(self, scheduler: Scheduler, call: Call, answer: Answer) -> None:
         """A copy of an environment's state is there, or could not be made."""
 
     def continues(self, scheduler: Scheduler, episode: Episode, following: Continue) -> None:
-        """An episode could sample behind what was appended to it."""
+        """Called when an episode can sample after an appended answer."""
 
     def ended(self, scheduler: Scheduler, episode: Episode) -> None:
         """An episode has ended; its row and its state are gone."""
@@ -151,7 +151,7 @@ class Scheduler:
                 self._expire()
 
     def _progress(self) -> str:
-        """How far the episodes are; read by another thread."""
+        """Progress of the episodes; read by another thread."""
         return (
             f"{self._strategy.left} episodes left, {self.counts.get('turns', 0):.0f} turns played, "
             f"{len(self._calls)} calls unanswered"
@@ -181,11 +181,11 @@ class Scheduler:
             episode.state = ABSENT
 
     def begin(self, episode: Episode, parent: Episode | None = None) -> None:
-        """Lets the policy sample its first turn, behind a node or its own past."""
+        """Starts sampling of the first turn, after a node or its own past."""
         self.slots.add(episode, self.world.rules.turn_limit(episode), parent)
 
     def resume(self, episode: Episode, following: Continue) -> None:
-        """Lets the policy sample behind what was appended."""
+        """Resumes sampling after an appended answer."""
         episode.clock.turn_began = time.monotonic()
         # The row holds the old context, which the policy must not see any more.
         if following.new_context:
@@ -214,13 +214,13 @@ class Scheduler:
         if (newer := device.newer()) is not None:
             rows.set_weights(*newer)
         # Where fewer episodes are left than slots, the others are not in use.
-        wanted = min(rows.slots, self._strategy.left)
+        running = min(rows.slots, self._strategy.left)
         policies = None
         # By player, not by row: a slot passes from one player's turn to another's.
         if device.policy_of is not None:
             policies = [0 if e is None else device.policy_of(e.at.player) for e in self.slots.slots]
-        out = rows.decode(wanted, policies)
-        self.counts["slot_steps"] += int(out.steps) * wanted
+        out = rows.decode(running, policies)
+        self.counts["slot_steps"] += int(out.steps) * running
         for row, episode in enumerate(list(self.slots.slots)):
             if episode is None or episode.call is not None:
                 continue
@@ -333,7 +333,7 @@ class Scheduler:
         self._follow(episode, following)
 
     def _expire(self) -> None:
-        """Ends what is past a deadline of its turn or episode, or of a call that cannot answer."""
+        """Ends episodes past a deadline, and calls that cannot answer any more."""
         now, limits = time.monotonic(), self.world.rules.limits
         for episode in (
             self.slots.waiting() if limits.turn_seconds or limits.episode_seconds else ()
@@ -356,5 +356,5 @@ class Scheduler:
 
 
 def uncopied(answer: Answer) -> str:
-    """Why an episode fails that got no copy of its environment."""
+    """The error of an episode that got no copy of its environment."""
     return f"the environment's state cannot be copied: {answer.error}"

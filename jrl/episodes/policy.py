@@ -75,7 +75,7 @@ class Policy:
 
     @property
     def turns(self) -> int:
-        """How many turns have been taken, of all roles."""
+        """The number of turns taken, of all roles."""
         return len(self._players)
 
     async def __call__(self, messages: Said, *, state_key: Any = None) -> Reply:
@@ -111,17 +111,17 @@ class Policy:
         Raises:
           EnvError: there is no such turn, or the reward is not finite.
         """
-        taken = len(self._players)
+        turns = len(self._players)
         if role is not None and turn is not None:
             raise EnvError("policy.reward takes a role or a turn, not both")
         if role is not None:
             player = self._index(role)
             if player not in self._players:
                 raise EnvError(f"a reward for {role!r}, which has taken no turn")
-            turn = taken - 1 - self._players[::-1].index(player)
-        number = taken - 1 if turn is None else turn
-        if number not in range(taken):
-            raise EnvError(f"a reward for turn {number}; {taken} were taken, from 0 on")
+            turn = turns - 1 - self._players[::-1].index(player)
+        number = turns - 1 if turn is None else turn
+        if number not in range(turns):
+            raise EnvError(f"a reward for turn {number}; {turns} were taken, from 0 on")
         parts = reward_parts(value, self._parts)
         before = self._rewards.get(number, (0.0,) * self._parts)
         self._rewards[number] = tuple(a + b for a, b in zip(before, parts, strict=True))
@@ -166,8 +166,8 @@ class Policy:
         rewards, metrics, labels = self._rewards, self._metrics, self._labels
         self._rewards, self._metrics, self._labels = {}, {}, {}
         # Rewards of turns before the last one go into ``earlier``, a list from the first turn on.
-        known = max((turn for turn in rewards if turn < last), default=-1)
-        by_turn = [rewards.get(turn, zero) for turn in (*range(known + 1), last)]
+        latest = max((turn for turn in rewards if turn < last), default=-1)
+        by_turn = [rewards.get(turn, zero) for turn in (*range(latest + 1), last)]
         if self._parts == 1:
             by_turn = [parts[0] for parts in by_turn]  # type: ignore[misc]
         return Feedback(

@@ -43,7 +43,7 @@ class _Process:
         assert stdin is not None
         assert stdout is not None
         body = json.dumps(request, default=str).encode()
-        answered = False
+        complete = False
         try:
             stdin.write(len(body).to_bytes(8, "big") + body)
             await stdin.drain()
@@ -51,11 +51,11 @@ class _Process:
             if size > self._most:
                 raise EnvError(f"an answer of {size} bytes; the limit is {self._most}")
             out = json.loads(await stdout.readexactly(size))
-            answered = True
+            complete = True
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise EnvError("its process died") from error
         finally:
-            if not answered:  # also where the call was cancelled
+            if not complete:  # also where the call was cancelled
                 self.kill()
         if "error" in out:
             raise EnvError(out["error"])

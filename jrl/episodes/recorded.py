@@ -34,7 +34,7 @@ ROW = "row"
 
 
 class RecordedCounts(NamedTuple):
-    """What was read.
+    """Counts of the sessions and completions read.
 
     Attributes:
       files: with a first line.
@@ -89,7 +89,7 @@ class Recorded(NamedTuple):
     servers: tuple[Mapping[str, Any], ...]
 
 
-def read(directory: str | Path, sampling: Distribution | None = None) -> Recorded:
+def read_recorded(directory: str | Path, sampling: Distribution | None = None) -> Recorded:
     """The sessions in a directory of ``jrl serve --record``; a function of its files alone.
 
     Args:
@@ -112,11 +112,11 @@ def read(directory: str | Path, sampling: Distribution | None = None) -> Recorde
         )
     servers, sessions, broken = [], [], 0
     for path in paths:
-        first, found, cut = read_file(path)
+        first, count, cut = read_file(path)
         broken += cut
         if first is not None:
             servers.append(first)
-        sessions += found
+        sessions += count
     for nodes in sessions:
         _link(nodes)
     groups, episodes = joined_groups(sessions, sampling)
@@ -159,7 +159,7 @@ def joined_groups(
 
 
 def _link(nodes: Sequence[Drawn]) -> None:
-    """Finds what each completion of a session, in the order of their numbers, continues."""
+    """Finds the predecessor of each completion of a session."""
     for i, node in enumerate(nodes):
         before = [other for other in nodes[:i] if other.number < node.seen]
         joined = [other for other in before if node.start.startswith(other.whole)]
@@ -205,15 +205,16 @@ def _episodes(nodes: Sequence[Drawn]) -> Iterator[_Episode]:
     """
     continued = {node.parent.number for node in nodes if node.parent is not None}
     ends = [node for node in nodes if node.number not in continued]
-    taken: set[int] = set()
+    earlier: set[int] = set()
     for end in sorted(ends, key=lambda node: (node.points is None, -node.number)):
         path = [end]
         while path[-1].parent is not None:
             path.append(path[-1].parent)
         numbers = {node.number for node in path}
-        given = [node.points for node in path if node.points is not None]
-        yield _Episode(tuple(path[::-1]), frozenset(numbers - taken), sum(given) if given else None)
-        taken |= numbers
+        rewards = [node.points for node in path if node.points is not None]
+        total = sum(rewards) if rewards else None
+        yield _Episode(tuple(path[::-1]), frozenset(numbers - earlier), total)
+        earlier |= numbers
 
 
 # ---------------------------------------------------------------- from episodes to rows
@@ -223,7 +224,7 @@ def _groups(
     episodes: Iterable[_Episode], sampling: Distribution | None
 ) -> tuple[tuple[Transcript, ...], ...]:
     """Rows of episodes that open with the same ids; groups in the order of their first episode."""
-    found: dict[bytes, list[tuple[int, Transcript]]] = {}
+    rows_of: dict[bytes, list[tuple[int, Transcript]]] = {}
     openings: dict[bytes, np.ndarray] = {}
     for number, episode in enumerate(episodes):
         for row in _rows(episode, sampling):
@@ -232,9 +233,9 @@ def _groups(
             opening = first if row.opening[0] == first[0] else row.opening
             key = opening.tobytes()
             openings[key] = opening
-            found.setdefault(key, []).append((number, row))
+            rows_of.setdefault(key, []).append((number, row))
     groups = []
-    for i, (key, rows) in enumerate(found.items()):
+    for i, (key, rows) in enumerate(rows_of.items()):
         prompt = Prompt(i, "", openings[key], None)
         numbers = {number: j for j, number in enumerate(dict.fromkeys(n for n, _ in rows))}
         members = enumerate(rows)
@@ -293,16 +294,16 @@ def _segments(
         opening, earlier = opening[:-1], 0.0
     for i, node in enumerate(stretch):
         if i:
-            said = node.prompt[len(stretch[i - 1].whole) // 4 :]
-            if len(said):
-                segments.append(_outside(said, turn + i - 1, stretch[i - 1], None))
+            answer = node.prompt[len(stretch[i - 1].whole) // 4 :]
+            if len(answer):
+                segments.append(_outside(answer, turn + i - 1, stretch[i - 1], None))
         points = node.points
         if (i == 0 and earlier) or (node is stretch[-1] and later):
             points = (points or 0.0) + earlier * (i == 0) + later * (node is stretch[-1])
-        drawn = _outside(node.drawn, turn + i, node, points)
+        sampled = _outside(node.drawn, turn + i, node, points)
         if _trains(node, episode, sampling):
-            drawn = drawn._replace(drawn=True, logprobs=node.logprobs, versions=node.versions)
-        segments.append(drawn)
+            sampled = sampled._replace(drawn=True, logprobs=node.logprobs, versions=node.versions)
+        segments.append(sampled)
     return opening, segments
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.errors import UserError
+from jrl.system.float32 import fits_float32
 from jrl.types import StopReason
 
 FORMAT = 1
@@ -30,7 +30,7 @@ class Distribution(NamedTuple):
 
     Attributes:
       temperature, top_k, top_p, min_p: of the request.
-      biased: whether it added to logits, which training knows nothing of.
+      biased: whether it added to logits, or followed a grammar, which training knows nothing of.
     """
 
     temperature: float = 1.0
@@ -42,7 +42,7 @@ class Distribution(NamedTuple):
     def __str__(self) -> str:
         """As keys of [sampling] for a person."""
         settings = [f"{name} = {value:g}" for name, value in [*self._asdict().items()][:-1]]
-        return ", ".join(settings) + ", and a logit_bias" * self.biased
+        return ", ".join(settings) + ", and a logit_bias or a grammar" * self.biased
 
 
 @dataclasses.dataclass(eq=False)
@@ -139,7 +139,7 @@ def _node(row: Mapping[str, Any], where: str) -> tuple[str, Drawn]:
                 top_k=int(sampling["top_k"]),
                 top_p=float(sampling["top_p"]),
                 min_p=float(sampling["min_p"]),
-                biased=bool(sampling["logit_bias"]),
+                biased=bool(sampling["logit_bias"] or sampling.get("grammar")),
             ),
             number=int(row["number"]),
             seen=int(row["seen"]),
@@ -175,8 +175,16 @@ def _pay(nodes: Sequence[Drawn], row: Mapping[str, Any], where: str) -> None:
     """Adds a reward to the newest completion of a session; none if its lines are lost."""
     points: Any = row.get("reward")
     done = row.get("done")
-    if type(points) not in (int, float) or not math.isfinite(points) or type(done) is not bool:
-        raise UserError(f"{where}: reward = {points!r:.40}, done = {done!r:.40}; a number, a bool")
+    if type(points) not in (int, float) or not fits_float32(points) or type(done) is not bool:
+        raise UserError(
+            f"{where}: reward = {points!r:.40}, done = {done!r:.40}; give a finite float32 number"
+            " and a bool"
+        )
     if nodes:
         nodes[-1].points = (nodes[-1].points or 0.0) + points
+        if not fits_float32(nodes[-1].points):
+            raise UserError(
+                f"{where}: the rewards of its session add up to {nodes[-1].points:g}, infinite in"
+                " float32"
+            )
         nodes[-1].done = nodes[-1].done or done

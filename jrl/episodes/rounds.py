@@ -1,4 +1,4 @@
-"""The rounds of a search: what is expanded together, until the budget is spent.
+"""The rounds of a search: nodes expanded together until the budget is spent.
 
     tree = Tree()
     cost = grow(tree, descend(puct(1.0)), expand, mean_backup, rounds=64)
@@ -20,7 +20,7 @@ Expand = Callable[[list[list[Any]]], Sequence[Sequence[Step]]]
 
 
 class SearchCost(NamedTuple):
-    """What a search took.
+    """Cost of a search.
 
     Attributes:
       expansions: of a node.
@@ -101,7 +101,7 @@ def _grow(
     backup: Backup,
     costs: list[SearchCost],
 ) -> list[tuple[int, int]]:
-    """Adds the steps and backs up what is known of them; (tree, number) of all that is new."""
+    """Adds the steps and backs up their points; returns (tree, number) of each new node."""
     new = []
     for (i, node, _), sampled in zip(chosen, steps, strict=True):
         trees[i].nodes[node].expanded = True

@@ -25,10 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jrl.episodes.gate import Gate
+from jrl.episodes.sandbox_watch import remove_tree, watch
 from jrl.episodes.tools import Tool
 from jrl.errors import UserError
 
@@ -47,9 +49,11 @@ class SandboxLimits(NamedTuple):
 
     Attributes:
       seconds: from start to end; also of processor time, rounded up.
-      memory_bytes: of addresses, in each process.
+      memory_bytes: of addresses in each process, and of memory in all of them together; the sum is
+        looked at 20 times a second, and more ends the run.
       output_bytes: of output and errors; more ends the run.
-      file_bytes: of one file, and of all temporary files where the code has its own.
+      file_bytes: of one file, and of all temporary files together; where the code has no file
+        system of its own, they are looked at 4 times a second, and more ends the run.
       processes: and threads.
     """
 
@@ -65,8 +69,8 @@ class SandboxResult(NamedTuple):
 
     Attributes:
       output: what was printed, errors included; cut at the limit.
-      status: "ok", "error" (an exception, or an exit status other than 0), "timeout", "output"
-        (too much of it) or "killed".
+      status: "ok", "error" (an exception, or an exit status other than 0), "timeout", "output",
+        "memory" or "files" (too much of it), or "killed".
       seconds: how long it took.
     """
 
@@ -76,7 +80,7 @@ class SandboxResult(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How Python is run here.
+    """The containment that this machine allows.
 
     Attributes:
       python: its executable.
@@ -100,7 +104,7 @@ class Sandbox:
       network: whether code may run where it cannot be cut off from the network.
 
     Attributes:
-      apart: whether the code has no network and its own processes and temporary directories.
+      isolated: whether the code has no network and its own processes and temporary directories.
       offline: whether it has no network.
       traceless: whether nothing that it writes stays, and it starts nothing that outlives it.
 
@@ -119,9 +123,9 @@ class Sandbox:
         self.limits = limits or SandboxLimits()
         self._gate = Gate(at_once or os.cpu_count() or 1, "the sandbox")
         self._way = _way_in()
-        self.apart = bool(self._way.prefix)
-        self.offline = self.apart or self._way.filtered
-        self.traceless = self.apart or (self._way.filtered and self._way.fenced)
+        self.isolated = bool(self._way.prefix)
+        self.offline = self.isolated or self._way.filtered
+        self.traceless = self.isolated or (self._way.filtered and self._way.fenced)
         self._uids = itertools.cycle(range(_FIRST_UID, _FIRST_UID + _UIDS))
         if not (self.offline or network):
             raise UserError(
@@ -130,7 +134,7 @@ class Sandbox:
                 "--cap-add=SYS_ADMIN or --security-opt seccomp=unconfined, or set network = true "
                 "to let code use the network"
             )
-        if not self.apart:
+        if not self.isolated:
             reach = "no network" if self.offline else "the network"
             files = "may leave files and see other processes"
             if self._way.fenced:
@@ -148,7 +152,8 @@ class Sandbox:
     async def run(self, code: str) -> SandboxResult:
         """Runs code and waits for its end, or ends it; never longer than a second past the limit.
 
-        The time that a run waits for others is not counted, here nor against ``Limits``.
+        The time that a run waits for others, and that removing its files takes afterwards, is not
+        counted; the first is not counted against ``Limits`` either.
 
         Raises:
           EnvError: no other run ends for ten minutes.
@@ -159,38 +164,45 @@ class Sandbox:
             return await self._run(code)
 
     async def _run(self, code: str) -> SandboxResult:
-        begin = time.monotonic()
         spec = _spec(self.limits, self._way, next(self._uids))
-        with contextlib.ExitStack() as stack:
-            directory = None
-            if not self.apart:
-                directory = tempfile.mkdtemp(prefix="jrl-sandbox-")
-                stack.callback(_remove, directory, spec["uid"])
-                if spec["uid"] is not None:
-                    os.chown(directory, spec["uid"], spec["uid"])
-            process = await asyncio.create_subprocess_exec(
-                *_command(self._way, spec),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=_environment(directory),
-                cwd=directory or "/",
-                start_new_session=True,
-            )
-            status = "killed"
-            output = bytearray()
-            try:
-                collecting = self._collect(process, code.encode("utf-8", "replace"), output)
-                enough = await asyncio.wait_for(collecting, self.limits.seconds)
-                status = "output" if enough else ""
-            except TimeoutError:
-                status = "timeout"
-            finally:
-                if status:
-                    _kill(process.pid)
-                await _finish(process)
-                if not self.apart:
-                    _kill_left(process.pid, spec["uid"])
+        if self.isolated:
+            return await self._run_in(None, spec, code)
+        directory = tempfile.mkdtemp(prefix="jrl-sandbox-")
+        try:
+            if spec["uid"] is not None:
+                os.chown(directory, spec["uid"], spec["uid"])
+            return await self._run_in(directory, spec, code)
+        finally:
+            # In a thread: a slow disk takes seconds for thousands of files, and others wait here.
+            await asyncio.to_thread(_remove, directory, spec["uid"])
+
+    async def _run_in(
+        self, directory: str | None, spec: dict[str, Any], code: str
+    ) -> SandboxResult:
+        """A run with this directory for its files, or with a file system of its own."""
+        begin = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            *_command(self._way, spec),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=_environment(directory),
+            cwd=directory or "/",
+            start_new_session=True,
+        )
+        status = "killed"
+        output = bytearray()
+        collecting = self._collect(process, code.encode("utf-8", "replace"), output)
+        watching = watch(process.pid, self.limits, directory)
+        try:
+            status = await _first(collecting, watching, self.limits.seconds)
+        finally:
+            if status:
+                _kill(process.pid)
+            await _finish(process)
+            if not self.isolated:
+                _kill_left(process.pid, spec["uid"])
+            await _finish(process)  # what was killed only now had held the pipe
         if not status:
             status = "ok" if process.returncode == 0 else "error"
             if process.returncode and process.returncode < 0:
@@ -200,8 +212,8 @@ class Sandbox:
 
     async def _collect(
         self, process: asyncio.subprocess.Process, code: bytes, output: bytearray
-    ) -> bool:
-        """Reads all output, up to the limit; whether there was more."""
+    ) -> str:
+        """Reads all output, up to the limit; "output" where there was more, else ""."""
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -211,8 +223,22 @@ class Sandbox:
         while chunk := await process.stdout.read(1 << 16):
             output += chunk
             if len(output) > self.limits.output_bytes:
-                return True
-        return False
+                return "output"
+        return ""
+
+
+async def _first(
+    collecting: Coroutine[Any, Any, str], watching: Coroutine[Any, Any, str], seconds: float
+) -> str:
+    """What the first of two returns; "timeout" where neither has returned in time."""
+    tasks = [asyncio.create_task(each) for each in (collecting, watching)]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        return next((task.result() for task in tasks if task in done), "timeout")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _finish(process: asyncio.subprocess.Process) -> None:
@@ -235,10 +261,10 @@ def _environment(directory: str | None) -> dict[str, str]:
 
 
 def _spec(limits: SandboxLimits, way: _Way, uid: int) -> dict[str, Any]:
-    """What the child is told; a caller who is root gives it a user id of its own."""
-    own = uid if os.geteuid() == 0 else None
+    """Settings for the child process; a root caller gives it a user id of its own."""
+    child_uid = uid if os.geteuid() == 0 else None
     how = {"apart": bool(way.prefix), "filtered": way.filtered, "fenced": way.fenced}
-    return {**limits._asdict(), **how, "uid": own}
+    return {**limits._asdict(), **how, "uid": child_uid}
 
 
 def _command(way: _Way, spec: dict[str, Any]) -> list[str]:
@@ -274,25 +300,25 @@ def _kill_left(pid: int, uid: int | None) -> None:
 
 def _processes_of(uid: int | None) -> list[int]:
     """Processes that a user runs, without those that have ended and wait to be noticed."""
-    found = []
+    pids = []
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError, IndexError):
             if entry.name.isdigit() and entry.stat().st_uid == uid:
                 state = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[0]
-                found += [int(entry.name)] if state not in "ZX" else []
-    return found
+                pids += [int(entry.name)] if state not in "ZX" else []
+    return pids
 
 
 def _remove(directory: str, uid: int | None) -> None:
     """Removes a run's directory, and what its own user id has left in the usual other places."""
-    shutil.rmtree(directory, ignore_errors=True)
+    remove_tree(directory)
     for place in _SHARED if uid is not None else ():
         with contextlib.suppress(OSError):
             for entry in list(os.scandir(place)):
                 if entry.stat(follow_symlinks=False).st_uid != uid:
                     continue
                 if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path, ignore_errors=True)
+                    remove_tree(entry.path)
                 else:
                     os.unlink(entry.path)
 
@@ -351,6 +377,8 @@ def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
         ends = {
             "timeout": f"[ended after {limits.seconds:g} seconds]",
             "output": f"[ended after {limits.output_bytes} bytes of output]",
+            "memory": f"[ended after using more than {limits.memory_bytes} bytes of memory]",
+            "files": f"[ended after writing more than {limits.file_bytes} bytes of files]",
             "killed": "[killed]",
         }
         parts = [result.output.rstrip("\n"), ends.get(result.status, "")]

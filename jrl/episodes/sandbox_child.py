@@ -132,9 +132,9 @@ _REFUSED = {
     "pidfd_getfd": (438, 438),
     "io_uring_setup": (425, 425),
 }
-_SOCKET, _FAMILIES = (41, 198), (1, 2, 10, 16)
-"""Unix, IPv4, IPv6, netlink: a network namespace holds them. Sockets to the host of a virtual
-machine (vsock), for one, it does not."""
+_SOCKET, _FAMILIES = (41, 198), (2, 10, 16)
+"""IPv4, IPv6, netlink: a network namespace holds them. It does not hold sockets to the host of a
+virtual machine (vsock), nor those with a path, by which services listen (unix); pairs stay."""
 _REFUSED_BESIDE_OTHERS = {
     "socket": _SOCKET,  # socketpair stays, which asyncio and multiprocessing use
     # A process that leaves the group outlives the signal that ends the group.
@@ -150,13 +150,13 @@ _OTHER_ABI = 0x40000000  # x32 has numbers of its own for the same calls
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in what a filter reads
 
 
-def filter_calls(libc: ctypes.CDLL, apart: bool) -> None:
+def filter_calls(libc: ctypes.CDLL, in_namespaces: bool) -> None:
     """Refuses this process and all its children what ``_REFUSED`` lists, for good.
 
     New privileges must be refused before.
     """
     which, architecture = _ARCHITECTURES[os.uname().machine]
-    refused = _REFUSED if apart else _REFUSED | _REFUSED_BESIDE_OTHERS
+    refused = _REFUSED if in_namespaces else _REFUSED | _REFUSED_BESIDE_OTHERS
     deny = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -219,8 +219,8 @@ def fence_files(libc: ctypes.CDLL) -> None:
     for path, rights in allowed.items():
         with contextlib.suppress(OSError):  # not there, or not ours to look at
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            kept = rights if os.path.isdir(path) else rights & ~0b1000  # no directory to list
-            rule = struct.pack("=Qi", kept, place)
+            listing = 0 if os.path.isdir(path) else 0b1000  # a file has nothing to list
+            rule = struct.pack("=Qi", rights & ~listing, place)
             if libc.syscall(_ADD_RULE, ruleset, 1, rule, 0):
                 raise PermissionError(ctypes.get_errno(), "landlock", path)
             os.close(place)
@@ -246,6 +246,8 @@ def confine(spec: dict[str, Any]) -> None:
     libc.capset(header, (ctypes.c_uint32 * 6)())
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Where others have this user id too, the kernel counts what they run.
+    beside = 0 if spec["apart"] or spec["uid"] is not None else _running(os.getuid())
     if spec["fenced"]:
         fence_files(libc)
     if spec["filtered"]:
@@ -255,7 +257,7 @@ def confine(spec: dict[str, Any]) -> None:
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_AS: spec["memory_bytes"],
         resource.RLIMIT_FSIZE: spec["file_bytes"],
-        resource.RLIMIT_NPROC: spec["processes"],
+        resource.RLIMIT_NPROC: spec["processes"] + beside,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
@@ -263,6 +265,16 @@ def confine(spec: dict[str, Any]) -> None:
         hard = resource.getrlimit(which)[1]
         value = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(which, (value, value))
+
+
+def _running(uid: int) -> int:
+    """Processes and threads of a user."""
+    count = 0
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):  # it has ended
+            if entry.name.isdigit() and entry.stat().st_uid == uid:
+                count += len(os.listdir(f"/proc/{entry.name}/task"))
+    return count
 
 
 def execute(code: str) -> int:
@@ -279,11 +291,16 @@ def execute(code: str) -> int:
             if value is not None:
                 print(repr(value))
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, int):
+            return error.code & 0xFF if abs(error.code) < 2**31 else 1
+        return int(error.code is not None)
     except BaseException as error:
         trace = error.__traceback__
         error.__traceback__ = trace.tb_next if trace is not None else None  # not this file's line
-        traceback.print_exception(error)
+        try:
+            traceback.print_exception(error)
+        except BaseException:  # the code has taken away what it takes
+            os.write(2, f"{type(error).__name__}\n".encode())
         return 1
     return 0
 
@@ -296,9 +313,12 @@ def main() -> None:
     os.open(os.devnull, os.O_RDONLY)
     confine(spec)
     sys.argv = ["<python>"]
+    leave = os._exit
     status = execute(code)
-    sys.stdout.flush()
-    os._exit(status)
+    try:
+        sys.stdout.flush()
+    finally:  # the code may have put something else in its place
+        leave(status)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def check_schema(schema: Mapping[str, Any], owner: str) -> None:
     if schema.get("type") != "object":
         raise UserError(f'{owner}: its schema must have "type": "object"')
     _check_parts(schema, draft, owner)
-    if why := fault(schema, {}, told=False):
+    if why := fault(schema, {}, misfits=False):
         raise UserError(f"{owner}: its schema cannot be used: {why}")
 
 
@@ -82,8 +82,8 @@ def _check_parts(schema: Mapping[str, Any], draft: Any, owner: str) -> None:
                 except Exception:
                     where = f"{name} = {part[name]!r:.80}"
                     raise UserError(
-                        f"{owner}: its schema has {where}, which it does not define; write what is "
-                        "meant into $defs"
+                        f"{owner}: its schema refers to {where}, which it does not "
+                        "define; define it in $defs"
                     ) from None
         patterns = [part["pattern"]] if isinstance(part.get("pattern"), str) else []
         if isinstance(part.get("patternProperties"), Mapping):
@@ -111,13 +111,13 @@ def _check_parts(schema: Mapping[str, Any], draft: Any, owner: str) -> None:
         )
 
 
-def fault(schema: Mapping[str, Any], arguments: Any, *, told: bool = True) -> str | None:
-    """Why arguments do not fit a schema, for the policy to read; None where they do.
+def fault(schema: Mapping[str, Any], arguments: Any, *, misfits: bool = True) -> str | None:
+    """The reason that arguments do not fit a schema, for the policy; None if they do.
 
     Args:
       schema: that ``check_schema`` has passed.
       arguments: JSON values.
-      told: whether arguments that do not fit are a fault, beside those that cannot be checked.
+      misfits: whether arguments that do not fit are a fault, beside those that cannot be checked.
     """
     import jsonschema
 
@@ -133,7 +133,7 @@ def fault(schema: Mapping[str, Any], arguments: Any, *, told: bool = True) -> st
         return f"the arguments cannot be checked: {unexpected!r:.200}"
     finally:
         _until.reset(token)
-    if error is None or not told:
+    if error is None or not misfits:
         return None
     where = "".join(f"[{part!r}]" for part in error.absolute_path)
     return f"arguments{where}: {error.message:.300}"

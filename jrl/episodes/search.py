@@ -66,7 +66,7 @@ def by_path(score: Scorer) -> EpisodeScorer:
 
 
 def path_of(episode: Episode) -> Path:
-    """The path to an episode's last turn, without what that was answered."""
+    """The path to an episode's last turn, without the answer to it."""
     segments, turns = episode.segments, turns_of(episode.segments)
     last = turns[-1]
     # Only what the policy saw: a value network reads a context as it was sampled in.
@@ -110,18 +110,18 @@ def step_of(episode: Episode, begin: int, points: float | None) -> Step:
       points: what the path is worth; not read of one that failed.
     """
     # A node holds what follows its parent, so that a path is the nodes' contents and answers.
-    own = episode.segments[begin:]
-    last = turns_of(own)[-1] + 1
-    sampled = [s for s in own if s.drawn]
-    context, restart = own[last - 1].context, None
-    answer = [s.tokens for s in own[last:]] if episode.at.context == context else []
+    segments = episode.segments[begin:]
+    last = turns_of(segments)[-1] + 1
+    sampled = [s for s in segments if s.drawn]
+    context, restart = segments[last - 1].context, None
+    answer = [s.tokens for s in segments[last:]] if episode.at.context == context else []
     # Behind a summary the policy no longer sees the path, and neither may a row of siblings.
     if episode.ending is None and episode.at.context != context:
         restart = episode.past()
     empty, measured = np.zeros(0, np.int32), episode.turn.measured
     failed = episode.ending is not None and bool(episode.ending.reason)
     return Step(
-        np.concatenate([s.tokens for s in own[:last]]),
+        np.concatenate([s.tokens for s in segments[:last]]),
         tokens=sum(len(s.tokens) for s in sampled),
         logprob=sum(map(_logprob, sampled)),
         entropy=float(measured.mean()) if len(measured) else 0.0,
@@ -157,7 +157,7 @@ def won(tree: Tree) -> bool:
 
 
 class Searched(NamedTuple):
-    """What a search has played.
+    """Result of a search: trees, costs and counts.
 
     Attributes:
       roots: the episodes before their first turn; those that failed to open say why.
@@ -227,7 +227,7 @@ def suspended_or_held(wait: WaitCosts) -> WaitingPlace:
 
 
 class Searching:
-    """The strategy of a search: in rounds, episodes that continue the nodes which it chooses.
+    """The strategy of a search: in each round, episodes continue the selected nodes.
 
     A round ends when every turn of it has been answered, so that what is chosen next depends on no
     clock; and all its paths are judged together.

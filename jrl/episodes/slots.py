@@ -1,4 +1,4 @@
-"""Who gets a decode slot, and where the others' rows wait: those of episodes and of search nodes.
+"""Assignment of decode slots to episodes and search nodes, and suspension of the others.
 
 A slot never waits for an environment as long as another episode could use it and moving costs less:
 the waiting row is suspended or dropped, and returns when its answer is there and a slot is free.
@@ -93,7 +93,7 @@ class DecodeSlots:
             self._suspended[branch] = None
 
     def resume(self, episode: Episode, limit: int) -> None:
-        """Its turn can begin behind what was appended to it, in its row wherever that waits."""
+        """Makes an episode ready to sample after an appended answer, wherever its row is."""
         if episode.seat.row is not None:
             episode.seat.limit = limit
             self._answered[episode] = None
@@ -167,7 +167,7 @@ class DecodeSlots:
         self._suspended.pop(episode, None)
 
     def _load(self, placed: Sequence[Episode], answers: dict[int, More]) -> None:
-        """Puts the rows of episodes into their slots, and appends what those have not read."""
+        """Puts rows of episodes into their slots, and appends their unread tokens."""
         children = [e for e in placed if e.seat.parent is not None]
         self._read_nodes(children)
         starts: dict[int, RowStart] = {}
@@ -193,7 +193,7 @@ class DecodeSlots:
         self._read(starts, answers)
 
     def _append(self, episode: Episode, answers: dict[int, More]) -> None:
-        """Lets a row that has stopped in its slot run again, behind what it has not read."""
+        """Appends unread tokens to a row in its slot, which then runs again."""
         row, unread, limit = episode.seat.row, episode.unread(), episode.seat.limit
         assert row is not None
         if unread:
@@ -281,7 +281,7 @@ class DecodeSlots:
         self._keep(episode)
 
     def _idle(self, now: float) -> dict[int, WaitCosts]:
-        """What it costs to let the rows wait that do, where there is room to suspend them."""
+        """Waiting costs by row, of the rows in slots that wait for their environment."""
         costs = {}
         for row, episode in enumerate(self.slots):
             if episode is not None and episode.call is not None:

@@ -1,4 +1,4 @@
-"""Tools as an environment: the policy calls them, reads what they return, and answers in the end.
+"""Tools as an environment: the policy calls them, reads the results, and answers.
 
     env = tool_env([calculator_tool(), python_tool(sandbox)], get_parser("hermes"), reward, limits)
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jrl.episodes.calls import run_either
 from jrl.episodes.gate import run_within, seen
 from jrl.episodes.host import ChatOptions, EnvError, Feedback, HostEnv, Limits, Reply
-from jrl.episodes.parsers import Call, Malformed, Parser, Schemas
+from jrl.episodes.parsers import Call, Malformed, Parser, Schemas, without_addresses
 from jrl.episodes.schemas import check_schema, fault
 from jrl.errors import UserError, unknown_choice
 from jrl.types import Prompt
@@ -192,7 +192,7 @@ def check_call(call: Call, schemas: Schemas) -> Call | Malformed:
         names = ", ".join(sorted(schemas))
         return Malformed("content", f"there is no tool {call.name!r:.80}; use {names}", call.name)
     why = fault(schemas[call.name], call.arguments)
-    return call if why is None else Malformed("content", why, call.name)
+    return call if why is None else Malformed("content", without_addresses(why), call.name)
 
 
 def _messages(

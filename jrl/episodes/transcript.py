@@ -37,6 +37,7 @@ class Segment(NamedTuple):
         alone.
       player: who drew it, where an episode has several players.
       labels: [t] int32 by name, that the environment gave its tokens.
+      messages: what the environment said, where the tokens are its own.
     """
 
     tokens: np.ndarray
@@ -52,6 +53,7 @@ class Segment(NamedTuple):
     context: int = 0
     player: int = 0
     labels: Mapping[str, np.ndarray] = NOTHING
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 class Transcript(NamedTuple):
@@ -162,12 +164,14 @@ def to_rollout(
     for i, group in enumerate(groups):
         if len(group) > g:
             raise UserError(f"{len(group)} rows in a group; the batch holds {g} of each group")
+        # Of living rows alone: a member that failed to open would make the common opening empty.
         opening = common_opening([row.opening for row in group if len(row.opening) and row.alive])
         if len(opening) > p:
             raise UserError(
                 f"prompt {group[0].prompt.id} opens with {len(opening)} tokens and the limit is "
                 f"{p}; raise data.max_prompt_tokens"
             )
+        # A prompt has at least one token, also where the whole group failed and none is read.
         lengths[i] = max(len(opening), 1)
         prompts[i, : len(opening)] = opening
         for j, row in enumerate(group):
@@ -177,12 +181,13 @@ def to_rollout(
                 arrays[name][i, j] = row.labels.get(name, -1)
             if row.alive:  # what others drew may be under any opening, and is never read
                 _fill(arrays, (i, j), row, len(opening), shape, part_weights)
-    named = (*_IDS, "episode", "role", *shape.labels, *shape.token_labels)
-    ids = {name: arrays.pop(name) for name in named}
+    names = (*_IDS, "episode", "role", *shape.labels, *shape.token_labels)
+    ids = {name: arrays.pop(name) for name in names}
     if not ids["node"].any():
         del ids["node"]  # methods for trees would take the rows for one without members
     if shape.contexts == 1:
         del ids["context"]
+    # Popped, so that what is left is exactly the fields of the rollout.
     rewards, paid, values = (arrays.pop(name) for name in ("rewards", "paid", "value"))
     rollout = Rollout(prompt_tokens=prompts, prompt_lengths=lengths, **arrays)  # type: ignore
     return Rows(rollout, ids, rewards, paid, values)
@@ -197,6 +202,7 @@ def _empty(n: int, shape: RowShape) -> dict[str, Any]:
         "mask": np.zeros((n, g, t), bool),
         "sampler_logprobs": np.zeros((n, g, t), np.float32),
         "versions": np.full((n, g, t), -1, np.int32),
+        # A row that nobody fills has failed, and so leaves its group.
         "stop": np.full((n, g), StopReason.FAILED, np.int32),
         "baseline": np.zeros((n, g), bool),
         "rewards": np.zeros((n, g, shape.parts), np.float32),
@@ -219,8 +225,11 @@ def _fill(
 ) -> None:
     """Writes what follows the first ``shared`` tokens of a row into the arrays."""
     end = 0
+    # What the opening has beyond the group's prompt is in each context anew, since the policy read
+    # it in each.
     rest = Segment(np.asarray(row.opening)[shared:], drawn=False)
     parts = [rest, *row.segments]
+    # Backwards, so that an insertion does not move the places still to be looked at.
     for i in range(len(parts) - 1, 1, -1):
         if parts[i].context != parts[i - 1].context:
             parts.insert(i, rest._replace(context=parts[i].context))
@@ -258,6 +267,8 @@ def rows_of_players(groups: Sequence[Sequence[Transcript]], players: int) -> lis
             s if s.player == player or not s.drawn else s._replace(**_NOT_DRAWN)
             for s in whole.segments
         )
+        # A row without a drawn token has no gradient, yet its points would move the group's
+        # baseline.
         acted = any(s.drawn for s in segments)
         stop = whole.stop if acted or not whole.alive else StopReason.FAILED
         reason = whole.reason if acted or whole.reason else f"player {player} never moved"
@@ -285,6 +296,7 @@ def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:
     """
     if not openings:
         return np.zeros(0, np.int32)
+    # With the first one is enough: what equals it at a column equals all others there.
     first, least = np.asarray(openings[0]), min(map(len, openings))
     same = np.ones(least, bool)
     for other in openings[1:]:
@@ -314,4 +326,4 @@ def _check(part: Segment, row: Transcript, end: int, shape: RowShape) -> None:
     if part.reward and len(part.reward) != shape.parts:
         raise UserError(f"{where}: {len(part.reward)} reward parts; the run has {shape.parts}")
     if part.reward and end + len(part.tokens) == 0:
-        raise UserError(f"{where}: points are paid before the first token")
+        raise UserError(f"{where}: a reward is assigned before the first token")

@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Node:
-    """A node and what the search knows of it.
+    """A node with the statistics of the search.
 
     Attributes:
       step: that led here; None at the root.
@@ -87,6 +87,7 @@ class Tree:
 
     def add(self, parent: int, step: Step) -> int:
         """Appends a child; its number."""
+        # By the first child, not by the selection: an expansion that failed leaves its node open.
         self.nodes[parent].expanded = True
         self.nodes[parent].children.append(len(self.nodes))
         self.nodes.append(Node(step, parent, self.nodes[parent].depth + 1))
@@ -100,18 +101,18 @@ class Tree:
 
     def path(self, node: int) -> list[int]:
         """The nodes from the first step to this one; without the root."""
-        found = []
+        nodes = []
         while node > 0:
-            found.append(node)
+            nodes.append(node)
             node = self.nodes[node].parent
-        return found[::-1]
+        return nodes[::-1]
 
     def open(self) -> list[int]:
         """Nodes that can be expanded, and have not been."""
         return [i for i, n in enumerate(self.nodes) if not n.expanded and not n.done]
 
     def leaves(self) -> list[int]:
-        """Nodes at which a path has ended."""
+        """Nodes that end a path."""
         return [i for i, n in enumerate(self.nodes) if n.done]
 
 
@@ -127,7 +128,7 @@ Backup = Callable[[Tree, int, float], None]
 
 
 def uct(c: float = 2.0) -> Score:
-    """The mean value plus c sqrt(ln N(parent) / N), what was never visited first.
+    """The mean value plus c sqrt(ln N(parent) / N); unvisited nodes first.
 
     "Finite-time Analysis of the Multiarmed Bandit Problem" (Auer, Cesa-Bianchi and Fischer, 2002)
     at the nodes of a tree, with the constant of "MedS^3: Towards Medical Small Language Models with
@@ -197,8 +198,8 @@ def frontier(
         return parent * math.tanh(above) + entropy * unsure + depth * deep
 
     def select(tree: Tree) -> list[int]:
-        found = [i for i in tree.open() if tree.nodes[i].depth < max_depth]
-        return [max(found, key=lambda i: score(tree, i))] if found else []
+        candidates = [i for i in tree.open() if tree.nodes[i].depth < max_depth]
+        return [max(candidates, key=lambda i: score(tree, i))] if candidates else []
 
     return select
 
@@ -241,6 +242,8 @@ def beam(width: int, score: Score = promise) -> Select:
         # What was not kept in its own level stays open, and is never looked at again.
         last = max((n.depth for n in tree.nodes if n.expanded), default=-1)
         level = [i for i in tree.open() if tree.nodes[i].depth > last]
+        # sorted() is stable: equal scores keep the order of drawing, so a resumed search takes the
+        # same nodes.
         return sorted(level, key=lambda i: -score(tree, i))[:width]
 
     return select
@@ -260,6 +263,8 @@ def dvts(score: Score = promise) -> Select:
         for i in tree.open():
             top = tree.path(i)[0]
             rival = best.get(top)
+            # Depth first: an older sibling with a better score belongs to a level that its subtree
+            # has left.
             key = lambda j: (tree.nodes[j].depth, score(tree, j))  # noqa: E731
             if rival is None or key(i) > key(rival):
                 best[top] = i
@@ -272,10 +277,10 @@ def dvts(score: Score = promise) -> Select:
 
 def _alive(tree: Tree) -> set[int]:
     """Nodes below which something can still be expanded."""
-    found: set[int] = set()
+    alive: set[int] = set()
     for i in tree.open():
-        found.update(tree.path(i))
-    return found
+        alive.update(tree.path(i))
+    return alive
 
 
 # ---------------------------------------------------------------- backup
@@ -300,13 +305,13 @@ def constrained(least: float = 0.1) -> Backup:
     def backup(tree: Tree, node: int, points: float) -> None:
         length = tree.nodes[node].depth + 1
         for i in (*tree.path(node), 0):
-            here = tree.nodes[i]
-            here.visits += 1
-            gain = max((here.depth + 1) / length, least) * points
-            if here.total * points >= 0:
-                here.total += gain
+            ancestor = tree.nodes[i]
+            ancestor.visits += 1
+            gain = max((ancestor.depth + 1) / length, least) * points
+            if ancestor.total * points >= 0:
+                ancestor.total += gain
             elif points > 0:
-                here.total = gain
+                ancestor.total = gain
 
     return backup
 
@@ -333,7 +338,7 @@ class NamedSearch(NamedTuple):
 
 
 def mean_value(node: Node) -> float:
-    """Points: the mean of what was backed up to a node."""
+    """Points: the mean of the backups to a node."""
     return node.value
 
 
@@ -362,7 +367,7 @@ RENAMED = {"mcts": "puct"}
 
 
 class SearchPlan(NamedTuple):
-    """How to search.
+    """Settings of a search.
 
     Attributes:
       select: nodes to expand in a round; they are expanded together.
@@ -407,16 +412,17 @@ def search_plan(
         raise unknown_choice("search", name, SEARCHES)
     if width < 1 or rounds < 0:
         raise UserError(f"search: width = {width}, rounds = {rounds}; the width is at least 1")
-    named = SEARCHES[name]
-    select = named.select(width, exploration)
-    levels = min(rounds, 1) if named.whole else rounds
+    search = SEARCHES[name]
+    select = search.select(width, exploration)
+    # Whole completions have no next step: after one round there is nothing to expand.
+    levels = min(rounds, 1) if search.whole else rounds
     return SearchPlan(
         select,
-        named.backup,
-        named.value,
+        search.backup,
+        search.value,
         width,
         levels,
-        whole=named.whole,
+        whole=search.whole,
         leaves=leaves,
     )
 
@@ -425,7 +431,7 @@ def search_plan(
 
 
 def _shared(tree: Tree, node: int) -> list[Any]:
-    """What a step behind a node continues: contents and answers on the way, of its context."""
+    """The past of a step after a node: contents and answers on the path, of its context."""
     shared: list[Any] = []
     for i in tree.path(node):
         step = tree.step(i)
@@ -460,10 +466,10 @@ def siblings(tree: Tree) -> list[Siblings]:
     """Groups for ``mcts_dpo``, ``step_q`` and ``tp_llama``: children whose values differ."""
     groups = []
     for i, node in enumerate(tree.nodes):
-        seen = [j for j in node.children if tree.nodes[j].visits]
-        values = [tree.nodes[j].value for j in seen]
+        visited = [j for j in node.children if tree.nodes[j].visits]
+        values = [tree.nodes[j].value for j in visited]
         if len(set(values)) > 1:
             path = _shared(tree, i)
-            steps = [tree.step(j).content for j in seen]
-            groups.append(Siblings(path, steps, values, [tree.nodes[j].visits for j in seen]))
+            steps = [tree.step(j).content for j in visited]
+            groups.append(Siblings(path, steps, values, [tree.nodes[j].visits for j in visited]))
     return groups

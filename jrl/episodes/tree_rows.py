@@ -1,4 +1,4 @@
-"""What a search left behind as rows to train on: siblings for preferences, paths with step values.
+"""Rows to train on from a search: siblings for preferences, paths with step values.
 
     rows = rows_of_tree(found.tree, prompt, {leaf: points, ...})
 
@@ -49,9 +49,13 @@ def rows_of_tree(
       points: of leaves, by the number of their node.
       backup: of the points, in the order of the leaves' numbers.
     """
+    # Values are computed anew on a copy: those that guided the search may hold estimates of a value
+    # network and a backup of another kind.
     judged, place = _merged(tree)
     total: dict[int, list[float]] = {}
     for leaf in sorted(points):
+        # Leaves that merged into one node are backed up each: a step drawn twice counts twice in
+        # the means of its ancestors.
         backup(judged, place[leaf], float(points[leaf]))
         total.setdefault(place[leaf], []).append(float(points[leaf]))
     rows = [
@@ -64,13 +68,17 @@ def rows_of_tree(
         for group in siblings(judged)
     ]
     paths = [judged.path(leaf) for leaf in total]
+    # A response of a path is what the policy drew; with an environment's answers in between it
+    # would teach the policy to write those too.
     if not paths or any(len(judged.step(i).answer) for i in range(1, len(judged.nodes))):
         return TreeRows(rows, [])
     steps = [[_ids([judged.step(i).content]) for i in path] for path in paths]
     whole = {
         "prompt": [int(token) for token in prompt],
         "responses": [_ids(path) for path in steps],
-        "scores": [sum(found) / len(found) for found in total.values()],
+        # Equal completions are one response; its score is the mean, since a sampled judge may
+        # differ.
+        "scores": [sum(points_here) / len(points_here) for points_here in total.values()],
         "steps": [[len(step) for step in path] for path in steps],
         "step_values": [[judged.nodes[i].value for i in path] for path in paths],
     }
@@ -82,15 +90,15 @@ def _merged(tree: Tree) -> tuple[Tree, dict[int, int]]:
 
     A search draws the same step more than once; that is one action, with all leaves behind it.
     """
-    merged, place, known = Tree(), {0: 0}, {}
+    merged, place, copy_of = Tree(), {0: 0}, {}
     for i, node in enumerate(tree.nodes[1:], 1):
         step = tree.step(i)
         # Behind two summaries of one turn the policy sees two things, and samples from two nodes.
         after = () if step.restart is None else (-1, *_ids([step.restart]))
         at = (place[node.parent], *_ids([step.content]), *after)
-        if at not in known:
-            known[at] = merged.add(place[node.parent], step)
-        place[i] = known[at]
+        if at not in copy_of:
+            copy_of[at] = merged.add(place[node.parent], step)
+        place[i] = copy_of[at]
     return merged, place
 
 

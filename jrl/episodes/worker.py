@@ -118,8 +118,8 @@ def main() -> None:
         libc.prctl(_DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     # Python puts this file's directory first; an environment that imports gymnasium must not find
     # the file of that name beside this one.
-    here = os.path.dirname(os.path.realpath(__file__))
-    sys.path[:] = [path for path in sys.path if os.path.realpath(path) != here]
+    directory = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.realpath(path) != directory]
     settings = json.loads(sys.argv[1])
     if settings["memory_bytes"]:
         resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"], settings["memory_bytes"]))

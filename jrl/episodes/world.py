@@ -1,4 +1,4 @@
-"""What answers the policy's turns: an environment on the host, or nothing, for plain text.
+"""The world that answers the policy's turns: an environment on the host, or plain text.
 
 Both answer through an inbox, so that the scheduler never waits for either and never asks which of
 them it plays with. Nothing here touches the device.
@@ -29,15 +29,15 @@ _ENDLESS = 1 << 30
 
 
 class World(Protocol):
-    """What episodes are played with. A call returns at once; its answer arrives in the inbox."""
+    """Partner of the policy. A call returns at once; its answer arrives in the inbox."""
 
     @property
     def name(self) -> str:
-        """What a report of a long wait says is waited for."""
+        """Name for reports of long waits."""
 
     @property
     def rules(self) -> Rules:
-        """What follows a turn."""
+        """Rules for the end of a turn."""
 
     @property
     def verified(self) -> bool:
@@ -45,7 +45,7 @@ class World(Protocol):
 
     @property
     def inbox(self) -> queue.SimpleQueue[Answer]:
-        """Answers, in the order in which they come."""
+        """Answers in order of arrival."""
 
     def open(self, number: int, episode: Episode, longest: int) -> None:
         """Answers (state, ids of the opening, state id); openings have at most ``longest`` ids."""
@@ -95,26 +95,30 @@ class HostWorld(NamedTuple):
 
     @property
     def inbox(self) -> queue.SimpleQueue[Answer]:
-        """Answers, in the order in which they come."""
+        """Answers in order of arrival."""
         return self.calls.inbox
 
     def _submit(self, number: int, function: Callable[..., Any], *arguments: Any) -> None:
+        # For every kind of call: a close that hangs would otherwise never be given up.
         seconds = self.env.limits.call_seconds
         self.calls.submit(number, function, *arguments, seconds=seconds)
 
     def open(self, number: int, episode: Episode, longest: int) -> None:
         """See ``World``."""
+        # The seed is the group's: members have to open alike, or they share no prompt.
         _, prompt, seed = episode.problem
         self._submit(number, call_init, self.env, self.chat, prompt, seed, longest)
 
     def step(self, number: int, episode: Episode) -> None:
         """See ``World``."""
+        # The environment must know: a turn cut at its limit may end inside a tool call.
         cut = episode.turn.stop == StopReason.LENGTH
-        told = episode.state, episode.at.turn, episode.last_turn(), cut
-        self._submit(number, call_step, self.env, self.chat, self.tokenizer, *told)
+        arguments = episode.state, episode.at.turn, episode.last_turn(), cut
+        self._submit(number, call_step, self.env, self.chat, self.tokenizer, *arguments)
 
     def fork(self, number: int, state: Any) -> None:
         """See ``World``."""
+        # Checked before the run: branching and searching need an environment that can be copied.
         assert self.env.fork is not None
         self._submit(number, self.env.fork, state)
 
@@ -147,6 +151,7 @@ class TextWorld:
     name, verified = "search", False
 
     def __init__(self, ends: Sequence[int], step_tokens: int = 0) -> None:
+        # A completion has no number of turns and no clock: its token limit is the row's own.
         limits = Limits(turns=_ENDLESS, turn_tokens=step_tokens, episode_seconds=0.0)
         self.rules = Rules(limits, done=StopReason.STOP_TOKEN)
         self.inbox: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -154,10 +159,14 @@ class TextWorld:
 
     def open(self, number: int, episode: Episode, longest: int) -> None:
         """See ``World``; the opening is the prompt."""
+        # Through the inbox although it is known already: the scheduler then has one path for every
+        # answer, and the order of answers is that of the calls.
         self.inbox.put(Answer(number, (None, episode.problem.prompt.tokens, 0)))
 
     def step(self, number: int, episode: Episode) -> None:
         """See ``World``; a completion is done with a stop token of its own."""
+        # Steps stop at tokens too, such as a newline; only those of the tokenizer end the
+        # completion. What stopped at a limit of tokens continues with the next step.
         stopped = episode.turn.stop == StopReason.STOP_TOKEN
         done = stopped and int(episode.last_turn()[-1]) in self._ends
         self.inbox.put(Answer(number, (None, Feedback((), (), done), [], 0)))
@@ -179,25 +188,28 @@ class TextWorld:
 
 
 def gather(
-    calls: Calls, asked: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], seconds: float
+    calls: Calls, requests: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], seconds: float
 ) -> list[Answer]:
     """The answers to calls (function, arguments) that are made together, in their order.
 
     Args:
       calls: nobody else's meanwhile.
-      asked: the calls.
+      requests: the calls.
       seconds: that each may take.
     """
     answers = dict[int, Answer]()
-    for number, (function, arguments) in enumerate(asked):
+    for number, (function, arguments) in enumerate(requests):
         calls.submit(number, function, *arguments, seconds=seconds)
+    # The calls run side by side, so one deadline holds for all of them.
     until = time.monotonic() + seconds + GRACE_SECONDS
-    while len(answers) < len(asked):
+    while len(answers) < len(requests):
         with contextlib.suppress(queue.Empty):
+            # Wakes up once a second: an event loop that is blocked puts nothing into the inbox, not
+            # even its own timeouts.
             answer = calls.inbox.get(timeout=1.0)
             answers[answer.number] = answer
             continue
         if time.monotonic() > until and calls.blocked(GRACE_SECONDS):
-            lost = [n for n in range(len(asked)) if n not in answers]
+            lost = [n for n in range(len(requests)) if n not in answers]
             answers |= {n: Answer(n, error=BLOCKED, timeout=True) for n in lost}
-    return [answers[n] for n in range(len(asked))]
+    return [answers[n] for n in range(len(requests))]

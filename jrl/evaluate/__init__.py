@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,12 +23,27 @@ from jrl.train.batches import run_source
 from jrl.train.build import Run
 from jrl.train.kinds import AskedKind
 from jrl.train.memory_check import check_evaluation
+from jrl.train.reward_parts import reward_pool
 from jrl.train.sources import Groups, join_groups, simple_request, take_groups, to_host
 from jrl.types import Array, Params, Prompt, StopReason
 
+if TYPE_CHECKING:
+    from jrl.evaluate.budget import budget_run as budget_run
+    from jrl.evaluate.search import search_run as search_run
+    from jrl.evaluate.searcher import searching as searching
+
+_LATER = {"budget_run": "budget", "search_run": "search", "searching": "searcher"}
+"""Public names whose modules import this one, and so are imported on first use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"jrl.evaluate.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 class Evaluation(NamedTuple):
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
       metrics: accuracy, accuracy_low, accuracy_high (95 %), pass@k, majority, length, problems.
@@ -55,16 +71,16 @@ def evaluation_names(run: Run) -> set[str] | None:
 
 def episode_metrics(groups: Groups) -> dict[str, float]:
     """Means over evaluated episodes: success (fraction), reward (points) and turns."""
-    taken = np.where(groups.rollout.mask, np.asarray(groups.ids["turn"]) + 1, 0).max(-1)
+    turns = np.where(groups.rollout.mask, np.asarray(groups.ids["turn"]) + 1, 0).max(-1)
     success, reward = np.asarray(groups.rewards).mean((0, 1)).tolist()
-    return {"success": success, "reward": reward, "turns": float(taken.mean())}
+    return {"success": success, "reward": reward, "turns": float(turns.mean())}
 
 
 def environment_metrics(groups: Groups) -> dict[str, float]:
-    """What an environment on the host counted, such as tool errors, an episode on average."""
+    """Means per episode of a host environment's counters, such as tool errors."""
     episodes = max(groups.counts.get("episodes", 0.0), 1.0)
-    found = {k.removeprefix("env/"): v for k, v in groups.counts.items() if k.startswith("env/")}
-    return {name: float(value) / episodes for name, value in sorted(found.items())}
+    counts = {k.removeprefix("env/"): v for k, v in groups.counts.items() if k.startswith("env/")}
+    return {name: float(value) / episodes for name, value in sorted(counts.items())}
 
 
 # ---------------------------------------------------------------- evaluating a policy
@@ -82,7 +98,7 @@ class Evaluator:
     def __init__(self, run: Run, pool: RewardPool | None) -> None:
         self.run = run = programs.as_evaluated(run)
         self.pool = pool
-        self.told = ""  # how far an evaluation is; read by another thread
+        self.progress = ""  # how far an evaluation is; read by another thread
         self._source = run_source(run, pool, {}, split="eval") if self.available else None
 
     @property
@@ -127,7 +143,7 @@ class Evaluator:
         total, size = self.run.kind.held_out(self.run.config, self.run.data)
         parts = []
         for start in range(0, total, size):
-            self.told = f"{start} of {total} prompts done"
+            self.progress = f"{start} of {total} prompts done"
             tickets = (start + np.arange(size)).astype(np.int32)
             rows, policy = source.order(tickets), {"policy": params}
             request = simple_request(
@@ -156,10 +172,10 @@ def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:
         "key": jax.eval_shape(jax.random.key_data, jax.eval_shape(lambda: jax.random.key(0))),
     }
     layout = programs.policy_layout(run)
-    policy, found = restore_policy(
+    policy, restored = restore_policy(
         run.config, run.network, layout, checkpoint=checkpoint, also=wanted
     )
-    return found["key"], policy, int(found["step"])
+    return restored["key"], policy, int(restored["step"])
 
 
 def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, Any]:
@@ -176,19 +192,19 @@ def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, 
       UserError: nothing to evaluate on, or no such checkpoint.
     """
     run = build.setup(config, trains=False)
-    there = run.kind.held_out(run.config, run.data).problems > 0
-    if there:
+    held_out = run.kind.held_out(run.config, run.data).problems > 0
+    if held_out:
         check_evaluation(run)
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
-        if not there:
+        if not held_out:
             raise UserError("data.eval is missing; name a file of held-out prompts")
-        with build.reward_pool(config) as pool:
+        with reward_pool(config) as pool:
             return {"step": step} | Evaluator(run, pool)(key, params).metrics
 
 
 def asked_in_text(run: Run, questions: Sequence[str]) -> Run:
-    """A run of a procedural task whose held-out prompts are these texts, judged by nobody.
+    """A run of a procedural task with these texts as held-out prompts, without a judge.
 
     Raises:
       UserError: a text is longer than the task's prompts, or holds a character that is none of
@@ -221,6 +237,7 @@ def sample_run(
     *,
     prompts: Sequence[str] | None = None,
     count: int = 4,
+    samples: int | None = None,
     checkpoint: int | None = None,
 ) -> list[dict[str, Any]]:
     """Completions of a run's policy, drawn as in training.
@@ -229,6 +246,7 @@ def sample_run(
       config: a run's configuration.
       prompts: questions in text; None for held-out problems.
       count: held-out problems taken when ``prompts`` is None.
+      samples: completions of each prompt; None for ``sampling.group``.
       checkpoint: a training step; None for the newest.
 
     Returns:
@@ -257,16 +275,16 @@ def sample_run(
     table = run.config.eval.model_copy(
         update={
             "problems": len(prompts) if prompts else count,
-            "samples": config.sampling.group,
+            "samples": samples or config.sampling.group,
             "temperature": config.sampling.temperature,
         }
     )
     run = run._replace(config=config.model_copy(update={"eval": table}))
-    check_evaluation(run, keys=("--count", "sampling.group"))
+    check_evaluation(run, keys=("--count", "sampling.group" if samples is None else "-n"))
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         with contextlib.ExitStack() as stack:
-            pool = stack.enter_context(build.reward_pool(config)) if judged else None
+            pool = stack.enter_context(reward_pool(config)) if judged else None
             records = Evaluator(run, pool)(key, params).samples
     unjudged = ("rewards", "reward", "answer", "split")
     return [

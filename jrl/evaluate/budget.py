@@ -86,8 +86,8 @@ def chosen_searches(right: np.ndarray, costs: np.ndarray, bins: np.ndarray) -> n
         others = others if others.any() else np.arange(len(bins)) != n
         if not others.any():
             continue  # one problem: nobody chooses, and the first search is as good as any
-        found, spent = right[:, others].mean(axis=1), costs[:, others].mean(axis=1)
-        chosen[n] = np.lexsort((spent, -found))[0]
+        accuracy, spent = right[:, others].mean(axis=1), costs[:, others].mean(axis=1)
+        chosen[n] = np.lexsort((spent, -accuracy))[0]
     return chosen
 
 
@@ -173,8 +173,8 @@ def budget_run(
         leaves = [(i, tree, leaf) for i, tree in enumerate(tried.trees) for leaf in tree.leaves()]
         whose = np.array([i for i, *_ in leaves])
         paths = [ids_of(tree, leaf) for _, tree, leaf in leaves]
-        found = points_of(run, problems, prompts, whose, paths) >= 1
-        counts, hits = (np.bincount(whose, x, minlength=len(prompts)) for x in (None, found))
+        solved = points_of(run, problems, prompts, whose, paths) >= 1
+        counts, hits = (np.bincount(whose, x, minlength=len(prompts)) for x in (None, solved))
         most = run.kind.new_tokens
         searches = [play(plan_within(name, completions, most)) for name in COMPARED]
         finds = [right_answers(run, problems, prompts, each) for each in searches]
@@ -186,14 +186,14 @@ def budget_run(
 
 
 def _summary(right: np.ndarray, costs: np.ndarray, bins: np.ndarray) -> dict[str, Any]:
-    """What ``budget_run`` says of [S, N] finds and costs."""
+    """Summary of ``budget_run`` from [S, N] hits and costs."""
     chosen = chosen_searches(right, costs, bins)
     mine = np.arange(len(bins))
-    found = right[chosen, mine]
-    low, high = wilson(float(found.sum()), len(found))
+    hits = right[chosen, mine]
+    low, high = wilson(float(hits.sum()), len(hits))
     summary = {
         "problems": float(len(bins)),
-        "accuracy": float(found.mean()),
+        "accuracy": float(hits.mean()),
         "accuracy_low": low,
         "accuracy_high": high,
         "drawn_tokens": float(costs[chosen, mine].mean()),

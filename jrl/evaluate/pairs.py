@@ -92,17 +92,17 @@ class JudgedEvaluator:
             part = judged[start : start + size]
             filled = [*part, *(judged[0] for _ in range(size - len(part)))]
             batch: Any = judged_batch(filled, **self.sizes._asdict())
-            there = np.arange(size) < len(part)
+            within = np.arange(size) < len(part)
             batch = batch.replace(
-                members=batch.members & there[:, None], mask=batch.mask & there[:, None, None]
+                members=batch.members & within[:, None], mask=batch.mask & within[:, None, None]
             )
             sums = self._measure(state, place_batch(batch, self.run.mesh), self._sampling_params)
             for name, pair in sums.items():
                 totals[name] = jax.tree.map(jnp.add, totals.get(name, (0.0, 0.0)), pair)
-        found = {name: float(x) for name, x in summarise(totals).items() if name in SHOWN}
-        found["pairs"] = float(len(judged))
-        if "accuracy" in found:  # of pairs; that of a task's problems has the name for itself
-            accuracy = found["pair_accuracy"] = found.pop("accuracy")
+        metrics = {name: float(x) for name, x in summarise(totals).items() if name in SHOWN}
+        metrics["pairs"] = float(len(judged))
+        if "accuracy" in metrics:  # of pairs; that of a task's problems has the name for itself
+            accuracy = metrics["pair_accuracy"] = metrics.pop("accuracy")
             low, high = wilson(accuracy * len(judged), len(judged))
-            found |= {"pair_accuracy_low": low, "pair_accuracy_high": high}
-        return found
+            metrics |= {"pair_accuracy_low": low, "pair_accuracy_high": high}
+        return metrics

@@ -1,4 +1,4 @@
-"""Completions token by token, for the report: each token's text and what training knew of it."""
+"""Completions token by token, for the report: text and training statistics of each token."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def training_view(
       "advantages", one number where all are the same; and its "mask", a character of 0 and 1 a
       token, where not all are 1.
     """
-    mask, mine = rollout.mask[where], advantages[where]
-    live = mine[mask]
+    mask, row_advantages = rollout.mask[where], advantages[where]
+    live = row_advantages[mask]
     view: dict[str, Any] = {"advantage": float(live.mean()) if live.size else 0.0}
     if not each:
         return view
@@ -75,7 +75,7 @@ def training_view(
     tokens: dict[str, Any] = {
         "text": pieces(tokenizer, rollout.tokens[where].tolist()),
         "logprobs": [round(x, 3) if drawn else None for x, drawn in logprobs],
-        "advantages": _rounded(live[0]) if same else [_rounded(x) for x in mine],
+        "advantages": _rounded(live[0]) if same else [_rounded(x) for x in row_advantages],
     }
     if not mask.all():
         tokens["mask"] = "".join("01"[int(m)] for m in mask)

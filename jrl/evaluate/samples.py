@@ -1,4 +1,4 @@
-"""Completions of a draw as records for people: text, reward parts, and what training knew."""
+"""Completions as records for people: text, reward parts and training statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jrl.episodes import Env
 from jrl.evaluate.sample_tokens import MOST, training_view
 from jrl.train.groups import external
 from jrl.train.sources import Groups
-from jrl.types import Rollout, StopReason
+from jrl.types import Rollout, StopReason, opinions
 
 
 def samples_of(
@@ -38,6 +38,7 @@ def samples_of(
     """
     rollout, rewards, subject = jax.device_get((groups.rollout, groups.rewards, groups.subject))
     ids, stats = jax.device_get((groups.ids, groups.stats))
+    known = opinions(np.asarray(rewards), ids)
     n, g, _ = rollout.tokens.shape
     records, spent = [], 0
     for row, member in itertools.product(range(min(n, -(-count // g))), range(g)):
@@ -46,14 +47,15 @@ def samples_of(
         else:
             prompt, answer = subject[row].text, str(subject[row].answer)
         length = int(rollout.lengths[row, member])
-        parts = dict(zip(weights, rewards[row, member].tolist(), strict=True))
+        each = zip(weights, rewards[row, member].tolist(), known[row, member], strict=True)
+        parts = {name: points if has_opinion else None for name, points, has_opinion in each}
         records.append(
             {
                 "prompt": prompt,
                 "completion": tokenizer.decode(rollout.tokens[row, member, :length].tolist()),
                 "answer": answer,
                 "rewards": parts,
-                "reward": sum(weights[name] * points for name, points in parts.items()),
+                "reward": sum(weights[n] * x for n, x in parts.items() if x is not None),
                 "stop": StopReason(int(rollout.stop[row, member])).name.lower(),
                 "length": length,
                 "group": row,
@@ -68,31 +70,31 @@ def samples_of(
             records[-1]["nodes"] = list(dict.fromkeys(ids["node"][row, member, :length].tolist()))
         spent += length
         if advantages is not None and row < len(advantages):
-            here = (row, member, slice(length))
-            records[-1] |= training_view(rollout, here, advantages, tokenizer, spent <= MOST)
+            index = (row, member, slice(length))
+            records[-1] |= training_view(rollout, index, advantages, tokenizer, spent <= MOST)
     return records
 
 
 def transcript(
-    rollout: Rollout, ids: Any, stats: Any, here: tuple[int, int], tokenizer: Any
+    rollout: Rollout, ids: Any, stats: Any, index: tuple[int, int], tokenizer: Any
 ) -> list[dict[str, Any]]:
-    """One episode as what was said by turns: by whom, the text, how many tokens, points paid.
+    """One episode turn by turn: speaker, text, tokens and reward.
 
     What the policy said is trained on, in this row or in that of the member it branched off; what
     the environment said is masked.
     """
-    length = int(rollout.lengths[here])
-    turn, drawn = ids["turn"][here][:length], rollout.mask[here][:length]
+    length = int(rollout.lengths[index])
+    turn, sampled = ids["turn"][index][:length], rollout.mask[index][:length]
     if "node" in ids:
-        same = ids["node"][here[0]] == ids["node"][here]
-        drawn = (rollout.mask[here[0]] & same).any(axis=0)[:length]
-    tokens, paid = rollout.tokens[here][:length], stats["paid"][here][:length]
-    said = []
+        same = ids["node"][index[0]] == ids["node"][index]
+        sampled = (rollout.mask[index[0]] & same).any(axis=0)[:length]
+    tokens, paid = rollout.tokens[index][:length], stats["paid"][index][:length]
+    turns = []
     for number in range(int(turn.max(initial=-1)) + 1):
-        for by, part in (("policy", drawn), ("environment", ~drawn)):
+        for by, part in (("policy", sampled), ("environment", ~sampled)):
             of = part & (turn == number)
             if of.any():
                 text = tokenizer.decode(tokens[of].tolist())
                 size, points = int(of.sum()), float(paid[of].sum())
-                said.append({"by": by, "text": text, "tokens": size, "paid": points})
-    return said
+                turns.append({"by": by, "text": text, "tokens": size, "paid": points})
+    return turns

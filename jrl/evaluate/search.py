@@ -32,10 +32,10 @@ from jrl.evaluate import load_policy
 from jrl.evaluate.searcher import opened, searched_run, searcher_of
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
-from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.reward_parts import reward_pool
 from jrl.train.sources_text import TextSource
 from jrl.types import Array, Prompt, stream
 
@@ -126,7 +126,7 @@ def _seed_step(run: Run, step: int) -> int:
 
 
 def _costs(run: Run, searched: Searched) -> dict[str, float]:
-    """What a search took of each problem on average."""
+    """Mean costs of a search per problem."""
     count, episodes = len(searched.trees), run.config.data.plays
     expansions, steps, tokens = np.array(searched.costs, float).mean(0).tolist()
     costs = {"expansions": expansions, "turns" if episodes else "steps": steps}
@@ -141,8 +141,8 @@ def right_answers(run: Run, problems: Any, prompts: list[Prompt], searched: Sear
     """[N] bool, whether the path that each search takes in the end is right."""
     if run.config.data.plays:
         return np.array(searched.successes())
-    taken = [ids_of(tree, best_node(tree)) for tree in searched.trees]
-    return points_of(run, problems, prompts, np.arange(len(prompts)), taken) >= 1
+    answers = [ids_of(tree, best_node(tree)) for tree in searched.trees]
+    return points_of(run, problems, prompts, np.arange(len(prompts)), answers) >= 1
 
 
 def _folder(out: str) -> pathlib.Path:
@@ -180,7 +180,7 @@ def points_of(
     whose: np.ndarray,
     paths: Sequence[np.ndarray],
 ) -> np.ndarray:
-    """[M] float32, points of the reward part that says what is right, of M completions.
+    """[M] float32, points of the judging reward part, of M completions.
 
     Args:
       run: the run.
@@ -195,15 +195,15 @@ def points_of(
     for row, path in zip(tokens, paths, strict=True):
         row[: len(path)] = path
     if isinstance(run.task, Task):
-        asked = jax.tree.map(lambda x: x[whose], problems)
-        return np.asarray(jax.jit(jax.vmap(run.task.verify))(asked, tokens, np.maximum(lengths, 1)))
-    asked = [prompts[i] for i in whose]
+        each = jax.tree.map(lambda x: x[whose], problems)
+        return np.asarray(jax.jit(jax.vmap(run.task.verify))(each, tokens, np.maximum(lengths, 1)))
+    prompts_of = [prompts[i] for i in whose]
     rollout = demonstration_rollout(
-        *pad_prompts(asked, run.width), tokens, lengths, np.ones(len(paths), bool), 1
+        *pad_prompts(prompts_of, run.width), tokens, lengths, np.ones(len(paths), bool), 1
     )
-    with build.reward_pool(run.config) as pool:
+    with reward_pool(run.config) as pool:
         source = TextSource(
-            all_prompts=asked,
+            all_prompts=prompts_of,
             width=run.width,
             seed=None,
             program=None,
@@ -212,7 +212,7 @@ def points_of(
             tokenizer=run.tokenizer,
             name="eval",
         )
-        rewards = np.asarray(source.judge(asked, asked, rollout).rewards)
+        rewards = np.asarray(source.judge(prompts_of, prompts_of, rollout).rewards)
     return rewards[:, 0, list(run.rewards.weights).index(run.rewards.judge)]
 
 

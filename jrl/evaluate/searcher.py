@@ -63,7 +63,7 @@ def searcher_of(
     step_tokens: int = 64,
     split: str = "eval",
 ) -> Iterator[Searcher]:
-    """What searches problems of a run with some weights.
+    """A searcher of a run's problems with some weights.
 
     Args:
       run: from ``searched_run``.
@@ -132,12 +132,12 @@ def searching(
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         with searcher_of(run, key, params, step, width=width, whole=plan.whole) as search:
-            asked = 0
+            count = 0
 
             def solve(problems: Sequence[str]) -> list[bool]:
-                nonlocal asked
-                numbers = np.arange(asked, asked + len(problems))
-                asked += len(problems)
+                nonlocal count
+                numbers = np.arange(count, count + len(problems))
+                count += len(problems)
                 prompts = [
                     Prompt(int(i), text, np.zeros(0, np.int32), "")
                     for i, text in zip(numbers, problems, strict=True)

@@ -1,4 +1,4 @@
-"""What ranks the paths of a search at evaluation: likelihood, a reward model, values, a log-ratio.
+"""Rankings of search paths at evaluation: likelihood, reward model, values, log-ratio.
 
 None of them reads the answer.
 """
@@ -24,6 +24,7 @@ from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
 from jrl.train.objective import method_of
 from jrl.train.reward_model import model_of, trains_reward
+from jrl.train.reward_parts import parts_of
 from jrl.train.score import score
 from jrl.types import Array, Params, Prompt, Rollout
 
@@ -34,7 +35,7 @@ LIKELIHOOD = "likelihood"
 
 
 def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
-    """What ranks paths.
+    """A verifier by name.
 
     Raises:
       UserError: no such verifier or reduction, one that is not read, or that the run does not have.
@@ -47,7 +48,7 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
         raise UserError(f"--reduce {reduce} is not read with --by {by}; leave it out")
     if by == LIKELIHOOD:
         return lambda run, params, checkpoint: (params, by_likelihood)
-    if by == "model" and "model" not in config.rewards:
+    if by == "model" and not parts_of(config).given_by("model"):
         raise UserError(
             "--by model: rewards.model is missing; set rewards.model.path to the run of a reward"
             " model, such as one of configs/reward_model.toml"
@@ -65,7 +66,7 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
             _, first = programs.new_policy(run)
             ratios = _log_ratios(run, params, first)
             return first, partial(_by_ratio, ratios, *sizes)
-        model = run.rewards.model
+        model = next(iter(run.rewards.models.values()), None)
         if by == "value":
             model = model_of(run.config, run.mesh, 1, behind=True, checkpoint=checkpoint)
         assert model is not None
@@ -89,7 +90,7 @@ def _by_values(
     reduced: Callable[[np.ndarray], float],
     paths: Sequence[Path],
 ) -> list[float | None]:
-    """Points of paths by what a model says behind each of their steps."""
+    """Points of paths from a model's values after each step."""
     values = model.of_tokens(_rollout_of(paths, width, most))[:, 0]
     return [reduced(values[i, np.array(path.ends) - 1]) for i, path in enumerate(paths)]
 
@@ -101,8 +102,8 @@ def _by_ratio(
     paths: Sequence[Path],
 ) -> list[float | None]:
     """Points of paths by the mean log-ratio of two policies over the last step, nats a token."""
-    found = np.asarray(ratios(_rollout_of(paths, width, most)))[:, 0]
-    return [float(found[i, path.begin : path.ends[-1]].mean()) for i, path in enumerate(paths)]
+    log_ratios = np.asarray(ratios(_rollout_of(paths, width, most)))[:, 0]
+    return [float(log_ratios[i, path.begin : path.ends[-1]].mean()) for i, path in enumerate(paths)]
 
 
 def _log_ratios(run: Run, policy: Params, first: Params) -> Callable[[Rollout], Array]:
@@ -114,8 +115,8 @@ def _log_ratios(run: Run, policy: Params, first: Params) -> Callable[[Rollout], 
         n, g, _ = rollout.tokens.shape
         batch = to_batch(rollout, jax.numpy.zeros((n, g, 1)), jax.numpy.ones(1))
         both = {"policy": policy, "ref": first}
-        found = score(both, batch, law, network=run.network, value=None, want=want)
-        return found["logprobs"] - found["ref_logprobs"]
+        stats = score(both, batch, law, network=run.network, value=None, want=want)
+        return stats["logprobs"] - stats["ref_logprobs"]
 
     return partial(ratios, policy, first)
 
@@ -128,6 +129,6 @@ def _rollout_of(paths: Sequence[Path], width: int, most: int) -> Rollout:
         tokens[row, : len(path.tokens)], lengths[row] = path.tokens, len(path.tokens)
     openings = [path.opening for path in paths]
     openings += [openings[0]] * (count - len(paths))
-    asked = [Prompt(i, "", ids, "") for i, ids in enumerate(openings)]
+    prompts = [Prompt(i, "", ids, "") for i, ids in enumerate(openings)]
     whole = np.ones(count, bool)
-    return demonstration_rollout(*pad_prompts(asked, width), tokens, lengths, whole, 1)
+    return demonstration_rollout(*pad_prompts(prompts, width), tokens, lengths, whole, 1)

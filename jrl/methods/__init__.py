@@ -22,6 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 from jrl.errors import UserError, unknown_choice
 from jrl.methods.base import Method, Schedule
+from jrl.methods.curriculum import (
+    Curriculum,
+    Outcome,
+    Query,
+    Selection,
+    Table,
+    add_rows,
+    put_rows,
+    rows_in_turn,
+    top_rows,
+)
 from jrl.methods.definition import Published, published, variant
 from jrl.methods.domains import (
     AboveOne,
@@ -36,8 +47,17 @@ from jrl.methods.domains import (
     Tokens,
     Whole,
 )
-from jrl.methods.edit import refill
-from jrl.methods.plan import Plan
+from jrl.methods.edit import Edit, EditView, edit_of, fill, fill_groups, only, refill
+from jrl.methods.plan import Plan, StepView, also, more, new
+from jrl.methods.schedule import After, average, copies, every, restart
+from jrl.methods.stores import (
+    group_store,
+    member_store,
+    replay,
+    replay_rare,
+    replay_share,
+    replay_successes,
+)
 from jrl.user_code import FORMS, check_options, load, made_by, parameters_of
 
 if TYPE_CHECKING:
@@ -85,28 +105,58 @@ COMMON: Mapping[str, tuple[str, ...]] = MappingProxyType(
 __all__ = [
     "COMMON",
     "AboveOne",
+    "After",
     "AtLeastOne",
     "Choice",
     "Count",
+    "Curriculum",
+    "Edit",
+    "EditView",
     "Flag",
     "Fraction",
     "Method",
     "NonNegative",
+    "Outcome",
     "OwnMethod",
     "Plan",
     "Positive",
     "Published",
+    "Query",
     "Range",
     "Schedule",
+    "Selection",
+    "StepView",
+    "Table",
     "Tokens",
     "Whole",
+    "add_rows",
     "all_methods",
+    "also",
+    "average",
+    "copies",
+    "edit_of",
+    "every",
+    "fill",
+    "fill_groups",
     "find_method",
     "get_method",
+    "group_store",
     "list_methods",
+    "member_store",
+    "more",
+    "new",
+    "only",
     "published",
+    "put_rows",
     "refill",
+    "replay",
+    "replay_rare",
+    "replay_share",
+    "replay_successes",
+    "restart",
+    "rows_in_turn",
     "show_method",
+    "top_rows",
     "variant",
 ]
 
@@ -144,7 +194,7 @@ def all_methods() -> MappingProxyType[str, Published]:
     Raises:
       ValueError: when two files define methods of one name.
     """
-    found: dict[str, Published] = {}
+    methods: dict[str, Published] = {}
     paths = {package: importlib.import_module(package).__path__ for package in PACKAGES}
     files = [f for name, path in paths.items() for f in pkgutil.iter_modules(path, f"{name}.")]
     for file in files:
@@ -152,13 +202,13 @@ def all_methods() -> MappingProxyType[str, Published]:
         for value in vars(module).values():
             if not isinstance(value, Published) or value.__module__ != module.__name__:
                 continue
-            if value.name in found:
+            if value.name in methods:
                 raise ValueError(
-                    f"two methods are named {value.name!r}: in {found[value.name].__module__} and "
-                    f"in {value.__module__}; qualify one of them"
+                    f"two methods are named {value.name!r}: in {methods[value.name].__module__} "
+                    f"and in {value.__module__}; qualify one of them"
                 )
-            found[value.name] = value
-    return MappingProxyType(dict(sorted(found.items())))
+            methods[value.name] = value
+    return MappingProxyType(dict(sorted(methods.items())))
 
 
 class OwnMethod:
@@ -177,7 +227,7 @@ class OwnMethod:
         self.coefficients = parameters_of(function, f"method = {name!r}")
 
     def describe(self) -> dict[str, Any]:
-        """What ``jrl methods`` prints, as plain values."""
+        """The method as a plain dict, for ``jrl methods``."""
         arguments = self.coefficients.values()
         return {
             "name": self.name,
@@ -223,8 +273,8 @@ def find_method(name: str) -> Published | OwnMethod:
       UserError: there is no such method; the nearest is named.
     """
     if ":" in name:
-        own = load(name, "method")
-        return own if isinstance(own, Published) else OwnMethod(name, own)
+        user_method = load(name, "method")
+        return user_method if isinstance(user_method, Published) else OwnMethod(name, user_method)
     methods = all_methods()
     if name not in methods:
         raise UserError(
@@ -248,7 +298,7 @@ def get_method(name: str, **coefficients: Any) -> Method:
 
 
 def list_methods() -> list[dict[str, Any]]:
-    """What ``jrl methods --json`` prints: one plain dict a method, in alphabetical order.
+    """Every method as a plain dict, in alphabetical order; ``jrl methods --json`` prints them.
 
     Each holds name, paper, arxiv, family, summary, seams, needs (statistics, at the default
     coefficients), min_group and coefficients (name, default, required, domain).
@@ -257,7 +307,7 @@ def list_methods() -> list[dict[str, Any]]:
 
 
 def show_method(name: str) -> dict[str, Any]:
-    """What ``jrl methods NAME`` prints of one method, of the library or of one's own.
+    """One method as a plain dict, of the library or of one's own; ``jrl methods NAME`` prints it.
 
     Args:
       name: as for ``find_method``.

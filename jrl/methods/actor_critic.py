@@ -110,8 +110,11 @@ def ppo(
     Departures, all of them common for language models: the penalty against a reference policy
     (``kl_coef``), which ``kl_target`` steers to that many nats a token, both from "Fine-Tuning
     Language Models from Human Preferences" (arXiv:1909.08593); no discount; advantages whitened
-    over the batch's tokens; the value loss halved and clipped as in the released code. The paper
-    has c_1 (``value_coef``) 1, of an error that is not halved, and c_2 (``entropy_coef``) 0.01.
+    over the batch's tokens, by their population variance; the value loss halved and clipped as in
+    the released code; V after the last token is 0, also where a completion was cut. k1 of the
+    penalty is of the sampler's log-probabilities, which other libraries compute again in the
+    trainer: the same where the two agree. The paper has c_1 (``value_coef``) 1, of an error that is
+    not halved, and c_2 (``entropy_coef``) 0.01.
     """
     rule = ratios.clip(clip_low, clip_high, dual_clip)
     correct = named_correction(correction, correction_cap, correction_low)

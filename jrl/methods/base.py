@@ -1,4 +1,4 @@
-"""What a published method is: at most eight seams filled, the rest at defaults that do nothing.
+"""Methods as values of at most eight parts, whose defaults do nothing.
 
     curriculum  which problems a step uses
     plan        which members are sampled, in a first draw and in further rounds
@@ -43,7 +43,7 @@ from jrl.types.asks import BASELINE, TRAIN, new_ask
 
 
 class FirstDraw(NamedTuple):
-    """What ``Plan.first`` asks for, in numbers.
+    """Counts of the members that ``Plan.first`` asks for.
 
     Attributes:
       own: whether the policy draws members to train on.
@@ -66,17 +66,17 @@ class FirstDraw(NamedTuple):
 
 
 def first_draw(plan: Plan) -> FirstDraw:
-    """What a plan's first draw asks for."""
+    """Counts of the members of a plan's first draw."""
     one = np.zeros(1, np.int32)
     asks = plan.first((new_ask(one, one, 1, tree=plan.tree),), dry_view())
-    given = [ask for ask in asks if ask.prefix_as == "given" and ask.prefix is not None]
-    sampled = [ask for ask in asks if not any(ask is other for other in given)]
+    demonstrations = [ask for ask in asks if ask.prefix_as == "given" and ask.prefix is not None]
+    sampled = [ask for ask in asks if not any(ask is other for other in demonstrations)]
     trees = [ask.tree for ask in sampled if ask.tree is not None]
     tree = trees[0] if trees else plan.tree
     return FirstDraw(
         own=any(ask.use == TRAIN for ask in sampled),
         baseline_members=sum(ask.width for ask in sampled if ask.use == BASELINE),
-        demonstrations=sum(ask.width for ask in given),
+        demonstrations=sum(ask.width for ask in demonstrations),
         tree=tree if isinstance(tree, Branching) else None,
         search=tree if isinstance(tree, Search) else None,
     )
@@ -129,7 +129,7 @@ _GROUP, _LACKING = "group of at least ", "lacking "
 
 
 def requires(group: int = 1, lacks: str = "") -> frozenset[str]:
-    """What a run must have for a method: ``Method.needs``.
+    """Requirements of a method on its run, for ``Method.needs``.
 
     Args:
       group: the least group size with which the advantage says anything.
@@ -177,9 +177,9 @@ class Method(NamedTuple):
             "aggregate": objective.aggregate,
             **{term.name: term for term in objective.regularizers},
         }
-        shown = {name: as_text(part, 1) for name, part in parts.items()}
-        shown["statistics"] = as_text(objective.needs)
-        return lines(self, getattr(self, "made_by", "Method"), shown, without=("objective",))
+        texts = {name: as_text(part, 1) for name, part in parts.items()}
+        texts["statistics"] = as_text(objective.needs)
+        return lines(self, getattr(self, "made_by", "Method"), texts, without=("objective",))
 
     def with_(self, **changes: Any) -> Method:
         """The method with other parts, by name.
@@ -190,16 +190,16 @@ class Method(NamedTuple):
             ``epochs`` changes the schedule; ``group`` and ``lacks`` change what ``needs`` says.
         """
         parts = {n: changes.pop(n) for n in ratios.RatioParts._fields if n in changes}
-        own = {n: changes.pop(n) for n in Objective._fields if n in changes}
+        objective_parts = {n: changes.pop(n) for n in Objective._fields if n in changes}
         if parts:
-            own["surrogate"] = ratios.with_parts(self.objective.surrogate, **parts)
+            objective_parts["surrogate"] = ratios.with_parts(self.objective.surrogate, **parts)
         if "group" in changes or "lacks" in changes:
             group = changes.pop("group", self.least_group)
             others = {n for n in self.needs if not n.startswith((_GROUP, _LACKING))}
             changes["needs"] = requires(group, changes.pop("lacks", self.lacks)) | others
         if "epochs" in changes:
             changes["schedule"] = self.schedule._replace(epochs=changes.pop("epochs"))
-        return self._replace(objective=self.objective._replace(**own), **changes)
+        return self._replace(objective=self.objective._replace(**objective_parts), **changes)
 
     def after(self, *steps: Transform) -> Method:
         """The method with further steps after those that compute its advantages."""
@@ -215,19 +215,19 @@ class Method(NamedTuple):
 
     @property
     def least_group(self) -> int:
-        """The least group size with which the advantage says anything."""
+        """The smallest group size with a nonzero advantage."""
         sizes = [int(need.removeprefix(_GROUP)) for need in self.needs if need.startswith(_GROUP)]
         return max(sizes, default=1)
 
     @property
     def lacks(self) -> str:
-        """What no run has yet that the whole method needs; "" where it is complete."""
+        """The part of the method that no run supports yet; "" if it is complete."""
         texts = sorted(need for need in self.needs if need.startswith(_LACKING))
         return "; ".join(text.removeprefix(_LACKING) for text in texts)
 
     @property
     def draw(self) -> FirstDraw:
-        """What the plan's first draw asks for, in numbers."""
+        """Counts of the members of the plan's first draw."""
         return first_draw(self.plan)
 
     @property

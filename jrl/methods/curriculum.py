@@ -1,4 +1,4 @@
-"""Curricula: which problems a training step uses, as ``(init, choose, update)`` over arrays.
+"""Curricula: choice of a step's problems, as ``(init, choose, update)`` over arrays.
 
     state = curriculum.init(table)
     choice, state = curriculum.choose(state, query)     # before the step's groups are sampled
@@ -40,7 +40,7 @@ class Table(NamedTuple):
 
 
 class Query(struct.PyTreeNode):
-    """What is asked of a curriculum.
+    """A request for problems.
 
     Attributes:
       key: of the step and of the first ticket; consumed.
@@ -61,7 +61,7 @@ class Query(struct.PyTreeNode):
         return jnp.arange(self.tickets.shape[0]) < self.count
 
 
-class Choice(struct.PyTreeNode):
+class Selection(struct.PyTreeNode):
     """The problems that a curriculum chose, best first.
 
     Attributes:
@@ -80,7 +80,7 @@ class Choice(struct.PyTreeNode):
 
 
 class Outcome(struct.PyTreeNode):
-    """What a step made of the problems: all groups sampled for training, dropped ones too.
+    """Results of a step by problem: all groups sampled for training, dropped ones included.
 
     Attributes:
       step: [] int32, training steps done before this one.
@@ -92,7 +92,7 @@ class Outcome(struct.PyTreeNode):
       size: [m] float32, members.
       score: [m, M] float32, points; 0 for absent members.
       advantage: [m, M] float32, mean |advantage| of the member's tokens; 0 where not trained.
-      prior: [m] float32 by name, as ``Choice`` gave it.
+      prior: [m] float32 by name, as ``Selection`` gave it.
     """
 
     step: Array
@@ -113,7 +113,7 @@ def unchanged(state: Any, *rest: Any) -> Any:
 
 
 class Curriculum(NamedTuple):
-    """Which problems a run trains on.
+    """The choice of a run's problems.
 
     Attributes:
       init: (table) -> state, arrays of fixed shapes.
@@ -123,7 +123,7 @@ class Curriculum(NamedTuple):
     """
 
     init: Callable[[Table], Any]
-    choose: Callable[[Any, Query], tuple[Choice, Any]]
+    choose: Callable[[Any, Query], tuple[Selection, Any]]
     update: Callable[[Any, Outcome], Any] = unchanged
     pool: int = 1024
 
@@ -131,7 +131,7 @@ class Curriculum(NamedTuple):
 # ---------------------------------------------------------------- pieces
 
 
-def top(values: Array, query: Query) -> Array:
+def top_rows(values: Array, query: Query) -> Array:
     """[n] int32: the rows with the greatest values that the step has not used, the best first.
 
     Args:
@@ -139,15 +139,15 @@ def top(values: Array, query: Query) -> Array:
       query: what is asked.
 
     >>> query = Query(None, jnp.arange(2), 2, 0, jnp.array([False, True, False]))
-    >>> top(jnp.array([0.0, 9.0, 1.0]), query).tolist()
+    >>> top_rows(jnp.array([0.0, 9.0, 1.0]), query).tolist()
     [2, 0]
     """
     values = jnp.where(query.used, -jnp.inf, values)
     return jax.lax.top_k(values, query.tickets.shape[0])[1].astype(jnp.int32)
 
 
-def deal(uses: Array, query: Query, allowed: Array) -> tuple[Array, Array]:
-    """Rows in turn: the least used of those allowed, in an order that each step draws anew.
+def rows_in_turn(uses: Array, query: Query, allowed: Array) -> tuple[Array, Array]:
+    """The least used of the allowed rows, in an order that each step samples again.
 
     Args:
       uses: [rows] int32, how often each was chosen.
@@ -158,11 +158,11 @@ def deal(uses: Array, query: Query, allowed: Array) -> tuple[Array, Array]:
       (rows [n] int32, uses afterwards).
     """
     order = jax.random.uniform(query.key, uses.shape)
-    rows = top(jnp.where(allowed, 0.0, -1e6) - uses + order, query)
+    rows = top_rows(jnp.where(allowed, 0.0, -1e6) - uses + order, query)
     return rows, uses.at[rows].add(query.live().astype(uses.dtype))
 
 
-def put(values: Array, outcome: Outcome, new: Array) -> Array:
+def put_rows(values: Array, outcome: Outcome, new: Array) -> Array:
     """``values`` [rows] with ``new`` [m] at the rows of the outcome's live groups.
 
     A row that several groups of a step had gets the number of one of them.
@@ -171,6 +171,6 @@ def put(values: Array, outcome: Outcome, new: Array) -> Array:
     return values.at[at].set(new.astype(values.dtype), mode="drop")
 
 
-def add(values: Array, at: Array, amount: Array, live: Array) -> Array:
+def add_rows(values: Array, at: Array, amount: Array, live: Array) -> Array:
     """``values`` with ``amount`` [m] added at ``at`` [m] where ``live`` [m]."""
     return values.at[jnp.where(live, at, values.shape[0])].add(amount, mode="drop")

@@ -1,4 +1,4 @@
-"""Published methods: a function with a paper, checked coefficients, and what it inherits.
+"""Published methods: functions with a paper, checked and inherited coefficients.
 
     @published                                     # a method of its own
     def grpo(clip_low: NonNegative = 0.2, ...) -> Method:
@@ -37,7 +37,7 @@ _ANOTHERS = re.compile(r"the paper of ``(\w+)``")
 
 
 class Paper(NamedTuple):
-    """What a docstring names first.
+    """The first paper that a docstring names.
 
     Attributes:
       title: the exact title.
@@ -54,11 +54,11 @@ def paper_of(docstring: str) -> Paper | None:
     >>> paper_of('GRPO with one ratio. "Group Sequence Policy Optimization" (arXiv:2507.18071)')
     Paper(title='Group Sequence Policy Optimization', arxiv='2507.18071')
     """
-    found = _PAPER.search(" ".join(docstring.split()))
-    if found is None:
+    match = _PAPER.search(" ".join(docstring.split()))
+    if match is None:
         return None
-    arxiv = _ARXIV.search(found[2])
-    return Paper(found[1], None if arxiv is None else arxiv[1])
+    arxiv = _ARXIV.search(match[2])
+    return Paper(match[1], None if arxiv is None else arxiv[1])
 
 
 class _FromPaper(Method):
@@ -99,10 +99,10 @@ class Published:
         doc = " ".join((function.__doc__ or "").split())
         another = _ANOTHERS.search(doc)
         first = function.__globals__.get(another[1]) if another else None
-        named = paper_of(doc)
+        paper = paper_of(doc)
         self.name: str = function.__name__
-        self.paper: str | None = None if named is None else named.title
-        self.arxiv: str | None = None if named is None else named.arxiv
+        self.paper: str | None = None if paper is None else paper.title
+        self.arxiv: str | None = None if paper is None else paper.arxiv
         if isinstance(first, Published):
             self.paper, self.arxiv = first.paper, first.arxiv
         self.family = function.__module__.rpartition(".")[2]
@@ -153,12 +153,12 @@ class Published:
         """The method with these coefficients, not checked again."""
         defaults = {n: c.default for n, c in self.coefficients.items() if not c.required}
         method = _FromPaper._make(self._build(**{**defaults, **coefficients}))
-        moved = {
+        changed = {
             name: value
             for name, value in coefficients.items()
             if name not in defaults or _moved(value, defaults[name])
         }
-        arguments = ", ".join(f"{name}={as_text(value, 1)}" for name, value in moved.items())
+        arguments = ", ".join(f"{name}={as_text(value, 1)}" for name, value in changed.items())
         method.made_by = f"{self.name}({arguments})"
         return method
 
@@ -179,7 +179,7 @@ class Published:
         return (inspect.getdoc(self) or "").partition("\n")[0]
 
     def describe(self) -> dict[str, Any]:
-        """What ``jrl methods`` prints, as plain values."""
+        """The method as a plain dict, for ``jrl methods``."""
         method = self.example()
         return {
             "name": self.name,
@@ -193,6 +193,7 @@ class Published:
             "min_group": method.least_group,
             "state": state_kept(method.objective),
             "unsupported": method.lacks,
+            "notes": (inspect.getdoc(self) or "").partition("\n")[2].strip(),
             "coefficients": [
                 {
                     "name": c.name,
@@ -216,7 +217,7 @@ def published(function: Callable[..., Method]) -> Published:
 def variant(
     base: Published, *, without: tuple[str, ...] = (), **defaults: Any
 ) -> Callable[[Callable[..., Method]], Published]:
-    """Makes a function of a base method a published one that says only what differs.
+    """Publishes a function of a base method, which states only the differences.
 
     The function takes the base as a ``Method``, then arguments of its own, each annotated with a
     domain. An argument that the base has too is passed to both: without a default of its own it
@@ -236,34 +237,34 @@ def variant(
             raise TypeError(f"{base.name} has no coefficient {name!r}")
 
     def decorate(function: Callable[..., Method]) -> Published:
-        own = coefficients_of(function, skip=1)
+        declared = coefficients_of(function, skip=1)
         inherited = {
             name: coefficient._replace(default=defaults.get(name, coefficient.default))
             for name, coefficient in base.coefficients.items()
             if name not in without
         }
-        own = {
+        declared = {
             name: c._replace(default=inherited[name].default)
             if c.required and name in inherited
             else c
-            for name, c in own.items()
+            for name, c in declared.items()
         }
 
         def build(**coefficients: Any) -> Method:
-            mine = {name: coefficients[name] for name in own}
+            mine = {name: coefficients[name] for name in declared}
             theirs = {name: value for name, value in coefficients.items() if name in inherited}
             fixed = {name: value for name, value in defaults.items() if name in without}
             return function(base.build({**fixed, **theirs}), **mine)
 
         # Own coefficients first: they are what a reader looks for.
-        return Published(function, build, {**own, **{**inherited, **own}}, base)
+        return Published(function, build, {**declared, **{**inherited, **declared}}, base)
 
     return decorate
 
 
 def state_kept(objective: Objective) -> list[str]:
-    """Which parts of an objective keep state from step to step: "advantage", a regularizer."""
+    """Parts of an objective with state from step to step: "advantage", a regularizer."""
     state = jax.eval_shape(objective.init)  # its shapes alone: a list of methods needs no device
-    kept = ["advantage"] if jax.tree.leaves(state["advantage"]) else []
+    names = ["advantage"] if jax.tree.leaves(state["advantage"]) else []
     parts = zip(objective.regularizers, state["regularizers"], strict=True)
-    return kept + [part.name for part, inner in parts if jax.tree.leaves(inner)]
+    return names + [part.name for part, inner in parts if jax.tree.leaves(inner)]

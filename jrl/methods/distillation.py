@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.methods.definition import published, variant
-from jrl.methods.domains import Choice, Flag, NonNegative, Positive, Range, Tokens
+from jrl.methods.domains import Choice, Flag, NonNegative, Positive, Range, Tokens, Whole
 from jrl.methods.group_relative import grpo
 from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.ratios import CLIPS
@@ -28,6 +28,8 @@ def gkd(
     beta: Inner = 0.5,
     over: Annotated[str, Choice(("vocabulary", "sampled"))] = "vocabulary",
     demonstrations: Tokens = 0,
+    top_k: Whole = 0,
+    tail: Annotated[str, Choice(distill.TAILS)] = "renormalised",
 ) -> Method:
     """A divergence between teacher and student at every token of the student's own completions.
 
@@ -43,6 +45,14 @@ def gkd(
     the drawn token alone, where the teacher's whole distribution is not to be had; it claims D's
     gradient on the student's own samples, so that it takes no demonstrations.
 
+    With ``top_k`` above 0 D is over the teacher's that many likeliest tokens, as other libraries
+    have it, and the backward pass keeps 2 k + 1 numbers of the teacher a token, where it would make
+    the teacher's distribution again. ``tail`` says what becomes of the other tokens: they are left
+    out and both distributions divided by what is left ("renormalised", as in NeMo-RL by default and
+    ROLL), left out of the sum of D ("cut", verl's with "forward"), as good as impossible for the
+    teacher ("floor", NeMo-RL's ``zero_outside_topk``) or one token together ("bucket", a lower
+    bound of D). NeMo-RL and ROLL take 64, and average over tokens, not completions.
+
     Departures: at the ends of ``beta``, where the divergence is 0, choose "forward" or "reverse".
     The paper's further RL term is to be had by adding ``distill.divergence_in_loss`` to a method.
     """
@@ -51,8 +61,15 @@ def gkd(
             f"gkd.over = 'sampled' with gkd.demonstrations = {demonstrations}; the estimate holds "
             "for the policy's own samples: give demonstrations = 0, or over = 'vocabulary'"
         )
+    if over == "sampled" and top_k:
+        raise UserError(
+            f"gkd.over = 'sampled' with gkd.top_k = {top_k}: the drawn token is not the teacher's"
+            " likeliest; give top_k = 0, or over = 'vocabulary'"
+        )
     if over == "sampled":
         surrogate = distill.sampled_divergence(divergence, beta)
+    elif top_k:
+        surrogate = distill.minimise(distill.top_k_divergence(divergence, top_k, tail, beta))
     else:
         surrogate = distill.minimise(distill.divergence(divergence, beta))
     return Method(

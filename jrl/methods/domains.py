@@ -99,6 +99,22 @@ def is_zero(coef: Any) -> bool:
     return not isinstance(coef, jax.Array) and coef == 0
 
 
+def check_band(*, equal: bool = False, **bounds: Any) -> None:
+    """Raises a UserError where nothing is between two coefficients; traced ones pass.
+
+    Args:
+      equal: whether they may be equal.
+      **bounds: the lower one and the upper one, by name.
+
+    >>> check_band(low=0.2, high=0.8)
+    """
+    (low, least), (high, most) = bounds.items()
+    if isinstance(least, jax.Array) or isinstance(most, jax.Array):
+        return
+    if least > most or (least == most and not equal):
+        raise UserError(f"objective.{low} = {least}; give a number below objective.{high} = {most}")
+
+
 class Coefficient(NamedTuple):
     """An argument of a method.
 

@@ -1,4 +1,4 @@
-"""Edits of the groups of a step: what is left out, replaced or added before they are trained on.
+"""Edits of a step's groups before training: members left out, replaced or added.
 
     groups, state = edit.apply(state, groups, view)
 
@@ -21,7 +21,7 @@ from jrl.types.asks import Asks
 
 
 class EditView(NamedTuple):
-    """What an edit may read besides the groups.
+    """Context of an edit, besides the groups.
 
     Attributes:
       step: [] int32, training steps done.
@@ -86,24 +86,24 @@ def rank(values: Array, live: Array) -> Array:
     return jnp.argsort(order, axis=1).astype(jnp.int32)
 
 
-def fill(groups: Any, where: Array, rows: Any, found: Array) -> Any:
+def fill(groups: Any, where: Array, rows: Any, available: Array) -> Any:
     """The groups with stored members in the places ``where``, as far as any were found.
 
     Args:
       groups: m of them.
       where: [m, M] bool. The k-th place of a group gets the k-th row found for it.
       rows: members [m, K, ...] by name, as a store gives them.
-      found: [m, K] bool, True for the first ones.
+      available: [m, K] bool, True for the first ones.
 
     Returns:
       The groups; the label "replayed" [m, M] is 1 for the members that came from a store.
     """
     if not rows:  # of a store on the host that has never held any
         return with_members(groups, {}, jnp.zeros(groups.use.shape, bool))
-    k = found.shape[1]
+    k = available.shape[1]
     place = jnp.cumsum(where, axis=1) - 1
     number = jnp.clip(place, 0, k - 1)
-    filled = where & (place < k) & jnp.take_along_axis(found, number, axis=1)
+    filled = where & (place < k) & jnp.take_along_axis(available, number, axis=1)
 
     def put(old: Array, new: Array) -> Array:
         at = number.reshape(*number.shape, *(1,) * (old.ndim - 2))
@@ -135,10 +135,10 @@ def standalone(groups: Any) -> Any:
     if "node" not in groups.ids:
         return groups
     rollout, node = groups.rollout, jnp.asarray(groups.ids["node"])
-    mask, here = jnp.asarray(rollout.mask), jnp.arange(node.shape[2])[None, None]
+    mask, position = jnp.asarray(rollout.mask), jnp.arange(node.shape[2])[None, None]
     # [m, G, H, T]: whether member h drew the token that member g goes through.
     same = (node[:, :, None] == node[:, None]) & (node[:, :, None] > 0) & mask[:, None]
-    lent = same.any(axis=2) & ~mask & (here < jnp.asarray(rollout.lengths)[:, :, None])
+    lent = same.any(axis=2) & ~mask & (position < jnp.asarray(rollout.lengths)[:, :, None])
     lender = jnp.argmax(same, axis=2)
 
     def taken(x: Any) -> Array:
@@ -154,21 +154,21 @@ def standalone(groups: Any) -> Any:
     )
 
 
-def fill_groups(groups: Any, where: Array, rows: Any, found: Array) -> Any:
+def fill_groups(groups: Any, where: Array, rows: Any, available: Array) -> Any:
     """The groups with whole stored groups in the places ``where`` ([m] bool).
 
     Args:
       groups: m of them.
       where: [m] bool. The k-th place gets the k-th group found.
       rows: groups [K, ...] by name, as a store of groups gives them.
-      found: [K] bool, True for the first ones.
+      available: [K] bool, True for the first ones.
     """
     if not rows:
         return with_members(groups, {}, jnp.zeros(groups.use.shape, bool))
-    k = found.shape[0]
+    k = available.shape[0]
     place = jnp.cumsum(where) - 1
     number = jnp.clip(place, 0, k - 1)
-    filled = where & (place < k) & found[number]
+    filled = where & (place < k) & available[number]
 
     def put(old: Array, new: Array) -> Array:
         flags = filled.reshape(-1, *(1,) * (old.ndim - 1))
@@ -234,8 +234,8 @@ def members_of(groups: Any) -> dict[str, Array]:
     rollout = {f"rollout.{n}": getattr(groups.rollout, n) for n in _TOKENS + _NUMBERS}
     ids = {f"ids.{n}": x for n, x in groups.ids.items() if x.ndim > 1 and n not in _OF_PLACE}
     stats = {f"stats.{n}": x for n, x in groups.stats.items()}
-    own = {"rewards": groups.rewards, "use": groups.use, "kept": groups.kept}
-    return {**rollout, **ids, **stats, **own}
+    scores = {"rewards": groups.rewards, "use": groups.use, "kept": groups.kept}
+    return {**rollout, **ids, **stats, **scores}
 
 
 def groups_of(groups: Any) -> dict[str, Array]:
@@ -254,8 +254,8 @@ def with_members(groups: Any, recorded: dict[str, Array], replayed: Array) -> An
     parts: dict[str, dict[str, Array]] = {"rollout": {}, "ids": {}, "stats": {}, "prior": {}}
     whole: dict[str, Array] = {}
     for name, x in recorded.items():
-        kind, dot, own = name.partition(".")
-        (parts[kind] if dot else whole)[own if dot else kind] = x
+        kind, dot, field = name.partition(".")
+        (parts[kind] if dot else whole)[field if dot else kind] = x
     label = groups.ids.get("replayed", jnp.zeros(replayed.shape, jnp.int32))
     ids = groups.ids | parts["ids"] | {"replayed": jnp.where(replayed, 1, label)}
     return groups.replace(

@@ -68,10 +68,10 @@ def grpo(
     see ``objectives.ratios``.
     """
     rule = clip(clip_low, clip_high, dual_clip)
-    named = named_correction(correction, correction_cap, correction_low)
+    weighting = named_correction(correction, correction_cap, correction_low)
     return against_others(
         normalised(eps, ddof),
-        ratio_loss(token, rule, named, off_policy_limit),
+        ratio_loss(token, rule, weighting, off_policy_limit),
         regularizers=kl_term(kl_kind, kl_coef),
         epochs=epochs,
     )
@@ -133,15 +133,16 @@ def bnpo(base: Method, normalise: Annotated[str, Choice(("beta", "group"))] = "b
     """Advantages scaled by a Beta density fitted to the batch, and a token mean.
 
     "BNPO: Beta Normalization Policy Optimization" (arXiv:2506.02864), p being a group's mean reward
-    and a, b the Beta distribution with the mean and variance that p has over the batch's groups:
+    and a, b the Beta distribution with the mean and sample variance that p has over the batch's
+    groups:
 
         A_i = (r_i - p) / f(p; 1 + a / 3, 1 + b / 3)
         loss = -1/(sum_i |o_i|) sum_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)
 
     Rewards are to lie in [0, 1]. Departures: a, b come from the batch at hand, by moments, with
-    a + b of at most 300; one score is normalised, not each part of it as in the paper's
-    decomposition. What TRL calls bnpo is its token mean over the batch with GRPO's advantages:
-    ``normalise="group"``, which alone reads ``eps`` and ``ddof``.
+    a + b of at most 300, where the released code holds 1/f below 1e6; one score is normalised, not
+    each part of it as in the paper's decomposition. What TRL calls bnpo is its token mean over the
+    batch with GRPO's advantages: ``normalise="group"``, which alone reads ``eps`` and ``ddof``.
     """
     if normalise == "beta":
         base = base.with_(advantage=normalizers.beta_normalised())
@@ -193,16 +194,17 @@ def car(base: Method) -> Method:
         r = c - (c - p)^2
 
     Two reward parts are read, c and p, in that order; the reward function "confidence" gives p.
-    Give the first a weight of 1. Departures: this is the quadratic score, one of the rewards that
-    the paper compares; its own, which separates the ranges of right and wrong answers, is not known
-    to us.
+    Give the first a weight of 1. An environment gives both as its reward parts. Departures: this is
+    the quadratic score, one of the rewards that the paper compares; its own, which separates the
+    ranges of right and wrong answers, is not known to us.
     """
 
     def calibrated(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
-        right, stated = reward_parts("car", rewards, 2, "right, confidence")
-        return as_first(right - np.square(right - stated), rewards)
+        right, confidence = reward_parts("car", rewards, 2, "right, confidence")
+        return as_first(right - np.square(right - confidence), rewards)
 
-    return base.with_(rewards=calibrated)
+    lacking = "the paper's own reward, which is not known; it is the quadratic score"
+    return base.with_(rewards=calibrated, lacks=lacking)
 
 
 @variant(grpo)
@@ -218,6 +220,8 @@ def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
 
     as the released code has it. What tools return is read and not trained on. The paper starts from
     supervised training, and ends with DPO on pairs of the policy's own (``online_iterative_dpo``).
+    Departures: no environment with search and Python together comes with the library; one of your
+    own gives the three parts (``HostEnv(parts=("form", "answer", "tools"))``).
     """
 
     def ordered(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
@@ -228,7 +232,8 @@ def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
             rewards,
         )
 
-    return base.with_(rewards=ordered)
+    lacking = "an environment with search and Python that pays form, answer and use of both"
+    return base.with_(rewards=ordered, lacks=lacking)
 
 
 @variant(grpo, kl_coef=0.001)

@@ -1,4 +1,4 @@
-"""Plans: which members a training step samples, in a first draw and in further rounds.
+"""Plans: members that a training step samples, in a first draw and further rounds.
 
     asks = plan.first(asks, view)                 # the run's G members of N problems, and more
     while any(asks): asks = plan.next(groups, view)      # at most ``rounds`` times
@@ -23,7 +23,7 @@ from jrl.types.asks import BASELINE, Ask, Asks, Tokens
 
 
 def same_version(step: Any) -> Any:
-    """The version of what draws for a training step: that of the policy itself."""
+    """The version of the weights that sample for a step: the policy's own."""
     return step
 
 
@@ -42,7 +42,7 @@ class Policy(NamedTuple):
 
 
 class StepView(NamedTuple):
-    """What a plan may read besides the groups.
+    """Context of a plan, besides the groups.
 
     Attributes:
       step: [] int32, training steps done.
@@ -78,7 +78,7 @@ def frozen_copy(name: str, every: int) -> Policy:
 
 
 class Plan(NamedTuple):
-    """Which members a training step samples.
+    """The members that a training step samples.
 
     Attributes:
       first: (asks, view) -> asks. It is given one ask, G members of N tickets, and returns asks of
@@ -170,7 +170,7 @@ def new(count: Any, entries: int, group: int, **how: Any) -> Ask:
 
 @dataclasses.dataclass(frozen=True)
 class by_policy:
-    """A ``Plan.first`` whose asks are drawn by another policy.
+    """A ``Plan.first`` whose members are sampled by another policy.
 
     Attributes:
       name: of ``Plan.policies``.
@@ -186,7 +186,7 @@ class by_policy:
 
 
 def greedy_baseline(asks: Asks, view: StepView) -> Asks:
-    """A ``Plan.first`` that adds one greedy completion, which is compared with and not trained on.
+    """A ``Plan.first`` that adds one greedy completion as a baseline, not trained on.
 
     The baseline of ReMax.
     """
@@ -218,7 +218,7 @@ class demonstrated:
 
 
 def stored_apart(asks: Asks, view: StepView) -> Asks:
-    """A ``Plan.first`` by which problems with stored completions are sampled without a search.
+    """A ``Plan.first`` that samples problems with stored completions without search.
 
     A completion from a store takes a member's place, and with a searched one the steps would be
     lost that others go through. The method's first edit is a replay by prompt.
@@ -226,16 +226,16 @@ def stored_apart(asks: Asks, view: StepView) -> Asks:
     (ask,) = asks
     if not view.edits or not isinstance(ask.tree, Search):
         return asks
-    held = view.edits[0].holds(view.tools.prompt_ids(ask.row))
-    if not held.any():
+    has_stored = view.edits[0].holds(view.tools.prompt_ids(ask.row))
+    if not has_stored.any():
         return asks
     part = lambda rows: jax.tree.map(lambda x: x[rows], ask)  # noqa: E731
-    alone = part(held).replace(tree=None)
-    return (alone,) if held.all() else (part(~held), alone)
+    alone = part(has_stored).replace(tree=None)
+    return (alone,) if has_stored.all() else (part(~has_stored), alone)
 
 
 class _DryTools:
-    """What a plan may read where it is only looked at."""
+    """Tools of a plan that is inspected, not run."""
 
     def solutions(self, asks: Asks) -> Tokens:
         """One token for each entry."""
@@ -244,5 +244,5 @@ class _DryTools:
 
 
 def dry_view() -> StepView:
-    """A view for looking at what ``Plan.first`` asks for, without a run."""
+    """A view to inspect ``Plan.first`` with, without a run."""
     return StepView(np.int32(0), 0, None, 1, 1, (), (), _DryTools())  # type: ignore[arg-type]

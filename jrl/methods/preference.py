@@ -30,8 +30,8 @@ from jrl.objectives.pairs import (
     PAIR_LOSSES,
     Reward,
     Side,
+    dpo_loss,
     odds_ratio_loss,
-    reward_loss,
     sigmoid,
     softplus,
 )
@@ -49,26 +49,6 @@ Steps = Annotated[int, Range(0, whole=True)]
 # ---------------------------------------------------------------- DPO
 
 PairLossName = Annotated[str, Choice(tuple(PAIR_LOSSES))]
-
-
-def dpo_loss(
-    name: str,
-    beta: float,
-    noise: float = 0.0,
-    of: Reward = lambda side: side.log_ratio,
-    margin: float = 0.0,
-) -> pairs.PairLoss:
-    """The loss of ``dpo`` by name, as a function of the two sides.
-
-    Args:
-      name: of ``PAIR_LOSSES``.
-      beta: per unit of ``of``.
-      noise: ``label_smoothing``.
-      of: what of a side times beta is its implicit reward.
-      margin: taken from the chosen side's reward.
-    """
-    loss = reward_loss(name, beta, noise)
-    return lambda chosen, rejected: loss(beta * of(chosen) - margin, beta * of(rejected))
 
 
 def implicit(beta: float) -> Reward:
@@ -256,10 +236,7 @@ def orpo(lambda_: NonNegative = 0.1, min_gap: NonNegative = 0.0) -> Method:
 
     Departures: P is held 1e-6 below 1, in logarithms.
     """
-
-    def loss(chosen: Side, rejected: Side) -> Array:
-        return odds_ratio_loss(chosen.mean, rejected.mean, lambda_)
-
+    loss = odds_ratio_loss(lambda_)
     return pair_method(loss, lambda side: lambda_ * side.mean, (), min_gap)
 
 

@@ -25,6 +25,7 @@ from jrl.methods.domains import (
     KlInReward,
     NonNegative,
     Positive,
+    check_band,
 )
 from jrl.methods.group_relative import as_first, grpo, reward_parts
 from jrl.objectives import prompt_table, ratios, segments, transforms
@@ -433,6 +434,7 @@ def clip_cov(
     once a step, where the authors' code makes it anew for each minibatch and leaves out tokens that
     the ratio clip already holds.
     """
+    check_band(covariance_low=covariance_low, covariance_high=covariance_high)
     choose = drop_covariant(fraction, covariance_low, covariance_high)
     return base.after(choose).with_(aggregate=token_mean)
 

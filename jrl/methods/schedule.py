@@ -1,4 +1,4 @@
-"""How a batch is used, and what becomes of the training state beside its updates.
+"""Use of a batch, and changes of the training state besides the optimiser's.
 
     Schedule(epochs=2, after=(copies("ref", every(100)), fresh_moments(every(100))))
 
@@ -22,7 +22,7 @@ When = Literal["before", "update", "step"]
 
 
 class AfterView(NamedTuple):
-    """What an ``After`` may read beside the state.
+    """Context of an ``After``, besides the state.
 
     Attributes:
       optimizer: the run's. Of several policies its state has a leading axis of them, as all trees
@@ -39,7 +39,7 @@ class AfterView(NamedTuple):
 
 
 class After(NamedTuple):
-    """A change of the training state beside the optimiser's updates.
+    """A change of the training state besides the optimiser's updates.
 
     Attributes:
       apply: (state, view) -> state, a tree of the same shapes. After an update only ``params`` and
@@ -58,7 +58,7 @@ class After(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """How a batch is used.
+    """Use of a batch.
 
     Attributes:
       epochs: passes over a batch before the next one is drawn.
@@ -81,7 +81,7 @@ ONCE = Schedule()
 def run_due(
     after: Sequence[After], on: When, state: TrainState, count: Array, view: AfterView
 ) -> TrainState:
-    """The state behind the changes of one kind that are due.
+    """The state after the changes of one kind that are due.
 
     Args:
       after: of a schedule.
@@ -152,7 +152,7 @@ def average(name: str, decay: Any) -> After:
 
 
 def restart(name: str, due: Callable[[Array], Any]) -> After:
-    """The policy begins anew from a frozen one, with fresh moments, before a step that is due."""
+    """Restarts the policy from a frozen one, with fresh moments, before a step that is due."""
 
     def apply(state: TrainState, view: AfterView) -> TrainState:
         state = state.replace(params=state.params | {"policy": state.frozen[name]})
@@ -162,7 +162,7 @@ def restart(name: str, due: Callable[[Array], Any]) -> After:
 
 
 def fresh_moments(due: Callable[[Array], Any]) -> After:
-    """The optimiser's moments start anew; the learning rate's schedule continues."""
+    """Resets the optimiser's moments; the learning rate's schedule continues."""
     return After(_with_fresh_moments, due)
 
 
@@ -223,7 +223,7 @@ def _with_frozen(state: TrainState, name: str, mix: Callable[[Array, Array], Arr
     if jax.tree.map(jnp.shape, policy) != jax.tree.map(jnp.shape, frozen):
         of = "the reference" if name == "ref" else f"the frozen policy {name!r}"
         raise UserError(
-            f"the method renews {of} from the policy, and {of} that is given is of another shape;"
+            f"the method copies the policy into {of}, and the given one has another shape;"
             f" leave frozen.{name} out"
         )
     return state.replace(frozen=state.frozen | {name: jax.tree.map(mix, frozen, policy)})

@@ -1,7 +1,7 @@
 """Stores of completions that a run trains on again: the state of an edit that replays.
 
     edit = Edit(member_store(capacity), apply)          # or group_store(steps)
-    rows, found = store.of_prompt(prompts, 1, keys)     # or sample(count, key), or pop(count)
+    rows, exists = store.of_prompt(prompts, 1, keys)     # or sample(count, key), or pop(count)
     store = store.put(groups, which)
 
 A store never changes: ``put`` and ``pop`` return a new one. In a compiled run it is arrays of fixed
@@ -27,7 +27,7 @@ FREE = -1
 
 
 class Slots(struct.PyTreeNode):
-    """Which slot of a store holds what.
+    """Index of a store: prompt, age and priority of each slot.
 
     Attributes:
       prompt: [C] int32, identity of the problem; any value in a free slot.
@@ -54,26 +54,26 @@ def empty_slots(capacity: int, each: int = 0, prompts: int = 0) -> Slots:
 
 
 def insert(
-    slots: Slots, prompt: Array, which: Array, priority: Array | None = None
+    slots: Slots, prompt: Array, accept: Array, priority: Array | None = None
 ) -> tuple[Slots, Array]:
     """The slots with new rows, in the places of the oldest rows where none is free.
 
     Args:
       slots: C of them.
       prompt: [B] int32, of each row.
-      which: [B] bool, rows to insert, in their order; of more than C the last ones.
+      accept: [B] bool, rows to insert, in their order; of more than C the last ones.
       priority: [B] float32; 1 where None.
 
     Returns:
       (slots, the slot of each row [B] int32; C for those that are not inserted).
     """
-    capacity, number = slots.age.shape[0], jnp.cumsum(which) - 1
+    capacity, number = slots.age.shape[0], jnp.cumsum(accept) - 1
     weight = jnp.ones(prompt.shape, jnp.float32) if priority is None else priority
     # The limits hold over old and new rows together: a new row of a prompt sends away an older one
     # of the same prompt, before any of another's.
     new = {
         "prompt": prompt.astype(jnp.int32),
-        "age": jnp.where(which, slots.count + number, FREE).astype(jnp.int32),
+        "age": jnp.where(accept, slots.count + number, FREE).astype(jnp.int32),
         "priority": weight.astype(jnp.float32),
     }
     both = {name: jnp.concatenate([getattr(slots, name), x]) for name, x in new.items()}
@@ -81,12 +81,12 @@ def insert(
     place = jnp.argsort(jnp.argsort(-whole.age, stable=True))  # the newest first
     keep = (whole.age != FREE) & (place < capacity)
     order = jnp.argsort(keep[:capacity], stable=True)  # free slots first
-    taken = keep[capacity:]
-    rank = jnp.clip(jnp.cumsum(taken) - 1, 0, capacity - 1)
-    slot = jnp.where(taken, order[rank], capacity).astype(jnp.int32)
+    accepted = keep[capacity:]
+    rank = jnp.clip(jnp.cumsum(accepted) - 1, 0, capacity - 1)
+    slot = jnp.where(accepted, order[rank], capacity).astype(jnp.int32)
     old = slots.replace(age=jnp.where(keep[:capacity], slots.age, FREE))
     put = {name: getattr(old, name).at[slot].set(x, mode="drop") for name, x in new.items()}
-    count = slots.count + which.sum().astype(jnp.int32)
+    count = slots.count + accept.sum().astype(jnp.int32)
     return slots.replace(**put, count=count), slot
 
 
@@ -99,11 +99,11 @@ def _within_limits(slots: Slots) -> Slots:
     # By prompt, the newest row first; free slots come last.
     order = jnp.lexsort((-slots.age, slots.prompt, free))
     age, prompt = slots.age[order], slots.prompt[order]
-    held = age != FREE
-    begins = held & jnp.concatenate([jnp.ones(1, bool), prompt[1:] != prompt[:-1]])
+    occupied = age != FREE
+    begins = occupied & jnp.concatenate([jnp.ones(1, bool), prompt[1:] != prompt[:-1]])
     at = jnp.arange(capacity)
     start = jax.lax.cummax(jnp.where(begins, at, 0))
-    keep = held
+    keep = occupied
     if slots.each:
         keep &= at - start < slots.each
     if slots.prompts:
@@ -127,46 +127,47 @@ def pick_of_prompt(
       keys: [N] keys.
 
     Returns:
-      (slots [N, K] int32, found [N, K] bool, True for the first ones).
+      (slots [N, K] int32, exists [N, K] bool, True for the first ones).
     """
     capacity = slots.age.shape[0]
     order = jnp.argsort(slots.age, stable=True)
-    held = (slots.age != FREE)[None] & (slots.prompt[None] == prompt[:, None]) & fits
-    held = held[:, order]
-    number = jnp.cumsum(held, axis=1) - 1  # among those of the prompt, the oldest first
+    candidate = (slots.age != FREE)[None] & (slots.prompt[None] == prompt[:, None]) & fits
+    candidate = candidate[:, order]
+    number = jnp.cumsum(candidate, axis=1) - 1  # among those of the prompt, the oldest first
     most = slots.each or capacity
     draws = jax.vmap(lambda key: jax.random.uniform(key, (most,)))(keys)
-    own = jnp.take_along_axis(draws, jnp.clip(number, 0, most - 1), axis=1)
-    scores = jnp.where(held, own, jnp.inf)
+    priority = jnp.take_along_axis(draws, jnp.clip(number, 0, most - 1), axis=1)
+    scores = jnp.where(candidate, priority, jnp.inf)
     best = jnp.argsort(scores, axis=1, stable=True)[:, :count]
-    found = jnp.take_along_axis(held, best, axis=1)
-    return _widened(order[best], found, count)
+    exists = jnp.take_along_axis(candidate, best, axis=1)
+    return _widened(order[best], exists, count)
 
 
 def pick_at_random(slots: Slots, count: int, key: Array, power: float) -> tuple[Array, Array]:
-    """(slots [count] int32, found [count]): different rows, by priority to a power."""
-    held = slots.age != FREE
-    order = jnp.argsort(jnp.where(held, slots.age, jnp.iinfo(jnp.int32).max), stable=True)
-    noise = jax.random.gumbel(key, held.shape)  # by age, so that slots do not matter
-    noise = jnp.zeros(held.shape).at[order].set(noise)
+    """(slots [count] int32, exists [count]): different rows, by priority to a power."""
+    occupied = slots.age != FREE
+    order = jnp.argsort(jnp.where(occupied, slots.age, jnp.iinfo(jnp.int32).max), stable=True)
+    noise = jax.random.gumbel(key, occupied.shape)  # by age, so that slots do not matter
+    noise = jnp.zeros(occupied.shape).at[order].set(noise)
     score = noise + (power * jnp.log(jnp.maximum(slots.priority, 1e-30)) if power else 0.0)
-    best = jnp.argsort(-jnp.where(held, score, -jnp.inf), stable=True)[:count]
-    return _widened(best, held[best], count)
+    best = jnp.argsort(-jnp.where(occupied, score, -jnp.inf), stable=True)[:count]
+    return _widened(best, occupied[best], count)
 
 
 def take_oldest(slots: Slots, count: int) -> tuple[Slots, Array, Array]:
-    """(the slots without them, slots [count] int32, found [count]) of the oldest rows."""
-    held = slots.age != FREE
-    order = jnp.argsort(jnp.where(held, slots.age, jnp.iinfo(jnp.int32).max), stable=True)[:count]
-    found = held[order]
+    """(the slots without them, slots [count] int32, exists [count]) of the oldest rows."""
+    occupied = slots.age != FREE
+    age = jnp.where(occupied, slots.age, jnp.iinfo(jnp.int32).max)
+    order = jnp.argsort(age, stable=True)[:count]
+    exists = occupied[order]
     age = slots.age.at[order].set(FREE)
-    return slots.replace(age=age), *_widened(order, found, count)
+    return slots.replace(age=age), *_widened(order, exists, count)
 
 
-def _widened(slot: Array, found: Array, count: int) -> tuple[Array, Array]:
+def _widened(slot: Array, exists: Array, count: int) -> tuple[Array, Array]:
     """Slots and flags with ``count`` columns, where a store has fewer slots than that."""
     short = [(0, 0)] * (slot.ndim - 1) + [(0, max(count - slot.shape[-1], 0))]
-    return jnp.pad(slot, short).astype(jnp.int32), jnp.pad(found, short)
+    return jnp.pad(slot, short).astype(jnp.int32), jnp.pad(exists, short)
 
 
 Read = Callable[[Any], Mapping[str, Array]]
@@ -185,16 +186,16 @@ class Store(struct.PyTreeNode):
     rows: dict[str, Array]
     groups: bool = struct.field(pytree_node=False, default=False)
 
-    def put(self, groups: Any, which: Array, priority: Array | None = None) -> Store:
+    def put(self, groups: Any, accept: Array, priority: Array | None = None) -> Store:
         """The store with these members [m, M], or groups [m], in it."""
         prompt, recorded = _recorded(groups, self.groups)
         flat = None if priority is None else priority.reshape(-1)
-        slots, at = insert(self.slots, prompt, which.reshape(-1), flat)
+        slots, at = insert(self.slots, prompt, accept.reshape(-1), flat)
         rows = {n: x.at[at].set(recorded[n], mode="drop") for n, x in self.rows.items()}
         return self.replace(slots=slots, rows=rows)
 
     def of_prompt(self, groups: Any, count: int, keys: Array) -> tuple[Any, Array]:
-        """(rows [m, count, ...], found [m, count]) of each group's problem and prompt, at random.
+        """(rows [m, count, ...], exists [m, count]) of each group's problem and prompt, at random.
 
         Args:
           groups: m of them.
@@ -204,18 +205,18 @@ class Store(struct.PyTreeNode):
         prompts = groups.rollout
         fits = same_prompt(self.rows["prompt"], prompts.prompt_tokens, prompts.prompt_lengths)
         fits &= self.rows["prompt_lengths"][None] == prompts.prompt_lengths[:, None]
-        at, found = pick_of_prompt(self.slots, groups.ids["prompt"], fits, count, keys)
-        return self._rows(at), found
+        at, exists = pick_of_prompt(self.slots, groups.ids["prompt"], fits, count, keys)
+        return self._rows(at), exists
 
     def sample(self, count: int, key: Array, power: float = 0.0) -> tuple[Any, Array]:
-        """(rows [count, ...], found [count]): different ones, by priority to a power."""
-        at, found = pick_at_random(self.slots, count, key, power)
-        return self._rows(at), found
+        """(rows [count, ...], exists [count]): different ones, by priority to a power."""
+        at, exists = pick_at_random(self.slots, count, key, power)
+        return self._rows(at), exists
 
     def pop(self, count: int) -> tuple[Store, Any, Array]:
-        """(the store without them, rows [count, ...], found [count]) of the oldest rows."""
-        slots, at, found = take_oldest(self.slots, count)
-        return self.replace(slots=slots), self._rows(at), found
+        """(the store without them, rows [count, ...], exists [count]) of the oldest rows."""
+        slots, at, exists = take_oldest(self.slots, count)
+        return self.replace(slots=slots), self._rows(at), exists
 
     def without(self, drop: Callable[[Mapping[str, Array]], Array]) -> Store:
         """The store without the rows for which ``drop`` of their records is True ([C] bool)."""
@@ -229,7 +230,7 @@ class Store(struct.PyTreeNode):
 def same_prompt(stored: Array, tokens: Array, lengths: Array) -> Array:
     """[m, C] bool: whether the first ``lengths`` [m] tokens of prompts [m, P] are those stored."""
     live = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    one = lambda row, here: ((stored == row[None]) | ~here[None]).all(axis=1)  # noqa: E731
+    one = lambda row, within: ((stored == row[None]) | ~within[None]).all(axis=1)  # noqa: E731
     return jax.vmap(one)(tokens, live)
 
 
@@ -311,8 +312,8 @@ def replay(keep: Rule, replace: Rule, each: int, prompts: int) -> Edit:
     def apply(store: Any, groups: Any, view: EditView) -> tuple[Any, Any]:
         success, members = groups.success(), groups.members()
         count = min(each, members.shape[1])
-        rows, found = store.of_prompt(groups, count, view.group_keys)
-        filled = fill(groups, replace(success, members), rows, found)
+        rows, exists = store.of_prompt(groups, count, view.group_keys)
+        filled = fill(groups, replace(success, members), rows, exists)
         return filled, store.put(groups, keep(success, members))
 
     return Edit(member_store(each * prompts, each, prompts), apply)
@@ -404,12 +405,12 @@ class HostStore:
         self.rows, self.groups, self.shapes = rows, groups, shapes
         self._prompts, self._age = np.asarray(slots.prompt), np.asarray(slots.age)
 
-    def put(self, groups: Any, which: Any, priority: Any = None) -> HostStore:
+    def put(self, groups: Any, accept: Any, priority: Any = None) -> HostStore:
         """See ``Store.put``."""
         prompt, recorded = jax.device_get(_recorded(groups, self.groups))
         flat = None if priority is None else np.asarray(priority).reshape(-1)
         slots, at = jax.device_get(
-            _compiled_insert(self.slots, prompt, np.asarray(which).reshape(-1), flat)
+            _compiled_insert(self.slots, prompt, np.asarray(accept).reshape(-1), flat)
         )
         rows = dict(self.rows)
         for i in np.flatnonzero(at < len(self._age)):
@@ -427,19 +428,19 @@ class HostStore:
         for slot, row in self.rows.items():
             for n in np.flatnonzero(ids == self._prompts[slot]):
                 fits[n, slot] = np.array_equal(row["prompt"], tokens[n, : lengths[n]])
-        at, found = jax.device_get(_compiled_pick_of_prompt(self.slots, ids, fits, count, keys))
-        return self._padded(at), found
+        at, exists = jax.device_get(_compiled_pick_of_prompt(self.slots, ids, fits, count, keys))
+        return self._padded(at), exists
 
     def sample(self, count: int, key: Array, power: float = 0.0) -> tuple[Any, np.ndarray]:
         """See ``Store.sample``."""
-        at, found = jax.device_get(_compiled_pick_at_random(self.slots, count, key, power))
-        return self._padded(at), found
+        at, exists = jax.device_get(_compiled_pick_at_random(self.slots, count, key, power))
+        return self._padded(at), exists
 
     def pop(self, count: int) -> tuple[HostStore, Any, np.ndarray]:
         """See ``Store.pop``."""
-        slots, at, found = jax.device_get(_compiled_take_oldest(self.slots, count))
+        slots, at, exists = jax.device_get(_compiled_take_oldest(self.slots, count))
         rows = self._padded(at)
-        return HostStore(slots, _held(self.rows, slots), self.groups, self.shapes), rows, found
+        return HostStore(slots, _held(self.rows, slots), self.groups, self.shapes), rows, exists
 
     def without(self, drop: Callable[[Mapping[str, Any]], Any]) -> HostStore:
         """See ``Store.without``."""
@@ -486,32 +487,32 @@ class HostStore:
     # ------------------------------------------------------------ in a checkpoint
 
     def packed(self) -> dict[str, Any]:
-        """What is held, in a few arrays: rows end to end. ``unpacked`` reads it."""
+        """The stored rows in a few arrays, end to end, for ``unpacked``."""
         slots = {name: np.asarray(getattr(self.slots, name)) for name in _SLOT_ARRAYS}
-        held = sorted(self.rows)
+        slots_used = sorted(self.rows)
         rows = {}
         for name, like in self.shapes.items():
-            values = [self.rows[slot][name] for slot in held]
+            values = [self.rows[slot][name] for slot in slots_used]
             flat = [x.reshape(-1) for x in values] or [np.zeros(0, like.dtype)]
             rows[_safe(name)] = {
                 "values": np.concatenate(flat),
                 "shapes": np.array([x.shape for x in values], np.int64),
                 "padded": np.array(like.shape, np.int64),
             }
-        return {"slots": slots, "held": np.array(held, np.int64), "rows": rows}
+        return {"slots": slots, "held": np.array(slots_used, np.int64), "rows": rows}
 
     def unpacked(self, notes: Mapping[str, Any]) -> HostStore:
-        """A store like this one that holds what ``packed`` says."""
+        """The inverse of ``packed``."""
         arrays = {name: np.asarray(notes["slots"][name]) for name in _SLOT_ARRAYS}
-        held = np.asarray(notes["held"]).tolist()
-        rows: dict[int, dict[str, np.ndarray]] = {slot: {} for slot in held}
+        slots_used = np.asarray(notes["held"]).tolist()
+        rows: dict[int, dict[str, np.ndarray]] = {slot: {} for slot in slots_used}
         shapes = {}
         for safe, packed in notes["rows"].items():
             name, values = _name(safe), np.asarray(packed["values"])
-            sizes = np.asarray(packed["shapes"]).reshape(len(held), -1)
+            sizes = np.asarray(packed["shapes"]).reshape(len(slots_used), -1)
             counts = [int(np.prod(size)) for size in sizes]
             parts = np.split(values, np.cumsum(counts)[:-1])
-            for slot, size, part in zip(held, sizes, parts, strict=False):
+            for slot, size, part in zip(slots_used, sizes, parts, strict=False):
                 rows[slot][name] = part.reshape(size.astype(int))
             padded = tuple(np.asarray(packed["padded"]).astype(int).tolist())
             shapes[name] = jax.ShapeDtypeStruct(padded, values.dtype)

@@ -24,6 +24,7 @@ from jrl.methods.domains import (
     Positive,
     Range,
     Whole,
+    check_band,
     is_zero,
 )
 from jrl.methods.edit import Edit, refill
@@ -64,8 +65,8 @@ def sft(weigh: Weigh = "tokens") -> Method:
     means instead; the paper does not say which it uses.
     """
     mean = aggregates.token_mean if weigh == "tokens" else aggregates.sequence_mean
-    given = Plan(demonstrated(1, alone=True))
-    return Method(Objective(transforms.identity(), ratios.nll(), mean), plan=given)
+    plan = Plan(demonstrated(1, alone=True))
+    return Method(Objective(transforms.identity(), ratios.nll(), mean), plan=plan)
 
 
 @variant(sft)
@@ -224,6 +225,7 @@ def bfs_prover(
     Departures: the paper starts anew where progress has stopped, and filters harder then. Not
     known: the band, a tenth at either end being a guess, and how many steps and rounds.
     """
+    check_band(low=low, high=high)
     edits: tuple[Edit, ...] = ()
     if not is_zero(replayed):
         below = float(np.nextafter(np.float32(success), np.float32(0)))  # points are float32

@@ -28,9 +28,9 @@ Span = tuple[int, int]
 """(begin, end) of a part of a text, in characters."""
 
 
-def _is_own(message: Message, own: str) -> bool:
-    """Whether a content is trusted: of the role ``own``, or empty with tool calls."""
-    return message["role"] == own or bool(message.get("tool_calls") and not message["content"])
+def _is_trusted(message: Message, trusted: str) -> bool:
+    """Whether a content is trusted: of the role ``trusted``, or empty with tool calls."""
+    return message["role"] == trusted or bool(message.get("tool_calls") and not message["content"])
 
 
 class Frames(NamedTuple):
@@ -64,28 +64,28 @@ class Frames(NamedTuple):
             return True
         return False
 
-    def marked(self, messages: Sequence[Message], own: str = "") -> list[Message]:
-        """The messages with placeholders for contents, but for those of the role ``own``."""
+    def marked(self, messages: Sequence[Message], trusted: str = "") -> list[Message]:
+        """The messages with placeholders for contents, but for those of the role ``trusted``."""
         return [
-            m if _is_own(m, own) else {**m, "content": f"JRLCONTENT{i}JRL"}
+            m if _is_trusted(m, trusted) else {**m, "content": f"JRLCONTENT{i}JRL"}
             for i, m in enumerate(messages)
         ]
 
     def spans(
-        self, before: Sequence[Message], messages: Sequence[Message], own: str = ""
+        self, before: Sequence[Message], messages: Sequence[Message], trusted: str = ""
     ) -> tuple[str, list[Span]]:
         """The text of a conversation, and where in it the contents of ``messages`` stand.
 
         Each content is found by rendering a placeholder in its place, so that a template may trim
-        or quote it. Contents of the role ``own`` are none.
+        or quote it. Contents of the role ``trusted`` are none.
 
         Raises:
           UserError: the template does not write each content once, or frames it by what it says.
         """
-        marked = self.marked(messages, own)
+        marked = self.marked(messages, trusted)
         frame = self.render([*before, *marked])
         marks, parts, rest = [], [], frame
-        outside = [(i, m) for i, m in enumerate(messages) if not _is_own(m, own)]
+        outside = [(i, m) for i, m in enumerate(messages) if not _is_trusted(m, trusted)]
         for i, message in outside:
             mark = marked[i]["content"]
             part, separator, rest = rest.partition(mark)
@@ -131,7 +131,7 @@ def chat_template(tokenizer: FileTokenizer, *, tools: bool) -> str:
     return "tool_use" if tools and "tool_use" in tokenizer.templates else "default"
 
 
-def conversation_ids(frames: Frames, messages: Sequence[Message], own: str = "") -> list[int]:
+def conversation_ids(frames: Frames, messages: Sequence[Message], trusted: str = "") -> list[int]:
     """Token ids of a conversation, in which contents are never control tokens.
 
     The ids are those of the rendered text unless a content spells a control token; then its place
@@ -140,7 +140,7 @@ def conversation_ids(frames: Frames, messages: Sequence[Message], own: str = "")
     Args:
       frames: the template.
       messages: dicts with "role" and "content", in order.
-      own: a role whose contents may hold control tokens such as "<think>", because the policy
+      trusted: a role whose contents may hold control tokens such as "<think>", because the policy
         writes them. Where one of them spells a token that is marked special, none may.
 
     Raises:
@@ -148,19 +148,23 @@ def conversation_ids(frames: Frames, messages: Sequence[Message], own: str = "")
         be told from the template's own words.
     """
     text = frames.render(messages)
-    if any(spelled_control(frames.tokenizer, m["content"]) for m in messages if m["role"] == own):
-        own = ""
-    if _only_frames_control(frames, messages, text, own):
+    if any(
+        spelled_control(frames.tokenizer, m["content"]) for m in messages if m["role"] == trusted
+    ):
+        trusted = ""
+    if _only_frames_control(frames, messages, text, trusted):
         return frames.tokenizer.encode(text)
-    return frames.tokenizer.encode_framed(*frames.spans([], messages, own))
+    return frames.tokenizer.encode_framed(*frames.spans([], messages, trusted))
 
 
-def _only_frames_control(frames: Frames, messages: Sequence[Message], text: str, own: str) -> bool:
+def _only_frames_control(
+    frames: Frames, messages: Sequence[Message], text: str, trusted: str
+) -> bool:
     """Whether the control tokens of a text are those of its frame.
 
     Two renderings, where finding the places of the contents takes one for each of them.
     """
-    controls, marked = frames.tokenizer.controls, frames.marked(messages, own)
+    controls, marked = frames.tokenizer.controls, frames.marked(messages, trusted)
     try:
         frame = frames.render(marked)
     except UserError:  # a template that reads contents, and finds none it knows
@@ -172,7 +176,7 @@ def _only_frames_control(frames: Frames, messages: Sequence[Message], text: str,
     if 0 in counts:
         return False
     # Some templates repeat contents: then the contents themselves are looked at.
-    return not any(controls(str(m["content"])) for m in messages if not _is_own(m, own))
+    return not any(controls(str(m["content"])) for m in messages if not _is_trusted(m, trusted))
 
 
 def spelled_control(tokenizer: Tokenizer, text: str) -> str:
@@ -204,19 +208,35 @@ def refuse_controls(tokenizer: Tokenizer, text: str, name: str) -> None:
         )
 
 
-def check_variables(variables: Mapping[str, Any], templates: Mapping[str, str], key: str) -> None:
+def check_variables(variables: Mapping[str, Any], tokenizer: Tokenizer, key: str) -> None:
     """Raises UserError for a variable that no chat template reads, or that the run sets.
+
+    So is one refused whose text spells a control token, for a template writes it into its frame.
 
     Args:
       variables: of the template, by name.
-      templates: of the tokenizer, by name.
+      tokenizer: the policy's.
       key: that holds the variables, for the message.
     """
-    for name in variables:
+    templates = tokenizer.templates if isinstance(tokenizer, FileTokenizer) else {}
+    for name, value in variables.items():
         reserved = name in ("messages", "tools", "add_generation_prompt", "template")
         if reserved or not any(name in text for text in templates.values()):
             why = "is set by the run" if reserved else "is not read by the chat template"
             raise UserError(f"{key}.{name} {why}; remove it, or correct its name")
+        if control := (controls_in(tokenizer, value) or [""])[0]:
+            raise UserError(
+                f"{key}.{name} spells the control token {control!r}, which the model would read as"
+                " one; write it otherwise"
+            )
+
+
+def controls_in(tokenizer: Tokenizer, value: Any) -> list[str]:
+    """The control tokens that a template would write with a JSON value, also those not special."""
+    if not isinstance(tokenizer, FileTokenizer):
+        return []
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return tokenizer.controls(text)
 
 
 def calling(

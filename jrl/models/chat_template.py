@@ -49,7 +49,7 @@ class _Beyond(Exception):
     """A template exceeds a limit."""
 
 
-_made = threading.local()
+_totals = threading.local()
 """``total``: characters and items that this thread's conversation has made so far."""
 
 
@@ -126,7 +126,7 @@ def render_here(template: str, variables: Mapping[str, Any], source: str, second
     """
     import jinja2
 
-    _made.total = 0
+    _totals.total = 0
     try:
         text = _limited(_compiled(template), variables, seconds)
         text.encode()  # half of a character, which no tokenizer takes
@@ -181,8 +181,8 @@ _TOO_LONG = f"it writes more than {MOST_CHARACTERS} characters; write the messag
 
 def _bounded(size: float) -> None:
     """Raises where one step makes more than this, or all steps together make too much."""
-    _made.total = getattr(_made, "total", 0) + size
-    if size > MOST_CHARACTERS or _made.total > MOST_IN_ALL:
+    _totals.total = getattr(_totals, "total", 0) + size
+    if size > MOST_CHARACTERS or _totals.total > MOST_IN_ALL:
         raise _Beyond(_TOO_LONG)
 
 
@@ -291,7 +291,7 @@ def _flat(value: Any) -> list[Any]:
 
 
 def _check_result(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
-    """Refuses what a method or filter would make longer than a conversation may be."""
+    """Refuses results of methods and filters longer than a conversation may be."""
     numbers = [abs(a) for a in _flat(arguments) if isinstance(a, int)]
     if name in ("batch", "slice"):
         _bounded_list(max(numbers, default=0))
@@ -302,7 +302,7 @@ def _check_result(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
             raise _Beyond(f"{name} of a text of {_size(value)} characters; at most {MOST_WORKED}")
         _bounded(_size(value))
     if name == "sum" and any(not isinstance(a, int | float | str) for a in arguments):
-        raise _Beyond("sum of what are no numbers")
+        raise _Beyond("sum of values that are not numbers")
     if name == "translate":
         _bounded(_size(value) * max(map(_size, _flat(arguments)), default=0))
     text = [len(a) for a in arguments if isinstance(a, str)]
@@ -364,7 +364,7 @@ def _environment() -> jinja2.Environment:
             return parser.parse_statements(["name:endgeneration"], drop_needle=True)
 
     class Bounded(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        """The sandbox, with bounds on what operators, methods and filters make."""
+        """Jinja's sandbox with bounds on the results of operators, methods and filters."""
 
         intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -412,7 +412,7 @@ def _environment() -> jinja2.Environment:
 
     def refuse_random(value: Any) -> None:
         raise jinja2.TemplateError(
-            "it draws at random; the same conversation must be the same text in every run"
+            "it uses random numbers; a conversation must be the same text in every run"
         )
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

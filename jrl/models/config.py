@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import numbers
+from collections.abc import Collection
 from typing import NamedTuple
 
 from jrl.errors import UserError, unknown_choice
@@ -45,7 +46,7 @@ NO_ROPE = Rope(0.0)
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Everything that decides a decoder's parameters and what they compute.
+    """The architecture of a decoder.
 
     Attributes:
       vocab_size: V, tokens.
@@ -239,6 +240,36 @@ def _check_type(name: str, value: object, kind: str) -> None:
     else:
         is_bools = isinstance(value, tuple | list) and all(isinstance(v, bool) for v in value)
         _require(name, value, is_bools, "a list of true and false")
+
+
+_EXPERT_SIZES = ("experts_per_token", "expert_mlp_dim", "expert_pattern")
+_SCALED_ROPE = ("rope_factor", "rope_original_length")
+_LLAMA3_ROPE = ("rope_low_freq_factor", "rope_high_freq_factor")
+
+
+def check_read(config: ModelConfig, names: Collection[str]) -> None:
+    """Raises UserError for sizes that somebody wrote down and this model does not read.
+
+    Args:
+      config: the model.
+      names: of the sizes that were written down.
+    """
+    unread: dict[str, tuple[str, ...]] = {
+        "model.config.experts": () if config.experts else _EXPERT_SIZES,
+        "model.config.rope_scaling": _SCALED_ROPE if config.rope_scaling == "none" else (),
+        'model.config.rope_scaling = "llama3"': (
+            () if config.rope_scaling == "llama3" else _LLAMA3_ROPE
+        ),
+    }
+    lines = [
+        f"model.config.{name} = {getattr(config, name)!r} is not read without {key}; set that, or"
+        " remove it"
+        for key, sizes in unread.items()
+        for name in sizes
+        if name in names
+    ]
+    if lines:
+        raise UserError("\n".join(lines))
 
 
 def _require(name: str, value: object, holds: bool, remedy: str) -> None:

@@ -1,4 +1,4 @@
-"""Products on a CPU: all tuning for that platform, behind ``models/matmul.py``.
+"""Matrix products on CPUs: all tuning for that platform; ``models/matmul.py`` calls it.
 
 XLA hands matrix products on a CPU to YNNPACK, and convolutions to Eigen. A convolution of width one
 is the same product, so that the library can be chosen here. Measured with JAX 0.10 and 0.12 on two

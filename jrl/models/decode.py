@@ -213,7 +213,7 @@ def extend(
             if fresh is not None:
                 return fresh(q, k, v, config.windows[i] or int(NO_WINDOW)), tuple(pieces)
             same = views[0].column is not None
-            return attention(q, parts, own=len(pieces), together=same), tuple(pieces)
+            return attention(q, parts, row_parts=len(pieces), together=same), tuple(pieces)
 
         return mix
 
@@ -223,12 +223,12 @@ def extend(
         x_sqd, new, routing = block(
             config, weights["layers"][i], x_sqd, live, rotation, mix, None, options
         )
-        if routing.experts is not None and "experts" in cache.own[i][0]:
-            new = record(cache.own[i], new, routing.experts, views[window], live)
+        if routing.experts is not None and "experts" in cache.rows[i][0]:
+            new = record(cache.rows[i], new, routing.experts, views[window], live)
         entries.append(new)
     with jax.named_scope("final_norm"):
         x_sqd = rms_norm(x_sqd, weights["final_norm"], config)
-    return x_sqd, cache.replace(own=tuple(entries))
+    return x_sqd, cache.replace(rows=tuple(entries))
 
 
 def fill(
@@ -246,7 +246,7 @@ def fill(
     live = positions < lengths[:, None]
     kind, fresh = kernel_for(options.attention, config, Shape(n, p, p), steady=True), None
     # What was rounded on its way into the cache is read from there.
-    if kind != "xla" and "k_scale" not in cache.own[0][0]:
+    if kind != "xla" and "k_scale" not in cache.rows[0][0]:
         marks = live.astype(jnp.int32)
         fresh = row_attention(options.attention, config, positions, marks, lengths=lengths)
     _, cache = extend(
@@ -288,7 +288,7 @@ def init_cache(
     size, d = -(-length // pieces), config.head_dim
     sizes = [min(size, length - start) for start in range(0, length, size)]
     layer = lambda: tuple({"k": empty(c, d), "v": empty(c, d)} for c in sizes)  # noqa: E731
-    return Cache(own=tuple(layer() for _ in range(config.layers)))
+    return Cache(rows=tuple(layer() for _ in range(config.layers)))
 
 
 # ---------------------------------------------------------------- what queries see
@@ -313,7 +313,7 @@ class View(NamedTuple):
 
     def arrays(self, cache: Cache, layer: int) -> dict[str, Array]:
         """The arrays of this piece."""
-        return cache.prefix[layer][0] if self.piece is None else cache.own[layer][self.piece]
+        return cache.prefix[layer][0] if self.piece is None else cache.rows[layer][self.piece]
 
 
 def cache_views(cache: Cache, positions: Array, live: Array, window: int | None) -> list[View]:
@@ -323,7 +323,7 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
     # Several tokens at once go to several columns, which one slice cannot write.
     together = cache.column if positions.shape[1] == 1 else None
     views, start = [], 0
-    for piece, arrays in enumerate(cache.own[0]):
+    for piece, arrays in enumerate(cache.rows[0]):
         columns = positions - offsets - start
         size = arrays["v"].shape[2]
         # The mask is made of positions alone, so that stale entries past a row's end are never

@@ -1,4 +1,4 @@
-"""Model FLOPs of a forward pass: what the algorithm asks for, however it is computed.
+"""Model FLOPs of a forward pass, independent of how it is computed.
 
 They are those of matrix products with causal attention and without recomputation, as in "PaLM:
 Scaling Language Modeling with Pathways" (arXiv:2204.02311). Embedding look-ups count nothing, and

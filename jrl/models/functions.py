@@ -115,8 +115,10 @@ def one_sequence_a_row(run: Callable[..., Array]) -> Callable[..., Array]:
         packed_live = jnp.zeros_like(segments).at[row, jnp.where(live, positions, columns)]
         column = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), tokens.shape)
         out = run(params, packed.set(tokens, mode="drop"), column, packed_live.set(1, mode="drop"))
-        back = jnp.clip(positions, 0, columns - 1).reshape(rows, columns, *(1,) * (out.ndim - 2))
-        out = jnp.take_along_axis(out, back, axis=1)
+        packed_at = jnp.clip(positions, 0, columns - 1).reshape(
+            rows, columns, *(1,) * (out.ndim - 2)
+        )
+        out = jnp.take_along_axis(out, packed_at, axis=1)
         fits = (segments == segments.max(axis=1, keepdims=True)) & (positions < columns)
         wrong = (live & ~fits).any(axis=1).reshape(rows, *(1,) * (out.ndim - 1))
         return jnp.where(wrong, jnp.nan, out)

@@ -322,7 +322,7 @@ def block(
     recorded_bqk: Array | None = None,
     options: Options = PLAIN,
 ) -> tuple[Array, Any, Routed]:
-    """One layer: x plus attention plus feed-forward; also what ``mix`` gave and the routing."""
+    """One layer: x plus attention plus feed-forward; also the result of ``mix`` and the routing."""
     with jax.named_scope("attention"):
         normed = rms_norm(x_bqd, w["attention_norm"], config)
         out, extra = _attention(config, w["attention"], normed, rotation, mix)
@@ -542,7 +542,7 @@ def stored_dtype(config: ModelConfig) -> Any:
 
 
 def rounded(params: Params, *, config: ModelConfig) -> Params:
-    """The parameters with what ``prepare`` rounds to another dtype rounded already."""
+    """The parameters, with those that ``prepare`` rounds to another dtype already rounded."""
     dtype = stored_dtype(config)
 
     def each(path: tuple, spec: WeightSpec, w: Array) -> Array:

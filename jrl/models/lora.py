@@ -66,7 +66,7 @@ class Lora(NamedTuple):
         return self.alpha / self.rank
 
     def check(self, config: ModelConfig) -> Lora:
-        """Returns self, or raises a UserError for what this model cannot have."""
+        """Returns self, or raises UserError for settings that this model does not support."""
         if self.rank < 1:
             raise UserError(f"lora.rank = {self.rank}; must be at least 1")
         if not 0 < self.alpha < math.inf:
@@ -224,7 +224,7 @@ def adapter_axes(config: ModelConfig, lora: Lora) -> Any:
 
 
 def merge(params: Params, *, config: ModelConfig) -> Params:
-    """Whole weights that compute the same: adapters added in, 8-bit matrices as floats.
+    """Equivalent full weights: adapters added in, 8-bit matrices as floats.
 
     Frozen matrices are rounded to their dtype again, so that the two agree to that dtype's
     precision, not bit for bit.

@@ -213,7 +213,7 @@ def _scattered(
     if "embed" not in axes or sizes.get("fsdp", 1) == 1 or mesh.manual_axes:
         return None
     operands, weight = spec.split("->")
-    named = dict(zip(weight, axes, strict=True))
+    axis_of = dict(zip(weight, axes, strict=True))
     # A length that the context axis does not divide is replicated over it; summing over that axis
     # would then count each row several times.
     rows = "batch", "length" if divides(mesh, "length", x.shape[1]) else None
@@ -221,7 +221,7 @@ def _scattered(
         return None
     ins = []
     for letters, operand in zip(operands.split(","), (x, g), strict=True):
-        logical = [*rows, *(named.get(c) for c in letters[2:])]
+        logical = [*rows, *(axis_of.get(c) for c in letters[2:])]
         for name, size in zip(logical, operand.shape, strict=True):
             if name is not None and not divides(mesh, name, size):
                 return None

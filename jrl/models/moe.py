@@ -26,13 +26,13 @@ class Routing(NamedTuple):
       weights: [M, k] float32, what each expert's output is multiplied by; carries gradient.
       experts: [M, k] int32.
       probs: [M, E] float32, the softmax of all scores.
-      own: [M, k] int32, where the scores alone would send them.
+      scored_experts: [M, k] int32, where the scores alone would send them.
     """
 
     weights: Array
     experts: Array
     probs: Array
-    own: Array
+    scored_experts: Array
 
 
 def route(
@@ -98,7 +98,7 @@ def router_sums(logits: Array, routing: Routing, live: Array) -> dict[str, Array
     visits = zeros.at[routing.experts].add(weight[:, None], mode="drop")
     # Bounded below, because 0 * log(0) is NaN for an expert whose probability underflows.
     entropy = -(probs * jnp.log(jnp.maximum(probs, 1e-30))).sum(axis=-1)
-    stays = (routing.experts[:, :, None] == routing.own[:, None, :]).any(-1)
+    stays = (routing.experts[:, :, None] == routing.scored_experts[:, None, :]).any(-1)
     sums = {
         "router_tokens": weight.sum(),
         "router_asked": weight.sum() * routing.experts.shape[1],
@@ -293,11 +293,11 @@ def over_mesh(
     def local(
         x: Array, w: Array, e: Array, live: Array, gate: Array, up: Array, down: Array
     ) -> Array:
-        mine = experts._replace(gate=gate, up=up, down=down)
+        local_experts = experts._replace(gate=gate, up=up, down=down)
         first = jax.lax.axis_index("expert") * gate.shape[0]
         tokens = gathered(x), gathered(w), gathered(e), gathered(live)
         # Every device works on all tokens of its expert group, so no capacity limit can drop one.
-        y = routed(*tokens, mine, first=first, fsdp=fsdp, one_of=shares)
+        y = routed(*tokens, local_experts, first=first, fsdp=fsdp, one_of=shares)
         # Summed over the parts of F that tensor divides. Over expert, a psum only if its devices
         # have the same tokens; else the reduce-scatter below also returns each token to its owner.
         y = jax.lax.psum(y, "tensor" if by_expert else ("tensor", "expert"))

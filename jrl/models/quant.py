@@ -127,8 +127,8 @@ def _backward(
     g = (g.astype(jnp.float32) * _along_output(scales, spec)).astype(proxy.dtype)
     accumulator = proxy.dtype if short == "outputs" else jnp.float32
     spec = f"{w},{out}->{x}"
-    back = jnp.einsum(spec, values.astype(proxy.dtype), g, preferred_element_type=accumulator)
-    return back.astype(proxy.dtype), None, None
+    gradient = jnp.einsum(spec, values.astype(proxy.dtype), g, preferred_element_type=accumulator)
+    return gradient.astype(proxy.dtype), None, None
 
 
 _times.defvjp(_forward, _backward)
@@ -169,7 +169,7 @@ def quantise_layers(params: Params, config: ModelConfig) -> Params:
 
 
 def layer_axes(config: ModelConfig, axes: Any) -> Any:
-    """The logical axes of what ``quantise_layers`` gives, from those of the parameters."""
+    """Logical axes of the result of ``quantise_layers``, from those of the parameters."""
 
     def turn(spec: WeightSpec, names: tuple) -> Any:
         if not spec.inputs:
@@ -239,7 +239,7 @@ def in_8_bits(params: Params, config: ModelConfig) -> Params:
 
 
 def axes_in_8_bits(config: ModelConfig, axes: Any) -> Any:
-    """The logical axes of what ``in_8_bits`` gives, from those of the parameters."""
+    """Logical axes of the result of ``in_8_bits``, from those of the parameters."""
     embed = axes["embed"]
     head = axes["head"] if "head" in axes else (embed[1], embed[0])
     return layer_axes(config, axes) | {"head": Int8(head, (None, head[1]))}
@@ -281,7 +281,7 @@ def _short_cache(init_cache: Callable[..., Cache]) -> Callable[..., Cache]:
                 "v_scale": scale,
             }
 
-        return Cache(own=tuple(tuple(map(short, pieces)) for pieces in empty.own))
+        return Cache(rows=tuple(tuple(map(short, pieces)) for pieces in empty.rows))
 
     return init_int8_cache
 

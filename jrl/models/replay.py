@@ -18,7 +18,7 @@ def init_cache(rows: int, length: int, weights: Params, pieces: int = 1) -> Cach
     """An empty cache: "tokens" [rows, length] int32 and "live" [rows, length] bool."""
     del weights, pieces
     tokens = jnp.zeros((rows, length), jnp.int32)
-    return Cache(own={"tokens": tokens, "live": jnp.zeros((rows, length), bool)})
+    return Cache(rows={"tokens": tokens, "live": jnp.zeros((rows, length), bool)})
 
 
 def extend(
@@ -32,13 +32,13 @@ def extend(
 ) -> tuple[Array, Cache]:
     """``types.Network.extend`` from a network's ``hidden``."""
     chex.assert_equal_shape([tokens, positions, live])
-    rows, length = cache.own["tokens"].shape
+    rows, length = cache.rows["tokens"].shape
     offsets = cache.offsets()[:, None]
     column = positions - offsets
     at = (jnp.arange(rows)[:, None], jnp.where(live & (column >= 0), column, length))
     tail = {
-        "tokens": cache.own["tokens"].at[at].set(tokens, mode="drop"),
-        "live": cache.own["live"].at[at].set(True, mode="drop"),
+        "tokens": cache.rows["tokens"].at[at].set(tokens, mode="drop"),
+        "live": cache.rows["live"].at[at].set(True, mode="drop"),
     }
     prefix = _past(cache, rows)
     width = prefix["tokens"].shape[1]
@@ -47,7 +47,7 @@ def extend(
     place = jnp.where(place < width, place, place - width + offsets)
     out, _ = hidden(weights, sequence["tokens"], place, sequence["live"].astype(jnp.int32))
     columns = jnp.clip(width + column, 0, width + length - 1)[:, :, None]
-    return jnp.take_along_axis(out, columns, axis=1), cache.replace(own=tail)
+    return jnp.take_along_axis(out, columns, axis=1), cache.replace(rows=tail)
 
 
 def _past(cache: Cache, rows: int) -> dict[str, Array]:

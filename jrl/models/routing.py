@@ -58,9 +58,9 @@ def _with_room(init_cache: Callable[..., Cache], config: ModelConfig) -> Callabl
         cache = init_cache(*args, **kwargs)
         layers = tuple(
             tuple(map(empty, pieces)) if sparse else pieces
-            for pieces, sparse in zip(cache.own, config.sparse, strict=True)
+            for pieces, sparse in zip(cache.rows, config.sparse, strict=True)
         )
-        return cache.replace(own=layers)
+        return cache.replace(rows=layers)
 
     return init
 

@@ -142,7 +142,7 @@ def _read(stream: BinaryIO | Any, size: int, end: float) -> bytes:
 
 
 def serve(render: Callable[[str, Mapping[str, Any], str, float], str]) -> None:
-    """Renders what comes on the standard input, until it ends: the other process's program."""
+    """Renders the requests on standard input until it ends; the main program of the process."""
     import resource
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -202,7 +202,7 @@ def _is_panic(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _named(source: str, value: str | list[int]) -> Iterator[None]:
-    """Inside, what a tokenizer raises, also where it gives up, is a UserError that names it."""
+    """Turns any error of a tokenizer, panics included, into a UserError that names it."""
     try:
         yield
     except BaseException as error:
@@ -223,9 +223,12 @@ class FileTokenizer:
       longest_token: characters of the longest token; no token stands for more of a text.
       eos_id: the id of ``eos_token``.
       pad_id: the id of ``pad_token``; ``eos_id`` when there is none.
-      stop_ids: ``eos_id`` first, then the further ids of generation_config.json.
+      stop_ids: ``eos_id`` first, then the further ids of generation_config.json, and ``turn_id``.
+      turn_id: the special token that ends a turn of the assistant by the chat template, which a
+        base model's files often do not name as an end; None where there is none.
       special: the special tokens' texts by name ("bos_token", "eos_token", ...).
       templates: chat templates by name; the usual one is "default".
+      notes: what a user should know of it, a line each.
     """
 
     def __init__(
@@ -253,6 +256,32 @@ class FileTokenizer:
         self.pad_id = pad_id
         self.special = dict(special)
         self.templates = dict(templates)
+        self.turn_id = self._turn_end() if "default" in self.templates else None
+        self.notes = list[str]()
+        if self.turn_id is not None and self.turn_id not in stop_ids:
+            self.stop_ids = (*stop_ids, self.turn_id)
+            ends = [self.decode([i], skip_special=False) for i in (*stop_ids, self.turn_id)]
+            self.notes.append(
+                f"tokenizer: the chat template ends turns with {ends[-1]!r}, and the model's files"
+                f" name {', '.join(map(repr, ends[:-1]))} alone; completions end at either"
+            )
+
+    def _turn_end(self) -> int | None:
+        """The first special token behind what the assistant says last."""
+        said = "JRLANSWER"
+        messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": said}]
+        try:
+            text = self.chat(messages, add_generation_prompt=False)
+        except UserError:  # such as a template that wants tools, or that does not end
+            return None
+        _, mark, rest = text.rpartition(said)
+        extra_tokens = self._backend.get_added_tokens_decoder()
+        ids = self.encode(rest) if mark else []
+        return next((i for i in ids if i in extra_tokens and extra_tokens[i].special), None)
+
+    def to_json(self) -> str:
+        """The content of tokenizer.json, for other libraries."""
+        return self._backend.to_str()
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Token ids of ``text``; special tokens spelled out in it are read as such.
@@ -355,6 +384,14 @@ class FileTokenizer:
 
         return {i: spelled(text) for i, text in texts.items()}
 
+    def contents(self) -> dict[str, Any]:
+        """All that decides which ids a conversation has: vocabulary, templates, special tokens."""
+        special = {"stop_ids": self.stop_ids, "special": self.special, "templates": self.templates}
+        file = Path(self._source) / "tokenizer.json"
+        # The file, where there is one: another version of the library may write it otherwise.
+        text = file.read_text("utf-8") if file.is_file() else self._backend.to_str()
+        return {"tokenizer": text, **special}
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids``, without the cosmetic changes to spaces that some configs ask for."""
         id_list = [int(i) for i in ids]
@@ -447,7 +484,7 @@ def load_tokenizer(directory: str | Path) -> FileTokenizer:
     )
 
 
-MOST_GROWTH = 1000
+MOST_GROWTH = 100
 """Characters that a tokenizer may make of one, before tokens or behind them; Unicode's forms are at
 most 18."""
 
@@ -536,14 +573,16 @@ def _stop_ids(
             )
         ids.append(eos_id)
     generation = read_object(directory / "generation_config.json")
-    named = generation.get(
+    configured = generation.get(
         "eos_token_id", read_object(directory / "config.json").get("eos_token_id")
     )
-    entries = [] if named is None else named if isinstance(named, list) else [named]
+    entries: list[Any] = configured if isinstance(configured, list) else [configured]
+    if configured is None:
+        entries = []
     for each in entries:
         if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 2**31:
             raise UserError(
-                f"eos_token_id = {str(named)[:60]!r} of {directory} (generation_config.json, "
+                f"eos_token_id = {str(configured)[:60]!r} of {directory} (generation_config.json, "
                 "config.json); it must be a token id, a whole number from 0 on, or a list of them"
             )
     ids += entries

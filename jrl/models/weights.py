@@ -39,7 +39,7 @@ class Factored:
 
 
 class WeightSpec(NamedTuple):
-    """One weight: its shape, what its axes are called, and how it starts.
+    """One weight: its shape, logical axes and initialiser.
 
     Attributes:
       shape: sizes; layer weights have the number of layers first.

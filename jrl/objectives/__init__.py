@@ -11,7 +11,42 @@ shows where each part is applied. The transforms ``gae``, ``reward_to_go`` and `
 ``jrl.objectives.transforms``. Nothing here sees parameters or the text of tokens.
 """
 
+from jrl.objectives.advantages import group_mean_std, leave_one_out, mean_centred
 from jrl.objectives.aggregates import constant_norm, sequence_mean, sequence_sum, token_mean
+from jrl.objectives.array_advantages import (
+    at_last_token,
+    dr_grpo_advantages,
+    gae,
+    grpo_advantages,
+    maxrl_advantages,
+    opo_advantages,
+    remax_advantages,
+    reward_to_go,
+    rloo_advantages,
+    whiten_tokens,
+)
+from jrl.objectives.array_losses import (
+    cispo_loss,
+    dapo_loss,
+    dr_grpo_loss,
+    entropy,
+    grpo_loss,
+    gspo_loss,
+    kl_loss,
+    ppo_loss,
+    ppo_value_loss,
+    reinforce_loss,
+    sequence_logprobs,
+    sft_loss,
+    token_logprobs,
+)
+from jrl.objectives.array_pairs import (
+    bradley_terry_loss,
+    dpo_loss,
+    ipo_loss,
+    orpo_loss,
+    simpo_loss,
+)
 from jrl.objectives.corrections import Correction, named_correction
 from jrl.objectives.distill import (
     divergence,
@@ -19,37 +54,8 @@ from jrl.objectives.distill import (
     forward_kl,
     generalized_jsd,
     reverse_kl,
+    top_k_divergence,
     total_variation,
-)
-from jrl.objectives.functional import (
-    at_last_token,
-    bradley_terry_loss,
-    cispo_loss,
-    dapo_loss,
-    dpo_loss,
-    dr_grpo_advantages,
-    dr_grpo_loss,
-    entropy,
-    gae,
-    grpo_advantages,
-    grpo_loss,
-    gspo_loss,
-    ipo_loss,
-    kl_loss,
-    maxrl_advantages,
-    opo_advantages,
-    orpo_loss,
-    ppo_loss,
-    ppo_value_loss,
-    reinforce_loss,
-    remax_advantages,
-    reward_to_go,
-    rloo_advantages,
-    sequence_logprobs,
-    sft_loss,
-    simpo_loss,
-    token_logprobs,
-    whiten_tokens,
 )
 from jrl.objectives.kl import AdaptiveCoef, k1, k2, k3
 from jrl.objectives.normalizers import (
@@ -138,6 +144,7 @@ __all__ = [
     "gae",
     "gate",
     "generalized_jsd",
+    "group_mean_std",
     "grpo_advantages",
     "grpo_loss",
     "gspo_loss",
@@ -149,8 +156,10 @@ __all__ = [
     "kl_in_loss",
     "kl_in_reward",
     "kl_loss",
+    "leave_one_out",
     "mask_truncated",
     "maxrl_advantages",
+    "mean_centred",
     "named_correction",
     "nll",
     "opo_advantages",
@@ -184,6 +193,7 @@ __all__ = [
     "token",
     "token_logprobs",
     "token_mean",
+    "top_k_divergence",
     "total_variation",
     "update_state",
     "value_loss",

@@ -1,4 +1,4 @@
-"""Credit in groups that are trees: members that share tokens, which one of them drew.
+"""Credit in groups that are trees, whose members share tokens.
 
 Members of ONE group go through a token together where ``batch.ids["node"]`` is the same, from 1 on,
 at the same place; see ``sampling.tree``. Of such a token one member alone is trained on, the one

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import unknown_choice
+from jrl.errors import UserError, unknown_choice
 from jrl.objectives.kl import bounded_exp
 from jrl.types import Array, Stats
 
@@ -86,7 +86,7 @@ def named_correction(name: str, cap: float, low: float | None = None) -> Correct
       low: least weight; None for the name's own.
 
     Raises:
-      UserError: for an unknown name.
+      UserError: for an unknown name, or a band that holds no weight.
 
     >>> named_correction("icepop", 5.0, 0.5)
     Correction(kind='mask', level='token', low=0.5, high=5.0)
@@ -94,4 +94,19 @@ def named_correction(name: str, cap: float, low: float | None = None) -> Correct
     if name not in CORRECTIONS:
         raise unknown_choice("correction", name, CORRECTIONS)
     correction = CORRECTIONS[name](cap)
-    return correction if correction is None or low is None else correction._replace(low=low)
+    if correction is None:
+        return None
+    correction = correction if low is None else correction._replace(low=low)
+    _check_band(name, correction)
+    return correction
+
+
+def _check_band(name: str, correction: Correction) -> None:
+    """Raises UserError where no weight is between the bounds; traced bounds pass."""
+    low, high = correction.low, correction.high
+    if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
+        raise UserError(
+            f"objective.correction = {name!r} keeps weights from correction_low = {low:g} to"
+            f" correction_cap = {high:g}, which are none; set correction_low below"
+            " correction_cap (without it it is 0, or 1 / correction_cap with icepop)"
+        )

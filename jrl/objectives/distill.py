@@ -2,17 +2,19 @@
 
 A divergence is written once, as a function of two [V] vectors of log-probabilities, the student's
 and the teacher's. ``divergence`` makes a ``Statistic`` of one, to be minimised as the loss itself
-(``minimise``) or added to another loss (``divergence_in_loss``). ``sampled_divergence`` needs the
-probabilities of the drawn tokens only.
+(``minimise``) or added to another loss (``divergence_in_loss``). ``top_k_divergence`` reads of the
+teacher the likeliest tokens alone, ``sampled_divergence`` the drawn one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jrl.errors import unknown_choice
 from jrl.objectives.kl import LOG_RATIO_LIMIT
@@ -141,6 +143,132 @@ def divergence(kind: str = "reverse", beta: float = 0.5, teacher: str = "teacher
     return Statistic(f"{kind}{weight}_from_{teacher}", apply, ("policy", teacher))
 
 
+# ---------------------------------------------------------------- the teacher's likeliest tokens
+
+TAILS = ("renormalised", "cut", "floor", "bucket")
+"""What becomes of the tokens that are not among the teacher's k likeliest; see ``on_top_k``."""
+FLOOR = -100.0
+"""Log-probability that the "floor" gives them, nats; NeMo-RL's."""
+SAVED = "teacher_top_k"
+"""Name under which the backward pass of scoring finds what was kept of a teacher."""
+
+
+class TopK(NamedTuple):
+    """What is kept of a teacher's distribution at one token.
+
+    Attributes:
+      logprobs: [k] float32, log-probabilities of its likeliest tokens, in falling order.
+      ids: [k] int32, these tokens; of equally likely ones the lowest ids.
+      rest: [] float32, log-probability of all others together.
+    """
+
+    logprobs: Array
+    ids: Array
+    rest: Array
+
+
+def top_k_of(logprobs: Array, k: int) -> TopK:
+    """The k likeliest tokens of ONE distribution.
+
+    Args:
+      logprobs: [V] float32; -inf where a truncation removed the token.
+      k: tokens to keep; all where there are no more.
+
+    >>> top = top_k_of(jnp.log(jnp.array([0.1, 0.6, 0.3])), 2)
+    >>> top.ids.tolist(), round(float(jnp.exp(top.rest)), 4)
+    ([1, 2], 0.1)
+    """
+    chex.assert_rank(logprobs, 1)
+    chex.assert_type(logprobs, float)
+    values, ids = jax.lax.top_k(logprobs, min(k, logprobs.shape[0]))
+    return TopK(values, ids, _rest(logprobs, ids))
+
+
+def on_top_k(student: Array, teacher: TopK, tail: str) -> tuple[Array, Array]:
+    """Both distributions as a divergence over the teacher's likeliest tokens reads them.
+
+    Args:
+      student: [V] float32, log-probabilities.
+      teacher: of the same vocabulary.
+      tail: what becomes of the other tokens:
+        "renormalised": they are left out, and both distributions divided by what is left (NeMo-RL's
+        ``zero_outside_topk=False``, ROLL's ``logits_topk``);
+        "cut": they are left out of the sum, and probabilities stay (verl's ``forward_kl_topk``);
+        such sums are no divergences, and may be negative;
+        "floor": the teacher is divided by what is left and finds the others as good as impossible,
+        at ``FLOOR`` (NeMo-RL's ``zero_outside_topk=True``);
+        "bucket": they count as one token, so that the result is a lower bound of the divergence.
+
+    Returns:
+      (student, teacher): [k] float32, [k + 1] with "bucket" and [V] with "floor".
+
+    Raises:
+      UserError: for a tail that is not one of ``TAILS``.
+    """
+    if tail not in TAILS:
+        raise unknown_choice("tail", tail, TAILS)
+    likeliest = student[teacher.ids]
+    if tail == "cut":
+        return likeliest, teacher.logprobs
+    if tail == "bucket":
+        if len(teacher.ids) == len(student):  # nothing is left for the bucket
+            return likeliest, teacher.logprobs
+        rest = _rest(student, teacher.ids)
+        return jnp.append(likeliest, rest), jnp.append(teacher.logprobs, teacher.rest)
+    left = jax.nn.log_softmax(teacher.logprobs)
+    if tail == "renormalised":
+        return jax.nn.log_softmax(likeliest), left
+    floor = jnp.full_like(student, FLOOR)
+    return student, floor.at[teacher.ids].set(jnp.maximum(left, FLOOR))
+
+
+def _rest(logprobs: Array, ids: Array) -> Array:
+    """[]: the log-probability of all tokens but these; -inf, without a gradient, for nothing."""
+    others = logprobs.at[ids].set(-jnp.inf)
+    top = jax.lax.stop_gradient(jnp.max(others))
+    top = jnp.where(jnp.isneginf(top), 0, top)
+    mass = jnp.exp(others - top).sum()
+    return jnp.where(mass == 0, -jnp.inf, top + jnp.log(jnp.where(mass == 0, 1, mass)))
+
+
+def top_k_divergence(
+    kind: str = "forward",
+    k: int = 64,
+    tail: str = "renormalised",
+    beta: float = 0.5,
+    teacher: str = "teacher",
+) -> Statistic:
+    """A divergence over a frozen policy's k likeliest tokens, at every token, with gradient.
+
+    Scoring in chunks keeps of the teacher 2 k + 1 numbers a token for the backward pass, which
+    makes neither its distribution nor its logits again.
+
+    Args:
+      kind: one of ``KINDS``.
+      k: how many of the teacher's tokens are read.
+      tail: one of ``TAILS``; see ``on_top_k``.
+      beta: the teacher's weight in "jsd".
+      teacher: the frozen policy: "teacher", "ref" or another name.
+
+    Returns:
+      A statistic named after all of them, nats.
+    """
+    measure = between(kind, beta)
+    if tail not in TAILS:
+        raise unknown_choice("tail", tail, TAILS)
+
+    def apply(distributions: dict[str, Array], token: Array) -> Array:
+        top = top_k_of(jax.lax.stop_gradient(distributions[teacher]), k)
+        top = TopK(*(checkpoint_name(x, SAVED) for x in top))
+        return measure(*on_top_k(distributions["policy"], top, tail))
+
+    weight = f"_{beta}" if kind == "jsd" else ""
+    return Statistic(f"{kind}{weight}_top_{k}_{tail}_from_{teacher}", apply, ("policy", teacher))
+
+
+# ---------------------------------------------------------------- in losses
+
+
 def minimise(statistic: Statistic, metric: str = "divergence") -> Surrogate:
     """The statistic itself as the loss; the advantages are not read.
 
@@ -259,7 +387,7 @@ def _teacher_gap(batch: Batch) -> Array:
 
 
 def _after(values: Array) -> Array:
-    """The sum over what comes later on the last axis; a NaN reaches what is before it only."""
+    """Sums over later entries of the last axis; a NaN reaches earlier entries alone."""
     later = jnp.flip(jnp.cumsum(jnp.flip(values, -1), axis=-1), -1)
     return jnp.concatenate([later[..., 1:], jnp.zeros_like(later[..., :1])], axis=-1)
 

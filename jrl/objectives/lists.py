@@ -78,10 +78,10 @@ def list_nll(rewards: Array, pairs: Array, scale: Array | None = None) -> Array:
     if scale is not None:
         below = below * jnp.where(pairs, scale, 0)
         scaled = rewards * jnp.where(pairs, scale, 0).max(axis=1)
-    some = pairs.any(axis=1)
+    has_pair = pairs.any(axis=1)
     # Minus a large finite number, not infinity, whose differences would be NaN.
     rest = jnp.where(pairs, below - scaled[:, None], -1e30)
     terms = jax.nn.logsumexp(
         jnp.concatenate([jnp.zeros_like(scaled)[:, None], rest], axis=1), axis=1
     )
-    return jnp.where(some, terms, 0).sum()
+    return jnp.where(has_pair, terms, 0).sum()

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from jrl.objectives import advantages as group
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import stateless, trained
-from jrl.types import Array, Batch, Transform
+from jrl.types import Array, Batch, Transform, opinions
 
 
 def decoupled_parts(*, eps: float = 1e-6, ddof: int = 1) -> Transform:
     """The weighted sum of the reward parts, each normalised in its group on its own.
 
-    The first step of ``gdpo``: a part that all members share takes nothing from the others'
-    resolution, as it does when the sum is normalised.
+    Of a part count the members that it has an opinion of. The first step of ``gdpo``: a part that
+    all members share takes nothing from the others' resolution, as it does when the sum is
+    normalised.
 
     Args:
       eps: points, added to each part's deviation.
@@ -31,8 +32,8 @@ def decoupled_parts(*, eps: float = 1e-6, ddof: int = 1) -> Transform:
         return group.group_mean_std(rewards, members, eps=eps, ddof=ddof)
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        over_groups = jax.vmap(of_part)
-        parts = jax.vmap(over_groups, in_axes=(2, None), out_axes=2)(batch.rewards, batch.members)
+        known = batch.members[:, :, None] & opinions(batch.rewards, batch.ids)
+        parts = jax.vmap(jax.vmap(of_part), in_axes=2, out_axes=2)(batch.rewards, known)
         return (parts * batch.reward_weights[None, None]).sum(-1), batch
 
     return stateless(apply)
@@ -41,7 +42,8 @@ def decoupled_parts(*, eps: float = 1e-6, ddof: int = 1) -> Transform:
 def beta_normalised(limit: float = 300.0) -> Transform:
     """Rewards minus their group's mean, over the density of a Beta distribution at that mean.
 
-    See ``bnpo``; ``limit`` is the greatest a + b.
+    See ``bnpo``; ``limit`` is the greatest a + b. The variance of p is the sample's, over the
+    number of groups less 1.
 
     Returns:
       A transform [N, G] -> [N, G] for rewards in [0, 1]. Where p does not vary over the batch there
@@ -58,7 +60,7 @@ def beta_normalised(limit: float = 300.0) -> Transform:
         p = jnp.clip(total / jnp.maximum(members.sum(axis=1), 1), 0, 1)
         deviation = group.mean_centred(p, nonempty)
         mean = jnp.where(nonempty, p, 0).sum() / jnp.maximum(nonempty.sum(), 1)
-        variance = jnp.square(deviation).sum() / jnp.maximum(nonempty.sum(), 1)
+        variance = jnp.square(deviation).sum() / jnp.maximum(nonempty.sum() - 1, 1)
         spread = jnp.where(variance > 0, variance, 1)
         both = jnp.clip(mean * (1 - mean) / spread - 1, 0, limit)
         both = jnp.where(variance <= 0, 0, both)

@@ -23,7 +23,7 @@ softplus = jax.nn.softplus
 
 
 class Side(NamedTuple):
-    """One completion of a pair; what was not asked for is 0.
+    """One completion of a pair; statistics that were not requested are 0.
 
     Attributes:
       logprob: [] nats, log pi(y), the sum over its live tokens.
@@ -153,6 +153,26 @@ def reward_loss(name: str, beta: float, noise: float = 0.0) -> Callable[[Array, 
     return lambda a, b: PAIR_LOSSES[name](a, b, noise) / scale
 
 
+def dpo_loss(
+    name: str,
+    beta: float,
+    noise: float = 0.0,
+    of: Reward = lambda side: side.log_ratio,
+    margin: float = 0.0,
+) -> PairLoss:
+    """The loss of ``dpo`` by name, as a function of the two sides.
+
+    Args:
+      name: of ``PAIR_LOSSES``.
+      beta: per unit of ``of``.
+      noise: ``label_smoothing``.
+      of: what of a side times beta is its implicit reward.
+      margin: taken from the chosen side's reward.
+    """
+    loss = reward_loss(name, beta, noise)
+    return lambda chosen, rejected: loss(beta * of(chosen) - margin, beta * of(rejected))
+
+
 def log_odds(mean: Array) -> Array:
     """log(p / (1 - p)) of p = exp(mean), held where p is within 1e-6 of 1.
 
@@ -171,12 +191,15 @@ def log_odds(mean: Array) -> Array:
     return mean - complement
 
 
-def odds_ratio_loss(chosen: Array, rejected: Array, coef: float) -> Array:
+def odds_ratio_loss(coef: float) -> PairLoss:
     """The loss of ``orpo``: the chosen completion's likelihood, and a penalty on the odds ratio.
 
     Args:
-      chosen: [...] nats, the mean log-probability of the chosen completion's tokens.
-      rejected: [...] nats, of the rejected completion's.
       coef: lambda of the paper.
     """
-    return -chosen + coef * softplus(log_odds(rejected) - log_odds(chosen))
+
+    def loss(chosen: Side, rejected: Side) -> Array:
+        penalty = softplus(log_odds(rejected.mean) - log_odds(chosen.mean))
+        return -chosen.mean + coef * penalty
+
+    return loss

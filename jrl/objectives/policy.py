@@ -59,8 +59,8 @@ def compute_advantages(
       UserError: when a statistic that a transform needs is not in ``batch.stats``.
     """
     batch.check()
-    brought = {statistic.name for statistic in objective.advantage.statistics}
-    _require(objective.advantage.needs | brought, batch.stats, "the advantage")
+    names = {statistic.name for statistic in objective.advantage.statistics}
+    _require(objective.advantage.needs | names, batch.stats, "the advantage")
     score = batch.score()
     metrics = _score_metrics(score, batch.members)
     values, batch, inner = objective.advantage.apply(score, batch, state["advantage"])

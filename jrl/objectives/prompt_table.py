@@ -37,7 +37,7 @@ class PromptTable(NamedTuple):
 
 
 def empty(slots: int, blank: Any) -> PromptTable:
-    """A table in which no prompt is known.
+    """An empty table.
 
     Args:
       slots: places, at least 1.

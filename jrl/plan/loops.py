@@ -57,7 +57,7 @@ class Scope:
     ) -> None:
         self.program, self.operations = program, operations
         self._state, self._caller = state, caller
-        self._known: dict[tuple[str, int | None], Value] = {}
+        self._values: dict[tuple[str, int | None], Value] = {}
         self._below: dict[str, tuple[Scope, str] | None] = {}
 
     def inside(self, operation: Operation) -> tuple[Scope, str] | None:
@@ -74,22 +74,22 @@ class Scope:
 
     def value(self, name: str) -> Value:
         """The integer that an operation makes, if it follows from constants and known ones."""
-        if (name, None) not in self._known:
+        if (name, None) not in self._values:
             operation = self.operations.get(name)
             scalar = (
                 operation is not None
                 and len(operation.outputs) == 1
                 and not operation.outputs[0].sizes
             )
-            self._known[name, None] = self._made(operation) if operation and scalar else None
-        return self._known[name, None]
+            self._values[name, None] = self._made(operation) if operation and scalar else None
+        return self._values[name, None]
 
     def element(self, name: str, index: int) -> Value:
         """The same of an element of the tuple that an operation makes."""
-        if (name, index) not in self._known:
+        if (name, index) not in self._values:
             operation = self.operations.get(name)
-            self._known[name, index] = self._part(operation, index) if operation else None
-        return self._known[name, index]
+            self._values[name, index] = self._part(operation, index) if operation else None
+        return self._values[name, index]
 
     def _made(self, operation: Operation) -> Value:
         if operation.kind == "constant":
@@ -195,8 +195,8 @@ def _count_runs(
     runs[name] += times
     program = scope.program
 
-    def below(computation: str, count: float, **known: Any) -> None:
-        inner = Scope(program, program.computations[computation], **known)
+    def below(computation: str, count: float, **values: Any) -> None:
+        inner = Scope(program, program.computations[computation], **values)
         _count_runs(inner, computation, count, runs, trips)
 
     for operation in scope.operations.values():
@@ -244,9 +244,9 @@ def read_loop(scope: Scope, loop: Operation, trips: Mapping[str, int]) -> Loop:
     after, later = _turn(scope.program, body[1], start)
     fixed = tuple(a if a == b else None for a, b in zip(start, after, strict=True))
     # The innermost scope alone: a loop in the body of a named one has a scope of its own or none.
-    named = re.search(r'op_name="(?:[^"]*/)?([^"/]+)/while"', loop.text)
-    if named is not None and named[1] in trips:
-        return Loop(body[1], condition[1], float(trips[named[1]]), fixed)
+    match = re.search(r'op_name="(?:[^"]*/)?([^"/]+)/while"', loop.text)
+    if match is not None and match[1] in trips:
+        return Loop(body[1], condition[1], float(trips[match[1]]), fixed)
     if match := re.search(r"known_trip_count[^\d}]*(\d+)", loop.text):
         return Loop(body[1], condition[1], float(match[1]), fixed)
     count = _least(scope.program, condition[1], start, after, later)

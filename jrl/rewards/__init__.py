@@ -7,20 +7,49 @@ from collections.abc import Callable
 from typing import Any
 
 from jrl.errors import UserError, unknown_choice
-from jrl.rewards.base import RewardFn, Sample, whole_group
+from jrl.rewards import agreement, matching, other_names, shaping
+from jrl.rewards.base import Points, RewardFn, Sample, whole_batch, whole_group
 from jrl.rewards.columns import SIGNATURE, adapted, form_of
 from jrl.rewards.exact import exact_reward
 from jrl.rewards.format import confidence, format_reward
 from jrl.rewards.math import math_reward
 from jrl.user_code import FORMS, GIVEN, check_options, load
 
-REWARDS: dict[str, Callable[..., list[float]]] = {
-    "exact": exact_reward,
-    "confidence": confidence,
-    "format": format_reward,
+REWARDS: dict[str, Callable[..., Any]] = {
+    # of an answer
     "math": math_reward,
+    "exact": exact_reward,
+    "accuracy": shaping.accuracy,
+    "reasoning_accuracy": shaping.reasoning_accuracy,
+    "multiple_choice": matching.multiple_choice,
+    "exact_match": matching.exact_match,
+    "contains": matching.contains,
+    "f1": matching.f1,
+    "confidence": confidence,
+    # of the form
+    "format": format_reward,
+    "think_format": shaping.think_format,
+    "tag_count": shaping.tag_count,
+    "reasoning_steps": shaping.reasoning_steps,
+    "reflection": shaping.reflection,
+    "language": shaping.language,
+    # of the length
+    "soft_overlong": shaping.soft_overlong,
+    "cosine_length": shaping.cosine_length,
+    "length_in_group": shaping.length_in_group,
+    "repetition": shaping.repetition,
+    # of a group, without an answer
+    "majority": agreement.majority,
+    "answer_share": agreement.answer_share,
+    "new_answer": agreement.new_answer,
+    "new_ngrams": agreement.new_ngrams,
+    **other_names.NAMES,
 }
 """The library's own reward functions by name."""
+
+
+def _nothing() -> None:
+    """What a function without ``prepare`` prepares."""
 
 
 class UserReward:
@@ -38,24 +67,26 @@ class UserReward:
         self.spec, self.options = spec, options
         self.over = getattr(self._function(), "over", "sample")
 
-    def _function(self) -> Callable[..., list[float]]:
+    def _function(self) -> Callable[..., list[Points]]:
         return adapted(load(self.spec, "rewards"))
 
     def prepare(self) -> None:
-        """Loads the function; the pool calls this once in each worker."""
-        self._function()
+        """Loads the function, and calls its own ``prepare``; once in each process that calls it."""
+        getattr(self._function(), "prepare", _nothing)()
 
-    def __call__(self, samples: list[Sample]) -> list[float]:
+    def __call__(self, samples: list[Sample]) -> list[Points]:
         """Calls the function."""
         return self._function()(samples, **self.options)
 
 
-def make_reward(name: str, **options: Any) -> RewardFn:
+def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
     """A reward function with its options bound.
 
     Args:
       name: one of ``REWARDS``, "FILE.py:function", or "module:function". A function of one's own
-        has one of the two forms of ``jrl.rewards.columns``.
+        has one of the forms of ``jrl.rewards.columns``.
+      key: the table of the configuration that holds the options, for messages; "" for that of the
+        function's name.
       **options: further arguments of the function.
 
     Returns:
@@ -68,11 +99,13 @@ def make_reward(name: str, **options: Any) -> RewardFn:
         raise UserError(
             f"{unknown_choice('rewards', name, REWARDS)}, {FORMS}, a function {SIGNATURE}"
         )
+    key = key or f"rewards.{name}"
     function = load(name, "rewards") if ":" in name else REWARDS[name]
-    samples = form_of(function, f"rewards.{name}") == "samples"
-    # in the other form an argument may be a column, which the data has or not
-    check_options(function, options, f"rewards.{name}", first=int(samples), all_given=samples)
+    samples = form_of(function, key) == "samples"
+    # in the other forms an argument may be a column, which the data has or not
+    check_options(function, options, key, first=int(samples), all_given=samples)
     if ":" not in name:
+        function([], **options)  # says what is wrong with the options
         return functools.partial(function, **options)
     if name.startswith(GIVEN):  # a worker process could not find it by this name
         return functools.partial(adapted(function), **options)
@@ -89,5 +122,6 @@ __all__ = [
     "format_reward",
     "make_reward",
     "math_reward",
+    "whole_batch",
     "whole_group",
 ]

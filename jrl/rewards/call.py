@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.rewards.base import RewardFn, Sample
+from jrl.rewards.base import Points, RewardFn, Sample
+from jrl.system.float32 import fits_float32
 
-_LARGEST = float(np.finfo(np.float32).max)
 _TEXT = 500
 """Characters that a message takes of an error's text."""
 
@@ -30,15 +30,15 @@ class Failure(NamedTuple):
     timed_out: bool = False
 
 
-def call(function: RewardFn, samples: list[Sample]) -> list[float] | Failure:
+def call(function: RewardFn, samples: list[Sample]) -> list[Points] | Failure:
     """The rewards of one call, each finite in float32, or a Failure.
 
     Args:
       function: what to call.
-      samples: one sample, or one group.
+      samples: one sample, one group, or those of a step.
 
     Returns:
-      One number for each sample, or a Failure; only KeyboardInterrupt passes.
+      One number or None for each sample, or a Failure; only KeyboardInterrupt passes.
     """
     caller = os.getpid()
     try:
@@ -69,6 +69,14 @@ def class_name(value: object) -> str:
     return name
 
 
+def _shown(value: object) -> str:
+    """The beginning of a value's text; a note if ``repr`` of it raises."""
+    try:
+        return f"{value!r:.60}"
+    except BaseException as error:
+        return f"(whose text raises {class_name(error)})"
+
+
 def _trace() -> str:
     try:
         return traceback.format_exc(limit=-3)[-8 * _TEXT :]
@@ -76,28 +84,31 @@ def _trace() -> str:
         return ""
 
 
-def _checked(result: Any, count: int) -> list[float] | Failure:
+def _checked(result: Any, count: int) -> list[Points] | Failure:
     if isinstance(result, np.ndarray):
         result = result.tolist()
     if not isinstance(result, list | tuple):
         kind = class_name(result)
-        return Failure(f"returned {kind} {result!r:.60}; return a list with one number a sample")
+        return Failure(f"returned {kind} {_shown(result)}; return a list with one number a sample")
     values = list(result)
     if len(values) != count:
         return Failure(f"returned {len(values)} numbers for {count} sample{'s' * (count != 1)}")
-    points = []
+    points: list[Points] = []
     for value in values:
+        if value is None:
+            points.append(None)
+            continue
         # Not np.number: a complex number would lose a part of it, and a time its unit.
         is_number = isinstance(value, int | float | np.integer | np.floating | np.bool_)
         if not is_number or isinstance(value, np.timedelta64):
             kind = class_name(value)
-            return Failure(f"returned {kind} {value!r:.60} instead of a number")
-        if isinstance(value, int) and abs(value) > _LARGEST:  # may be too large for a float
+            return Failure(f"returned {kind} {_shown(value)} instead of a number or None")
+        if isinstance(value, int) and not fits_float32(value):  # may be too large for a float
             return Failure("returned an integer beyond float32; rewards must be finite there")
         point = float(value)
         if not math.isfinite(point):
             return Failure(f"returned {point}; rewards must be finite")
-        if abs(point) > _LARGEST:
+        if not fits_float32(point):
             return Failure(f"returned {point:g}, infinite in float32; rewards must be finite there")
         points.append(point)
     return points

@@ -1,31 +1,42 @@
-"""The two forms of reward functions, distinguished by their argument names.
+"""The three forms of reward functions, distinguished by their argument names.
 
     def reward(samples, ...)                 # a list of ``Sample`` -> as many numbers
     def reward(completions, answer, ...)     # columns, the form of TRL's reward functions
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None)    # verl's
 
 A function is of columns when it takes ``completions``, ``completion_ids`` or ``prompts`` by name,
-or nothing but ``**columns``. Columns are lists of one length: ``prompts``, ``completions`` (texts),
-``completion_ids`` (lists of token ids), ``answer`` (the reference answer) and the further columns
-of the data by their names.
+or nothing but ``**columns``; it is verl's when it takes ``solution_str``. Columns are lists of one
+length: ``prompts``, ``completions``, ``completion_ids`` (lists of token ids), ``answer`` (the
+reference answer) and the further columns of the data by their names. Completions are texts; where
+the data gives prompts as messages, or in episodes, they and the prompts are lists of messages. A
+function of columns may take ``trainer_state``, whose ``global_step`` and ``max_steps`` say how far
+training is. Any of them may be async, and any number may be None: no opinion of that sample.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from jrl.errors import UserError
-from jrl.rewards.base import Sample
+from jrl.rewards.base import Points, Sample
 
-SIGNATURE = "reward(samples) -> list of numbers, or reward(completions, **columns) as in TRL"
+SIGNATURE = (
+    "reward(samples) -> list of numbers, reward(completions, **columns) as in TRL, or"
+    " compute_score(data_source, solution_str, ground_truth) as in verl"
+)
 """Call convention of a reward function, for messages and help."""
 
 OWN_COLUMNS = ("prompts", "completions", "completion_ids")
+_STATE = "trainer_state"
+_VERL = "solution_str"
 _ONE_AT_A_TIME = ("answer", "completion", "prompt", "response", "sample", "text")
 
-Form = Literal["samples", "columns"]
+Form = Literal["samples", "columns", "solution"]
 
 
 def form_of(function: Callable[..., Any], key: str) -> Form:
@@ -36,17 +47,18 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
       key: what names it in the configuration, for messages.
 
     Raises:
-      UserError: it has neither form.
+      UserError: it has none of the forms.
 
     >>> form_of(lambda samples: [0.0], "reward"), form_of(lambda completions, **kw: [0.0], "reward")
     ('samples', 'columns')
     """
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        kind = "is async" if inspect.iscoroutinefunction(function) else "yields"
-        raise UserError(f"{key}: the function {kind}; return a list of numbers from a plain def")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise UserError(f"{key}: the function yields; return a list of numbers")
     parameters = _parameters(function)
     names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if _VERL in names:
+        return "solution"
     if names.intersection(OWN_COLUMNS) or (takes_all and not names):
         return "columns"
     first = next((p for p in parameters if p.kind is not p.KEYWORD_ONLY), None)
@@ -56,30 +68,36 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
     return "samples"
 
 
-def adapted(function: Callable[..., list[float]]) -> Callable[..., list[float]]:
-    """A function of samples that calls one of either form."""
-    if form_of(function, "reward") == "samples":
+def adapted(function: Callable[..., Any]) -> Callable[..., list[Points]]:
+    """A function of samples that calls one of any form, async or not."""
+    form = form_of(function, "reward")
+    if inspect.iscoroutinefunction(function):
+        function = functools.wraps(function)(functools.partial(_awaited, function))
+    if form == "samples":
         return function
-    return functools.wraps(function)(functools.partial(_on_columns, function))
+    on = _on_columns if form == "columns" else _on_solutions
+    return functools.wraps(function)(functools.partial(on, function))
 
 
 def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str) -> None:
     """Raises UserError for an argument of a function on columns that the data has no column for.
 
     Args:
-      function: of either form; one of samples is not looked at.
+      function: of any form; one of samples is not looked at.
       columns: of the data, beside ``OWN_COLUMNS`` and "answer".
       key: what names the function in the configuration, for messages.
     """
-    if form_of(function, key) == "samples":
+    form = form_of(function, key)
+    if form == "samples":
         return
-    names = [*OWN_COLUMNS, "answer", *columns]
+    own = (*OWN_COLUMNS, "answer") if form == "columns" else tuple(_SOLUTION)
+    names = [*own, *columns]
     absent = [
         p.name
         for p in _parameters(function)
         if p.default is p.empty
         and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        and p.name not in names
+        and p.name not in (*names, _STATE)
     ]
     if absent:
         raise UserError(
@@ -88,15 +106,23 @@ def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str
         )
 
 
+def _awaited(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    return asyncio.run(function(*arguments, **named))
+
+
 def _on_columns(
-    function: Callable[..., list[float]], samples: list[Sample], **options: Any
-) -> list[float]:
+    function: Callable[..., list[Points]], samples: list[Sample], **options: Any
+) -> list[Points]:
     """Calls a function on columns with those of the samples that it takes."""
     columns = _columns(samples) | options
     parameters = _parameters(function)
+    named = {p.name for p in parameters}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        named = {p.name for p in parameters}
         columns = {name: column for name, column in columns.items() if name in named}
+    if _STATE in named:  # by name alone: other functions hand **columns on
+        first = samples[0] if samples else None
+        steps = (first.step, first.steps) if first else (0, 0)
+        columns[_STATE] = types.SimpleNamespace(global_step=steps[0], max_steps=steps[1])
     return function(**columns)
 
 
@@ -105,10 +131,51 @@ def _columns(samples: list[Sample]) -> dict[str, Any]:
     metas: list[Mapping[str, Any]] = [sample.prompt.meta for sample in samples]
     return {name: [meta.get(name) for meta in metas] for name in names} | {
         "answer": [sample.prompt.answer for sample in samples],
-        "prompts": [sample.prompt.text for sample in samples],
-        "completions": [sample.completion for sample in samples],
+        "prompts": [_prompt(sample) for sample in samples],
+        "completions": [_completion(sample) for sample in samples],
         "completion_ids": [list(map(int, sample.tokens)) for sample in samples],
     }
+
+
+def _prompt(sample: Sample) -> Any:
+    if sample.prompt.messages:
+        return list(map(dict, sample.prompt.messages))
+    if sample.messages:
+        return [{"role": "user", "content": sample.prompt.text}]
+    return sample.prompt.text
+
+
+def _completion(sample: Sample) -> Any:
+    if sample.messages:
+        return list(map(dict, sample.messages))
+    if sample.prompt.messages:
+        return [{"role": "assistant", "content": sample.completion}]
+    return sample.completion
+
+
+_SOLUTION: dict[str, Callable[[Sample], Any]] = {
+    "data_source": lambda sample: sample.prompt.meta.get("data_source"),
+    _VERL: lambda sample: sample.completion,
+    "ground_truth": lambda sample: sample.prompt.answer,
+    "extra_info": lambda sample: sample.prompt.meta.get("extra_info"),
+}
+"""Arguments of verl's reward functions, from a sample."""
+
+
+def _on_solutions(
+    function: Callable[..., Any], samples: list[Sample], **options: Any
+) -> list[Points]:
+    """Calls verl's form once for each sample; of a dict that it returns "score" counts."""
+    parameters = _parameters(function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    points = []
+    for sample in samples:
+        arguments = {**sample.prompt.meta, **{n: of(sample) for n, of in _SOLUTION.items()}}
+        names = {p.name for p in parameters} | (set(_SOLUTION) if takes_all else set())
+        arguments = {n: x for n, x in arguments.items() if n in names} | options
+        value = function(**arguments)
+        points.append(value["score"] if isinstance(value, dict) else value)
+    return points
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -228,8 +228,8 @@ def _same_time(a: Colon, b: Colon) -> bool:
     hours = []
     for time in (a, b):
         hour = int(time.parts[0])
-        known = bool(time.half) or hour > 12 or hour == 0
-        hours.append((hour % 12 + 12 * (time.half == "pm") if time.half else hour, known))
+        definite = bool(time.half) or hour > 12 or hour == 0
+        hours.append((hour % 12 + 12 * (time.half == "pm") if time.half else hour, definite))
     if a.parts[1:] != b.parts[1:]:
         return False
     (first, first_known), (second, second_known) = hours

@@ -2,10 +2,12 @@ r"""Final answers: extracting them from texts, reading numbers, and comparing tw
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 from typing import Any
 
+from jrl.errors import UserError
 from jrl.rewards.answers import Choice, Colon, Words, read
 from jrl.rewards.base import Sample
 from jrl.rewards.compare import Checker, same
@@ -182,8 +184,19 @@ def exact_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
 
     Returns:
       Points, 0 or 1 for each sample.
+
+    Raises:
+      UserError: the tolerance is no number of at least 0.
     """
+    check_tolerance(tolerance, "exact")
     return [float(_is_right(sample, tolerance)) for sample in samples]
+
+
+def check_tolerance(tolerance: Any, name: str) -> None:
+    """Raises UserError for a tolerance of the reward of that name that compares nothing."""
+    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if not number or not 0 <= tolerance < math.inf:
+        raise UserError(f"rewards.{name}.tolerance = {tolerance!r}; must be a number of at least 0")
 
 
 def expected_answer(answer: Any) -> str:

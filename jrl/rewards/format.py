@@ -26,8 +26,13 @@ def format_reward(
       Points, 0 or 1 for each sample. Without pattern and tags, 1 for a ``\boxed{...}`` answer.
 
     Raises:
-      UserError: both pattern and tags are given, or the pattern is not a regular expression.
+      UserError: both pattern and tags are given, the pattern is not a regular expression, or a
+        tag is no name.
     """
+    if pattern is not None and (not isinstance(pattern, str) or not pattern):
+        raise UserError(f"rewards.format.pattern = {pattern!r}; must be a regular expression")
+    if not isinstance(tags, list | tuple) or not all(isinstance(t, str) and t for t in tags):
+        raise UserError(f"rewards.format.tags = {tags!r}; must be a list of names")
     if pattern is not None and tags:
         raise UserError("rewards.format.pattern and rewards.format.tags are both set; keep one")
     if pattern is None and not tags:

@@ -51,10 +51,7 @@ def memory_bytes(pids: Iterable[int], above: int = 0, in_files: int = 0) -> int:
         sets too, and counted once.
     """
     pids = list(pids)
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            total += int(file.read().split()[1]) * _PAGE
+    total = sum(_resident(pid) for pid in pids)
     if not 0 < above < total + in_files or (len(pids) == 1 and not in_files):
         return total + in_files
     parts = [_proportional(pid) for pid in pids]
@@ -65,15 +62,22 @@ def memory_bytes(pids: Iterable[int], above: int = 0, in_files: int = 0) -> int:
 def _proportional(pid: int) -> tuple[int, int]:
     """Bytes of a process, pages shared by n counted as 1/n; and those of them in shared memory."""
     sizes = {"Pss:": 0, "Pss_Shmem:": 0}
-    with (
-        contextlib.suppress(OSError),
-        open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file,
-    ):
-        for line in file:
-            name, *rest = line.split()
-            if name in sizes:
-                sizes[name] = 1024 * int(rest[0])
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+            for line in file:
+                name, *rest = line.split()
+                if name in sizes:
+                    sizes[name] = 1024 * int(rest[0])
+    except OSError:  # it has ended, or has made itself unreadable: then its whole resident set
+        return _resident(pid), 0
     return sizes["Pss:"], sizes["Pss_Shmem:"]
+
+
+def _resident(pid: int) -> int:
+    """Bytes of a process's resident set; 0 where it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * _PAGE
+    return 0
 
 
 def kill_tree(pid: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from jrl.rewards.base import Sample
 from jrl.rewards.bounds import LONGEST, is_tame
 from jrl.rewards.exact import (
+    check_tolerance,
     claimed_answer,
     exact_reward,
     expected_answer,
@@ -40,7 +41,13 @@ def math_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
 
     Returns:
       Points, 0 or 1 for each sample.
+
+    Raises:
+      UserError: the tolerance is no number of at least 0.
     """
+    check_tolerance(tolerance, "math")
+    if not samples:  # before an import that takes seconds
+        return []
     checker = _math_verify()
     if checker is None:
         return exact_reward(samples, tolerance)

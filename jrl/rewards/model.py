@@ -60,8 +60,3 @@ class ModelReward:
     def of_tokens(self, rollout: Rollout) -> np.ndarray:
         """[N, G, T] float32 values after each token, on the host."""
         return np.asarray(self._values(self._params, rollout))
-
-
-def insert_part(rewards: Array | np.ndarray, points: np.ndarray, column: int) -> np.ndarray:
-    """Reward parts [N, G, R] with the rewards [N, G] inserted at index ``column``."""
-    return np.insert(np.asarray(rewards), column, points, axis=-1).astype(np.float32)

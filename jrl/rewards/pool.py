@@ -19,20 +19,22 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jrl.errors import UserError, unknown_choice
 from jrl.rewards import kill
-from jrl.rewards.base import RewardFn, Sample
-from jrl.rewards.call import Failure, call
+from jrl.rewards.base import Points, RewardFn, Sample
+from jrl.rewards.call import Failure, call, class_name, error_text
+from jrl.rewards.rules import Rules
 from jrl.rewards.worker import Lost, RewardWorker, attribute, pickled_call
 from jrl.system.wait_reports import waiting
 
 __all__ = ["RewardFn", "RewardPool", "Sample"]
 
-ACTIONS = ("zero", "drop", "stop")
+ACTIONS = ("zero", "drop", "none", "stop")
 
 _FAILURES_IN_A_ROW = 8
 """Of one process, which is then replaced; a reward that always fails costs little by it."""
@@ -59,21 +61,37 @@ class _Call(NamedTuple):
     message: bytes = b""
 
 
+class Scores(NamedTuple):
+    """Points of B samples under R functions.
+
+    Attributes:
+      points: [B, R] float32; NaN where a function has no opinion.
+      dropped: [B] bool, samples to be taken out of their groups.
+      counts: of calls by name, "reward_calls", "reward_timeouts", "reward_errors" and
+        "reward_missing", numbers that were None.
+    """
+
+    points: np.ndarray
+    dropped: np.ndarray
+    counts: dict[str, float]
+
+
 class RewardPool:
     """Reward functions and their worker processes; use it in a ``with`` statement.
 
     Args:
-      functions: reward functions by name; each is called with one sample, or with one group if
-        it is marked by ``whole_group``.
+      functions: reward functions by name; each is called with one sample, with one group if it is
+        marked by ``whole_group``, or with all samples if by ``whole_batch``.
       workers: processes; 0 calls the functions in this process, without limits.
       timeout_seconds: of one call; then the worker is killed with all its descendants.
       memory_gib: memory of one worker and its descendants, in GiB, including memfds and files in
         /dev/shm; beyond it they are killed, those files removed, and the call failed.
-      on_timeout: reward of the samples of a call that timed out: "zero", "drop" (NaN, for the
-        caller to remove the sample from its group), or "stop" with a UserError. "reward_timeouts"
+      on_timeout: reward of the samples of a call that timed out: "zero", "drop", which takes the
+        sample out of its group, "none", no opinion, or "stop" with a UserError. "reward_timeouts"
         counts such calls.
-      on_error: the same for a call that raises, kills its process, or does not return one number
-        that is finite in float32 for each sample; "reward_errors" counts them.
+      on_error: the same for a call that raises, kills its process, or does not return a number in
+        its range, or None, for each sample; "reward_errors" counts them.
+      rules: how the numbers of some functions are read, by name.
 
     Raises:
       UserError: a function cannot be sent to a process.
@@ -88,43 +106,41 @@ class RewardPool:
         memory_gib: float = math.inf,
         on_timeout: str = "zero",
         on_error: str = "stop",
+        rules: Mapping[str, Rules] = MappingProxyType({}),
     ) -> None:
         for key, action in (("on_timeout", on_timeout), ("on_error", on_error)):
             if action not in ACTIONS:
                 raise unknown_choice(f"reward_pool.{key}", action, ACTIONS)
         self.functions = dict(functions)
+        self._rules = {name: rules.get(name, Rules()) for name in functions}
         self.timeout_seconds, self.memory_gib = timeout_seconds, memory_gib
         self.on_timeout, self.on_error = on_timeout, on_error
         self._turn = threading.Lock()  # rollout and evaluation may call from different threads
         self._workers = _Workers(self.functions, workers, self) if workers else None
+        self._prepared = False
 
-    def scores(
-        self, samples: Sequence[Sample], *, group: int | None = None
-    ) -> tuple[np.ndarray, dict[str, float]]:
-        """Rewards of every sample under every function.
+    @property
+    def over_batch(self) -> bool:
+        """Whether a function must see all samples of a step together."""
+        return any(_over(function) == "batch" for function in self.functions.values())
+
+    def scores(self, samples: Sequence[Sample], *, group: int | None = None) -> Scores:
+        """Rewards of every sample under every function that is asked about it.
 
         Args:
           samples: B of them, those of one prompt adjacent.
           group: samples of one prompt, for functions over groups; None takes adjacent samples
             with the same ``prompt.id`` as a group.
 
-        Returns:
-          (rewards [B, R] float32, R in the order of the functions, NaN for samples to be dropped;
-          counts of calls by name, "reward_calls", "reward_timeouts" and "reward_errors").
-
         Raises:
           UserError: a call failed and the run is to stop then; names the function and the prompt.
         """
-        groups = _groups(samples, group)
-        calls = [
-            _Call(column, name, [index] if _over(function) == "sample" else members)
-            for column, (name, function) in enumerate(self.functions.items())
-            for members in groups
-            for index in (members if _over(function) == "sample" else members[:1])
-        ]
+        calls = self._calls(samples, _groups(samples, group))
         # float32 is what training reads; ``call`` rejects numbers that are infinite in it.
-        points = np.zeros((len(samples), len(self.functions)), np.float32)
-        counts = {"reward_timeouts": 0.0, "reward_errors": 0.0, "reward_calls": float(len(calls))}
+        points = np.full((len(samples), len(self.functions)), np.nan, np.float32)
+        dropped = np.zeros(len(samples), bool)
+        names = ("reward_timeouts", "reward_errors", "reward_missing")
+        counts = dict.fromkeys(names, 0.0) | {"reward_calls": float(len(calls))}
         finished: list[str] = []
 
         def left() -> str:
@@ -140,17 +156,42 @@ class RewardPool:
         ):
             for (column, name, members, _), result in results:
                 finished.append(name)
+                rules = self._rules[name]
                 if not isinstance(result, Failure):
-                    points[members, column] = result
-                    continue
-                key = "on_timeout" if result.timed_out else "on_error"
-                action = self.on_timeout if result.timed_out else self.on_error
-                if action == "stop":
-                    raise _error(name, result, samples[members[0]], key)
-                # A failure is data, not an exception: one slow sample must not end a run of days.
-                counts["reward_timeouts" if result.timed_out else "reward_errors"] += 1
-                points[members, column] = np.nan if action == "drop" else 0.0
-        return points, counts
+                    result = rules.check(result)
+                if isinstance(result, Failure):
+                    key = "on_timeout" if result.timed_out else "on_error"
+                    action = self.on_timeout if result.timed_out else self.on_error
+                    if action == "stop":
+                        raise _error(name, result, samples[members[0]], key)
+                    # A failure is data, not an exception: one slow sample must not end a run of
+                    # days.
+                    counts["reward_timeouts" if result.timed_out else "reward_errors"] += 1
+                    lost, values = members, np.zeros(len(members))
+                else:
+                    action = rules.missing
+                    lost = [i for i, x in zip(members, result, strict=True) if x is None]
+                    counts["reward_missing"] += len(lost)
+                    values = np.array([0.0 if x is None else x for x in result])
+                points[members, column] = values
+                if action != "zero":
+                    points[lost, column] = np.nan
+                dropped[lost] |= action == "drop"
+        return Scores(points, dropped, counts)
+
+    def _calls(self, samples: Sequence[Sample], groups: list[list[int]]) -> list[_Call]:
+        """A call for each unit of each function, without samples that it is not asked about."""
+        calls = []
+        for column, (name, function) in enumerate(self.functions.items()):
+            over, asks = _over(function), self._rules[name].asks
+            units = [[i for group in groups for i in group]] if over == "batch" else groups
+            for unit in units:
+                members = [i for i in unit if asks(samples[i])]
+                if over == "sample":
+                    calls += [_Call(column, name, [i]) for i in members]
+                elif members:
+                    calls.append(_Call(column, name, members))
+        return calls
 
     def probe(self, names: Iterable[str], sample: Sample, group: int) -> None:
         """Calls functions once, to report a broken one before anything compiles.
@@ -163,8 +204,8 @@ class RewardPool:
           group: G.
 
         Raises:
-          UserError: a call raises or returns something else than one finite number for each
-            sample, and the run is to stop then.
+          UserError: a call raises or returns something else than one finite number or None for
+            each sample, and the run is to stop then.
         """
         # A run that tolerates errors of rewards must not fail on this call.
         if self.on_error != "stop":
@@ -180,6 +221,8 @@ class RewardPool:
             contextlib.closing(self._results(calls, [sample] * group)) as results,
         ):
             for (_, name, *_), result in results:
+                if not isinstance(result, Failure):
+                    result = self._rules[name].check(result)
                 if isinstance(result, Failure) and not result.timed_out:
                     if _CONVERSATION in result.reason:
                         raise UserError(f"rewards.{name}: {result.reason}; {_TEXTS}")
@@ -189,10 +232,21 @@ class RewardPool:
         """A generator of (call, rewards or Failure), each call once, in any order."""
         if self._workers is not None:
             return self._workers.results(calls, samples)
+        self._prepare()
         return (
             (each, call(self.functions[each.name], [samples[i] for i in each.members]))
             for each in calls
         )
+
+    def _prepare(self) -> None:
+        """In this process, what workers do before their first call."""
+        for name, function in self.functions.items() if not self._prepared else ():
+            try:
+                attribute(function, "prepare", lambda: None)()
+            except Exception as error:
+                reason = f"{class_name(error)}: {error_text(error)}"
+                raise UserError(f"rewards.{name}: its prepare raised {reason}") from error
+        self._prepared = True
 
     def close(self) -> None:
         """Kills the workers; may be called twice, and while another thread waits for rewards."""
@@ -226,7 +280,7 @@ def _error(name: str, failure: Failure, sample: Sample, key: str) -> UserError:
 
 
 def _over(function: RewardFn) -> str:
-    """The unit of a call: "sample" or "group"."""
+    """The unit of a call: "sample", "group" or "batch"."""
     return attribute(function, "over", "sample")
 
 
@@ -272,7 +326,7 @@ class _Workers:
 
     def results(
         self, calls: Sequence[_Call], samples: Sequence[Sample]
-    ) -> Iterator[tuple[_Call, list[float] | Failure]]:
+    ) -> Iterator[tuple[_Call, list[Points] | Failure]]:
         """Yields each call with its rewards or its Failure, in order of completion."""
         self._printed = 0
         waiting: deque[_Call] = deque()
@@ -350,7 +404,7 @@ class _Workers:
         if self._measure:
             self._measured = time.monotonic()
 
-    def _look_at(self, worker: RewardWorker) -> tuple[_Call, list[float] | Failure] | None:
+    def _look_at(self, worker: RewardWorker) -> tuple[_Call, list[Points] | Failure] | None:
         """The finished call of a worker, if any; kills the worker if it is beyond a limit."""
         try:
             self._show(worker.read_output())

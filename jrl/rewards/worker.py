@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from multiprocessing import connection
 from typing import Any
 
-from jrl.rewards.base import RewardFn, Sample
+from jrl.rewards.base import Points, RewardFn, Sample
 from jrl.rewards.call import Failure, call, class_name, error_text
 from jrl.rewards.kill import adopt_orphans, kill_tree, memory_bytes, tree
 from jrl.rewards.shared_memory import WrittenFiles
@@ -107,7 +107,7 @@ class RewardWorker:
             raise Lost from error
         self.call, self.since = call, time.monotonic()
 
-    def receive(self) -> list[float] | Failure | None:
+    def receive(self) -> list[Points] | Failure | None:
         """The answer, if any: rewards, a Failure, or [] when loaded; raises Lost."""
         try:
             if not self.connection.poll():
@@ -121,7 +121,7 @@ class RewardWorker:
             self.failures = self.failures + 1 if "reason" in reply else 0
             if "reason" in reply:
                 return Failure(str(reply["reason"]), str(reply["trace"]))
-            return [float(point) for point in reply["rewards"]]
+            return [None if point is None else float(point) for point in reply["rewards"]]
         except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise Lost from error
 
@@ -183,7 +183,7 @@ def _serve(pipe: connection.Connection, printed: connection.Connection, pickled:
         _reply(pipe, number, _answer(functions, message[_NUMBER.size :]))
 
 
-def _reply(pipe: connection.Connection, number: int, answer: list[float] | Failure) -> None:
+def _reply(pipe: connection.Connection, number: int, answer: list[Points] | Failure) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the reward may have replaced it
             stream.flush()
@@ -195,7 +195,7 @@ def _reply(pipe: connection.Connection, number: int, answer: list[float] | Failu
     pipe.send_bytes(json.dumps(message).encode())
 
 
-def _answer(functions: Mapping[str, RewardFn], message: bytes) -> list[float] | Failure:
+def _answer(functions: Mapping[str, RewardFn], message: bytes) -> list[Points] | Failure:
     try:
         name, samples = pickle.loads(message)
     except Exception as error:

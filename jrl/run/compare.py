@@ -157,7 +157,7 @@ def compare(
     results: list[dict[str, Any]] = []
     for task in tasks:
         start = _Start(runs[task, methods[0]], keys)
-        echo(f"{task}: accuracy {float(start.found['accuracy'].mean()):.3f} before")
+        echo(f"{task}: accuracy {float(start.metrics['accuracy'].mean()):.3f} before")
         for method in methods:
             echo(f"{task}: {method}, {seeds} seeds in one program; compiling it takes a while")
             began = time.perf_counter()
@@ -197,10 +197,10 @@ def _runs(
         for method in methods:
             try:
                 coefficients = {n: x for n, x in config.objective.items() if method in readers[n]}
-                own = build_config(tree | {"method": method, "objective": coefficients})
-                if not method_of(own, kind_of(own).task).value:
-                    own = own.model_copy(update={"value": ValueTable()})
-                run = build.setup(own)
+                method_config = build_config(tree | {"method": method, "objective": coefficients})
+                if not method_of(method_config, kind_of(method_config).task).value:
+                    method_config = method_config.model_copy(update={"value": ValueTable()})
+                run = build.setup(method_config)
                 programs.check_trainable(run)
                 runs[task, method] = run
             except UserError as error:
@@ -268,7 +268,7 @@ class _Start:
 
         self.measure = jax.jit(jax.vmap(measured))
         self.roots, self.policies = jax.jit(jax.vmap(begin))(keys)
-        self.found = jax.device_get(self.measure(self.roots, self.policies))
+        self.metrics = jax.device_get(self.measure(self.roots, self.policies))
 
 
 def _train(run: Run, keys: Array, start: _Start) -> list[dict[str, Any]]:
@@ -287,7 +287,7 @@ def _train(run: Run, keys: Array, start: _Start) -> list[dict[str, Any]]:
     rewards, skipped = np.asarray(curves["reward"]), np.asarray(curves["skipped_updates"]).sum(1)
     return [
         {
-            **{f"{name}_before": float(x[i]) for name, x in start.found.items()},
+            **{f"{name}_before": float(x[i]) for name, x in start.metrics.items()},
             **{f"{name}_after": float(x[i]) for name, x in after.items()},
             "skipped_updates": int(skipped[i]),
             "reward": [round(float(x), 4) for x in rewards[i]],

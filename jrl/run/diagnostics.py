@@ -23,6 +23,7 @@ from jrl.train.kinds import TextKind, kind_of
 from jrl.train.objective import method_of
 from jrl.train.optimizer import make_optimizer
 from jrl.train.placement import make_meshes
+from jrl.train.reward_parts import reward_pool
 
 _ROWS = 100
 """Rows of each source that become prompts, to see whether fields and template fit."""
@@ -53,8 +54,7 @@ def lacks(config: Config) -> list[str]:
             "data.train and data.task are both missing; name a file of prompts or a procedural task"
         )
     if kind is not None and not config.data.scored:
-        look(lambda: build.reward_pool(config).close())
-        look(lambda: build.reward_weights(config))
+        look(lambda: reward_pool(config).close())
     if kind is not None and method is not None and tokenizer is not None:
         read = look(lambda: kind.read(tokenizer, method, _head))
         if read is not None:
@@ -65,7 +65,7 @@ def lacks(config: Config) -> list[str]:
 
 
 def with_others(error: UserError, config: Config) -> UserError:
-    """An error of a run's start with what else is wrong with its configuration, a line each.
+    """An error at a run's start, with further mistakes of its configuration, a line each.
 
     Args:
       error: what was raised.
@@ -83,7 +83,7 @@ def with_others(error: UserError, config: Config) -> UserError:
 
 
 def _model(config: Config, kind: TextKind, mistakes: Mistakes) -> Any:
-    """The tokenizer of a run, with what is wrong with its model kept in ``mistakes``."""
+    """The tokenizer of a run; collects mistakes of its model in ``mistakes``."""
     look, path = mistakes.look, config.model.path
     tokenizer = kind.tokenizer
     if config.model.network is not None:

@@ -13,6 +13,7 @@ from jrl.evaluate import load_policy
 from jrl.models import hf
 from jrl.models.hf.peft import save_adapters
 from jrl.models.tokenizer import CharTokenizer
+from jrl.run.model_card import model_card, write_card
 from jrl.train import build
 from jrl.train.adapters import lora_of
 from jrl.train.state import plain_policy
@@ -25,8 +26,9 @@ def export_run(
     checkpoint: int | None = None,
     adapters: bool = False,
     policy: int = 0,
+    name: str | None = None,
 ) -> Path:
-    """Writes a run's policy as config.json and safetensors, with its tokenizer.
+    """Writes a run's policy as config.json and safetensors, with its tokenizer and a model card.
 
     Args:
       config: the run's configuration, with ``run.dir``.
@@ -35,6 +37,7 @@ def export_run(
       adapters: True for the adapters alone, in PEFT's format; False for the complete policy, with
         adapters merged into its weights.
       policy: its number, where the run trained several.
+      name: OWNER/NAME of the model on the Hub, for the card; None for the directory's.
 
     Returns:
       The directory.
@@ -63,16 +66,19 @@ def export_run(
     if policy not in range(policies := stack.policies if stack else 1):
         raise UserError(f"--policy {policy}: the run trained {policies}, numbered from 0")
     with jax.set_mesh(run.mesh):
-        _, params, _ = load_policy(run, checkpoint)
+        _, params, step = load_policy(run, checkpoint)
         if adapters and (split := run.network.extras.split) is not None:
             params = split.split(params)[0]
         elif derived is not None:
             params = jax.jit(partial(plain_policy, network=run.network, policy=policy))(params)
         params = jax.device_get(params)
+    card = model_card(config, step=step, name=name or directory.name, adapters=adapters)
     if adapters and lora is not None:
         save_adapters(directory, run.model, params, lora=lora, base=config.model.path)
+        write_card(directory, card)
         return directory
     hf.save(directory, run.model, params, source_dir=config.model.path)
     if config.model.path is None and isinstance(run.tokenizer, CharTokenizer):
         run.tokenizer.save(directory)
+    write_card(directory, card)
     return directory

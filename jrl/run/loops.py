@@ -1,4 +1,4 @@
-"""The two ways in which a run makes its steps: on the host, or many in one program."""
+"""The two training loops: step by step from the host, or many steps in one program."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def train_on_host(training: Training, state: TrainState, notes: Mapping[str, Any
 
 
 class HostLoop:
-    """What stands around each step on the host: interrupts, records, saves.
+    """The host's work around each step: interrupts, records, saves.
 
     Args:
       records: of the run.
@@ -130,7 +130,7 @@ class HostLoop:
     def collect(
         self, key: Array, weights: Mapping[str, Params], *, step: int, cursor: int
     ) -> tuple[Batch, Groups, int]:
-        """As ``Batches.collect``; what is interrupted or fails leaves the step before saved."""
+        """``Batches.collect``; saves the previous step if it is interrupted or fails."""
         stopping = self._stopping
         try:
             with waiting("rollout", of=f"step {step + 1}"), stopping.interruptible():
@@ -143,17 +143,17 @@ class HostLoop:
     def after_step(
         self, done: int, state: TrainState, metrics: Metrics, groups: Groups, cursor: int
     ) -> bool:
-        """Writes, says and saves what is due after a step; whether the loop shall end."""
+        """Writes, prints and saves after a step; returns whether the loop ends."""
         self.state, records = state, self._records
-        shown = metrics.pop("advantages", None)
-        self._batches.learn(done - 1, shown)
+        advantages = metrics.pop("advantages", None)
+        self._batches.learn(done - 1, advantages)
         records.note_failure(groups.failure)
         with waiting("training", of=f"step {done}"):
             record = records.after_step(done, state, metrics | groups.counts, cursor)
         self._progress.step(done, record)
         for line in records.check(done, record):
             self._progress.note(f"warning: {line}")
-        records.write_samples_if_due(done, groups, shown)
+        records.write_samples_if_due(done, groups, advantages)
         if not records.rolls_back:
             records.save_if_due(done, state)
         records.end_if_broken(state)
@@ -225,7 +225,7 @@ def train_compiled(training: Training, state: TrainState, notes: Mapping[str, An
 def begun(
     iteration: Iteration, state: TrainState, notes: Mapping[str, Any], cursor: int
 ) -> CollectState:
-    """What drawing carries: as a checkpoint has it, or as at the start of a run."""
+    """The sampling state of a compiled run, from the checkpoint or fresh."""
     collected = iteration.begin(state).replace(cursor=jnp.int32(cursor))
     return unpacked(collected, notes["collect"]) if "collect" in notes else collected
 

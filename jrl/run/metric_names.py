@@ -1,4 +1,4 @@
-"""Which metrics a run will have, checked before anything is drawn."""
+"""Checks the metrics that a configuration names, before anything is sampled."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def check_metric_names(run: build.Run) -> None:
     _check_evaluations(run)
     config = run.config
     best = (config.checkpoint.best or "").removeprefix("-")
-    asked = [("watch", name) for name in config.watch]
-    asked += [("checkpoint.best", best)] if best else []
+    references = [("watch", name) for name in config.watch]
+    references += [("checkpoint.best", best)] if best else []
     parts = {f"reward/{name}" for name in run.rewards.weights}
     open_names = [
         (key, name)
-        for key, name in asked
+        for key, name in references
         if not name.startswith("eval/") and name not in RECORDED | parts
     ]
     # An environment names metrics of its own.
@@ -50,30 +50,30 @@ def check_metric_names(run: build.Run) -> None:
     with jax.set_mesh(run.mesh):
         state = jax.eval_shape(make, key, params, frozen)
         _, metrics = jax.eval_shape(step, state, abstract_batch(run), run.sampling_params)
-    known = {name for name, value in metrics.items() if not value.shape} | RECORDED | parts
+    names = {name for name, value in metrics.items() if not value.shape} | RECORDED | parts
     for key, name in open_names:
-        if name not in known:
-            raise unknown_choice(key, name, known)
+        if name not in names:
+            raise unknown_choice(key, name, names)
 
 
 def asked_of_evaluations(config: Config) -> list[tuple[str, str]]:
-    """(key, metric without "eval/") of what [watch] and retention read of evaluations."""
+    """(key, metric without "eval/") of the evaluation metrics that [watch] and retention read."""
     best = (config.checkpoint.best or "").removeprefix("-")
-    asked = [("watch", name) for name, limit in config.watch.items() if limit.action != "none"]
-    asked += [("checkpoint.best", best)]
-    return [(key, n.removeprefix("eval/")) for key, n in asked if n.startswith("eval/")]
+    references = [("watch", name) for name, limit in config.watch.items() if limit.action != "none"]
+    references += [("checkpoint.best", best)]
+    return [(key, n.removeprefix("eval/")) for key, n in references if n.startswith("eval/")]
 
 
 def _check_evaluations(run: build.Run) -> None:
     """Raises UserError for a metric of evaluations that none will have."""
     config, data = run.config, run.data
-    asked, held_out = asked_of_evaluations(config), run.kind.held_out(config, data)
-    if asked and not held_out.problems and "eval" not in data.judged:
-        key, name = asked[0]
+    references, held_out = asked_of_evaluations(config), run.kind.held_out(config, data)
+    if references and not held_out.problems and "eval" not in data.judged:
+        key, name = references[0]
         raise UserError(f"{key} = 'eval/{name}' needs held-out prompts; set data.eval")
     names = evaluation_names(run)
     if names is None:
         return  # known with the first evaluation, which comes before the first step
-    for key, name in asked:
+    for key, name in references:
         if name not in names:
             raise unknown_choice(key, f"eval/{name}", (f"eval/{each}" for each in names))

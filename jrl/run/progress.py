@@ -169,7 +169,7 @@ class Progress:
         return (self._total - self._done) * sum(self._spent) / len(self._spent)
 
     def _note_time(self, done: int, now: float, metrics: Mapping[str, Any]) -> None:
-        """Notes what a step took, evaluations and saving included, where nothing was compiled.
+        """Records a step's seconds, evaluation and saving included, unless it compiled.
 
         Steps that are told of in one go, as those of a compiled run are, say their own time.
         """

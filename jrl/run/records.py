@@ -1,4 +1,4 @@
-"""What a run writes between its steps: metrics, samples, evaluations, checkpoints, a summary."""
+"""Records of a run: metrics, samples, evaluations, checkpoints and a summary."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jrl.evaluate import Evaluator
 from jrl.evaluate.pairs import JudgedEvaluator
 from jrl.evaluate.samples import samples_of
 from jrl.rewards.pool import RewardPool
+from jrl.run.contents import check_contents, contents_of
 from jrl.run.metric_names import asked_of_evaluations
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.integrity import first_nonfinite
@@ -24,7 +25,7 @@ from jrl.storage.lock import is_replaced, moved_to, run_lock
 from jrl.storage.metrics import RunWriter, check_run_dir
 from jrl.storage.step_files import what_is_saved
 from jrl.system.compile_cache import CompileCounter
-from jrl.system.processes import first_says
+from jrl.system.processes import check_same, first_says
 from jrl.system.signals import Stopping
 from jrl.system.wait_reports import waiting
 from jrl.train.adapters import check_base, keep_base, with_base, with_kept_base, without_base
@@ -41,7 +42,7 @@ from jrl.types import TrainState
 
 
 class Position(NamedTuple):
-    """Where a run is, beside its state; kept in every checkpoint.
+    """Position of a run besides its state; saved in every checkpoint.
 
     Attributes:
       cursor: prompts used so far.
@@ -119,9 +120,13 @@ class RunRecords:
 
     def _open(self, stack: contextlib.ExitStack, pool: RewardPool | None) -> None:
         run = self.run
-        first_says(check_run_dir(run.config))  # refuses before anything is written
+        resuming = first_says(check_run_dir(run.config))  # refuses before anything is written
+        contents = contents_of(run)
+        check_same("files", contents)
+        if resuming:
+            check_contents(run.config.run.dir or "", contents)
         stack.enter_context(run_lock(run.config.run.dir or ""))
-        self._writer = RunWriter(run.config, mesh=dict(run.mesh.shape))
+        self._writer = RunWriter(run.config, mesh=dict(run.mesh.shape), contents=contents)
         stack.callback(self._writer.close)
         self.checkpoints = stack.enter_context(
             Checkpoints(
@@ -172,8 +177,8 @@ class RunRecords:
         if self.run.network.extras.split is None:
             state, extra = self.checkpoints.restore(state)
         else:
-            kept, extra = self.checkpoints.restore(without_base(state))
-            state = with_base(kept, state.frozen["base"])
+            restored, extra = self.checkpoints.restore(without_base(state))
+            state = with_base(restored, state.frozen["base"])
             state = with_kept_base(self.config, self.run.network, state)
             check_base(self.config, state.frozen["base"], extra["base"])
         self._compiled = self._compiles.count
@@ -213,16 +218,16 @@ class RunRecords:
                 raise unknown_choice(key, f"eval/{name}", (f"eval/{each}" for each in before))
 
     def check_space(self, state: TrainState) -> str:
-        """What the checkpoints will take and what is free, a line; "" on all processes but one.
+        """A line on the space that checkpoints need and the disk has; "" on other processes.
 
         Raises:
           StorageError: there is no room for the first.
         """
         keep, steps = self.config.checkpoint, self.config.train.steps
         each = sum(leaf.nbytes for leaf in jax.tree.leaves(without_base(state)))
-        written = steps // keep.every + 1 if keep.every else 1
-        written += bool(self.config.warmup.steps and keep.every)
-        count = min(keep.keep + 1, written)  # the newest is written before the oldest goes
+        count_saved = steps // keep.every + 1 if keep.every else 1
+        count_saved += bool(self.config.warmup.steps and keep.every)
+        count = min(keep.keep + 1, count_saved)  # the newest is written before the oldest goes
         count += (steps // keep.keep_every if keep.keep_every else 0) + bool(keep.best)
         free = None
         if jax.process_index() == 0:
@@ -318,7 +323,7 @@ class RunRecords:
         return record
 
     def _evaluated(self, state: TrainState) -> dict[str, float]:
-        """What an evaluation adds to a record; nothing where it fails or is given up.
+        """Metrics of an evaluation; none if it fails or is given up.
 
         The step itself is whole, and saved before what was raised ends the run.
         """
@@ -362,8 +367,8 @@ class RunRecords:
             return []
         self.checkpoints.check()
         # The first process speaks for all, as what it measures by itself differs from the others'.
-        said, self._full = first_says([self._watch(done, record), self._writer.fault()])
-        broken = Broken(*said)
+        messages, self._full = first_says([self._watch(done, record), self._writer.fault()])
+        broken = Broken(*messages)
         self._suspects = broken.suspects
         if NONFINITE in broken.stop:
             raise NonFinite(
@@ -414,11 +419,11 @@ class RunRecords:
         if self.position.rollbacks == ROLLBACKS or not steps:
             why = f"after {ROLLBACKS} rollbacks" if steps else "and no checkpoint is from before"
             raise RunStopped(f"{reason}, {why}; nothing was saved since; {self._kept()}")
-        kept = without_base(state)
+        trained = without_base(state)
         shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), kept
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trained
         )
-        free_memory(kept)
+        free_memory(trained)
         good = self._restore_one_of(steps, shapes)
         self.position = self.position._replace(rollbacks=self.position.rollbacks + 1)
         say(
@@ -440,7 +445,7 @@ class RunRecords:
         raise RunStopped(f"every checkpoint up to step {steps[-1]} is damaged; {self._kept()}")
 
     def end_if_broken(self, state: TrainState) -> None:
-        """Saves and raises what a step since the last call met that ends the run, if anything.
+        """Saves, and raises the error that ends the run, if a step has met one.
 
         Args:
           state: after the last step of which the record is written.
@@ -496,8 +501,8 @@ class RunRecords:
         if log.samples_every and (done == 1 or done % log.samples_every == 0):
             task = None if self.config.data.scored else run.kind.task
             names = run.rewards.weights
-            known = None if advantages is None else jax.device_get(advantages)
-            records = samples_of(groups, run.tokenizer, task, names, log.KEPT, known)
+            host_advantages = None if advantages is None else jax.device_get(advantages)
+            records = samples_of(groups, run.tokenizer, task, names, log.KEPT, host_advantages)
             self._writer.write_samples(done, records)
 
     def save_if_due(self, done: int, state: TrainState) -> None:
@@ -535,12 +540,12 @@ class RunRecords:
             )
         if self._record.get("step") == int(state.step):
             self._note_best(self._record)
-        kept = state if self.run.network.extras.split is None else without_base(state)
+        saved = state if self.run.network.extras.split is None else without_base(state)
         extra = self.position._asdict() | self.batch_notes()
         if unwritten := self._writer.unwritten:
             extra["unwritten"] = unwritten
         best = self.position.best
-        checkpoints.save(int(state.step), kept, extra=extra, best=best and best[0])
+        checkpoints.save(int(state.step), saved, extra=extra, best=best and best[0])
 
     def _note_best(self, record: Mapping[str, Any]) -> None:
         """Notes the step of a record, which is or will be saved, where it is the best yet."""
@@ -548,17 +553,17 @@ class RunRecords:
 
     def _better(self, record: Mapping[str, Any]) -> tuple[int, float, str] | None:
         """``Position.best`` by a record; None where that is not better by ``checkpoint.best``."""
-        asked = self.config.checkpoint.best or ""
-        value = record.get(asked.removeprefix("-"))
+        metric = self.config.checkpoint.best or ""
+        value = record.get(metric.removeprefix("-"))
         if value is None:
             return None
-        value = -value if asked.startswith("-") else value
+        value = -value if metric.startswith("-") else value
         if self.position.best is not None and value <= self.position.best[1]:
             return None
-        return int(record["step"]), float(value), asked
+        return int(record["step"]), float(value), metric
 
     def _kept(self) -> str:
-        """What is saved, once the save in the background has ended."""
+        """A phrase naming the last saved step, after the background save."""
         with contextlib.suppress(StorageError):
             self.checkpoints.wait()
         return what_is_saved(self.dir)
@@ -576,18 +581,18 @@ class RunRecords:
             self.checkpoints.wait()
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
-        """What the policy can do on held-out prompts or pairs; {} without any."""
-        with waiting("evaluation", lambda: self._evaluator.told, of=f"step {int(state.step)}"):
+        """Metrics of the policy on held-out prompts or pairs; {} without any."""
+        with waiting("evaluation", lambda: self._evaluator.progress, of=f"step {int(state.step)}"):
             return self._evaluate(state)
 
     def _evaluate(self, state: TrainState) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self._evaluator.available and not trains_reward(self.config):
-            found = self._evaluator(state.key, policy_of(state, self.run.network))
+            evaluation = self._evaluator(state.key, policy_of(state, self.run.network))
             groups = -(-self.config.log.KEPT // self.config.eval.samples)  # whole ones
-            kept = found.samples[: groups * self.config.eval.samples]
-            self._writer.write_samples(int(state.step), kept)
-            metrics |= found.metrics
+            samples = evaluation.samples[: groups * self.config.eval.samples]
+            self._writer.write_samples(int(state.step), samples)
+            metrics |= evaluation.metrics
         return metrics if self._judged is None else metrics | self._judged(state)
 
     def _due(self, every: int, done: int) -> bool:

@@ -37,7 +37,9 @@ def pinned(config: Config) -> Config:
             for name, paths in config.frozen.items()
         }
     files = {name: getattr(data, name, None) for name in ("train", "eval", "pairs")}
-    update = {name: _of_data(given, pin, f"data.{name}") for name, given in files.items() if given}
+    update = {
+        name: _of_data(source, pin, f"data.{name}") for name, source in files.items() if source
+    }
     if update:
         changes["data"] = data.model_copy(update=update)
     return config.model_copy(update=changes)
@@ -54,9 +56,9 @@ def _kept(config: Config) -> dict[str, str]:
     path = Path(config.run.dir or "") / "config.toml"
     if config.run.dir is None or config.run.resume == "never" or not path.is_file():
         return {}
-    theirs = load_config(path)
-    data = [getattr(theirs.data, name, None) for name in ("train", "eval", "pairs")]
-    names = [theirs.model.path, *(path for paths in theirs.frozen.values() for path in paths)]
+    other = load_config(path)
+    data = [getattr(other.data, name, None) for name in ("train", "eval", "pairs")]
+    names = [other.model.path, *(path for paths in other.frozen.values() for path in paths)]
     names += [
         spec for source in data for spec in ([source] if isinstance(source, str) else source or ())
     ]

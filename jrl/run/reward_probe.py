@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from jrl.config import Config
+from jrl.config.tables import RewardTable
 from jrl.errors import UserError
 from jrl.rewards.base import Sample
 from jrl.rewards.columns import check_columns
 from jrl.rewards.pool import RewardPool
 from jrl.system.extras import install_line, missing
 from jrl.train.build import Run
+from jrl.train.reward_parts import function_of, reward_tables
 from jrl.types import Prompt
 from jrl.user_code import load
 
@@ -28,7 +30,7 @@ _MEANS = {
 
 
 def reward_text(run: Run) -> str:
-    """The sum that a run rewards, and what each part of it is; "" where the data holds scores.
+    """The reward as a sum of its parts, in words; "" if the data holds scores.
 
     Args:
       run: from ``build.setup``.
@@ -41,14 +43,17 @@ def reward_text(run: Run) -> str:
         short[name] if weight == 1 else f"{weight:g} * {short[name]}"
         for name, weight in weights.items()
     )
-    means = {short[name]: _meaning(name) for name in weights}
+    tables = reward_tables(run.config)
+    means = {short[name]: _meaning(name, tables[name]) for name in weights}
     parts = "; ".join(f"{name}: {text}" for name, text in means.items() if text)
-    return f"reward = {total}" + (f" ({parts})" if parts else "")
+    several = len(weights) > 1 and run.rewards.judge and getattr(run.config.data, "eval", None)
+    judge = f"; accuracy is measured by rewards.{run.rewards.judge}" if several else ""
+    return f"reward = {total}" + (f" ({parts})" if parts else "") + judge
 
 
 def missing_math(config: Config) -> str:
     """A line where rewards.math has no math-verify to compare by; "" elsewhere."""
-    used = "math" in (config.rewards or config.data.default_rewards)
+    used = "math" in [function_of(n, table) for n, table in reward_tables(config).items()]
     if not used or config.data.given or not missing(["math-verify"]):
         return ""
     return (
@@ -80,7 +85,9 @@ def check_reward_columns(config: Config, prompts: Sequence[Prompt]) -> None:
 
     And where the library's own would compare texts with an answer that is a list or a table.
     """
-    for name in sorted({"exact", "math"} & set(config.rewards)):
+    tables = reward_tables(config)
+    checkers = {n for n in config.rewards if function_of(n, tables[n]) in ("exact", "math")}
+    for name in sorted(checkers):
         for prompt in prompts:
             if isinstance(prompt.answer, list | dict):
                 raise UserError(
@@ -91,16 +98,21 @@ def check_reward_columns(config: Config, prompts: Sequence[Prompt]) -> None:
     columns = prompts[0].meta if prompts else ()
     for name in _own_rewards(config):
         columns_known = [*columns, *config.rewards[name].options]
-        check_columns(load(name, "rewards"), columns_known, f"rewards.{name}")
+        function = load(function_of(name, tables[name]), "rewards")
+        check_columns(function, columns_known, f"rewards.{name}")
 
 
 def _own_rewards(config: Config) -> list[str]:
-    return [name for name in config.rewards if ":" in name]
+    tables = reward_tables(config)
+    return [name for name in config.rewards if ":" in function_of(name, tables[name])]
 
 
-def _meaning(name: str) -> str:
+def _meaning(name: str, table: RewardTable) -> str:
     """One line about a reward part, from the function's docstring."""
-    if ":" not in name:
-        return _MEANS.get(name, "")
-    text = inspect.getdoc(load(name, "rewards")) or ""
+    if table.combine is not None:
+        return f"{table.combine} of {', '.join(table.of)}"
+    function = function_of(name, table)
+    if ":" not in function:
+        return _MEANS.get(function, "")
+    text = inspect.getdoc(load(function, "rewards")) or ""
     return text.partition("\n")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""A run: begins or resumes, trains, records what it does, and ends cleanly whatever happens.
+"""A run from start or resumption to its end, with its records.
 
 summary = train(load_config("configs/tiny.toml"))
 """
@@ -14,6 +14,7 @@ import jax
 
 from jrl.config import Config, flatten
 from jrl.errors import Overdue, UserError
+from jrl.models.tokenizer import FileTokenizer
 from jrl.report.page import write_report
 from jrl.rewards.pool import RewardPool
 from jrl.run.diagnostics import with_others
@@ -37,13 +38,14 @@ from jrl.train.batches import check_sources
 from jrl.train.build import Run
 from jrl.train.compiled import warm_start, with_policy
 from jrl.train.objective import sampler_differs
+from jrl.train.reward_parts import reward_pool
 from jrl.train.sampler_difference import difference_text
 from jrl.train.score import policy_of
 from jrl.types import TrainState
 
 
 class Trained(NamedTuple):
-    """What a finished run is.
+    """Result of a finished run.
 
     Attributes:
       run: its parts, without the weights that it started from.
@@ -115,16 +117,16 @@ def run_config(
             stopping.at_rest = lambda: notes.compiling and records.at_rest()
             state, shardings = programs.new_state(run)
             run = records.run  # without the checkpoint's weights on the host, which are done with
-            if said := records.check_space(state):
-                echo(said)
+            if warning := records.check_space(state):
+                echo(warning)
         try:
             return _run(Training(run, shardings, records, stopping, pool, echo), state)
         except UserError as error:
-            kept = what_is_saved(records.dir)
-            if kept in str(error) or isinstance(error, Moved):
+            saved = what_is_saved(records.dir)
+            if saved in str(error) or isinstance(error, Moved):
                 raise
             first, *more = str(error).split("\n")
-            raise type(error)("\n".join([f"{first}; {kept}", *more])) from error
+            raise type(error)("\n".join([f"{first}; {saved}", *more])) from error
         except Exception as error:
             error.add_note(what_is_saved(records.dir))
             raise
@@ -139,8 +141,8 @@ def _compiles_sooner(config: Config) -> dict[str, str]:
     return {"generate": text, "task_rollout": text}
 
 
-def _overdue(stopping: Stopping, said: str) -> None:
-    stopping.overdue(f"{said}; train.wait_seconds is the limit")
+def _overdue(stopping: Stopping, message: str) -> None:
+    stopping.overdue(f"{message}; train.wait_seconds is the limit")
 
 
 def ignore_echo_errors(echo: Callable[[str], object]) -> Callable[[str], object]:
@@ -156,7 +158,7 @@ def ignore_echo_errors(echo: Callable[[str], object]) -> Callable[[str], object]
 def _set_up(
     config: Config, stack: contextlib.ExitStack, echo: Callable[[str], object]
 ) -> tuple[Run, RewardPool | None]:
-    """What is trained, and the processes that judge it."""
+    """The run to train, and its reward processes."""
     run = build.setup(config)
     programs.check_trainable(run)
     check_sources(run)
@@ -164,14 +166,16 @@ def _set_up(
     check_metric_names(run)
     if run.method.lacks:
         echo(f"{config.method}: the objective alone is trained; {run.method.lacks}")
+    for note in run.tokenizer.notes if isinstance(run.tokenizer, FileTokenizer) else ():
+        echo(note)
     for split, counts in run.data.counts.items():
         echo(f"data.{split}: {counts}")
-    if said := reward_text(run):
-        echo(said)
-    if said := missing_math(config):
-        echo(said)
+    if note := reward_text(run):
+        echo(note)
+    if note := missing_math(config):
+        echo(note)
     # Before the run directory, so that a typo in [rewards] does not leave one behind.
-    pool = None if config.data.scored else stack.enter_context(build.reward_pool(config))
+    pool = None if config.data.scored else stack.enter_context(reward_pool(config))
     if pool is not None:
         probe_rewards(run, pool)
     stack.enter_context(jax.set_mesh(run.mesh))

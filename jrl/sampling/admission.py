@@ -124,6 +124,8 @@ class AdmissionBuilder(NamedTuple):
         """
         of_prompt: dict[tuple[int, ...], dict[int, dict[int, RowStart]]] = {}
         for row, start in starts.items():
+            # Grouped by prompt first, so that a prompt is computed once an admission, not once a
+            # block.
             block = of_prompt.setdefault(start.tokens, {}).setdefault(row // self.block, {})
             block[row] = start
         parts: list[dict[int, RowStart]] = []
@@ -131,6 +133,8 @@ class AdmissionBuilder(NamedTuple):
         for of_block in of_prompt.values():
             prompts += 1
             for rows in of_block.values():
+                # A prompt cut in two by the limit is computed twice, which is cheaper than a wider
+                # program for every admission.
                 if not parts or blocks == self.max_blocks or prompts > self.max_prompts:
                     parts.append({})
                     blocks, prompts = 0, 1
@@ -143,6 +147,7 @@ class AdmissionBuilder(NamedTuple):
         # Each once, in order: a prompt's place among those computed, a block's in the admission.
         prompts = _numbered(start.tokens for start in starts.values())
         places = _numbered(row // self.block for row in starts)
+        # A limit of 0 tokens: the slot is stopped as soon as it is written.
         unused = RowStart(tokens=(), seed=0, member=0, limit=0)
         rows = [unused] * (self.max_blocks * self.block)
         source = np.zeros(self.max_blocks, np.int32)
@@ -160,6 +165,7 @@ class AdmissionBuilder(NamedTuple):
             lengths=lengths,
             blocks=blocks,
             source=source,
+            # Two words, as JAX has no 64-bit integers by default.
             seeds=np.array([divmod(start.seed, 2**32) for start in rows], np.uint32),
             members=np.array([start.member for start in rows], np.int32),
             limits=np.array([start.limit for start in rows], np.int32),

@@ -70,10 +70,11 @@ def empty_batch(
     biases: bool,
     measured: bool = False,
 ) -> DecodeBatch:
-    """A batch in which nothing runs; its sizes are those of ``Rows``."""
+    """An idle batch of the sizes of ``Rows``."""
     s, t = blocks * block, max_new_tokens
-    pieces = network.init_cache(s, t, weights, pieces_of(t)).own
-    prefix = network.init_cache(blocks, prompt_tokens, weights).own
+    # Own columns and prompts apart: a block's rows read one copy of their prompt.
+    pieces = network.init_cache(s, t, weights, pieces_of(t)).rows
+    prefix = network.init_cache(blocks, prompt_tokens, weights).rows
     zeros = jnp.zeros(s, jnp.int32)
     sampling_params = SamplingParams(
         temperature=jnp.ones(s, jnp.float32),
@@ -83,7 +84,7 @@ def empty_batch(
         bias=jnp.zeros((s, network.vocab_size), jnp.float32) if biases else None,
     )
     slots = Slots(
-        cache=Cache(own=pieces, prefix=prefix, prefix_lengths=jnp.zeros(blocks, jnp.int32)),
+        cache=Cache(rows=pieces, prefix=prefix, prefix_lengths=jnp.zeros(blocks, jnp.int32)),
         pending=zeros,
         prompt_lengths=zeros + 1,
         lengths=zeros,
@@ -92,9 +93,11 @@ def empty_batch(
         mask=jnp.zeros((s, t), bool),
         logprobs=jnp.zeros((s, t), jnp.float32),
         versions=jnp.full((s, t), -1, jnp.int32),
+        # Any reason but RUNNING makes a slot free.
         stop=jnp.full(s, jnp.int32(StopReason.LENGTH)),
         keys=jax.random.split(jax.random.key(0), s),
         sampling_params=sampling_params,
+        # Decided once: a leaf that appears later would be another program.
         measured=jnp.zeros((s, t), jnp.float32) if measured else None,
     )
     prompts = jnp.zeros((blocks, prompt_tokens), jnp.int32)
@@ -105,10 +108,12 @@ def admit(weights: Any, batch: DecodeBatch, new: Admission, *, network: Network)
     """The batch with new rows in some blocks, whose old rows are dropped; ``batch`` is donated."""
     slots, width = batch.slots, new.tokens.shape[1]
     block = slots.pending.shape[0] // batch.prompts.shape[0]
+    # Once a prompt, whatever the number of its blocks; `source` spreads the result.
     store = prefill(weights, new.tokens, new.lengths, network=network)
     lengths = jnp.asarray(new.lengths)[new.source]
     tokens = jnp.asarray(new.tokens)[new.source]
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
+    # Of unused blocks these are beyond the batch, where mode="drop" writes nothing.
     rows = (new.blocks[:, None] * block + jnp.arange(block)[None]).reshape(-1)
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(new.seeds), new.members)
 
@@ -147,6 +152,7 @@ def decode_chunk(
     idle: IdleLimit,
     reports: Array | None = None,
     policies: Array | None = None,
+    masks: Array | None = None,
     *,
     network: Network,
     width: int,
@@ -166,6 +172,8 @@ def decode_chunk(
       reports: [S] int32, alternatives reported with each token of a row; -1 for no report. None
         where no row may ask for one, which costs nothing.
       policies: [S] int32, the policy that samples each row, of ``stack``; None for the network.
+      masks: [S, ceil(V / 32)] uint32, a bit for each token that a row may sample in this chunk.
+        None where no row is ever constrained, which costs nothing.
       network: the policy.
       width: W, columns of the output.
       top: K, the most alternatives reported.
@@ -174,8 +182,11 @@ def decode_chunk(
     """
     if stack is not None and policies is not None:
         network = stack.speaking(policies)
+    # Rows that the host ends (aborts, stop strings) are stopped in the chunk's own program: a
+    # program of its own would be another return to the host.
     stop = jnp.where(halted == StopReason.RUNNING, batch.slots.stop, halted)
     slots = batch.slots.replace(stop=stop.astype(jnp.int32))
+    # Kept, to be put back: the switched-off copy below is for this chunk alone.
     before, sampling_params = slots.lengths, slots.sampling_params
     # One program serves all sampling parameters, and only rows that ask for truncation pay for it.
     # A stopped row keeps its parameters until the slot is refilled, so it is switched off here.
@@ -188,6 +199,9 @@ def decode_chunk(
         floors=True,
         greedy=True,
     )
+    if masks is not None:
+        assert used.bias is not None
+        used = used.replace(bias=_masked(used.bias, masks))
     report = None
     if reports is not None:
         report = TokenReport.empty(jnp.where(runs, reports, -1), width, top)
@@ -216,6 +230,19 @@ def decode_chunk(
         measured=None if measured is None else jnp.take_along_axis(measured, columns, axis=1),
     )
     return batch.replace(slots=slots.replace(sampling_params=sampling_params, report=None)), out
+
+
+def _masked(bias: Array, masks: Array) -> Array:
+    """The bias [S, V] with -inf for the tokens that a row's mask leaves out."""
+
+    def masked() -> Array:
+        bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
+        allowed = bits.reshape(bias.shape[0], -1)[:, : bias.shape[1]]
+        return jnp.where(allowed == 1, bias, -jnp.inf)
+
+    # One program for all chunks; those without a constrained row read the masks alone.
+    constrained = jnp.any(masks != jnp.uint32(0xFFFFFFFF))
+    return jax.lax.cond(constrained, masked, lambda: bias)
 
 
 def recompute(weights: Any, batch: DecodeBatch, *, network: Network) -> DecodeBatch:

@@ -1,4 +1,4 @@
-"""Rows of a network's cache: sharing a past, choosing rows, replacing what they share.
+"""Rows of a network's cache: sharing, gathering and replacing prefixes.
 
 Everything here treats the arrays of a cache as rows of opaque numbers, so that it holds for every
 network. Nothing copies a prefix for each of the rows that share it, except ``take``, for rows in
@@ -42,13 +42,13 @@ def share(
     assert cache.prefix is None, "a shared past is stored once, not on top of another"
     # Only the new rows' own columns are allocated; the prefix is the other cache itself.
     empty = network.init_cache(lengths.shape[0] * members, length, weights, pieces)
-    return Cache(own=empty.own, prefix=cache.own, prefix_lengths=lengths.astype(jnp.int32))
+    return Cache(rows=empty.rows, prefix=cache.rows, prefix_lengths=lengths.astype(jnp.int32))
 
 
 def rows_of(cache: Cache, rows: Array) -> Cache:
     """The rows of a cache without prefixes, in this order."""
     assert cache.prefix is None
-    return Cache(own=pick(cache.own, rows))
+    return Cache(rows=pick(cache.rows, rows))
 
 
 def pick(tree: Any, rows: Array) -> Any:
@@ -59,15 +59,15 @@ def pick(tree: Any, rows: Array) -> Any:
 
 def take(cache: Cache, source: Array) -> Cache:
     """Row i continues row ``source[i]``; prefixes are copied, since any rows may be neighbours."""
-    pieces = pick(cache.own, source)
+    pieces = pick(cache.rows, source)
     if cache.prefix is None:
-        return cache.replace(own=pieces)
+        return cache.replace(rows=pieces)
     assert cache.prefix_lengths is not None
-    rows = jax.tree.leaves(cache.own)[0].shape[0]
+    rows = jax.tree.leaves(cache.rows)[0].shape[0]
     # Each row takes its block's prefix along, since the rows of a new block may come from several.
     blocks = source // (rows // cache.prefix_lengths.shape[0])
     return cache.replace(
-        own=pieces,
+        rows=pieces,
         prefix=pick(cache.prefix, blocks),
         prefix_lengths=jnp.take(cache.prefix_lengths, blocks),
     )
@@ -81,11 +81,11 @@ def take_within(cache: Cache, source: Array) -> Cache:
       source: [S'] int32; rows m * S' / M .. (m + 1) * S' / M - 1 name rows of block m.
     """
     # The prefixes stay where they are: with long prompts they are most of the cache.
-    return cache.replace(own=pick(cache.own, source))
+    return cache.replace(rows=pick(cache.rows, source))
 
 
 def put_prefixes(cache: Cache, blocks: Array, other: Cache, lengths: Array) -> Cache:
-    """The cache with other prefixes in some blocks of rows; what the rows held is forgotten.
+    """The cache with new prefixes in some blocks of rows, whose own entries are dropped.
 
     Args:
       cache: M blocks; donate it to a jitted call.
@@ -102,6 +102,6 @@ def put_prefixes(cache: Cache, blocks: Array, other: Cache, lengths: Array) -> C
         return old.at[index].set(new.astype(old.dtype), mode="drop")
 
     return cache.replace(
-        prefix=jax.tree.map(put, cache.prefix, other.own),
+        prefix=jax.tree.map(put, cache.prefix, other.rows),
         prefix_lengths=cache.prefix_lengths.at[blocks].set(lengths, mode="drop"),
     )

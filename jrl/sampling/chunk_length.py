@@ -51,11 +51,13 @@ class ChunkLength:
             return _PROBES[self._since]
         if queued not in self._chosen:
             lengths = self._lengths if queued else ()
+            # Where nobody waits, an idle slot costs nothing, and the longest chunk within
+            # MAX_SECONDS is best.
             self._chosen[queued] = best(self.host_seconds, self.step_seconds, lengths, LENGTHS)
         return self._chosen[queued]
 
     def record_chunk(self, steps: int, seconds: float) -> None:
-        """Records what a chunk of ``steps`` steps cost."""
+        """Records the cost of a chunk of ``steps`` steps."""
         if self.measuring:
             self._times.append((steps, seconds))
             short = self._since + 1 == _PROBES.count(1)
@@ -63,6 +65,7 @@ class ChunkLength:
                 self._since = len(_PROBES) - 1  # no chunk may be longer than one step
         self._since += 1
         if self._since == len(_PROBES):
+            # The choice is forgotten, not recomputed: it is needed only when the next chunk begins.
             self.host_seconds, self.step_seconds = costs(self._times)
             self._chosen.clear()
         elif self._since == _INTERVAL:

@@ -44,7 +44,7 @@ from jrl.types import (
 
 
 class Prompts(NamedTuple):
-    """N prompts, and what belongs to each.
+    """N prompts and their settings.
 
     Attributes:
       tokens: [N, P] int32, from column 0.
@@ -60,7 +60,7 @@ class Prompts(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """Rows that take several turns, each of which is answered.
+    """Callbacks for rows of several turns, each answered by an environment.
 
     Attributes:
       begin: (queue, sequences, state of the prompts) -> the queue with ``extra`` for all rows.
@@ -78,7 +78,7 @@ class Turns(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What came of N * G rows.
+    """Results of N * G rows.
 
     Attributes:
       results: of the rows.
@@ -187,7 +187,7 @@ def _sample_rows(
     queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
     draw = partial(decode, weights, version=version, stop_tokens=stop_tokens)
     recorded = network.extras.recorded
-    routing = None if recorded is None else recorded(sequences.prompts.own)
+    routing = None if recorded is None else recorded(sequences.prompts.rows)
 
     def advance(queue: Queue, steps: Array | int, until: Array | int) -> Queue:
         if turns is not None:
@@ -227,12 +227,12 @@ def _advance_turns(
     """
 
     def more(carry: tuple[Array, Queue]) -> Array:
-        taken, queue = carry
+        done_steps, queue = carry
         running = jnp.sum(queue.slots.stop == StopReason.RUNNING)
-        return (taken < steps) & (running > until)
+        return (done_steps < steps) & (running > until)
 
     def one(carry: tuple[Array, Queue]) -> tuple[Array, Queue]:
-        taken, queue = carry
+        done_steps, queue = carry
         limited = queue.slots.replace(limits=turns.limits(queue))
         slots, count = draw(limited, network=turns.network(queue, shared), steps=chunk)
         queue = queue.replace(slots=slots, steps=queue.steps + count * queue.index.shape[0])
@@ -240,7 +240,7 @@ def _advance_turns(
         with jax.named_scope("answers"):
             answer = partial(turns.answer, weights)
             queue = jax.lax.while_loop(lambda q: jnp.any(turn_ended(q)), answer, queue)
-        return taken + count, queue
+        return done_steps + count, queue
 
     with jax.named_scope("turns"):
         return jax.lax.while_loop(more, one, (jnp.int32(0), queue))[1]
@@ -249,8 +249,8 @@ def _advance_turns(
 def results_of(rows: Slots, sequences: Sequences, network: Network) -> tuple[Results, Array | None]:
     """The results of rows that had a slot each, and the record of their prompts' routing."""
     recorded = network.extras.recorded
-    experts = None if recorded is None else recorded(rows.cache.own)
-    routing = None if recorded is None else recorded(sequences.prompts.own)
+    experts = None if recorded is None else recorded(rows.cache.rows)
+    routing = None if recorded is None else recorded(sequences.prompts.rows)
     return Results(rows.tokens, rows.logprobs, rows.lengths, rows.stop, experts), routing
 
 
@@ -367,7 +367,7 @@ def on_own_prompts(
 
 
 def independent_axes(network: Network, prompts: int) -> tuple[tuple[str, ...], int]:
-    """The mesh axes along which devices sample their own prompts, and how many parts these make."""
+    """Mesh axes along which devices sample their own prompts, and the number of parts."""
     axes = lone_axes(network.extras.gathered)
     parts = math.prod(free_axes()[axis] for axis in axes)
     # Parts of unequal size would be programs of unequal shapes: then all devices go in step.
@@ -391,7 +391,7 @@ def fill_slots(
         prompts, lengths = rows_of(prompts, first), lengths[first]
     # Own columns for the slots alone: waiting sequences have no cache.
     empty = network.init_cache(s, width, weights, pieces_of(width))
-    cache = Cache(empty.own, prompts.own, (lengths - 1).astype(jnp.int32))
+    cache = Cache(empty.rows, prompts.rows, (lengths - 1).astype(jnp.int32))
     slots = start(
         cache,
         fresh["pending"][:, None],
@@ -402,14 +402,14 @@ def fill_slots(
         max_new_tokens=width,
     )
     # Where all start at once and none takes another's place, all stay at the same column.
-    begun = {name: fresh[name] for name in ("prompt_lengths", "stop", "limits") if name in fresh}
-    slots = slots.replace(**begun, aligned=s == rows)
+    starts = {name: fresh[name] for name in ("prompt_lengths", "stop", "limits") if name in fresh}
+    slots = slots.replace(**starts, aligned=s == rows)
     # New arrays are divided by rows like the cache, or each would be sent to all devices.
     arrays = slots.replace(cache=None, sampling_params=None, keys=None)
     arrays = jax.tree.map(by_row, arrays)
     experts = None
     if (recorded := network.extras.recorded) is not None:
-        shape = jax.eval_shape(recorded, empty.own)
+        shape = jax.eval_shape(recorded, empty.rows)
         experts = by_row(jnp.full((rows, *shape.shape[1:]), -1, shape.dtype))
     return Queue(
         slots=arrays.replace(cache=cache, sampling_params=slots.sampling_params, keys=slots.keys),

@@ -11,6 +11,7 @@ import collections
 import functools
 import itertools
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.admission import RowSampling, RowStart
 from jrl.sampling.batch import ChunkOutput
 from jrl.sampling.chunk_length import LENGTHS, ChunkLength
+from jrl.sampling.grammar import Grammars, no_mask
 from jrl.sampling.request import (
     TOP_LOGPROBS,
     PartialCompletion,
@@ -57,6 +59,8 @@ class Engine:
         A group of completions reads its prompt once a block.
       biases: whether requests may change logits; costs [slots, V] float32 numbers.
       reports: whether requests may ask for ``top_logprobs``; costs steps in which one did.
+      grammars: compiles the grammars that requests may bring; None for none. While a row with one
+        runs, chunks are of one step: the host allows its next tokens.
       queue: completions that may wait for a slot; None for any number.
       version: of the parameters, recorded with each token.
 
@@ -85,6 +89,7 @@ class Engine:
         block: int = 1,
         biases: bool = False,
         reports: bool = False,
+        grammars: Grammars | None = None,
         queue: int | None = None,
         version: int = 0,
     ) -> None:
@@ -93,9 +98,10 @@ class Engine:
                 f"chunk = {chunk}; must be at least 1, or None to measure and choose it"
             )
         check_length(network, 1, max_new_tokens)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._grammars = tokenizer, grammars
         self._block, self._chunk, self._queue_limit = block, chunk, queue
         self.chunk_length = ChunkLength()
+        # At least one token has to fit after the longest prompt.
         prompt_tokens = min(prompt_tokens, network.max_length - 1)
         self.limits = RequestLimits(
             slots=slots,
@@ -104,8 +110,9 @@ class Engine:
             vocab_size=network.vocab_size,
             max_length=network.max_length,
             stop_tokens=max(_MIN_STOP_TOKENS, len(stop_tokens)),
-            biases=biases,
+            biases=biases or grammars is not None,
             reports=reports,
+            grammars=grammars is not None,
         )
         self.rows = Rows(
             network,
@@ -119,7 +126,8 @@ class Engine:
             # A request's own limits keep it within the network, see ``RequestLimits.new_tokens``.
             total_tokens=network.max_length,
             stop_width=self.limits.stop_tokens,
-            biases=biases,
+            biases=self.limits.biases,
+            masks=grammars is not None,
             top_logprobs=min(TOP_LOGPROBS, network.vocab_size) if reports else None,
         )
         self.rows.set_weights(params, version)
@@ -138,6 +146,7 @@ class Engine:
           QueueFull: the queue has no room for it.
           UserError: a request that cannot be served.
         """
+        # Before the number is taken: a refused request leaves no trace in the order of later ones.
         check_request(request, self.limits, self._tokenizer)
         limit = self._queue_limit
         if limit is not None and len(self._waiting) + request.n > limit:
@@ -151,6 +160,7 @@ class Engine:
 
     def abort(self, number: int) -> None:
         """Ends a request's completions; the next ``step`` returns them as they are."""
+        # A copy of the list, as the deque loses members meanwhile.
         for member in [m for m in self._waiting if m.number == number]:
             self._waiting.remove(member)
             self._updates.append(member.extend([], [], self.version, StopReason.ABORTED))
@@ -194,13 +204,16 @@ class Engine:
     def step(self) -> list[Update]:
         """Admits queued completions, decodes one chunk, and returns the updates."""
         self._fill()
+        masks = self._masks()
+        # Those of aborts since the last step come first.
         updates, self._updates = self._updates, []
         if not self.running:
             return updates
         if self._chunk is None and self.chunk_length.measuring:
             self.rows.wait()  # else the chunk is charged for admissions
         began = time.perf_counter()
-        out = self._decode(self._chunk or self.chunk_length.steps(queued=bool(self._waiting)))
+        steps = self._chunk or self.chunk_length.steps(queued=bool(self._waiting))
+        out = self._decode(steps if masks is None else 1, masks)
         for row, member in enumerate(self._members):
             if member is None:
                 continue
@@ -217,14 +230,39 @@ class Engine:
             if update.completion is not None:
                 self._leave(row, update.completion.stop)
                 self.chunk_length.record_completion(len(update.completion.tokens))
-        self.chunk_length.record_chunk(int(out.steps), time.perf_counter() - began)
+        if masks is None:
+            self.chunk_length.record_chunk(int(out.steps), time.perf_counter() - began)
         return updates
 
-    def _decode(self, steps: int) -> ChunkOutput:
+    def _masks(self) -> np.ndarray | None:
+        """[S, W] uint32, the tokens that each row may sample next; None where no row has a grammar.
+
+        A row whose grammar allows none, or has grown too complex, is aborted.
+        """
+        masks: np.ndarray | None = None
+        for row, member in enumerate(self._members):
+            if member is None or member.request.grammar is None:
+                continue
+            assert self._grammars is not None  # the request was checked
+            try:
+                member.constrain(self._grammars)
+                assert member.constraint is not None
+                mask = member.constraint.mask()
+            except UserError as error:
+                _log().warning("request %d: its grammar cannot go on: %s", member.number, error)
+                self._updates.append(member.extend([], [], self.version, StopReason.ABORTED))
+                self._leave(row, StopReason.ABORTED)
+                continue
+            if masks is None:
+                masks = no_mask(len(self._members), self.limits.vocab_size)
+            masks[row] = mask
+        return masks
+
+    def _decode(self, steps: int, masks: np.ndarray | None) -> ChunkOutput:
         """Decodes up to this many steps; the output is on the host."""
         counts = [None if m is None else m.request.top_logprobs for m in self._members]
         reports = [-1 if top is None else top for top in counts]
-        out = self.rows.decode(0, steps=steps, reports=reports)
+        out = self.rows.decode(0, steps=steps, reports=reports, masks=masks)
         self.slot_steps += int(out.steps) * len(self._members)
         return out
 
@@ -236,6 +274,7 @@ class Engine:
     def _leave(self, row: int, stop: StopReason) -> None:
         """Frees a row; the next chunk stops it on the device."""
         self._members[row] = None
+        # Lazily: a program of its own to stop one row would cost a return to the host.
         self.rows.halt(row, stop)
 
     # ------------------------------------------------------------ admission
@@ -292,6 +331,7 @@ class Engine:
 
         ``resume`` of an engine with the same arguments continues from it, in any process.
         """
+        # Reading a counter takes a number from it, so the counter is made anew.
         following = next(self._numbers)
         self._numbers = itertools.count(following)
         host = {
@@ -355,3 +395,7 @@ def _reports(out: ChunkOutput, row: int, count: int, top: int | None) -> list[To
     alternatives = [tuple(zip(*each, strict=True)) for each in zip(ids, logprobs, strict=True)]
     sampled = report.logprobs[row, :count].tolist()
     return [TokenLogprobs(*each) for each in zip(sampled, alternatives, strict=True)]
+
+
+def _log() -> logging.Logger:
+    return logging.getLogger("jrl")

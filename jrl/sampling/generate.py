@@ -80,11 +80,16 @@ def generate(
     group = group if members is None else members.number.shape[1]
     if members is None or not members.fits:
         check_length(network, prompt_tokens.shape[1], max_new_tokens)
+    # Greedy members come last in their group, so that the others' numbers, and with them their
+    # draws, are the same with and without them.
     n, counts, width = ids.shape[0], (group, baseline_members), max_new_tokens
     if members is not None and members.limit is not None:
+        # A plan may ask for more than the run's completions hold.
         members = members.replace(limit=jnp.minimum(members.limit, width))
     prompts = Prompts(prompt_tokens, prompt_lengths, members=members)
     _, parts = independent_axes(network, n)
+    # By default decided by the shapes, not by timings: the programs of a run do not depend on the
+    # machine's load.
     pays = shrinking_pays(width, stop_tokens, alone=parts > 1 or not divided())
     shrink = pays if shrink is None else shrink
     sizes = slot_sizes(n // parts * sum(counts), sum(counts), slots, block, shrink=shrink)

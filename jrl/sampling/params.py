@@ -136,7 +136,7 @@ def kept_tokens(scaled: Array, sampling_params: SamplingParams) -> Array:
 
 
 def _cuts(scaled: Array, k: Array, p: Array) -> Array:
-    """[B] float32, what the logits [B, V] that top-k, then top-p, keep are at least in each row.
+    """[B] float32, the smallest logit of each row [B, V] that top-k, then top-p, keep.
 
     Nothing is sorted: both are thresholds on a sum over the larger logits, searched by halves.
     """
@@ -165,8 +165,8 @@ def _cuts_of_some(scaled: Array, k: Array, p: Array, rows_wanted: Array) -> Arra
     def some(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         done, cuts = carry
         # Near the end rows are taken that were done before, or that need nothing.
-        mine = jax.lax.dynamic_slice_in_dim(order, jnp.minimum(done, rows - at_once), at_once)
-        return done + at_once, cuts.at[mine].set(_cuts(scaled[mine], k[mine], p[mine]))
+        index = jax.lax.dynamic_slice_in_dim(order, jnp.minimum(done, rows - at_once), at_once)
+        return done + at_once, cuts.at[index].set(_cuts(scaled[index], k[index], p[index]))
 
     nothing = jnp.full(rows, -jnp.inf)
     return jax.lax.while_loop(lambda c: c[0] < jnp.sum(rows_wanted), some, (jnp.int32(0), nothing))[
@@ -189,7 +189,7 @@ def _unordered(x: Array) -> Array:
 def _search(
     values: Array, weights: Array, limit: Array, lowest: Array, least: Callable[[Array], Array]
 ) -> Array:
-    """From which value on the entries weigh enough, and without the smallest of them would not.
+    """The greatest value from which on the entries weigh enough.
 
     Args:
       values: [B, V] float32.

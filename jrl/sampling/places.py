@@ -32,7 +32,7 @@ PLACES: dict[str, Measure | None] = {
 
 
 def branches(
-    tree: Slots, forks: Array, here: Array, branching: Branching, count: int, group: int
+    tree: Slots, forks: Array, present: Array, branching: Branching, count: int, group: int
 ) -> tuple[Array, Array, Array]:
     """The (member, token) pairs to branch from in one round.
 
@@ -40,9 +40,9 @@ def branches(
     no more of one member than an equal share rounded up.
 
     Args:
-      tree: n * G rows, of which the first ``here`` of each group are there.
+      tree: n * G rows, of which the first ``present`` of each group are there.
       forks: [n, G] int32, how often each member was left.
-      here: [] int32.
+      present: [] int32.
       branching: says what a place is worth.
       count: k, branches of a group.
       group: G.
@@ -61,10 +61,12 @@ def branches(
         assert numbers is not None
         # The places that a member was left at before are the best ones; they count no more.
         priority = jnp.where(own_tokens, numbers.reshape(own_tokens.shape), -jnp.inf)
+        # A member may have given its best places in every earlier round, and has to name as many
+        # new ones.
         most = min(most * branching.rounds, t)
         values, places = jax.lax.top_k(priority, most)
     rank = jnp.arange(most)[None, None]
-    share = -(-count // here)
+    share = -(-count // present)
     if branching.at != "even":
         share = share + jnp.expand_dims(forks, 2)
         values = jnp.where(rank < jnp.expand_dims(forks, 2), -jnp.inf, values)
@@ -72,6 +74,8 @@ def branches(
     best, index = jax.lax.top_k(values.reshape(-1, group * most), count)
     source = index // most
     place = jnp.take_along_axis(places.reshape(-1, group * most), index, axis=1)
+    # A member that finds no place above the bound begins at the prompt: shapes are fixed, and a
+    # group is never short.
     left = best > branching.above
     place = jnp.where(left, place, 0).astype(jnp.int32)
     picks = jax.nn.one_hot(source, group, dtype=jnp.int32) * jnp.expand_dims(left, 2)

@@ -113,7 +113,7 @@ def finish(
 
 
 def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Queue:
-    """The queue with what is in some slots, or all, written to their sequences' results."""
+    """The queue with some or all slots written to their sequences' results."""
     slots, results = queue.slots, queue.results
 
     def put(out: Array, new: Array) -> Array:
@@ -125,7 +125,7 @@ def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Q
     # The record of routing lies in the cache, and goes with the slot's next sequence.
     experts = results.experts
     if recorded is not None and experts is not None:
-        caches = slots.cache.own
+        caches = slots.cache.rows
         caches = caches if rows is None else jax.tree.map(lambda x: x[rows], caches)
         index = queue.index if rows is None else queue.index[rows]
         experts = experts.at[index].set(recorded(caches), mode="drop")
@@ -151,14 +151,14 @@ def _refill(queue: Queue, sequences: Sequences, block: int, recorded: Recorded) 
     # One block at a time: a loop writes in place, where a branch would copy the cache.
     def refill_one(queue: Queue) -> Queue:
         free = jnp.argmax(ended(queue))[None]
-        mine = free * block + jnp.arange(block)
-        queue = _hand_over(queue, recorded, mine)
+        rows = free * block + jnp.arange(block)
+        queue = _hand_over(queue, recorded, rows)
         index = queue.waiting + jnp.arange(block, dtype=jnp.int32)
         prompt = queue.waiting[None] // members
         lengths = sequences.prompt_lengths[prompt] - 1
         # Own columns are not cleared: a row sees none past its length.
         cache = put_prefixes(queue.slots.cache, free, rows_of(sequences.prompts, prompt), lengths)
-        put = lambda old, x: old.at[mine].set(x)  # noqa: E731
+        put = lambda old, x: old.at[rows].set(x)  # noqa: E731
         fresh = {
             name: jax.tree.map(put, getattr(queue.slots, name), x)
             for name, x in fresh_rows(sequences, index).items()

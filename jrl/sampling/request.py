@@ -13,6 +13,7 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
+from jrl.sampling.grammar import Constraint, Grammars
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.text import TextStream, check_stop
 from jrl.types import StopReason
@@ -43,6 +44,8 @@ class Request:
         completion, its text ends before it.
       top_logprobs: alternatives reported with each token, at most ``TOP_LOGPROBS``; None for no
         report.
+      grammar: that every completion follows, see ``grammar.Grammars``; None for any text. A
+        completion that ends at its length may be the beginning of a text of the grammar.
     """
 
     tokens: Sequence[int]
@@ -58,6 +61,7 @@ class Request:
     stop_tokens: tuple[int, ...] | None = None
     stop_strings: tuple[str, ...] = ()
     top_logprobs: int | None = None
+    grammar: str | None = None
 
     @property
     def biased(self) -> bool:
@@ -70,6 +74,7 @@ class Request:
         if self.allowed is not None:
             out[:] = -np.inf
             out[np.asarray(self.allowed, np.int64)] = 0.0
+        # Added after `allowed`: a bias on a forbidden token leaves it at -inf.
         for token, value in self.logit_bias.items():
             out[token] += value
         return out
@@ -78,6 +83,7 @@ class Request:
         """The request as JSON values, for ``from_json``."""
         out = dataclasses.asdict(self)
         out["tokens"] = [int(t) for t in self.tokens]
+        # A list of pairs: JSON would make strings of the integer keys.
         out["logit_bias"] = [[int(t), float(x)] for t, x in self.logit_bias.items()]
         out["allowed"] = None if self.allowed is None else [int(t) for t in self.allowed]
         return out
@@ -188,6 +194,9 @@ class PartialCompletion:
       member: 0 to n - 1.
       request: the request.
       tokenizer: decodes the tokens; None for no text.
+
+    Attributes:
+      constraint: the state of the request's grammar; None before ``constrain``, and without one.
     """
 
     def __init__(
@@ -197,7 +206,14 @@ class PartialCompletion:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        # Decoded as it grows: decoding the whole completion with every chunk would be quadratic.
         self._text = TextStream(tokenizer, request.stop_strings) if tokenizer else None
+        self.constraint: Constraint | None = None
+
+    def constrain(self, grammars: Grammars) -> None:
+        """Begins to follow the request's grammar, after the tokens so far."""
+        if self.request.grammar is not None and self.constraint is None:
+            self.constraint = grammars.start(self.request.grammar, self._tokens)
 
     def extend(
         self,
@@ -219,17 +235,24 @@ class PartialCompletion:
         text, ends = "", []
         if self._text is not None:
             before = len(self._text.ends)
+            # The stop token is no text: its spelling must not match a stop string or reach the
+            # reader.
             text = self._text.push(tokens[: len(tokens) - (stop == StopReason.STOP_TOKEN)])
             if stop != StopReason.RUNNING:
+                # Text held back, since a stop string may have begun in it, comes out at the end.
                 text += self._text.close()
             ends = self._text.ends[before:]
             if self._text.stopped:
                 tokens, logprobs = tokens[: len(ends)], logprobs[: len(ends)]
                 reports = reports[: len(ends)]
+                # It wins over the sampler's reason: the string ended the completion earlier than
+                # the token did.
                 stop = StopReason.STOP_STRING
         self._tokens += tokens
         self._logprobs += logprobs
         self._versions += [version] * len(tokens)
+        if self.constraint is not None:
+            self.constraint.push(tokens)
         completion = None
         if stop != StopReason.RUNNING:
             completion = Completion(
@@ -256,13 +279,14 @@ class PartialCompletion:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any], tokenizer: Tokenizer | None) -> PartialCompletion:
-        """What ``to_json`` wrote; later updates do not repeat text of earlier ones."""
+        """The inverse of ``to_json``; later updates do not repeat text of earlier ones."""
         partial = cls(
             fields["number"], fields["member"], Request.from_json(fields["request"]), tokenizer
         )
         partial._tokens, partial._logprobs = list(fields["tokens"]), list(fields["logprobs"])
         partial._versions = list(fields["versions"])
         if partial._text is not None:
+            # Pushed and thrown away: the stream then stands where it stood, and repeats nothing.
             partial._text.push(partial._tokens)
         return partial
 
@@ -283,6 +307,7 @@ class RequestLimits:
       stop_tokens: the largest number of stop tokens.
       biases: whether requests may change logits.
       reports: whether requests may ask for ``top_logprobs``.
+      grammars: whether requests may bring a grammar.
     """
 
     slots: int
@@ -293,6 +318,7 @@ class RequestLimits:
     stop_tokens: int
     biases: bool
     reports: bool = False
+    grammars: bool = False
 
     def new_tokens(self, prompt_tokens: int) -> int:
         """The longest completion of a prompt of this length, tokens; below 1 for none."""
@@ -300,7 +326,8 @@ class RequestLimits:
 
 
 def check_request(request: Request, limits: RequestLimits, tokenizer: Tokenizer | None) -> None:
-    """Raises UserError for a request that the engine cannot serve; names what is wrong."""
+    """Raises UserError that names the problem of a request the engine cannot serve."""
+    # Before it is queued: on the device a bad value is clamped or wrong silently, never refused.
     length, new = len(request.tokens), request.max_new_tokens
     if not length:
         raise UserError("the prompt is empty; give at least one token")
@@ -319,6 +346,7 @@ def check_request(request: Request, limits: RequestLimits, tokenizer: Tokenizer 
         raise UserError(f"n = {request.n}; must be 1 to {limits.slots}, the engine's slots")
     if not 0 <= request.seed < 2**64:
         raise UserError(f"seed = {request.seed}; must be at least 0 and below 2**64")
+    # Called for its checks.
     make_sampling_params(request.temperature, request.top_k, request.top_p, request.min_p)
     if request.top_k > limits.vocab_size:
         raise UserError(
@@ -327,6 +355,7 @@ def check_request(request: Request, limits: RequestLimits, tokenizer: Tokenizer 
         )
     _check_bias(request, limits)
     _check_report(request, limits)
+    _check_grammar(request, limits)
     if request.stop_tokens is not None:
         _check_ids("stop_tokens", request.stop_tokens, limits.vocab_size)
         if len(request.stop_tokens) > limits.stop_tokens:
@@ -352,6 +381,15 @@ def _check_report(request: Request, limits: RequestLimits) -> None:
         raise UserError(f"top_logprobs = {top}; must be 0 to {most}")
 
 
+def _check_grammar(request: Request, limits: RequestLimits) -> None:
+    if request.grammar is None:
+        return
+    if not limits.grammars:
+        raise UserError("grammar needs an engine that is built with grammars")
+    if request.stop_tokens is not None:
+        raise UserError("grammar and stop_tokens: a grammar ends with the engine's; leave one out")
+
+
 def _check_bias(request: Request, limits: RequestLimits) -> None:
     if not request.biased:
         return
@@ -362,11 +400,14 @@ def _check_bias(request: Request, limits: RequestLimits) -> None:
     bad = [t for t, x in request.logit_bias.items() if not x < np.inf]
     if bad:
         raise UserError(f"logit_bias[{bad[0]}] = {request.logit_bias[bad[0]]}; must be a number")
+    # All -inf is a softmax of NaN.
     if not np.isfinite(request.bias(limits.vocab_size)).any():
         raise UserError("allowed and logit_bias leave no token to sample; allow one")
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+    # An id past the vocabulary is clamped by a gather on the device, not refused: it would be
+    # another token silently.
     wrong = next((int(i) for i in ids if not 0 <= i < vocab_size), None)
     if wrong is not None:
         raise UserError(f"{name} has token {wrong}; the vocabulary ends at {vocab_size - 1}")

@@ -69,7 +69,7 @@ class Timings:
 
     def __init__(self) -> None:
         self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=_KEPT)
-        self._seen: set[Hashable] = set()
+        self._timed: set[Hashable] = set()
         self._count = 0
         self._line: tuple[float, float] | None = None
 
@@ -78,14 +78,16 @@ class Timings:
 
         The first of each shape is not: it may be compiled.
         """
-        if shape not in self._seen:
-            self._seen.add(shape)
+        if shape not in self._timed:
+            self._timed.add(shape)
             return False
         self._count += 1
+        # Timing waits for the device, which decoding does not otherwise do; so it stays rare once
+        # the line is known.
         return len(self._times) < _KEPT // 2 or self._count % _INTERVAL == 0
 
     def record(self, size: int, seconds: float) -> None:
-        """Takes what work of a size took."""
+        """Records the seconds of work of a size."""
         self._times.append((size, seconds))
         self._line = None
 
@@ -136,6 +138,8 @@ class RowCosts:
     def record_wait(self, seconds: float) -> None:
         """Takes how long an environment took to answer."""
         self._waits.append(seconds)
+        # Sorted at every answer, not at every question: each waiting row asks at each return to the
+        # host.
         self._longest_first = sorted(self._waits, reverse=True)
         self._sums = list(itertools.accumulate(self._longest_first))
 
@@ -145,6 +149,7 @@ class RowCosts:
         The mean of what those recent answers took longer that were not there by then. After more
         seconds than any of them, as long again: such waits have no typical length.
         """
+        # The latencies above `waited` come first; their sum is a prefix sum.
         longer = bisect.bisect_left(self._longest_first, -waited, key=lambda x: -x)
         return self._sums[longer - 1] / longer - waited if longer else waited
 
@@ -157,6 +162,7 @@ class RowCosts:
         """
         reads = self.reading.seconds(tokens) if self.reading.measured else math.inf
         return WaitCosts(
+            # One slot idles; moving a row stops the device for all of them.
             held=self.wait_left(waited),
             parked=self.slots * (self.leaving.least + self.returning.least),
             dropped=self.slots * reads,
@@ -168,5 +174,6 @@ class RowCosts:
         Those that cost half as much as the return does. As much would cost least in sum where turns
         end at random; half of it costs 6 % more, and a third fewer slots are idle.
         """
+        # 0 before anything was timed: decoding then returns to the host with the first idle slot.
         step = self.steps.seconds(1)
         return round(self.slots * self.returns.seconds(1) / step / 2) if step else 0

@@ -24,6 +24,7 @@ from jrl.mesh import parts_of
 from jrl.sampling import batch as programs
 from jrl.sampling.admission import AdmissionBuilder, RowSampling, RowStart, widths
 from jrl.sampling.batch import ChunkOutput, DecodeBatch
+from jrl.sampling.grammar import no_mask
 from jrl.sampling.row_costs import RowCosts, Timings
 from jrl.sampling.slots import IdleLimit, Measure, check_length
 from jrl.types import Network, Params, StopReason
@@ -76,6 +77,7 @@ class Rows:
         ``prompt_tokens`` and ``max_new_tokens``.
       stop_width: the most stop tokens that a row may bring; 0 for no more than ``stop_tokens``.
       biases: whether rows may bring a bias; costs [S, V] float32 numbers.
+      masks: whether ``decode`` may be told which tokens a row may sample; needs ``biases``.
       top_logprobs: the most alternatives that ``decode`` may report with each token; None for no
         reports, which costs nothing.
 
@@ -105,6 +107,7 @@ class Rows:
         total_tokens: int | None = None,
         stop_width: int = 0,
         biases: bool = False,
+        masks: bool = False,
         top_logprobs: int | None = None,
     ) -> None:
         if block < 1 or slots < 1 or slots % block:
@@ -122,6 +125,7 @@ class Rows:
         self.version, self.costs = 0, RowCosts(slots)
         self._block, self._chunk, self._suspended = block, chunk, suspended
         self._reports = top_logprobs is not None
+        self._no_mask = no_mask(slots, network.vocab_size) if masks and biases else None
         prompt_widths, text_widths = widths(prompt_tokens), widths(max_new_tokens)
         self._widths = tuple(sorted({*text_widths, min(_MIN_EXTENSION, text_widths[0])}))
         # A power of two, so that the shapes of admissions are few. Every admission has this many
@@ -321,6 +325,7 @@ class Rows:
         *,
         steps: int | None = None,
         reports: Sequence[int] | None = None,
+        masks: np.ndarray | None = None,
         fetch: bool = True,
     ) -> ChunkOutput:
         """Samples up to a chunk of tokens in every running row.
@@ -333,6 +338,8 @@ class Rows:
           policies: [S], which policy each row is sampled by, where there are several.
           steps: at most ``chunk``; None for ``chunk``, whose cost is measured now and then.
           reports: [S], alternatives to report with each token of a row; -1 for no report.
+          masks: [S, ceil(V / 32)] uint32, a bit for each token that a row may sample; one mask
+            holds for the chunk, so ``steps`` is 1 for a grammar. None allows all.
           fetch: whether the output is brought to the host; else it is not waited for.
         """
         # Slots for which there is no work are not idle, and must not end the chunk early.
@@ -342,6 +349,7 @@ class Rows:
             idle=IdleLimit(*np.array([most, self.costs.idle_steps()], np.int32)),
             reports=reports,
             policies=None if policies is None else np.array(policies, np.int32),
+            masks=self._no_mask if masks is None else masks,
         )
         timed = steps is None and self.costs.steps.due()
         if timed:
@@ -368,6 +376,7 @@ class Rows:
         idle: IdleLimit,
         reports: Sequence[int] | None,
         policies: np.ndarray | None,
+        masks: np.ndarray | None,
     ) -> ChunkOutput:
         """One call of the program; the output is on the device."""
         # Where reports can be asked for they always have an array, so that there is one program.
@@ -381,6 +390,7 @@ class Rows:
             idle,
             counts if self._reports else None,
             policies,
+            masks,
         )
         # A report that nobody asked for is not sent to the host.
         return out if counts.max() >= 0 else out._replace(report=None)
@@ -390,7 +400,7 @@ class Rows:
         jax.block_until_ready(self._batch)
 
     def _timed(self, timings: Timings, shape: Hashable, size: int, work: Callable[[], Any]) -> Any:
-        """What the work returns; now and then it is waited for, and what it took is recorded."""
+        """Runs the work; now and then waits for it and records the seconds."""
         if not timings.due(shape):
             return work()
         self.wait()
@@ -456,7 +466,7 @@ class Rows:
 
 
 def _fork_at(start: RowStart, length: int) -> tuple[Any, ...]:
-    """The arguments of ``batch.fork`` beside the row."""
+    """The arguments of ``batch.fork`` besides the row."""
     raw = np.array(divmod(start.seed, 2**32), np.uint32)
     return raw, *np.array([start.member, length, start.limit], np.int32)
 

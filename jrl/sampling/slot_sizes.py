@@ -1,4 +1,4 @@
-"""How many decode slots a batch has, and the smaller states that its last rows move into."""
+"""Number of decode slots of a batch, and the smaller states of its last rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ took 35, 19 and 8 s with seven, three and none, and 0.52, 0.54 and 1.02 s to sam
 
 
 class SlotSizes(NamedTuple):
-    """How many slots there are at first, in blocks of what size, and the sizes that follow."""
+    """Slots at first, the size of their blocks, and the smaller sizes that follow."""
 
     slots: int
     block: int

@@ -71,7 +71,7 @@ Measure = Callable[[Array], Array]
 
 
 class IdleLimit(NamedTuple):
-    """How long slots may stand idle in one call of ``decode``.
+    """Limit of idle slot-steps in one call of ``decode``.
 
     Attributes:
       wanted: [] int32, slots for which there is work; each of them that does not run is idle.
@@ -87,7 +87,7 @@ class IdleLimit(NamedTuple):
 
 
 class Members(struct.PyTreeNode):
-    """Which members of N groups are sampled, and how.
+    """Members of N groups to sample, with their settings.
 
     Attributes:
       number: [N, G] int32; the random numbers of a member follow from its prompt's id and this.
@@ -204,7 +204,7 @@ def sequences_of(
 
 
 def fresh_rows(sequences: Sequences, index: Array) -> dict[str, Any]:
-    """What the slots of these sequences begin with, by name."""
+    """Initial fields of the slots of these sequences, by name."""
     # Members of a prompt are neighbours, so no table from sequence to prompt is needed.
     prompt = index // (sequences.keys.shape[0] // sequences.last.shape[0])
     sampling_params = per_row(sequences.sampling_params, index.shape[0])
@@ -222,8 +222,8 @@ def fresh_rows(sequences: Sequences, index: Array) -> dict[str, Any]:
         return fresh
     live = members.live.reshape(-1)[index]
     if members.temperature is not None:
-        own = members.temperature.reshape(-1)[index]
-        fresh["sampling_params"] = sampling_params.replace(temperature=own)
+        temperature = members.temperature.reshape(-1)[index]
+        fresh["sampling_params"] = sampling_params.replace(temperature=temperature)
     if members.limit is not None:
         fresh["limits"] = members.limit.reshape(-1)[index]
         live &= fresh["limits"] > 0
@@ -454,25 +454,25 @@ def rewind(slots: Slots, lengths: Array, last: Array | None = None) -> Slots:
       The state, whose cache is the old one: what is past a row's end is not seen.
     """
     # The newest token that stays is pending again, and will be written where it is already.
-    back = lengths < slots.lengths
-    lengths = jnp.where(back, lengths, slots.lengths)
-    kept = jnp.arange(slots.tokens.shape[1])[None] < lengths[:, None]
+    rewinds = lengths < slots.lengths
+    lengths = jnp.where(rewinds, lengths, slots.lengths)
+    remains = jnp.arange(slots.tokens.shape[1])[None] < lengths[:, None]
     newest = jnp.take_along_axis(slots.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
     if last is not None:
         newest = jnp.where(lengths == 0, last, newest)
     # Cleared past the new length, or a shorter completion would carry numbers of tokens that it
     # lacks.
-    measured = None if slots.measured is None else jnp.where(kept, slots.measured, 0.0)
+    measured = None if slots.measured is None else jnp.where(remains, slots.measured, 0.0)
     return slots.replace(
         measured=measured,
         aligned=False,
-        pending=jnp.where(back, newest, slots.pending),
+        pending=jnp.where(rewinds, newest, slots.pending),
         lengths=lengths,
-        tokens=jnp.where(kept, slots.tokens, 0),
-        mask=slots.mask & kept,
-        logprobs=jnp.where(kept, slots.logprobs, 0.0),
-        versions=jnp.where(kept, slots.versions, -1),
-        stop=jnp.where(back, StopReason.RUNNING, slots.stop).astype(jnp.int32),
+        tokens=jnp.where(remains, slots.tokens, 0),
+        mask=slots.mask & remains,
+        logprobs=jnp.where(remains, slots.logprobs, 0.0),
+        versions=jnp.where(remains, slots.versions, -1),
+        stop=jnp.where(rewinds, StopReason.RUNNING, slots.stop).astype(jnp.int32),
     )
 
 
@@ -504,7 +504,7 @@ def extend(weights: Any, slots: Slots, tokens: Array, counts: Array, *, network:
     # A gather over all T columns, since a scatter of [S, Q] places is a loop over rows on some
     # backends.
     offset = jnp.arange(slots.tokens.shape[1])[None] - slots.lengths[:, None]
-    here = (offset >= 0) & (offset < counts[:, None])
+    within = (offset >= 0) & (offset < counts[:, None])
     placed = jnp.take_along_axis(tokens, jnp.clip(offset, 0, q - 1), axis=1)
     newest = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     lengths = slots.lengths + counts
@@ -513,7 +513,7 @@ def extend(weights: Any, slots: Slots, tokens: Array, counts: Array, *, network:
         cache=cache,
         pending=jnp.where(counts > 0, newest, slots.pending),
         lengths=lengths,
-        tokens=jnp.where(here, placed, slots.tokens),
+        tokens=jnp.where(within, placed, slots.tokens),
         stop=jnp.where(counts > 0, running, slots.stop).astype(jnp.int32),
         aligned=False,
     )

@@ -42,10 +42,11 @@ def extend_rows(
       limits: [m] int32, the most completion tokens of each row from now on.
       network: the policy.
     """
-    some = take_rows(slots, rows).replace(limits=limits)
-    some = extend(weights, some, tokens, counts, network=network)
+    # A state of m rows, so that the forward pass below is m rows wide and not S.
+    few = take_rows(slots, rows).replace(limits=limits)
+    few = extend(weights, few, tokens, counts, network=network)
     # The prefix has not changed, and is the largest part of a row to write.
-    return put_rows(slots, rows, some, prefixes=False)
+    return put_rows(slots, rows, few, prefixes=False)
 
 
 def take_rows(slots: Slots, rows: Array) -> Slots:
@@ -88,7 +89,7 @@ def put_rows(slots: Slots, rows: Array, new: Slots, *, prefixes: bool = True) ->
     def put(x: Array, y: Array) -> Array:
         return x.at[rows].set(y.astype(x.dtype), mode="drop")
 
-    cache = Cache(own=jax.tree.map(put, old.own, new.cache.own), prefix=old.prefix)
+    cache = Cache(rows=jax.tree.map(put, old.rows, new.cache.rows), prefix=old.prefix)
     cache = cache.replace(prefix_lengths=old.prefix_lengths)
     if prefixes and old.prefix_lengths is not None:
         assert new.cache.prefix_lengths is not None
@@ -97,4 +98,5 @@ def put_rows(slots: Slots, rows: Array, new: Slots, *, prefixes: bool = True) ->
             prefix_lengths=put(old.prefix_lengths, new.cache.prefix_lengths),
         )
     others = jax.tree.map(put, slots.replace(cache=None), new.replace(cache=None))
+    # A row that comes back is at a column of its own.
     return others.replace(cache=cache, aligned=False)

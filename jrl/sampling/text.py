@@ -29,7 +29,7 @@ class TextStream:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []
         self._anchor = self._read = 0  # tokens: where decoding starts, and how many are decoded
-        self._given = 0
+        self._released = 0
         self.text = ""
         self.ends: list[int] = []
         self.stopped = False
@@ -49,7 +49,7 @@ class TextStream:
         return self._give(0 if self.stopped else self._waiting())
 
     def close(self) -> str:
-        """Ends the text; returns what was still waiting."""
+        """Ends the text; returns the part held back for stop strings."""
         if not self.stopped:
             self._decode(last=True)
             if self.ends and not self.stopped:
@@ -85,8 +85,8 @@ class TextStream:
         return 0
 
     def _give(self, waiting: int) -> str:
-        end = max(len(self.text) - waiting, self._given)
-        begin, self._given = self._given, end
+        end = max(len(self.text) - waiting, self._released)
+        begin, self._released = self._released, end
         return self.text[begin:end]
 
 
@@ -108,9 +108,9 @@ def check_stop(tokenizer: Tokenizer, stop: str, name: str = "stop") -> None:
     if not stop:
         raise UserError(f"{name} = ''; an empty stop string matches nothing; leave it out")
     # With a letter before it, as decoders may drop the space at the beginning of a text.
-    written = tokenizer.decode(tokenizer.encode("a" + stop))
-    if stop not in written:
+    round_trip = tokenizer.decode(tokenizer.encode("a" + stop))
+    if stop not in round_trip:
         raise UserError(
-            f"{name} = {stop!r} can never match: the tokenizer decodes it as {written[1:]!r}; "
+            f"{name} = {stop!r} can never match: the tokenizer decodes it as {round_trip[1:]!r}; "
             "special tokens are not part of the text"
         )

@@ -161,12 +161,13 @@ def nodes_of(owner: Array, lengths: Array) -> Array:
     chex.assert_rank([owner, lengths], [2, 1])
     g, t = owner.shape
     live = jnp.arange(t)[None] < lengths[:, None]
+    # Columns past the end of two members would otherwise count as shared.
     owner = jnp.where(live, owner, -1)
     same = jnp.expand_dims(owner, 0) == jnp.expand_dims(owner, 1)
     together = jnp.sum(same & live[None], axis=1)  # members that go through the token
     before = jnp.pad(together[:, :-1], ((0, 0), (1, 0)))
-    own = live & (owner == jnp.arange(g)[:, None])
-    begins = own & (together != before)  # somebody left, if only the member that this one left
+    owned = live & (owner == jnp.arange(g)[:, None])
+    begins = owned & (together != before)  # somebody left, if only the member that this one left
     number = jnp.cumsum(begins.reshape(-1)).reshape(g, t)
     return jnp.where(live, jnp.take_along_axis(number, jnp.maximum(owner, 0), axis=0), 0).astype(
         jnp.int32
@@ -176,6 +177,7 @@ def nodes_of(owner: Array, lengths: Array) -> Array:
 def _trees_at_once(prompts: int, group: int, slots: int) -> int:
     """Trees grown at a time: as many as have slots, and divide the prompts."""
     most = prompts if not slots else max(slots // group, 1)
+    # A divisor, since the loop over parts needs equal ones.
     return next(count for count in range(min(most, prompts), 0, -1) if prompts % count == 0)
 
 
@@ -202,18 +204,18 @@ def _grow_in_turn(
 
     n = ids.shape[0]
     if at_once == n:
-        results, drawn, owner, steps = some((prompts, ids))
-        return results, drawn, owner, steps[None]
+        results, sampled, owner, steps = some((prompts, ids))
+        return results, sampled, owner, steps[None]
     # A loop over parts instead of a queue: the members of a tree leave one another in rounds, so
     # that none can give up its slot before the others have ended.
     split = lambda x: x.reshape(n // at_once, at_once, *x.shape[1:])  # noqa: E731
     *trees, steps = jax.lax.map(some, jax.tree.map(split, (prompts, ids)))
-    results, drawn, owner = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trees)
-    return results, drawn, owner, steps.sum()[None]
+    results, sampled, owner = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trees)
+    return results, sampled, owner, steps.sum()[None]
 
 
 class _Roots(NamedTuple):
-    """What the members of n groups begin with.
+    """Initial state of the members of n groups.
 
     Attributes:
       prompts: the prompts' cache, n rows.
@@ -268,16 +270,21 @@ def _grow(
 
     def one_round(number: Array, carry: tuple[Slots, Array, Array, Array]) -> Any:
         tree, owner, forks, steps = carry
-        here = roots + number * each
-        source, place, forks = branches(tree, forks, here, branching, each, group)
-        new, count = draw(slots=_fork_members(tree, root, source, place, here))
+        present = roots + number * each
+        source, place, forks = branches(tree, forks, present, branching, each, group)
+        # Only the new members decode: those that are there have ended, and would idle in their
+        # slots.
+        new, count = draw(slots=_fork_members(tree, root, source, place, present))
         past = jnp.take_along_axis(owner, source[:, :, None], axis=1)
-        own = here + jnp.arange(each, dtype=jnp.int32)[None, :, None]
-        own = jnp.where(jnp.arange(width)[None, None] < place[:, :, None], past, own)
-        owner = jax.lax.dynamic_update_slice_in_dim(owner, own, here, axis=1)
-        return _put_members(tree, new, n, here), owner, forks, steps + count * (n * each)
+        owners = present + jnp.arange(each, dtype=jnp.int32)[None, :, None]
+        owners = jnp.where(jnp.arange(width)[None, None] < place[:, :, None], past, owners)
+        # Owners of the shared past are copied through every round, so a token keeps the member that
+        # drew it even in a branch of a branch.
+        owner = jax.lax.dynamic_update_slice_in_dim(owner, owners, present, axis=1)
+        return _put_members(tree, new, n, present), owner, forks, steps + count * (n * each)
 
     first, count = draw(slots=begin(roots))
+    # Room for all members from the start: a loop's state cannot grow.
     tree = _put_members(begin(group).replace(aligned=False), first, n, 0)
     owner = jnp.broadcast_to(jnp.arange(group, dtype=jnp.int32)[None, :, None], (n, group, width))
     carry = (tree, owner, jnp.zeros((n, group), jnp.int32), count * (n * roots))
@@ -354,5 +361,5 @@ def _put_members(tree: Slots, new: Slots, n: int, first: Array | int) -> Slots:
     fields = {x: put(getattr(tree, x), getattr(new, x)) for x in names}
     if tree.measured is not None and new.measured is not None:
         fields["measured"] = put(tree.measured, new.measured)
-    own = jax.tree.map(put, tree.cache.own, new.cache.own)
-    return tree.replace(cache=tree.cache.replace(own=own), **fields)
+    suffix = jax.tree.map(put, tree.cache.rows, new.cache.rows)
+    return tree.replace(cache=tree.cache.replace(rows=suffix), **fields)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jrl.episodes.parsers import Parser
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
+from jrl.sampling.grammar import Grammars
 from jrl.sampling.request import Completion, RequestLimits, Update
 from jrl.sampling.request import Request as EngineRequest
 from jrl.sampling.text import longest_text
@@ -164,6 +165,7 @@ class Service:
       api_key: what clients must send as a bearer token; None asks for none.
       recorder: writes what is drawn; None for nothing.
       parser: of the model's tool calls; None refuses requests with tools.
+      grammars: of the model; None refuses replies that must follow a schema.
     """
 
     def __init__(
@@ -177,10 +179,11 @@ class Service:
         api_key: str | None = None,
         recorder: Recorder | None = None,
         parser: Parser | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.sampler, self.tokenizer, self.limits = sampler, tokenizer, limits
         self.model_name, self.queue, self._api_key = model, queue, api_key
-        self.recorder, self._parser = recorder, parser
+        self.recorder, self._parser, self._grammars = recorder, parser, grammars
         # JSON may write a character in 6 bytes; and the rest of a body is small.
         prompts = (limits.slots + queue) * 6 * longest_text(tokenizer, limits.prompt_tokens)
         self.max_bytes = min(MAX_BYTES, (1 << 18) + prompts)
@@ -287,6 +290,7 @@ class Service:
             model=self.model_name,
             most=self.limits.slots + self.queue,
             parser=self._parser,
+            grammars=self._grammars,
         )
         name, created, stream = uuid.uuid4().hex, int(time.time()), api_request.stream
         head = reply_head(api_request, self.model_name, name, created, piece=stream)
@@ -301,6 +305,8 @@ class Service:
             head["session_id"] = place.session
         with contextlib.ExitStack() as stack:
             job = stack.enter_context(self.job(api_request, on_completed))
+            # For a log of requests, which reads it when the reply has ended.
+            request.scope["jrl.tokens"] = functools.partial(usage, api_request, job.choices)
             if stream:
                 return _stream(job, head, stack.pop_all())
             async with _gone(request.receive) as gone:
@@ -425,6 +431,9 @@ def _stream(job: Job, head: Json, stack: contextlib.ExitStack) -> Response:
     from starlette.responses import Response
 
     request = job.request
+
+    if request.usage:  # as OpenAI's: null in all pieces but the last
+        head = head | {"usage": None}
 
     async def events(gone: asyncio.Future[None]) -> AsyncIterator[Json]:
         if request.chat:

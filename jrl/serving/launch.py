@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from jrl.models.quant import sampler
 from jrl.models.tokenizer import Tokenizer, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
+from jrl.sampling.grammar import Grammars
 from jrl.serving import http, server
 from jrl.serving.openai_tools import tool_parser
 from jrl.serving.record import Recorder
@@ -69,6 +71,8 @@ class ServerOptions:
       api_key: what clients of OpenAI's protocol must send; None asks for none.
       record: a directory for what is drawn with OpenAI's protocol; None records nothing.
       tool_parser: the family whose tool calls the model writes; None for what its template says.
+      log: what to print of each request: "nothing", "requests" (path, status, tokens and time) or
+        "contents" (bodies and replies too).
     """
 
     name: str
@@ -81,6 +85,7 @@ class ServerOptions:
     api_key: str | None = None
     record: str | None = None
     tool_parser: str | None = None
+    log: str = "nothing"
 
 
 def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> ServedPolicy:
@@ -165,6 +170,12 @@ def serve_openai(
         recorder.begin(_weights(config, options, policy))
         echo(f"recording to {recorder.path}")
     tokenizer = policy.tokenizer
+    grammars = _grammars(tokenizer, policy.network.vocab_size, echo)
+    echo(
+        f"compiling for {options.slots} slots, prompts of up to {policy.prompt_tokens} tokens and"
+        f" completions of up to {policy.new_tokens} ..."
+    )
+    began = time.monotonic()
     with jax.set_mesh(policy.mesh):
         engine = Engine(
             policy.network,
@@ -177,10 +188,12 @@ def serve_openai(
             chunk=options.chunk or None,
             biases=True,
             reports=True,
+            grammars=grammars,
             version=policy.version,
         )
         policy = policy._replace(params=None)  # the engine has its own copy, prepared for decoding
         engine.compile(refresh=False)
+    echo(f"compiled in {time.monotonic() - began:.0f} s")
     worker = EngineWorker(engine, tokenizer=tokenizer, mesh=policy.mesh)
     service = http.Service(
         worker,
@@ -191,6 +204,7 @@ def serve_openai(
         api_key=options.api_key,
         recorder=recorder,
         parser=parser,
+        grammars=grammars,
     )
     try:
         server.run(
@@ -199,10 +213,22 @@ def serve_openai(
             port=options.port,
             grace_seconds=options.grace_seconds,
             echo=echo,
+            log=options.log,
         )
     finally:
         if recorder is not None:
             recorder.close()
+
+
+def _grammars(
+    tokenizer: Tokenizer, vocab_size: int, echo: Callable[[str], object]
+) -> Grammars | None:
+    """The grammars of the served model; without them a line says what is refused, and why."""
+    try:
+        return Grammars(tokenizer, vocab_size)
+    except UserError as error:
+        echo(f"response_format and tool_choice = 'required' are refused: {error}")
+        return None
 
 
 def _weights(config: Config, options: ServerOptions, policy: ServedPolicy) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.request import TokenLogprobs, Update
+from jrl.serving.openai_formats import THOUGHT_END
 from jrl.serving.openai_requests import ApiRequest, Json
 from jrl.serving.openai_tools import calls_of
 from jrl.types import StopReason
@@ -36,6 +37,7 @@ class ReplyChoice:
         self._told: list[TokenLogprobs] = []
         self._ends: list[int] = []
         self._shown = 0  # tokens whose log-probabilities belong to the text so far
+        self._streamed = 0, 0  # tokens and characters of the pieces so far
         self.sampled = 0
         self.finish: str | None = None
 
@@ -52,16 +54,21 @@ class ReplyChoice:
         self._ends += update.ends
         if update.completion is not None:
             self.finish = FINISH[update.completion.stop]
-        first, begin = self._shown, len(self._text)
         self._text += update.text
         self._shown = self._tokens_of_text(update)
-        if self.finish is None and (
-            self._request.tools is not None or (not update.text and self._shown == first)
-        ):
-            return None  # a call is known for one at its end
-        if self._request.tools is not None:
-            return self._json(self._text, range(self._shown), True)
+        first, begin = self._streamed
+        nothing_new = len(self._text) == begin and self._shown == first
+        if self.finish is None and (self._waits() or nothing_new):
+            return None
+        self._streamed = self._shown, len(self._text)
         return self._json(self._text[begin:], range(first, self._shown), True)
+
+    def _waits(self) -> bool:
+        """Whether what the text so far means is known only later: a call, or a thought."""
+        if self._request.tools is not None:
+            return True  # a call is known for one at its end
+        # The space behind a thought belongs to it.
+        return self._request.thinking and not self._text.partition(THOUGHT_END)[2].strip()
 
     def finished(self) -> Json:
         """The finished choice, in one piece."""
@@ -85,26 +92,40 @@ class ReplyChoice:
         if not self._request.chat:
             choice["text"] = text
             return choice
+        thought, text = self._thought(text) if not tokens.start else ("", text)
         before, calls = self._calls()
         if calls:
             choice["finish_reason"] = "tool_calls"
+        content = before if calls else text
+        reasoning = {"reasoning_content": thought} if thought else {}
         if piece:
-            visible = before if calls else text
             numbered = [{"index": i, **call} for i, call in enumerate(calls)]
-            choice["delta"] = {"content": visible} if visible else {}
+            choice["delta"] = reasoning | ({"content": content} if content else {})
             choice["delta"] |= {"tool_calls": numbered} if calls else {}
         else:
-            content = before if calls else text
             choice["message"] = {"role": "assistant", "content": content, "refusal": None}
-            choice["message"] |= {"tool_calls": calls} if calls else {}
+            choice["message"] |= reasoning | ({"tool_calls": calls} if calls else {})
         return choice
+
+    def _thought(self, text: str) -> tuple[str, str]:
+        """The thought that a reply by a grammar begins with, and what follows it.
+
+        Clients read the content of such a reply as JSON.
+        """
+        if not self._request.thinking:
+            return "", text
+        thought, end, rest = text.partition(THOUGHT_END)
+        return thought.strip(), rest.lstrip() if end else ""
 
     def _calls(self) -> tuple[str | None, list[Json]]:
         """The words before the calls, and the calls, of a choice that has ended by itself."""
         tools = self._request.tools
         if tools is None or self.finish != "stop":
             return None, []
-        return calls_of(self._tokenizer.decode(self._drawn, skip_special=False), tools)
+        sampled = self._tokenizer.decode(self._drawn, skip_special=False)
+        if self._request.thinking:
+            sampled = sampled.partition(THOUGHT_END)[2]
+        return calls_of(sampled, tools)
 
     def _chat_logprobs(self, tokens: range) -> Json:
         def entry(token: int, logprob: float) -> Json:

@@ -17,9 +17,11 @@ from typing import Any
 from jrl.episodes.parsers import Parser
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
+from jrl.sampling.grammar import Grammars
 from jrl.sampling.params import COLDEST
 from jrl.sampling.request import TOP_LOGPROBS, Request, RequestLimits
 from jrl.sampling.text import check_stop, longest_text
+from jrl.serving.openai_formats import reply_grammar
 from jrl.serving.openai_tools import Tools, conversation, read_tools, told_calls
 
 Json = dict[str, Any]
@@ -37,7 +39,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
+    "response_format": (None, {"type": "text"}),  # of completions; chats have more
     "modalities": (None, ["text"]),
     "reasoning_effort": (None, "none"),
     "verbosity": (None, "medium"),
@@ -54,12 +56,15 @@ KNOWN: Mapping[bool, frozenset[str]] = {
     False: COMMON | {"prompt", "best_of"},
     True: COMMON
     | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice"}
-    | {"chat_template_kwargs"},
+    | {"chat_template_kwargs", "response_format"},
 }
 """The parameters of completions (False) and of chat completions (True)."""
 
 _READ = ("tool_calls", "tool_call_id", "reasoning_content")
 """Message fields read by the chat template, in addition to role and content."""
+
+_TEXTS = ("role", "content", "reasoning_content")
+_EMPTY: tuple[Any, ...] = (None, [], {})
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat completion may be as long as the limits allow."""
@@ -107,6 +112,7 @@ class ApiRequest:
       stream: whether to reply in pieces.
       usage: whether the last piece counts the tokens.
       tools: of a chat completion; None for none.
+      thinking: whether the reply follows a grammar and begins inside a thought.
     """
 
     chat: bool
@@ -116,6 +122,7 @@ class ApiRequest:
     stream: bool
     usage: bool
     tools: Tools | None = None
+    thinking: bool = False
 
     @property
     def n(self) -> int:
@@ -137,6 +144,7 @@ def parse(
     model: str,
     most: int | None = None,
     parser: Parser | None = None,
+    grammars: Grammars | None = None,
 ) -> ApiRequest:
     """The request in a JSON body.
 
@@ -148,6 +156,7 @@ def parse(
       model: the name of the model that is served.
       most: completions of one request; None for any number.
       parser: of the model's tool calls; None where nothing says how it writes them.
+      grammars: of the model; None where replies cannot be made to follow one.
 
     Raises:
       ApiError: names the parameter, the value and what is allowed.
@@ -169,6 +178,8 @@ def parse(
             raise ApiError(f"{requested} completions at once; this server takes at most {most}")
         prompts = _prompts(body, tokenizer, limits)
     longest = _check_prompts(prompts, limits, "messages" if chat else "prompt")
+    thinking = chat and _ends_in_thought(tokenizer, prompts[0])
+    grammar = reply_grammar(body, tools, grammars, _wrong, thinking=thinking) if chat else None
     with_logprobs, top = _logprobs(body, chat, limits)
     stream = bool(_get(body, "stream", bool, None))
     options = _stream_options(body, stream)
@@ -191,6 +202,7 @@ def parse(
         logit_bias=_logit_bias(body, limits),
         stop_strings=_stop(body, tokenizer),
         top_logprobs=top if with_logprobs else None,
+        grammar=grammar,
     )
     return ApiRequest(
         chat=chat,
@@ -205,7 +217,14 @@ def parse(
         stream=stream,
         usage=bool(_get(options, "include_usage", bool, None)),
         tools=tools,
+        thinking=thinking and grammar is not None,
     )
+
+
+def _ends_in_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    """Whether the chat template has opened a thought that the reply begins in."""
+    end = tokenizer.decode(prompt[-16:], skip_special=False)
+    return end.rstrip().endswith("<think>")
 
 
 def _wrong(message: str, param: str) -> ApiError:
@@ -370,13 +389,14 @@ def _chat_prompt(
             wrong = "name" if message["role"] else "role"
             raise ApiError(f"{where}.{wrong} must be a text", param=f"{where}.{wrong}")
         supported = ("role", "content", "name", "refusal", *_READ)
-        more = [name for name in message if name not in supported and message[name] is not None]
+        # Clients send replies back with fields that hold nothing, such as "annotations": [].
+        more = [name for name in message if name not in supported and message[name] not in _EMPTY]
         if more:
             raise ApiError(
                 f"{where}.{more[0]} is not supported by this server", param=f"{where}.{more[0]}"
             )
         plain.append(_plain(message, where))
-    size = sum(len(message["role"]) + len(message["content"]) for message in plain)
+    size = sum(len(m.get(part, "")) for m in plain for part in _TEXTS)
     size += sum(len(json.dumps(m["tool_calls"])) for m in plain if "tool_calls" in m)
     _check_text(size, tokenizer, limits, "messages")
     variables = _get(body, "chat_template_kwargs", dict, {})
@@ -396,8 +416,12 @@ def _plain(message: Json, where: str) -> Json:
     plain = {"role": message["role"], "content": _content(message, where), **calls}
     if message.get("tool_call_id") is not None:
         plain["tool_call_id"] = str(message["tool_call_id"])
-    if message.get("reasoning_content") is not None:
-        plain["reasoning_content"] = str(message["reasoning_content"])
+    thought = message.get("reasoning_content")
+    if thought is not None:
+        if not isinstance(thought, str) or message["role"] != "assistant":
+            name = f"{where}.reasoning_content"
+            raise ApiError(f"{name} must be a text, of the assistant", param=name)
+        plain["reasoning_content"] = thought
     return plain
 
 

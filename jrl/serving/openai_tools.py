@@ -29,10 +29,14 @@ class Tools(NamedTuple):
     Attributes:
       told: as the request has them, for the chat template.
       parser: of the model's calls.
+      enforced: whether the reply must be calls, as ``tool_choice`` says.
+      only: the one tool that must be called; None for any.
     """
 
     told: tuple[Json, ...]
     parser: Parser
+    enforced: bool = False
+    only: str | None = None
 
     @property
     def schemas(self) -> Schemas:
@@ -69,11 +73,10 @@ def read_tools(body: Json, parser: Parser | None, fail: Callable[..., Exception]
     Raises:
       What ``fail`` makes: tools are not what OpenAI's API takes, or no parser reads their calls.
     """
-    entries, choice = body.get("tools"), body.get("tool_choice")
-    if choice not in (None, "none", "auto"):
-        problem = f"tool_choice = {choice!r:.60}; this server takes 'auto' and 'none'"
-        raise fail(problem, "tool_choice")
+    entries, (choice, only) = body.get("tools"), _choice(body.get("tool_choice"), fail)
     if entries in (None, []):
+        if choice == "required":
+            raise fail(f"tool_choice = {body['tool_choice']!r:.60} needs tools", "tool_choice")
         return None
     if not isinstance(entries, list):
         raise fail("tools must be an array of functions", "tools")
@@ -89,7 +92,26 @@ def read_tools(body: Json, parser: Parser | None, fail: Callable[..., Exception]
             f" with --tool-parser, one of {families}",
             "tools",
         )
-    return Tools(tools, parser)
+    offered = Tools(tools, parser, choice == "required", only)
+    if only is not None and only not in offered.schemas:
+        names = ", ".join(map(repr, offered.schemas))
+        raise fail(f"tool_choice names the function {only!r:.60}; tools has {names}", "tool_choice")
+    return offered
+
+
+def _choice(choice: Any, fail: Callable[..., Exception]) -> tuple[str, str | None]:
+    """How tools are chosen (auto, none or required), and the function that is named, if any."""
+    if choice in (None, "none", "auto", "required"):
+        return choice or "auto", None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or choice.get("type") != "function":
+        raise fail(
+            f"tool_choice = {choice!r:.60}; this server takes 'auto', 'none', 'required' and"
+            ' {"type": "function", "function": {"name": NAME}}',
+            "tool_choice",
+        )
+    return "required", name
 
 
 def _read_tool(entry: Any, i: int, fail: Callable[..., Exception]) -> Json:
@@ -151,7 +173,7 @@ def conversation(
         variable; or something beside the contents spells a control token.
     """
     offered = list(tools.told) if tools else []
-    check_variables(variables, getattr(tokenizer, "templates", {}), "chat_template_kwargs")
+    check_variables(variables, tokenizer, "chat_template_kwargs")
     check_fields(tokenizer, [dict(m) for m in messages], offered, "the request")
     results = [
         {**m, "role": tools.parser.role, "content": tools.parser.result(m["content"])}

@@ -32,6 +32,7 @@ from jrl.episodes.recorded_files import FORMAT
 from jrl.errors import StorageError
 from jrl.sampling.request import Completion
 from jrl.serving.openai_requests import ApiError, ApiRequest
+from jrl.system.float32 import fits_float32
 
 MOST = 100_000
 """Sessions, and ends of completions that a request may continue, that are remembered; of more the
@@ -171,6 +172,7 @@ class Recorder:
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
                 "logit_bias": {str(token): x for token, x in sampling.logit_bias.items()},
+                "grammar": sampling.grammar is not None,
                 "stop": list(sampling.stop_strings),
                 "max_new_tokens": sampling.max_new_tokens,
                 "seed": sampling.seed,
@@ -296,7 +298,7 @@ def read_reward(body: Any) -> tuple[float, bool]:
     if isinstance(points, bool) or not isinstance(points, int | float):
         raise ApiError(f"reward = {points!r:.80}; must be a number", param="reward")
     # What training reads is float32, in which larger numbers are infinite.
-    if not abs(points) <= float(np.finfo(np.float32).max):
+    if not fits_float32(points):
         raise ApiError(f"reward = {points!r:.80}; must be a finite float32", param="reward")
     if not isinstance(done, bool | None):
         raise ApiError(f"done = {done!r:.80}; must be true or false", param="done")

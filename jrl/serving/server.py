@@ -5,6 +5,7 @@ It listens on the loopback interface unless another host is given.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -13,18 +14,35 @@ from typing import Any
 
 from jrl.errors import UserError
 from jrl.serving.http import Service, application
+from jrl.serving.request_log import RequestLog
 from jrl.system.extras import need
 
 
 class HttpServer:
     """The HTTP server in a thread of its own.
 
+    Args:
+      service: the endpoints.
+      host, port: where to listen; port 0 takes a free one.
+      grace_seconds: for running requests after ``stop``.
+      log: gets a line for each request; None for none.
+      contents: whether the lines hold bodies and replies.
+
     Attributes:
       host, port: where it listens.
       error: why it ended unasked, or None.
     """
 
-    def __init__(self, service: Service, host: str, port: int, grace_seconds: float) -> None:
+    def __init__(
+        self,
+        service: Service,
+        host: str,
+        port: int,
+        grace_seconds: float,
+        log: Callable[[str], object] | None = None,
+        *,
+        contents: bool = False,
+    ) -> None:
         check_ready(host, port)
         import uvicorn
 
@@ -32,16 +50,22 @@ class HttpServer:
         self.error: BaseException | None = None
         self._socket = listen(host, port)
         self.host, self.port = self._socket.getsockname()[:2]
+        app: Any = application(service)
+        if log is not None:
+            app = RequestLog(app, log, contents=contents)
+        room = open_files()
         config = uvicorn.Config(
-            application(service),
+            app,
             lifespan="off",
             log_config=None,
             access_log=False,
             ws="none",
+            backlog=_backlog(room),
             timeout_graceful_shutdown=max(1, round(grace_seconds)),
         )
         config.load()
-        config.http_protocol_class = _impatient(config.http_protocol_class)
+        most = max(1, room - 3 * _backlog(room))
+        config.http_protocol_class = _impatient(config.http_protocol_class, most)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="jrl-http", daemon=True)
         self._thread.start()
@@ -74,32 +98,78 @@ class HttpServer:
 
 HEADER_SECONDS = 30.0
 """For the header of a request to arrive, from the connection or its first byte on."""
+_SPARE_FILES = 32
+"""Files of the process that no connection takes: of the record, the compile cache, imports."""
+_MOST_CONNECTIONS = 10_000
+"""Of a process without a limit on files."""
 
 
-def _impatient(protocol: Any) -> Any:
+def open_files() -> int:
+    """How many more files this process may open, less some that it keeps for itself."""
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or limit > 2 * _MOST_CONNECTIONS:
+        return _MOST_CONNECTIONS
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not Linux
+        used = 64
+    return max(4, limit - used - _SPARE_FILES)
+
+
+def _backlog(room: int) -> int:
+    """Connections that the kernel holds; they can all be accepted before one can be closed."""
+    return min(128, max(1, room // 8))
+
+
+def _impatient(protocol: Any, most: int) -> Any:
     """Uvicorn's protocol, which closes a connection whose next request does not begin for a while.
 
     Uvicorn itself waits for ever for the first header of a connection, and for the rest of a later
-    one of which a part has come; each waiting connection takes a file of the process.
+    one of which a part has come; each waiting connection takes a file of the process. Of more than
+    ``most`` connections the one that has waited longest is closed: first of those that never sent a
+    request, then of those between two; and the new one where all are being served.
     """
+    silent: dict[Any, None] = {}  # in the order in which they began to wait
+    between: dict[Any, None] = {}
 
     class Impatient(protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._awaited: Any = None  # what ends the wait, and the newest request at its begin
-            self._await_header()
+            if len(self.connections) > most:
+                oldest = next(iter(silent), None) or next(iter(between), self)
+                silent.pop(oldest, None)
+                between.pop(oldest, None)
+                oldest.transport.close()
+            if not transport.is_closing():
+                self._await_header()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            self._await_header()
+            if not self.transport.is_closing():
+                self._await_header()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._is_idle() and not self.transport.is_closing():
+                between[self] = None
 
         def connection_lost(self, error: Exception | None) -> None:
             if self._awaited is not None:
                 self._awaited[0].cancel()
+            silent.pop(self, None)
+            between.pop(self, None)
             super().connection_lost(error)
 
         def _await_header(self) -> None:
-            if not self._is_idle() or (self._awaited and self._awaited[1] is self.cycle):
+            if not self._is_idle():
+                silent.pop(self, None)
+                between.pop(self, None)
+                return
+            (silent if self.cycle is None else between).setdefault(self)
+            if self._awaited and self._awaited[1] is self.cycle:
                 return  # of a header in many pieces the first one counts
             if self._awaited is not None:
                 self._awaited[0].cancel()
@@ -144,6 +214,7 @@ def run(
     port: int,
     grace_seconds: float,
     echo: Callable[[str], object],
+    log: str = "nothing",
 ) -> None:
     """Serves until a signal or a failure of the engine; returns after a clean end.
 
@@ -154,7 +225,14 @@ def run(
       UserError: the address is taken, or the extra ``serve`` is not installed.
       RuntimeError: the engine failed.
     """
-    running = HttpServer(service, host, port, grace_seconds)
+    running = HttpServer(
+        service,
+        host,
+        port,
+        grace_seconds,
+        None if log == "nothing" else echo,
+        contents=log == "contents",
+    )
     signals_seen: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:

@@ -80,17 +80,17 @@ def first_nonfinite(tree: Any, *, nan_only: bool = False) -> str | None:
       tree: arrays; those of integers, keys and the like are passed over.
       nan_only: whether infinity is no fault, as in an optimizer that starts at the worst loss.
     """
-    named = [
+    leaves = [
         (jax.tree_util.keystr(path, simple=True, separator="."), x)
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
         if jnp.issubdtype(x.dtype, jnp.floating)
     ]
-    near = [np.asarray(x) for _, x in named if not _is_far(x)]
-    remote = [x for _, x in named if _is_far(x)]
+    near = [np.asarray(x) for _, x in leaves if not _is_far(x)]
+    remote = [x for _, x in leaves if _is_far(x)]
     test = np.isnan if nan_only else _not_finite
     bad = iter(bool(test(x).any()) for x in near)
     bad_far = iter(np.asarray(_any_bad(remote, nan_only)).tolist() if remote else [])
-    for name, x in named:
+    for name, x in leaves:
         if next(bad_far if _is_far(x) else bad):
             return name
     return None

@@ -140,7 +140,7 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 
 def header(config: Config, mesh: Mapping[str, int]) -> dict[str, Any]:
-    """The first record of ``metrics.jsonl``: what distinguishes one run from another.
+    """The first record of ``metrics.jsonl``: identity of the run, versions and devices.
 
     Args:
       config: the run's configuration.
@@ -181,12 +181,19 @@ class RunWriter:
       resuming: whether the directory already held this run.
     """
 
-    def __init__(self, config: Config, *, mesh: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        mesh: Mapping[str, int] | None = None,
+        contents: Mapping[str, str] | None = None,
+    ) -> None:
         """Opens ``config.run.dir``, for a new run or to resume one.
 
         Args:
           config: the run's configuration, with ``run.dir`` set.
           mesh: devices along each axis of the mesh in use; ``config.mesh_axes`` when None.
+          contents: hashes of what the run reads from files, for its header; None to leave them out.
 
         Raises:
           UserError: the directory cannot be made, holds a run with another configuration, or
@@ -199,7 +206,7 @@ class RunWriter:
         self.resuming = first_says(check_run_dir(config))
         self._active = jax.process_index() == 0
         self._warned = False
-        self._kept: dict[str, str] = {}  # by file, what could not be written yet
+        self._pending: dict[str, str] = {}  # by file, what could not be written yet
         self._fault: tuple[float, str] | None = None  # since when, and why
         self._sinks: list[Any] = []
         if not self._active:
@@ -210,6 +217,8 @@ class RunWriter:
         except OSError as error:
             raise UserError(f"run.dir = {str(self.dir)!r} cannot be written: {error}") from None
         self._header = header(config, config.mesh_axes if mesh is None else mesh)
+        if contents is not None:
+            self._header["contents"] = dict(contents)
         self._sinks = open_sinks(config, self.dir)
         if not self.resuming:
             self._append("metrics.jsonl", [self._header])
@@ -232,7 +241,8 @@ class RunWriter:
         first, *rest = read_jsonl(self.dir / "metrics.jsonl") or [self._header]
         if "versions" not in first:
             first, rest = self._header, [first, *rest]
-        again = {key: self._header[key] for key in ("versions", "device", "mesh", "started")}
+        noted = ("versions", "device", "mesh", "started", "contents")
+        again = {key: self._header[key] for key in noted if key in self._header}
         first["resumed"] = [*first.get("resumed", []), {"step": step, **again}]
         samples, records = read_jsonl(self.dir / "samples.jsonl"), _until(rest, step)
         records += _missing((unwritten or {}).get("metrics.jsonl", ""), records)
@@ -329,8 +339,8 @@ class RunWriter:
         self._append_text(name, "".join(lines))
 
     def _append_text(self, name: str, text: str) -> None:
-        """Appends to a file; what it does not take is kept for the next time."""
-        text = self._kept.pop(name, "") + text
+        """Appends to a file; text that cannot be written is kept for the next time."""
+        text = self._pending.pop(name, "") + text
         path, before = self.dir / name, None
         try:
             if is_replaced(self.dir):
@@ -340,34 +350,34 @@ class RunWriter:
             with path.open("a", encoding="utf-8") as file:
                 file.write("\n" + text if torn else text)
         except OSError as error:
-            self._kept[name] = text
+            self._pending[name] = text
             if before is not None:
                 with contextlib.suppress(OSError):  # a partial line of it
                     os.truncate(path, before)
             now = time.monotonic() if self._fault is None else self._fault[0]
             self._fault = now, f"{path} cannot be written ({error.strerror})"
         else:
-            if not self._kept:
+            if not self._pending:
                 self._fault = None
 
     @property
     def unwritten(self) -> dict[str, str]:
         """By file, lines that it has not taken yet, for a checkpoint to hold; {} as a rule."""
-        return dict(self._kept)
+        return dict(self._pending)
 
     def retry(self) -> None:
-        """Writes what the files have not taken yet.
+        """Writes the text that could not be written before.
 
         Raises:
           StorageError: they still do not.
         """
-        for name in list(self._kept):
+        for name in list(self._pending):
             self._append_text(name, "")
         if fault := self.fault(0.0):
             raise StorageError(f"{fault}; free disk space")
 
     def fault(self, patience: float | None = None) -> str:
-        """Why the files cannot be written, once that has lasted for LOG_SECONDS; "" else.
+        """The reason that files cannot be written, after LOG_SECONDS of trying; "" before.
 
         Args:
           patience: seconds instead of LOG_SECONDS.

@@ -1,9 +1,12 @@
-"""Metrics outside the run directory's own files: TensorBoard and Weights & Biases."""
+"""Metrics outside the run directory's own files: TensorBoard, W&B, trackio and MLflow."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +22,7 @@ class Sink(Protocol):
         """Logs a record: ``step`` and numbers by name; None is skipped."""
 
     def close(self) -> None:
-        """Flushes what is buffered."""
+        """Flushes and closes."""
 
 
 class TensorBoard(NamedTuple):
@@ -52,15 +55,62 @@ class Wandb(NamedTuple):
         self.run.finish()
 
 
+class Trackio(NamedTuple):
+    """A run of trackio, on this machine or, with TRACKIO_SPACE_ID, in a Space of the Hub."""
+
+    run: Any
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Logs the numbers at the record's step."""
+        self.run.log(_numbers(record), step=record["step"])
+
+    def close(self) -> None:
+        """Writes what is buffered, and marks the run as finished."""
+        self.run.finish()
+
+
+class MLflow(NamedTuple):
+    """A run of an MLflow experiment.
+
+    Attributes:
+      client: ``mlflow.MlflowClient``.
+      run_id: MLflow's id of the run.
+      metric: ``mlflow.entities.Metric``.
+    """
+
+    client: Any
+    run_id: str
+    metric: Any
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Logs the numbers at the record's step."""
+        now = int(1000 * time.time())
+        metrics = [
+            self.metric(_mlflow_name(name), value, now, int(record["step"]))
+            for name, value in _numbers(record).items()
+        ]
+        for i in range(0, len(metrics), _MLFLOW_BATCH):
+            self.client.log_batch(self.run_id, metrics=metrics[i : i + _MLFLOW_BATCH])
+
+    def close(self) -> None:
+        """Marks the run as finished."""
+        self.client.set_terminated(self.run_id)
+
+
+_MLFLOW_BATCH = 500
+_MLFLOW_TEXT = 500
+"""Characters of a parameter in MLflow's older servers, at most."""
+
+
 def open_sinks(config: Config, directory: Path) -> list[Sink]:
     """The sinks that ``[log]`` turns on.
 
     Args:
       config: the run's configuration.
-      directory: the run directory; both sinks write inside it.
+      directory: the run directory. An id in it makes a resumed run one run of the service too.
 
     Returns:
-      Zero to two sinks.
+      One sink for each target.
 
     Raises:
       UserError: the package is not installed, or the service refuses the login or is unreachable.
@@ -68,32 +118,99 @@ def open_sinks(config: Config, directory: Path) -> list[Sink]:
     return [_open(target, config, directory) for target in config.log.to]
 
 
+_REMEDY: Mapping[str, tuple[str, str]] = {
+    "tensorboard": ("TensorBoard", "make the run directory writable"),
+    "wandb": ("Weights & Biases", "log in with `wandb login`, set WANDB_MODE=offline"),
+    "trackio": ("trackio", "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to log on this machine"),
+    "mlflow": ("MLflow", "set MLFLOW_TRACKING_URI to a server or directory that answers"),
+}
+
+
 def _open(target: str, config: Config, directory: Path) -> Sink:
     name, _, project = target.partition(":")
-    if name == "tensorboard":
-        writer = _need("tensorboardX", target).SummaryWriter
-        return TensorBoard(writer(str(directory / "tensorboard")))
-    wandb = _need("wandb", target)
+    package = _need("tensorboardX" if name == "tensorboard" else name, target)
     try:
-        run = wandb.init(
-            project=project,
-            name=directory.name,
-            id=_run_id(directory),
-            resume="allow",
-            dir=str(directory),
-            config=as_tree(config),
-        )
+        return _OPEN[name](package, project, config, directory)
     except Exception as error:
+        service, remedy = _REMEDY[name]
         raise UserError(
-            f"log.to = {target!r}; Weights & Biases cannot be started: {error}; log in with"
-            " `wandb login`, set WANDB_MODE=offline, or take it out of log.to"
+            f"log.to = {target!r}; {service} cannot be started: {error}; {remedy}, or take it out"
+            " of log.to"
         ) from error
+
+
+def _open_tensorboard(package: Any, project: str, config: Config, directory: Path) -> Sink:
+    return TensorBoard(package.SummaryWriter(str(directory / "tensorboard")))
+
+
+def _open_wandb(package: Any, project: str, config: Config, directory: Path) -> Sink:
+    run = package.init(
+        project=project,
+        name=directory.name,
+        id=_run_id(directory, "wandb_id"),
+        resume="allow",
+        dir=str(directory),
+        config=as_tree(config),
+    )
     return Wandb(run)
 
 
-def _run_id(directory: Path) -> str:
+def _open_trackio(package: Any, project: str, config: Config, directory: Path) -> Sink:
+    # trackio resumes by name, and other directories may have the same one.
+    name = f"{directory.name}-{_run_id(directory, 'trackio_id')}"
+    run = package.init(
+        project=project, name=name, resume="allow", config=as_tree(config), embed=False
+    )
+    return Trackio(run)
+
+
+def _open_mlflow(package: Any, project: str, config: Config, directory: Path) -> Sink:
+    address = os.environ.get("MLFLOW_TRACKING_URI")
+    client = package.MlflowClient(address or f"sqlite:///{directory.resolve()}/mlflow.db")
+    path = directory / "mlflow_id"
+    if path.exists():
+        run_id = path.read_text(encoding="utf-8").strip()
+        client.update_run(run_id, status="RUNNING")
+        return MLflow(client, run_id, package.entities.Metric)
+    experiment = client.get_experiment_by_name(project)
+    number = client.create_experiment(project) if experiment is None else experiment.experiment_id
+    run_id = client.create_run(number, run_name=directory.name).info.run_id
+    params = [
+        package.entities.Param(name, str(value)[:_MLFLOW_TEXT])
+        for name, value in _flat(as_tree(config))
+    ]
+    for i in range(0, len(params), 100):  # MLflow's limit of one call
+        client.log_batch(run_id, params=params[i : i + 100])
+    path.write_text(run_id, encoding="utf-8")
+    return MLflow(client, run_id, package.entities.Metric)
+
+
+_OPEN: Mapping[str, Callable[[Any, str, Config, Path], Sink]] = {
+    "tensorboard": _open_tensorboard,
+    "wandb": _open_wandb,
+    "trackio": _open_trackio,
+    "mlflow": _open_mlflow,
+}
+
+
+def _mlflow_name(name: str) -> str:
+    """A metric's name in the characters that MLflow takes."""
+    return re.sub(r"[^\w\-. /:]", "_", name)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys of a configuration with their tables: ("train.steps", 10)."""
+    for name, value in tree.items():
+        key = _mlflow_name(f"{prefix}{name}")
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _run_id(directory: Path, name: str) -> str:
     """An id kept in the run directory, so that a resumed run stays one run."""
-    path = directory / "wandb_id"
+    path = directory / name
     if not path.exists():
         import secrets
 

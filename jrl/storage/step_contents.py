@@ -23,64 +23,73 @@ FORMAT = 2  # 1 had no checksums
 
 
 def contents(
-    state: Any, extra: Mapping[str, Any], *, what: str
+    state: Any, extra: Mapping[str, Any], *, step: int, what: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The named arrays of a step, and its JSON metadata.
 
     Args:
       state: any pytree of arrays, typed PRNG keys and Python numbers.
       extra: values of the host.
+      step: its number, which its directory is named after.
       what: is saved, for messages.
 
     Raises:
       UserError: ``extra`` cannot be JSON, or two leaves have one name.
     """
-    named, _ = _named_leaves(state)
+    leaves, _ = _named_leaves(state)
     lifted: dict[str, np.ndarray] = {}
     described = {
         "format": FORMAT,
-        "leaves": {name: _layout(leaf) for name, leaf in named.items()},
+        "step": step,
+        "leaves": {name: _layout(leaf) for name, leaf in leaves.items()},
         "extra": _lift(dict(extra), lifted),
     }
     try:
         meta = json.loads(json.dumps(described))
     except (TypeError, ValueError) as error:
         raise UserError(f"{what}: extra cannot be JSON: {error}") from error
-    arrays = {name: _stored(leaf) for name, leaf in (named | lifted).items() if np.size(leaf)}
+    arrays = {name: _stored(leaf) for name, leaf in (leaves | lifted).items() if np.size(leaf)}
     meta["checksums"] = checksums(arrays)
     meta["crc32"] = crc_of(meta)
     return arrays, meta
 
 
 def read_contents(
-    path: str, template: Any, *, subset: bool, what: str
+    path: str, template: Any, *, step: int, subset: bool, what: str
 ) -> tuple[Any, dict[str, Any]]:
     """The state and ``extra`` of a step, verified.
 
     Args:
       path: the files of the step.
       template: as ``Checkpoints.restore`` takes it.
+      step: the number that its directory has.
       subset: whether the checkpoint may hold more leaves.
       what: is read, for messages.
 
     Raises:
-      UserError: a leaf is missing, left over, or of another shape or dtype.
+      UserError: a leaf is missing, left over, or of another shape or dtype; or the directory is
+        another step's.
       Exception: what a broken file makes the readers raise.
     """
-    named, treedef = _named_leaves(template)
+    leaves, treedef = _named_leaves(template)
     meta = _read_meta(path)
     layout = meta["leaves"]
-    _check_layout(what, layout, named, subset)
+    if (holds := meta.get("step", step)) != step:  # older checkpoints do not say
+        raise UserError(
+            f"{what} holds step {holds}: directories of steps were renamed; give each the number"
+            " of the step that it holds"
+        )
+    _check_layout(what, layout, leaves, subset)
     lifted = {} if subset else _lifted(meta["extra"])
-    nonempty = {name: leaf for name, leaf in (named | lifted).items() if np.size(leaf)}
+    nonempty = {name: leaf for name, leaf in (leaves | lifted).items() if np.size(leaf)}
     arrays = _read_arrays(path, nonempty) if nonempty else {}
     _verify(arrays, meta.get("checksums", {}))
-    leaves = [
+    values = [
         _restored(arrays[name], leaf, layout[name]) if name in arrays else _empty(leaf)
-        for name, leaf in named.items()
+        for name, leaf in leaves.items()
     ]
     lifted = {name: arrays.get(name, empty) for name, empty in lifted.items()}
-    return treedef.unflatten(leaves), _lower(meta["extra"], lifted)
+    return treedef.unflatten(values), _lower(meta["extra"], lifted)
 
 
 def _read_meta(path: str) -> dict[str, Any]:
@@ -142,11 +151,11 @@ def _verify(arrays: Mapping[str, Any], expected: Mapping[str, int]) -> None:
 def _named_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") or "state" for path, _ in paths]
-    named = dict(zip(names, (leaf for _, leaf in paths), strict=True))
-    if len(named) != len(names):
+    leaves = dict(zip(names, (leaf for _, leaf in paths), strict=True))
+    if len(leaves) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"two leaves of the state are both called {twice!r}; rename one")
-    return named, treedef
+    return leaves, treedef
 
 
 ARRAY = "array:"
@@ -241,7 +250,7 @@ def _restored(data: Any, leaf: Any, layout: Mapping[str, Any]) -> Any:
 
 
 def _empty(leaf: Any) -> Any:
-    """A leaf without elements, which is not stored."""
+    """A leaf without elements; these are not stored."""
     if isinstance(leaf, np.ndarray):
         return np.empty(leaf.shape, leaf.dtype)
     empty = jnp.empty(leaf.shape, leaf.dtype)
@@ -250,17 +259,17 @@ def _empty(leaf: Any) -> Any:
 
 
 def _check_layout(
-    what: str, stored: Mapping[str, Any], named: Mapping[str, Any], subset: bool
+    what: str, stored: Mapping[str, Any], leaves: Mapping[str, Any], subset: bool
 ) -> None:
     def text(layout: Mapping[str, Any]) -> str:
         return f"{layout['dtype']}{layout['shape']}"
 
-    problems = [f"{name} is not in the checkpoint" for name in named if name not in stored]
-    for name, leaf in named.items():
+    problems = [f"{name} is not in the checkpoint" for name in leaves if name not in stored]
+    for name, leaf in leaves.items():
         if name in stored and text(stored[name]) != text(_layout(leaf)):
             problems.append(f"{name} is {text(stored[name])}, expected {text(_layout(leaf))}")
     if not subset:
-        problems += [f"{name} is in the checkpoint only" for name in stored if name not in named]
+        problems += [f"{name} is in the checkpoint only" for name in stored if name not in leaves]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise UserError(

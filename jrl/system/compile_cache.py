@@ -103,7 +103,7 @@ def enable_compile_cache(directory: str | Path | None = None) -> Path | None:
 
 @functools.cache
 def return_compiler_memory() -> None:
-    """Gives what each compilation leaves in the C library's heap back to the system.
+    """Returns free heap memory to the system after each compilation.
 
     The decode loop of a CPU leaves some 800 MB there, of no further use. Only the GNU C library is
     asked; elsewhere nothing happens. More than one call does nothing more.

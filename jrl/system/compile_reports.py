@@ -57,7 +57,7 @@ _ACTIVE: list[CompileNotes] = []
 
 
 class CompileNotes:
-    """Reports what this process compiles while it is on; a context manager.
+    """Context manager that reports the compilations of this process.
 
     A line comes when a program has been compiling for a second, on a CPU with an estimate of the
     time, and one with its time when it is done. Programs from the compile cache need less, so
@@ -111,8 +111,8 @@ class CompileNotes:
         """Whether the main thread is compiling."""
         return threading.main_thread().ident in self._compiling
 
-    def _on_duration(self, event: str, duration_secs: float, **about: Any) -> None:
-        name = _plain_name(str(about.get("fun_name", "")))
+    def _on_duration(self, event: str, duration_secs: float, **details: Any) -> None:
+        name = _plain_name(str(details.get("fun_name", "")))
         if event.endswith(_TRACED):
             self._traced[name] = duration_secs
         elif event.endswith(_LOWERED):
@@ -135,7 +135,7 @@ class CompileNotes:
                 note = self._open.pop(name, None)
                 if note is not None:
                     note.timer.cancel()
-                    if note.said:
+                    if note.reported:
                         took = time.monotonic() - note.began
                         self._echo(f"compiled {note.label} in {took:.0f} s")
 
@@ -143,8 +143,8 @@ class CompileNotes:
         """Has the next program that this thread compiles reported, whatever its function."""
         self._expected.add(threading.get_ident())
 
-    def _start(self, name: str, label: str, about: str) -> None:
-        timer = threading.Timer(PATIENCE, self._say, [name, label + about])
+    def _start(self, name: str, label: str, suffix: str) -> None:
+        timer = threading.Timer(PATIENCE, self._say, [name, label + suffix])
         timer.daemon = True
         with self._lock:
             if name in self._open:
@@ -155,8 +155,8 @@ class CompileNotes:
     def _say(self, name: str, text: str) -> None:
         with self._lock:
             note = self._open.get(name)
-            if note is not None and not note.said:
-                note.said = True
+            if note is not None and not note.reported:
+                note.reported = True
                 self._echo(f"compiling {text}")
 
 
@@ -167,7 +167,7 @@ class _Note:
     label: str
     timer: threading.Timer
     began: float
-    said: bool = False
+    reported: bool = False
 
 
 def _plain_name(name: str) -> str:
@@ -232,7 +232,7 @@ def report_traced_run(*arguments: Any) -> None:
 
 @functools.cache
 def _of_plain_jit() -> CompileNotes:
-    """Reports that stay on for the life of the process and name what is expected alone."""
+    """Reports of expected programs alone, for the life of the process."""
     # Not entered: a listener cannot be removed while JAX walks the list of them, which is when the
     # end of a compilation is known.
     hide_slow_compile_alarm()

@@ -16,7 +16,7 @@ _EXTRAS = {"cuda": "cuda13", "gpu": "cuda13", "tpu": "tpu"}
 
 
 def find_devices(echo: Callable[[str], object] = lambda line: None) -> list[jax.Device]:
-    """All devices, after which JAX is set up.
+    """All devices; sets JAX up.
 
     Args:
       echo: gets a line where this machine has an NVIDIA GPU that JAX was not installed for.

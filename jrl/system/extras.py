@@ -1,4 +1,4 @@
-"""Optional packages: the line that installs what is missing, here.
+"""Optional packages: the command that installs a missing one in this environment.
 
 An extra is a name of ``[project.optional-dependencies]``.
 """
@@ -58,7 +58,7 @@ def packages(extra: str, distribution: str = DISTRIBUTION) -> list[str]:
 
 
 def extras() -> dict[str, list[str]]:
-    """Every extra with its requirements, in the order in which they are declared."""
+    """Every extra with its requirements, in order of declaration."""
     try:
         names = importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:

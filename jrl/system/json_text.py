@@ -86,7 +86,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises UserError for what a clone without Git LFS has in the place of large files."""
+    """Raises UserError for the pointer file of a clone without Git LFS."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
             raise UserError(

@@ -26,7 +26,7 @@ def host_bytes() -> int:
 
 
 def check_fits(setting: str, needed: float, remedy: str, *, available: int | None = None) -> None:
-    """Raises a UserError for what takes more memory than there is.
+    """Raises UserError if something needs more memory than there is.
 
     Args:
       setting: the keys with their values.

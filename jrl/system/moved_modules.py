@@ -44,6 +44,7 @@ MOVED = {
     "envs.textarena_games": "zoo.adapters.textarena",
     "envs.verifiers_env": "zoo.adapters.verifiers",
     "envs.writer": "zoo.envs.writer",
+    "episodes.endpoint": "episodes.model_endpoint",
     "evaluate.episodes": "evaluate.searcher",
     "export": "run.export",
     "extras": "system.extras",
@@ -69,6 +70,8 @@ MOVED = {
     "metrics": "storage.metrics",
     "models.several": "zoo.networks.policies",
     "models.token_values": "zoo.networks.token_values",
+    "objectives.functional": "objectives.array_losses, objectives.array_advantages and"
+    " objectives.array_pairs",
     "own": "user_code",
     "processes": "system.processes",
     "progress": "run.progress",
@@ -114,7 +117,7 @@ _IN_ENVS = (
 
 
 def moved_to(name: str) -> str | None:
-    """Where the module of this name, ``jrl.envs.host``, is now; None for one that never was."""
+    """The new name of a module such as ``jrl.envs.host``; None for an unknown one."""
     head, _, rest = name.partition(".")
     below: list[str] = []
     while head == "jrl" and rest:

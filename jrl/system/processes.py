@@ -52,17 +52,17 @@ def start(
     processes = _number(PROCESSES) if processes is None else processes
     process = _number(PROCESS) if process is None else process
     silence = silence_seconds or _number("JRL_SILENCE_SECONDS") or SILENCE_SECONDS
-    given = {COORDINATOR: coordinator, PROCESSES: processes, PROCESS: process}
+    settings = {COORDINATOR: coordinator, PROCESSES: processes, PROCESS: process}
     automatic = os.environ.get(DETECT) == "auto"
-    if all(value is None for value in given.values()) and not automatic:
+    if all(value is None for value in settings.values()) and not automatic:
         return
     if jax.distributed.is_initialized():
         return
     if not automatic:
-        if missing := [name for name, value in given.items() if value is None]:
+        if missing := [name for name, value in settings.items() if value is None]:
             raise UserError(
-                f"{', '.join(missing)} missing, {', '.join(set(given) - set(missing))} given; give "
-                f"all three (--coordinator, --processes, --process), or set {DETECT}=auto"
+                f"{', '.join(missing)} missing, {', '.join(set(settings) - set(missing))} given; "
+                f"give all three (--coordinator, --processes, --process), or set {DETECT}=auto"
             )
         assert processes is not None
         assert process is not None
@@ -94,7 +94,7 @@ def _number(name: str) -> int | None:
 
 
 def first_says(value: Any) -> Any:
-    """What process 0 gives here, a JSON value, on every process."""
+    """Process 0's value, JSON, on every process."""
     if jax.process_count() == 1:
         return value
     return json.loads(_everyone_says(json.dumps(value))[0])
@@ -109,14 +109,14 @@ def check_same(what: str, values: Mapping[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    given = [json.loads(text) for text in _everyone_says(json.dumps(dict(values)))]
+    by_process = [json.loads(text) for text in _everyone_says(json.dumps(dict(values)))]
     lines = []
-    for number, theirs in enumerate(given[1:], 1):
-        for name in sorted(given[0].keys() | theirs.keys()):
-            if theirs.get(name) != given[0].get(name):
+    for number, values_there in enumerate(by_process[1:], 1):
+        for name in sorted(by_process[0].keys() | values_there.keys()):
+            if values_there.get(name) != by_process[0].get(name):
                 lines.append(
-                    f"{name} = {given[0].get(name)!r} in process 0, {theirs.get(name)!r} in process"
-                    f" {number}"
+                    f"{name} = {by_process[0].get(name)!r} in process 0,"
+                    f" {values_there.get(name)!r} in process {number}"
                 )
     if lines:
         more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
@@ -166,17 +166,17 @@ def deal(
     if processes == 1:
         results, counts = work(np.arange(count))
         return results, dict(counts)
-    mine: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     try:
         results, counts = work(np.arange(jax.process_index(), count, processes))
-        mine = {
+        answer = {
             "results": [x.tolist() for x in results],
             "counts": dict(counts),
             "forms": [(x.shape[1:], str(x.dtype)) for x in results],
         }
     except UserError as error:
-        mine = {"error": str(error)}
-    answers = [json.loads(text) for text in _hosts_say(name, json.dumps(mine))]
+        answer = {"error": str(error)}
+    answers = [json.loads(text) for text in _hosts_say(name, json.dumps(answer))]
     if errors := [each["error"] for each in answers if "error" in each]:
         raise UserError(errors[0])
     merged = tuple(np.zeros((count, *shape), dtype) for shape, dtype in answers[0]["forms"])
@@ -200,8 +200,8 @@ def _hosts_say(name: str, text: str) -> list[str]:
     client.key_value_set_bytes(f"{folder}/{jax.process_index():08d}", text.encode())
 
     def missing() -> str:
-        here = {int(key[-8:]) for key, _ in client.key_value_dir_get_bytes(f"{folder}/")}
-        return f"not here: {', '.join(map(str, sorted({*range(jax.process_count())} - here)))}"
+        present = {int(key[-8:]) for key, _ in client.key_value_dir_get_bytes(f"{folder}/")}
+        return f"not here: {', '.join(map(str, sorted({*range(jax.process_count())} - present)))}"
 
     with waiting(f"other processes ({name})", missing):
         client.wait_at_barrier(f"{folder}/all", _PATIENCE_MS)
@@ -211,14 +211,14 @@ def _hosts_say(name: str, text: str) -> list[str]:
     return [value.decode() for _, value in texts]
 
 
-def any_says(mine: bool) -> bool:
+def any_says(value: bool) -> bool:
     """Whether any process says so; every process asks at the same point."""
     if jax.process_count() == 1:
-        return mine
+        return value
     from jax.experimental import multihost_utils
 
     with waiting("other processes"):
-        return bool(np.any(multihost_utils.process_allgather(np.array(mine))))
+        return bool(np.any(multihost_utils.process_allgather(np.array(value))))
 
 
 # ---------------------------------------------------------------- being asked to stop
@@ -226,8 +226,8 @@ def any_says(mine: bool) -> bool:
 
 def stop_requested(stopping: Stopping) -> bool:
     """Whether a signal or a wait that took too long asks the run to stop, in whichever process."""
-    mine = stopping.is_set() or bool(stopping.late)
-    if any_says(mine) and not mine:
+    requested = stopping.is_set() or bool(stopping.late)
+    if any_says(requested) and not requested:
         stopping.set()
         return True
-    return mine
+    return requested

@@ -45,30 +45,30 @@ def lines(record: Any, head: str, parts: Mapping[str, str], *, without: Sequence
       without: fields of the record that are not shown.
     """
     fields = {name: value for name, value, _ in _fields(record) if name not in without}
-    shown = {**parts, **{name: as_text(value) for name, value in fields.items()}}
-    width = max(map(len, shown), default=0)
-    rows = (f"  {name:<{width}}  {_cut(text)}" for name, text in shown.items())
+    texts = {**parts, **{name: as_text(value) for name, value in fields.items()}}
+    width = max(map(len, texts), default=0)
+    rows = (f"  {name:<{width}}  {_cut(text)}" for name, text in texts.items())
     return "\n".join([head, *rows])
 
 
 def as_text(value: Any, depth: int = 0) -> str:
-    """A value as text in which functions appear by name."""
+    """A value as text, with functions by name."""
     if depth > DEPTH:
         return "..."
     if isinstance(value, str):
         return value if depth == 0 else repr(value)
     if isinstance(value, functools.partial):
-        given = [as_text(x, depth + 1) for x in value.args]
-        given += [f"{name}={as_text(x, depth + 1)}" for name, x in value.keywords.items()]
-        return f"{_name(value.func)}({', '.join(given)})"
+        arguments = [as_text(x, depth + 1) for x in value.args]
+        arguments += [f"{name}={as_text(x, depth + 1)}" for name, x in value.keywords.items()]
+        return f"{_name(value.func)}({', '.join(arguments)})"
     if inspect.isroutine(value):
         return _function([value], depth)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return _record(value, depth)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        named = [(each, getattr(value, each.name)) for each in dataclasses.fields(value)]
-        told = (f"{each.name}={as_text(x, depth + 1)}" for each, x in named if x != each.default)
-        return f"{type(value).__name__}({', '.join(told)})"
+        fields = [(each, getattr(value, each.name)) for each in dataclasses.fields(value)]
+        texts = (f"{each.name}={as_text(x, depth + 1)}" for each, x in fields if x != each.default)
+        return f"{type(value).__name__}({', '.join(texts)})"
     if isinstance(value, tuple | list):
         return f"({', '.join(as_text(x, depth + 1) for x in value)})"
     if isinstance(value, frozenset | set):

@@ -58,11 +58,11 @@ class Stopping:
 
     def __init__(self, *, patient: bool = False) -> None:
         self._patient = patient
-        self._asked = threading.Event()
+        self._requested = threading.Event()
         self.at_rest: Callable[[], bool] = lambda: False
         self.saved: Callable[[], str] = lambda: "ended without saving"
         self._expired = self._interruptible = self._at_once = False
-        self._heard = self._insisted = self._closed = False
+        self._interrupted = self._insisted = self._closed = False
         self._overdue = ""
         self._timers: list[threading.Timer] = []
         self._stack = contextlib.ExitStack()
@@ -80,15 +80,15 @@ class Stopping:
 
     def is_set(self) -> bool:
         """Whether the run was asked to stop."""
-        return self._asked.is_set()
+        return self._requested.is_set()
 
     def set(self) -> None:
         """Requests a stop, as another process's signal does."""
-        self._asked.set()
+        self._requested.set()
 
     def hurries(self) -> bool:
         """Whether the run shall stop and waits for rollouts under way for limited time alone."""
-        return self._asked.is_set() and not self._patient
+        return self._requested.is_set() and not self._patient
 
     @property
     def gave_up(self) -> bool:
@@ -162,15 +162,15 @@ class Stopping:
     def _hear(self, number: int, frame: Any) -> None:
         """Python's signal handler, in the main thread between two bytecode instructions."""
         if number != _POKE:
-            self._insisted |= self._heard and number == signal.SIGINT
-            self._heard = True
-            self._asked.set()
+            self._insisted |= self._interrupted and number == signal.SIGINT
+            self._interrupted = True
+            self._requested.set()
         if self._insisted or self._may_interrupt():
             raise KeyboardInterrupt
 
     def _begin(self, number: int) -> None:
         """Handles the first signal in a second thread, whatever the main thread executes."""
-        self._asked.set()
+        self._requested.set()
         late = f"still not stopped {END_SECONDS:.0f} s after {signal.Signals(number).name}"
         self._start_timer(END_SECONDS, lambda: self._exit(late, INTERRUPTED))
         self._start_timer(_AGAIN_SECONDS, self._interrupt)
@@ -263,10 +263,10 @@ def _listening(handler: Callable[[int, Any], None], first: Callable[[int], None]
     writer.setblocking(False)  # or a handler of the system could wait in it
 
     def listen() -> None:
-        heard = False
+        received = False
         while number := reader.recv(1):
-            if not heard and number[0] in numbers:
-                heard = True
+            if not received and number[0] in numbers:
+                received = True
                 first(number[0])
 
     numbers = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]

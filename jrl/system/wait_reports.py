@@ -35,8 +35,8 @@ class Wait:
       detail: progress text; called from another thread.
       seconds: minimum time before the wait may be ended, whatever the limit.
       began: start, of ``time.monotonic``.
-      moved: time of the last change of ``told``.
-      told: last progress text.
+      changed: time of the last change of ``last_detail``.
+      last_detail: last progress text.
       says: age at which the wait is reported next, seconds.
     """
 
@@ -45,22 +45,22 @@ class Wait:
     detail: Callable[[], str]
     seconds: float
     began: float
-    moved: float
-    told: str = ""
+    changed: float
+    last_detail: str = ""
     says: float = SAY_SECONDS
 
     def text(self, now: float) -> str:
         """The wait in words: object, age, progress."""
         of = f" of {self.of}" if self.of else ""
-        detail = f", {self.told}" if self.told else ""
+        detail = f", {self.last_detail}" if self.last_detail else ""
         return f"the {self.what}{of}: {now - self.began:.0f} s{detail}"
 
     def look(self, now: float) -> None:
         """Updates the progress text."""
         with contextlib.suppress(Exception):  # the main thread changes what ``detail`` reads
             detail = self.detail()
-            if detail != self.told:
-                self.told, self.moved = detail, now
+            if detail != self.last_detail:
+                self.last_detail, self.changed = detail, now
 
 
 _lock = threading.Lock()
@@ -156,7 +156,7 @@ class Waits:
                 for wait in stack:
                     limit = max(self._limit, wait.seconds)
                     # Progress of an inner wait is progress of the waits around it.
-                    progress = max(each.moved for each in stack[stack.index(wait) :])
+                    progress = max(each.changed for each in stack[stack.index(wait) :])
                     if not reported and now - progress > limit:
                         reported = True
                         self._end(f"waited too long for {stack[-1].text(now)}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 HOMES = {
     "jrl.train.collect": ("to_batch",),
+    "jrl.train.sources": ("Groups", "Source", "entries", "join_groups", "simple_request"),
     "jrl.train.sources_task": ("task_rollout",),
     "jrl.train.compiled": ("held_out", "make_run", "warm_start", "with_policy"),
     "jrl.train.loop": ("train_steps",),
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
     from jrl.train.compiled import with_policy as with_policy
     from jrl.train.loop import train_steps as train_steps
     from jrl.train.optimizer import make_optimizer as make_optimizer
+    from jrl.train.sources import Groups as Groups
+    from jrl.train.sources import Source as Source
+    from jrl.train.sources import entries as entries
+    from jrl.train.sources import join_groups as join_groups
+    from jrl.train.sources import simple_request as simple_request
     from jrl.train.sources_task import task_rollout as task_rollout
     from jrl.train.state import init_state as init_state
     from jrl.train.state import state_shardings as state_shardings

@@ -43,13 +43,12 @@ from jrl.train.pairs import JudgedSource, sizes_of
 from jrl.train.plan_tools import Hinter, TaskTools, TextTools
 from jrl.train.recorded import RECORDED_REWARD, RecordedSource
 from jrl.train.resharding import ReshardedSampler
-from jrl.train.reward_model import NAME, ModelRewards
+from jrl.train.reward_stages import judged_parts
 from jrl.train.run_rows import line_ends
 from jrl.train.sources import Source
 from jrl.train.sources_own import Sampler, make_own_source
 from jrl.train.sources_task import EnvSource, TaskSource
 from jrl.train.sources_text import TextSampler, TextSource
-from jrl.train.task_rewards import OwnRewards, is_own
 from jrl.train.tree_search import search_source, undrawn_text
 
 
@@ -67,38 +66,19 @@ def run_source(
     if split == "eval":
         source = HELD_OUT[type(run.kind)](run, pool)
         judged = pool is not None and not run.kind.eval_parts
-        return with_model_rewards(run, source) if judged else source
+        return judged_parts(run, source, pool, split) if judged else source
     if has_rounds(run.method):
         source = rounds_of(run, pool, notes.get("curriculum"))
     else:
         source = SOURCES[type(run.kind)](run, pool)
-    source = with_own_rewards(run, source, pool)
-    source = with_model_rewards(run, source)
-    return source
+    searched = run.method.draw.search is not None and not run.config.data.plays
+    return source if searched else judged_parts(run, source, pool)  # a search goes by all parts
 
 
 def check_sources(run: Run) -> None:
     """Raises UserError for a source of one's own that lacks a part, before anything compiles."""
     if type(run.kind) is SourceKind:
         own_source(run, None)
-
-
-def with_own_rewards(run: Run, source: Source, pool: RewardPool | None) -> Source:
-    """The source with reward functions of one's own on a task, which judges on the device."""
-    names = [name for name in run.rewards.weights if name != NAME]
-    on_device = run.config.data.has_solutions  # in text the source asks them itself
-    if pool is None or not on_device or not any(map(is_own, names)):
-        return source
-    task: Any = run.kind.task
-    return OwnRewards(source, task, pool, names)
-
-
-def with_model_rewards(run: Run, source: Source) -> Source:
-    """The source with the points of the run's reward model, where it has one."""
-    model = run.rewards.model
-    if model is None:
-        return source
-    return ModelRewards(source, model, list(run.rewards.weights).index(NAME))
 
 
 def table_of(run: Run, curriculum: Curriculum) -> Table:
@@ -174,8 +154,8 @@ def training_batches(
 def task_source(run: Run, pool: RewardPool | None) -> Source:
     """Problems of a task."""
     if (search := run.method.draw.search) is not None:
-        problems = TaskSource(run.kind.task, tuple(run.rewards.weights), None)
-        return search_source(run, search, problems)
+        problems = TaskSource(run.kind.task, run.rewards.given_by("data"), None)
+        return search_source(run, search, judged_parts(run, problems, pool))
     return _of_task(run, TaskSource)
 
 
@@ -186,7 +166,7 @@ def env_source(run: Run, pool: RewardPool | None) -> Source:
 
 def _of_task(run: Run, make: type[TaskSource]) -> Source:
     program, params = programs.train_sampler(run), _placed(run, run.sampling_params, "train")
-    parts, draw = tuple(run.rewards.weights), _taking_requests(program)
+    parts, draw = run.rewards.given_by("data"), _taking_requests(program)
     return make(run.kind.task, parts, draw, params, free=_free(program))
 
 
@@ -208,6 +188,7 @@ def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Sourc
         max_new_tokens=config.sampling.max_new_tokens,
         temperature=config.sampling.temperature,
         lines=line_ends(run.tokenizer, run.network.vocab_size) if by_line else (),
+        steps=config.train.steps,
         free=_free(program),
     )
 
@@ -279,6 +260,7 @@ def held_out_text(run: Run, pool: RewardPool | None) -> Source:
         pool=pool,
         tokenizer=run.tokenizer,
         name="eval",
+        steps=run.config.train.steps,
         free=_free(program),
     )
 

@@ -7,7 +7,6 @@ run = bare_run(config, mesh, model=...)   # without data and weights, to plan it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +15,12 @@ from jax.sharding import Mesh
 
 from jrl.config.checks import check_batch
 from jrl.config.secrets import reveal
-from jrl.config.tables import Config, RewardTable
+from jrl.config.tables import Config
 from jrl.data.prompts import build_prompts
 from jrl.data.sources import MemoryRows, open_source
 from jrl.data.tasks import Task
 from jrl.episodes import Env
-from jrl.errors import Mistakes, UserError, unknown_choice
+from jrl.errors import UserError
 from jrl.mesh import batch_shards
 from jrl.methods.base import Method
 from jrl.models import hf
@@ -32,8 +31,6 @@ from jrl.models.quant import sampler
 from jrl.models.routing import recording
 from jrl.models.tokenizer import check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
-from jrl.rewards import make_reward
-from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.train.adapters import lora_of, start_params, trained_network
 from jrl.train.features import Features, check_features, features_of
@@ -44,31 +41,12 @@ from jrl.train.memory_check import check_training
 from jrl.train.objective import method_of
 from jrl.train.optimizer import make_optimizer
 from jrl.train.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
-from jrl.train.reward_model import NAME, ModelReward, load_reward_model, make_value, trains_reward
+from jrl.train.reward_model import load_reward_models, make_value, trains_reward
+from jrl.train.reward_parts import RunRewards, accuracy_part, parts_of
 from jrl.train.state import frozen_names
 from jrl.train.step import check_vocabularies
 from jrl.types import NOTHING, Network, Params, Prompt, ValueNetwork
-from jrl.user_code import FORMS, check_options, check_takes, load, made_by
-
-
-class RunRewards(NamedTuple):
-    """What completions are judged by.
-
-    Attributes:
-      weights: reward part -> weight.
-      judge: the reward part that says whether a completion is right; "" where nothing does.
-      model: the trained one behind the reward part "model", or None.
-    """
-
-    weights: dict[str, float]
-    judge: str = ""
-    model: ModelReward | None = None
-
-    @property
-    def judged(self) -> int | None:
-        """The column of the judge among the parts; None where nothing says what is right."""
-        names = list(self.weights)
-        return names.index(self.judge) if self.judge in names else None
+from jrl.user_code import check_options, check_takes, load, made_by
 
 
 class Run(NamedTuple):
@@ -154,10 +132,9 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         rollout_mesh=rollout_mesh,
         params=params if model is None else start_params(config, model, run.network, params),
         data=data,
-        rewards=RunRewards(
-            weights=run.rewards.weights,
-            judge=accuracy_part(kind),
-            model=load_reward_model(config, rollout_mesh or mesh),
+        rewards=run.rewards._replace(
+            judge=accuracy_part(config, kind.eval_parts),
+            models=load_reward_models(config, run.rewards, rollout_mesh or mesh),
         ),
     )
 
@@ -224,7 +201,7 @@ def bare_run(
         data=RunData({}, {}, {}),
         width=width,
         sampling_params=sampling_params_of(config, network.vocab_size),
-        rewards=RunRewards(reward_weights(config)),
+        rewards=parts_of(config),
         method=method,
         optimizer=optimizer(config.optimizer.learning_rate),
     )
@@ -357,74 +334,3 @@ def question_prompts(run: Run, questions: Sequence[str], most: int = 0) -> list[
         max_prompt_tokens=most or run.width,
     )
     return prompts
-
-
-def reward_weights(config: Config) -> dict[str, float]:
-    """Reward part -> weight.
-
-    Raises:
-      UserError: a part that these data do not have.
-    """
-    data = config.data
-    for name in config.rewards:
-        own = data.own_rewards and ":" in name
-        if data.reward_names and name not in data.reward_names and not own:
-            error = unknown_choice("rewards", name, data.reward_names)
-            raise UserError(f"{error}, {FORMS}") if data.own_rewards else error
-    tables = config.rewards.items()
-    return {name: table.weight for name, table in tables} or dict(data.default_rewards)
-
-
-def accuracy_part(kind: TextKind) -> str:
-    """The reward part that accuracy is measured by."""
-    config = kind.config
-    chosen = next((name for name, part in config.rewards.items() if part.judge), None)
-    # A reward model says which of two is better, not what is right.
-    names = [name for name in reward_weights(config) if name != NAME]
-    names = [*kind.eval_parts][:1] or names
-    if chosen is not None:
-        if chosen not in names:
-            raise UserError(
-                f"rewards.{chosen}.judge = true: accuracy is measured by {' or '.join(names)} here;"
-                " remove it"
-            )
-        return chosen
-    if not names:
-        if getattr(config.data, "eval", None) is not None:
-            raise UserError(
-                "rewards.model alone does not say what is right; add [rewards.math] with "
-                "weight = 0 to measure accuracy, or remove data.eval"
-            )
-        return NAME
-    checkers = [name for name in names if name in ("math", "exact")]
-    found = checkers if len(checkers) == 1 else names
-    if len(found) > 1:
-        raise UserError(
-            "which reward defines accuracy? set judge = true in one of "
-            + ", ".join(f"rewards.{name}" for name in names)
-        )
-    return found[0]
-
-
-def reward_pool(config: Config) -> RewardPool:
-    """The reward functions on the host; a reward model and a task's own parts are none of them.
-
-    In episodes the environment pays, and there are none.
-    """
-    data, pool, mistakes = config.data, config.reward_pool, Mistakes()
-    named = dict(config.rewards) or {name: RewardTable() for name in data.default_rewards}
-    elsewhere = {NAME, *data.reward_names}
-    tables = {n: t for n, t in named.items() if data.judged_on_host and n not in elsewhere}
-    functions = {}
-    for name, table in tables.items():
-        options = reveal(table.options, f"rewards.{name}")
-        functions[name] = mistakes.look(partial(make_reward, name, **options))
-    mistakes.check()
-    return RewardPool(
-        functions,
-        workers=pool.workers if tables else 0,
-        timeout_seconds=pool.timeout_seconds,
-        memory_gib=pool.memory_gib,
-        on_timeout=pool.on_timeout,
-        on_error=pool.on_error,
-    )

@@ -12,7 +12,7 @@ the host calls the same functions and gets the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,13 +25,15 @@ from jrl.episodes import Env
 from jrl.methods import get_method
 from jrl.methods.base import Method
 from jrl.methods.curriculum import Curriculum, Table
+from jrl.rewards.combine import Combined
+from jrl.rewards.combine import combined as combined_points
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
 from jrl.system.compile_reports import report_traced_run
 from jrl.train.edit import edit_counts, edited, learned, mean_sizes, outcome_of
 from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
 from jrl.train.features import check_features, method_features
-from jrl.train.groups import PlacedGroups, batch_of, widened
+from jrl.train.groups import PlacedGroups, batch_of, counted, widened
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
 from jrl.train.plan import (
     CollectState,
@@ -132,6 +134,7 @@ def make_iteration(
     task: Task | Env,
     network: Network,
     weights: Mapping[str, float],
+    combined: Sequence[Combined] = (),
     prompts: int,
     group: int,
     slots: int = 0,
@@ -147,6 +150,7 @@ def make_iteration(
       task: the procedural task, or the environment.
       network: the policy.
       weights: reward part ("verify", "partial"; "reward", "success" of an environment) -> weight.
+      combined: parts made of others, which ``weights`` names, too.
       prompts: N.
       group: G, members drawn from the distribution.
       slots: completions decoded at a time; 0 takes all.
@@ -176,9 +180,28 @@ def make_iteration(
         table=pool_table(curriculum.pool) if isinstance(curriculum, Curriculum) else None,
     )
     drawing = network if sampler is None else sampler
-    how: dict[str, Any] = {"task": task, "parts": weights, "network": drawing}
+    made = {part.name for part in combined}
+    paid = {name: weight for name, weight in weights.items() if name not in made}
+    how: dict[str, Any] = {"task": task, "parts": paid, "network": drawing}
     rollout = partial(rollout_of(task), slots=slots, chunk=chunk, **how)
+    if combined:
+        rollout = partial(_with_combined, rollout, tuple(paid), tuple(combined), tuple(weights))
     return Iteration(step, setting, drawing, rollout)
+
+
+def _with_combined(
+    rollout: Callable[..., Groups],
+    paid: tuple[str, ...],
+    combined: tuple[Combined, ...],
+    names: tuple[str, ...],
+    request: DrawRequest,
+    **how: Any,
+) -> Groups:
+    """The groups of a rollout with all reward parts ``names``, of which it gives those ``paid``."""
+    groups = rollout(request, **how)
+    points = dict(zip(paid, jnp.moveaxis(groups.rewards, -1, 0), strict=True))
+    points = combined_points(combined, points, counted(groups.rollout), (), request.step)
+    return groups._replace(rewards=jnp.stack([points[name] for name in names], axis=-1))
 
 
 def shown_in_compiled(method: Method, prompts: int) -> int:

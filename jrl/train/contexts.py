@@ -19,29 +19,31 @@ from jrl.types.asks import Asks
 _FILLS = {"tokens": 0, "mask": False, "sampler_logprobs": 0.0, "versions": -1}
 
 
-def in_common(groups: PlacedGroups, drawn: Any, asks: Asks, base: int) -> tuple[PlacedGroups, Any]:
+def in_common(
+    groups: PlacedGroups, sampled: Any, asks: Asks, base: int
+) -> tuple[PlacedGroups, Any]:
     """The groups, and what was drawn for them under other contexts, with prompts that fit together.
 
     Args:
       groups: on the host; completions have room for what moves out of a prompt.
-      drawn: A ``Groups`` of an ask with contexts, on the host.
+      sampled: A ``Groups`` of an ask with contexts, on the host.
       asks: one, whose context is kept.
       base: the step's first ticket, which has place 0.
 
     Returns:
-      (groups, drawn). A member that its row has no room for has stopped as ABORTED.
+      (groups, sampled). A member that its row has no room for has stopped as ABORTED.
     """
     (ask,) = asks
     assert ask.context is not None
     width = groups.rollout.tokens.shape[2]
     ours = _Rows(groups.rollout, groups.stats, groups.ids, width)
-    theirs = _Rows(drawn.rollout, drawn.stats or {}, drawn.ids, width)
-    there = numbers(asks) >= 0
+    theirs = _Rows(sampled.rollout, sampled.stats or {}, sampled.ids, width)
+    present = numbers(asks) >= 0
     prompts = np.array(groups.rollout.prompt_tokens)
     lengths = np.array(groups.rollout.prompt_lengths)
     opened, opened_lengths = theirs.prompts(prompts.shape[1], ask.context)
     tickets = np.asarray(ask.ticket)
-    for a in np.flatnonzero(there.any(axis=1)).tolist():
+    for a in np.flatnonzero(present.any(axis=1)).tolist():
         n = int(tickets[a]) - base
         prompt = prompts[n, : lengths[n]]
         context = np.asarray(ask.context.ids[a, : ask.context.lengths[a]], np.int32)
@@ -56,7 +58,7 @@ def in_common(groups: PlacedGroups, drawn: Any, asks: Asks, base: int) -> tuple[
         lengths[n] = size
         opened[a], opened_lengths[a] = prompts[n], size
     groups = ours.into(groups, prompts, lengths)
-    return groups, theirs.into(drawn, opened, opened_lengths)
+    return groups, theirs.into(sampled, opened, opened_lengths)
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:

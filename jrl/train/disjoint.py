@@ -62,7 +62,7 @@ class Drawer(Protocol):
     ) -> StepGroups:
         """The groups of a training step, drawn on the rollout mesh by weights of a version."""
 
-    def assemble(self, drawn: StepGroups) -> tuple[StepGroups, Batch]:
+    def assemble(self, step_groups: StepGroups) -> tuple[StepGroups, Batch]:
         """(what is to be kept of the groups, their batch on the training mesh)."""
 
     def notes(self) -> dict[str, Any]:
@@ -145,18 +145,18 @@ class Ahead:
         began = time.perf_counter()
         with waiting("rollout devices", of=f"step {step + 1}"):
             try:
-                drawn, batch = self._pending[0].result()
+                step_groups, batch = self._pending[0].result()
             except KeyboardInterrupt:
                 self._given_up = True
                 raise
         self._pending.popleft()
         waited = {"waited_seconds": time.perf_counter() - began}
-        groups = drawn.groups._replace(counts=drawn.groups.counts | waited)
-        return batch, groups, drawn.cursor
+        groups = step_groups.groups._replace(counts=step_groups.groups.counts | waited)
+        return batch, groups, step_groups.cursor
 
-    def _again(self, drawn: StepGroups) -> tuple[StepGroups, Batch]:
+    def _again(self, step_groups: StepGroups) -> tuple[StepGroups, Batch]:
         with jax.set_mesh(self._hand_over.rollout_mesh):
-            return self._drawer.assemble(drawn)
+            return self._drawer.assemble(step_groups)
 
     def _new(self, weights: Weights, number: int) -> tuple[StepGroups, Batch]:
         """Batch number ``number``, drawn by the policy that the schedule says; in the thread."""
@@ -165,7 +165,7 @@ class Ahead:
         where = waiting("rollout", of=f"step {number + 1}")
         with where, jax.set_mesh(self._hand_over.rollout_mesh):
             params = self._hand_over.receive(weights, version)
-            drawn = self._drawer.draw(
+            step_groups = self._drawer.draw(
                 self._key,
                 {"policy": params},
                 step=number,
@@ -175,26 +175,27 @@ class Ahead:
             )
             if jax.process_count() > 1:
                 # Arrays of one set of devices cannot go to another where processes share them.
-                drawn = drawn._replace(groups=to_host(drawn.groups))
-            counts = ages(drawn.groups, number, self._staleness)
-            drawn, batch = self._drawer.assemble(drawn)
+                step_groups = step_groups._replace(groups=to_host(step_groups.groups))
+            counts = ages(step_groups.groups, number, self._staleness)
+            step_groups, batch = self._drawer.assemble(step_groups)
             jax.block_until_ready(batch)
-        self._cursor = drawn.cursor
+        self._cursor = step_groups.cursor
         counts["rollout_seconds"] = time.perf_counter() - began
-        groups = drawn.groups._replace(counts=drawn.groups.counts | counts)
-        return drawn._replace(groups=groups), batch
+        groups = step_groups.groups._replace(counts=step_groups.groups.counts | counts)
+        return step_groups._replace(groups=groups), batch
 
     def _newer(self, version: int) -> Newer:
         """For one rollout, which begins with that version."""
-        held = version
+        current = version
 
         def newer() -> tuple[Params, int] | None:
-            nonlocal held
+            nonlocal current
+            # Read once: the training loop may replace it between the test and the use.
             newest = self._newest
-            if newest is None or newest.version <= held:
+            if newest is None or newest.version <= current:
                 return None
-            held = newest.version
-            return self._hand_over.receive(newest, held), held
+            current = newest.version
+            return self._hand_over.receive(newest, current), current
 
         return newer
 
@@ -207,23 +208,25 @@ class Ahead:
         """
         if self._next < 0:
             return self._carried
-        found = []
+        batches = []
+        # In order, and up to the first failure: a resumed run cannot use a later batch without the
+        # earlier one.
         for job in self._pending:
             with contextlib.suppress(Exception, CancelledError):  # ``collect`` says why
-                found.append(job.result(0 if self._given_up else seconds)[0])
+                batches.append(job.result(0 if self._given_up else seconds)[0])
                 continue
             self._given_up = self._given_up or not job.done()
             break
-        return found
+        return batches
 
     def notes(self) -> dict[str, Any]:
         """As ``Batches.notes``: what is drawn ahead, whose policies are gone when a run resumes."""
-        drawn = self.drawn(STEP_SECONDS if self._hurries() else None)
-        if not drawn:
+        batches = self.drawn(STEP_SECONDS if self._hurries() else None)
+        if not batches:
             return self._drawer.notes()
-        packing = drawn[0].packing
+        packing = batches[0].packing
         before = self._drawer.notes() if packing is None else {"packing": packing}
-        return {"carried": [stored(groups) for groups in drawn]} | before
+        return {"carried": [stored(groups) for groups in batches]} | before
 
     def wait(self) -> None:
         """Returns when no device is drawing."""
@@ -238,6 +241,7 @@ class Ahead:
         Args:
           cursor: prompts used so far, those of the dropped groups excepted.
         """
+        # Emptied before the wait, so that nothing collects a cancelled job.
         jobs, self._pending = list(self._pending), deque()
         for job in jobs:
             job.cancel()
@@ -275,6 +279,7 @@ def ages(groups: Groups, step: int, most: int) -> dict[str, float]:
       HandoverError: a token is older than that, or of a version that is yet to be made.
     """
     versions = np.asarray(groups.rollout.versions)
+    # Version -1 marks tokens of no policy: replies of environments, demonstrations.
     old = step - versions[np.asarray(groups.rollout.mask) & (versions >= 0)]
     if old.size == 0:
         return {"staleness": 0.0, "staleness_max": 0.0}
@@ -353,7 +358,7 @@ class Handover:
 
     def __init__(self, where: Any, mesh: Mesh, rollout_mesh: Mesh) -> None:
         def lies(on: Mesh) -> Any:
-            return jax.tree.map(lambda there: NamedSharding(on, there.spec), where)
+            return jax.tree.map(lambda sharding: NamedSharding(on, sharding.spec), where)
 
         self.rollout_mesh = rollout_mesh
         # What leaves the one mesh is divided into the very shards that the other one takes in.
@@ -375,6 +380,8 @@ class Handover:
           params: on the training mesh; may be donated as soon as this returns.
           version: training steps that made it.
         """
+        # Before the move and on the sending devices: a sum over what has landed would agree with
+        # itself.
         sent = self._sum_here(params)
         landed = jax.tree.map(_move, self._spread(params), self._lands)
         return Weights(version, landed, sent)
@@ -392,15 +399,16 @@ class Handover:
                 f"the rollout devices hold version {weights.version} of the policy where the "
                 f"schedule asks for version {version}"
             )
+        # After the transfer: dividing it further is a program of the receiving devices alone.
         params = self._settle(weights.params)
         paths = jax.tree_util.tree_flatten_with_path(params)[0]
         arrived = self._sum_there(params)
         sums = zip(paths, np.asarray(weights.sent), np.asarray(arrived), strict=True)
         wrong = [
-            f"{jax.tree_util.keystr(path, simple=True, separator='.')} (sent {there:08x}, arrived "
-            f"{here:08x})"
-            for (path, _), there, here in sums
-            if there != here
+            f"{jax.tree_util.keystr(path, simple=True, separator='.')} (sent {sent:08x}, arrived "
+            f"{landed:08x})"
+            for (path, _), sent, landed in sums
+            if sent != landed
         ]
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -427,7 +435,7 @@ class AdapterHandover:
         self._split = split
         self._adapters, self._base = (Handover(w, mesh, rollout_mesh) for w in split.split(where))
         self._first: Weights | None = None
-        self._held: Params = None
+        self._base_weights: Params = None
 
     def send(self, params: Params, version: int) -> Weights:
         """As ``Handover.send``; what moves is the adapters, and the first time the base."""
@@ -438,11 +446,12 @@ class AdapterHandover:
 
     def receive(self, weights: Weights, version: int) -> Params:
         """As ``Handover.receive``: the whole policy."""
-        if self._held is None:
+        if self._base_weights is None:
             assert self._first is not None
-            self._held = self._base.receive(self._first, self._first.version)
+            self._base_weights = self._base.receive(self._first, self._first.version)
+            # Or the devices would hold the base twice for the length of the run.
             self._first = self._first._replace(params=None)  # as sent, they are done with
-        return self._split.join(self._adapters.receive(weights, version), self._held)
+        return self._split.join(self._adapters.receive(weights, version), self._base_weights)
 
 
 def _untouched(params: Params) -> Params:
@@ -462,15 +471,16 @@ def _like(small: Mesh, large: Mesh) -> Mesh:
 
 def _move(x: Array, to: NamedSharding) -> Array:
     """An array on other devices, which take over its shards as they are."""
-    here: dict[Any, list[Array]] = {}
+    copies_of: dict[Any, list[Array]] = {}
     for shard in x.addressable_shards:
-        here.setdefault(_box(shard.index, x.shape), []).append(shard.data)
-    moved = []
+        copies_of.setdefault(_box(shard.index, x.shape), []).append(shard.data)
+    pieces = []
     for device, index in to.addressable_devices_indices_map(x.shape).items():
-        copies = here[_box(index, x.shape)]
+        copies = copies_of[_box(index, x.shape)]
+        # In turn, so that no device sends to all of its receivers.
         copies.append(copies.pop(0))  # each copy is sent in turn
-        moved.append(jax.device_put(copies[-1], device))
-    return jax.make_array_from_single_device_arrays(x.shape, to, moved)
+        pieces.append(jax.device_put(copies[-1], device))
+    return jax.make_array_from_single_device_arrays(x.shape, to, pieces)
 
 
 def _box(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -481,10 +491,12 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 # ---------------------------------------------------------------- what a checkpoint keeps
 
 
-def stored(drawn: StepGroups) -> dict[str, Any]:
+def stored(step_groups: StepGroups) -> dict[str, Any]:
     """Groups as numbers and NumPy arrays; ``restored`` reads them."""
-    groups, members = jax.device_get((drawn.groups._replace(subject=None), drawn.members))
-    subject = drawn.groups.subject
+    groups, members = jax.device_get(
+        (step_groups.groups._replace(subject=None), step_groups.members)
+    )
+    subject = step_groups.groups.subject
     if isinstance(subject, list):  # prompts, which the data has
         subject = {"ids": np.array([prompt.id for prompt in subject], np.int64)}
     else:
@@ -497,7 +509,7 @@ def stored(drawn: StepGroups) -> dict[str, Any]:
         "ids": groups.ids,
         "stats": groups.stats,
         "members": members,
-        "cursor": drawn.cursor,
+        "cursor": step_groups.cursor,
     }
 
 

@@ -66,8 +66,8 @@ def edit_counts(
       or edits that leave members out, groups_kept (``share``) and groups_missing (groups that a
       batch lacks); with a store replayed (members that come from it).
     """
-    drawn, members = groups.drawn(), trained.members()
-    mean = jnp.where(drawn, groups.score(), 0.0).sum() / jnp.maximum(drawn.sum(), 1)
+    sampled, members = groups.drawn(), trained.members()
+    mean = jnp.where(sampled, groups.score(), 0.0).sum() / jnp.maximum(sampled.sum(), 1)
     counts: dict[str, Any] = {"reward": mean}
     drops = any(isinstance(edit.init, Stateless) for edit in setting.method.edits)
     if setting.method.plan.next is not None or drops:
@@ -99,12 +99,12 @@ def outcome_of(
       step: [] int32, training steps done before it.
       table: the problems.
     """
-    drawn, live = groups.drawn(), groups.live()
+    sampled, live = groups.drawn(), groups.live()
     stratum = jnp.asarray(table.stratum)[jnp.clip(groups.row, 0, table.rows - 1)]
     # Groups that an edit added have tickets of other steps, or none.
     at = jnp.argmax(trained.ticket[None] == groups.ticket[:, None], axis=1)
     same = (trained.ticket[at] == groups.ticket) & live & trained.members().any(axis=1)[at]
-    size = jnp.zeros(drawn.shape, jnp.float32) if advantages is None else advantages[at]
+    size = jnp.zeros(sampled.shape, jnp.float32) if advantages is None else advantages[at]
     return Outcome(
         step=step,
         row=groups.row,
@@ -113,8 +113,8 @@ def outcome_of(
         trained=same,
         rate=groups.rate().astype(jnp.float32),
         size=groups.sizes().astype(jnp.float32),
-        score=jnp.where(drawn, groups.score(), 0.0),
-        advantage=jnp.where(same[:, None] & drawn, size, 0.0),
+        score=jnp.where(sampled, groups.score(), 0.0),
+        advantage=jnp.where(same[:, None] & sampled, size, 0.0),
         prior=groups.prior,
     )
 

@@ -26,6 +26,7 @@ from jrl.methods.curriculum import Curriculum
 from jrl.methods.edit import Stateless
 from jrl.methods.stores import is_by_prompt
 from jrl.models.config import ModelConfig
+from jrl.train.reward_parts import parts_of
 from jrl.types import NOTHING, Network, Objective
 
 Features = dict[str, str]
@@ -62,6 +63,7 @@ TABLE: tuple[Feature, ...] = (
     _forbids("compiled", "search", "a search takes a host"),
     _forbids("compiled", "own reward", "it judges on the host, between the two programs"),
     _forbids("compiled", "reward model", "it scores between the two programs"),
+    _forbids("compiled", "row rewards", "it reads a column of the data, and a task has none"),
     # -- the network that a method trains
     _forbids("own layout", "lora", "all weights are trained"),
     _forbids("own layout", "placement, sampling mesh", "the policy draws where it is trained"),
@@ -174,6 +176,7 @@ WITHOUT: Mapping[str, str] = {
     "router replay": "set objective.router_replay to false",
     "sampler log-probabilities": "choose a method that learns from any data, such as sft,"
     " filtered_bc, ilql or dpo",
+    "row rewards": "remove it",
     "sampling mesh": "remove [sampling.mesh]",
     "guided search": "set tree.kind to 'none'",
     "search": "set tree.kind to 'none'",
@@ -253,10 +256,13 @@ def features_of(
       task: the procedural task, or the environment on the device.
     """
     named = f"method = {config.method!r}"
-    if not any(part.weight for part in config.rewards.values()):
+    if config.rewards and not any(parts_of(config).weights.values()):
         _warn_unpaid(tuple(config.rewards))
     found = _config_features(config) | _data_features(config, task)
     found |= method_features(method, named) | _network_features(network, named)
+    if config.tree.model_fields_set == {"kind"}:  # its other keys are the method's
+        trees = {"tree", "search", "guided search", "branches"} & found.keys()
+        found |= dict.fromkeys(trees, f"tree.kind = {config.tree.kind!r}")
     plan, group = method.plan, config.sampling.group
     further = plan.next is not None and plan.members(group) > 0
     found |= _present({"further members": (further, f"{named}, which adds members to groups,")})
@@ -286,6 +292,8 @@ def _config_features(config: Config) -> Features:
     """Features that keys of the configuration ask for."""
     sampling, objective, mode = config.sampling, config.objective, config.train.mode
     losses = [key for key in ("router_balance", "router_z") if objective.get(key)]
+    rewards = parts_of(config)
+    models, by_row = rewards.given_by("model"), [p.name for p in rewards.combined if p.column]
     items = {
         "lora": (config.lora, "[lora]"),
         "placement": (config.placement, "[placement]"),
@@ -298,7 +306,8 @@ def _config_features(config: Config) -> Features:
             f"objective.entropy_coef = {objective.get('entropy_coef')}",
         ),
         "value network kind": (config.value.kind != "head", f"value.kind = {config.value.kind!r}"),
-        "reward model": ("model" in config.rewards, "[rewards.model]"),
+        "reward model": (models, f"[rewards.{models[0]}]" if models else ""),
+        "row rewards": (by_row, f"rewards.{by_row[0]}" if by_row else ""),
         "several processes": (jax.process_count() > 1, f"{jax.process_count()} processes"),
     }
     modes = {"compiled": "compiled", "packed": "packed", "in flight": "in_flight"}
@@ -309,7 +318,7 @@ def _config_features(config: Config) -> Features:
 
 def _data_features(config: Config, task: Task | Env | None) -> Features:
     """Features that the data bring, and rewards that depend on them."""
-    own = [name for name in config.rewards if ":" in name]
+    own = parts_of(config).given_by("function") if config.rewards else ()
     data, completions = config.data, config.data.given
     named = "" if task is None else f"{data.kind} = {data.name!r}"
     players = task.players if isinstance(task, Env) else 1

@@ -20,9 +20,8 @@ from jrl.episodes import Env
 from jrl.errors import UserError
 from jrl.hub import model_directory
 from jrl.models import hf
-from jrl.models.config import ModelConfig
+from jrl.models.config import ModelConfig, check_read
 from jrl.models.soup import average
-from jrl.models.tokenizer import check_vocab
 from jrl.models.transformer import transformer
 from jrl.train.adapters import restore_policy, trained_network
 from jrl.train.kinds import kind_of
@@ -57,7 +56,12 @@ def run_shape(config: Config, task: Task | Env | None) -> ModelConfig:
     length = task.prompt_tokens + task.completion_tokens
     sizes = {"vocab_size": task.vocab_size, "max_length": length} | types | choice.config
     shape = from_table("model.config", ModelConfig, sizes)
-    check_vocab(task.tokenizer, shape.vocab_size)
+    if shape.vocab_size < task.tokenizer.vocab_size:
+        raise UserError(
+            f"model.config.vocab_size = {shape.vocab_size}; {config.data.kind} ="
+            f" {config.data.name!r} has {task.tokenizer.vocab_size} ids; remove it"
+        )
+    check_read(shape, choice.config)
     return shape
 
 
@@ -135,5 +139,5 @@ def _is_run(path: Path, name: str) -> bool:
         return True
     raise UserError(
         f"frozen.{name} = {str(path)!r} is neither a Hugging Face checkpoint (config.json) nor a"
-        " run directory (config.toml)"
+        " run directory (config.toml); name one of them"
     )

@@ -55,6 +55,7 @@ def gathers(config: Config, model: ModelConfig, mesh: Mesh) -> bool:
       mesh: that completions are drawn on.
     """
     limit = device_memory(mesh)
+    # Nothing to gather along one device; and where memory is unknown the faster way is tried.
     if limit is None or mesh.shape["fsdp"] == 1:
         return True
     return has_room(config, model, mesh.shape, limit, _state_bytes(config, model, mesh))
@@ -89,12 +90,15 @@ def sampler_bytes(
     table = dict(weight_table(model))
     if model.tied_embeddings:
         v, d = table["embed"].shape
+        # Tied embeddings are prepared as a second, transposed matrix for the head, which takes room
+        # of its own.
         table["head"] = WeightSpec((d, v), table["embed"].axes[::-1], inputs=1)
     whole = ("fsdp",) if gathered else ()
     total = 0.0
     for spec in _specs(table):
         size = jnp.dtype(model.dtype).itemsize
         if int8 and spec.inputs:
+            # Scales are per layer and output channel: the summed axes of the matrix are left out.
             lead = 1 if spec.axes[0] == "layers" else 0
             scales = slice(lead, lead + spec.inputs)
             shape = (*spec.shape[: scales.start], *spec.shape[scales.stop :])
@@ -125,6 +129,7 @@ def _state_bytes(config: Config, model: ModelConfig, mesh: Mesh) -> float:
     if config.placement is not None:
         return 0.0
     axes = dict(config.mesh_axes)
+    # An axis of -1 takes the devices that are left, as in the mesh itself.
     rest = -(-mesh.size // max(math.prod(n for n in axes.values() if n > 0), 1))
     axes = {axis: n if n > 0 else rest for axis, n in axes.items()}
     size = weight_numbers(model, axes) * jnp.dtype(model.param_dtype).itemsize
@@ -161,6 +166,7 @@ def token_bytes(model: ModelConfig, tensor: int, int8: Sequence[str]) -> float:
       tensor: devices that heads are divided over.
       int8: ``sampling.int8``; a vector of 8-bit numbers has a float32 scale.
     """
+    # Rounded up: fewer heads than devices are repeated, not divided.
     heads = -(-model.kv_heads // tensor)
     size = jnp.dtype(model.dtype).itemsize
     vector = model.head_dim + 4 if "cache" in int8 else model.head_dim * size
@@ -193,6 +199,7 @@ def cached_tokens(prompts: float, group: int, width: int, new: int, slots: int) 
 def device_memory(mesh: Mesh) -> int | None:
     """Bytes of a device of a mesh; None where that is unknown."""
     device = mesh.devices.flat[0]
+    # TPUs are asked by kind, since planning has no device to ask; a GPU reports its own limit.
     if device.device_kind in MEMORY or device.platform != "gpu":
         return MEMORY.get(device.device_kind)
     stats = jax.local_devices()[0].memory_stats() or {}

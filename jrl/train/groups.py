@@ -82,8 +82,9 @@ class PlacedGroups(struct.PyTreeNode):
 
     def rate(self) -> Array:
         """[m] float32: mean success of the members; 0 of a group without any."""
-        drawn = self.drawn()
-        return jnp.where(drawn, self.success(), 0.0).sum(axis=1) / jnp.maximum(drawn.sum(axis=1), 1)
+        sampled = self.drawn()
+        total = jnp.where(sampled, self.success(), 0.0).sum(axis=1)
+        return total / jnp.maximum(sampled.sum(axis=1), 1)
 
     def next_number(self) -> Array:
         """[m] int32: the number behind the last member that was asked for."""
@@ -121,25 +122,25 @@ class Origin(NamedTuple):
     prior: Mapping[str, Any]
 
 
-def place(drawn: Any, origin: Origin, weights: Any, judge: int | None) -> PlacedGroups:
+def place(sampled: Any, origin: Origin, weights: Any, judge: int | None) -> PlacedGroups:
     """The groups of a first draw, a place for each and a column for each of their members.
 
     Args:
-      drawn: a source's ``Groups`` of A tickets, or of A times the players.
+      sampled: a source's ``Groups`` of A tickets, or of A times the players.
       origin: of the A tickets.
       weights: [R] float32.
       judge: the column of the reward part that says what is right.
     """
-    shape = drawn.rollout.lengths.shape
+    shape = sampled.rollout.lengths.shape
     players = shape[0] // origin.ticket.shape[0]
-    xp: Any = np if isinstance(drawn.rollout.lengths, np.ndarray) else jnp
+    xp: Any = np if isinstance(sampled.rollout.lengths, np.ndarray) else jnp
     each = lambda x: xp.repeat(xp.asarray(x), players, axis=0)  # noqa: E731
     return PlacedGroups(
-        rollout=drawn.rollout,
-        rewards=drawn.rewards,
+        rollout=sampled.rollout,
+        rewards=sampled.rewards,
         weights=weights,
-        ids=dict(drawn.ids),
-        stats=dict(drawn.stats or {}),
+        ids=dict(sampled.ids),
+        stats=dict(sampled.stats or {}),
         prior={name: each(x) for name, x in origin.prior.items()},
         ticket=each(origin.ticket),
         row=each(origin.row),
@@ -207,10 +208,11 @@ def put_members(groups: PlacedGroups, new: PlacedGroups, origin: Origin, base: A
       base: [] int32, the step's first ticket, which has place 0.
     """
     m, size = groups.use.shape
-    there = origin.number >= 0
-    at = jnp.where(there, (origin.ticket - base)[:, None], m)  # m is past the end: nothing written
-    column = jnp.where(there, origin.number, size)
-    group = jnp.where(there.any(axis=1), origin.ticket - base, m)
+    present = origin.number >= 0
+    # m is past the end, where nothing is written.
+    at = jnp.where(present, (origin.ticket - base)[:, None], m)
+    column = jnp.where(present, origin.number, size)
+    group = jnp.where(present.any(axis=1), origin.ticket - base, m)
 
     def by_member(old: Any, x: Any) -> Any:
         x = _fitted(x, old.shape[2:])

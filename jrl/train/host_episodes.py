@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,23 +32,24 @@ from jrl.episodes.transcript import RowShape, Transcript, rows_of_players, to_ro
 from jrl.episodes.tree import SearchPlan
 from jrl.episodes.world import HostWorld, gather, host_world
 from jrl.errors import UserError
+from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import Tokenizer
+from jrl.rewards import REWARDS
 from jrl.sampling.places import entropy
 from jrl.sampling.slots import Measure
 from jrl.train.build import Run, run_features
 from jrl.train.features import check_features, host_features
+from jrl.train.judging import answer_number
 from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.reward_parts import SUCCESS, reward_tables
 from jrl.train.run_rows import RunRows, run_rows
 from jrl.train.sources import Groups, all_entries, drawing, epoch_order
-from jrl.train.sources_text import answer_number, root_key
+from jrl.train.sources_text import root_key
 from jrl.train.state import check_division
 from jrl.train.tree_search import Estimate, drawn_alone, estimates, plan_of, run_estimate
 from jrl.types import Params, Prompt, Rollout, Search
 from jrl.types.asks import DrawRequest
 
-SUCCESS = "success"
-"""The reward part that is 1 where the environment says that an episode ended well, beside those
-that it names."""
 _SLOTS, _CHUNK = 64, 16
 """Slots where the configuration names none, and the most decode steps between two looks at the
 inbox: fewer where slots are idle."""
@@ -72,7 +73,9 @@ class HostEpisodes:
       seed: of the order, or None for the source's own order.
       tokenizer: the policy's.
       group: G.
-      weights: reward part -> weight, of the environment's parts and "success".
+      weights: reward part -> weight, of the environment's parts and "success"; its names are those
+        of the rewards' columns.
+      speaks: whether ``Groups.spoken`` holds what was said, for reward functions.
       sample: stream of the run's keys that draws are keyed by: "sample" or "eval".
       branches: how the members of a group branch off one another; then ids gain "node", as
         ``sampling.tree`` has it. None to play each by itself.
@@ -100,7 +103,9 @@ class HostEpisodes:
         branches: EpisodeBranches | None = None,
         search: Search | None = None,
         estimate: Estimate | None = None,
+        speaks: bool = False,
     ) -> None:
+        self._speaks = speaks
         _check_parts(env, weights)
         _check_group(env, group)
         if branches is not None or search is not None:
@@ -133,6 +138,11 @@ class HostEpisodes:
           UserError: always.
         """
         raise UserError("data.env: episodes are judged as they are played")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The reward parts that the environment pays, in the order of the rewards' columns."""
+        return tuple(self._weights)
 
     def finish(self, complete: bool) -> None:
         """Nothing is held between draws."""
@@ -321,10 +331,11 @@ class HostEpisodes:
         success = [[t.metrics.get(SUCCESS, 0.0) * t.alive for t in g] for g in groups]
         paid = {name: rows.rewards[:, :, i] for i, name in enumerate(self._env.parts)}
         paid[SUCCESS] = np.array(success, np.float32)
+        columns = [paid[name] for name in self._weights]
         turns = np.where(rows.rollout.mask, rows.ids["turn"] + 1, 0).max(axis=2)
         return Groups(
             rollout=rows.rollout,
-            rewards=np.stack([paid[name] for name in self._weights], axis=2),
+            rewards=np.stack(columns, axis=2) if columns else rows.rewards[:, :, :0],
             subject=chosen,
             counts=counts,
             ids={
@@ -335,7 +346,18 @@ class HostEpisodes:
                 **rows.ids,
             },
             stats={"paid": rows.paid} | ({} if self._plan is None else {"node_value": rows.values}),
+            spoken=[[self._spoken(t) for t in g] for g in groups] if self._speaks else None,
         )
+
+    def _spoken(self, transcript: Transcript) -> list[Message]:
+        """What was said behind the opening, the policy's words as the assistant's."""
+        messages: list[Message] = []
+        for segment in transcript.segments:
+            if segment.drawn:
+                content = self._tokenizer.decode(segment.tokens.tolist())
+                messages.append({"role": "assistant", "content": content})
+            messages += segment.messages
+        return messages
 
     def _answer(self, transcript: Transcript) -> int:
         """A number for the final answer of the last turn: equal numbers, equal answers."""
@@ -354,7 +376,7 @@ def check_host(run: Run) -> None:
     """Raises UserError for an environment, a template or a method that episodes cannot use."""
     env = _env(run)
     try:
-        _check_parts(env, run.rewards.weights)
+        paid_parts(run, env)
         _check_group(env, run.config.sampling.group)
         check_features(host_features(env, run_features(run)))
         check_division(env.players, run.network)
@@ -367,12 +389,40 @@ def check_host(run: Run) -> None:
             _close(Calls(), env)
 
 
-def _check_parts(env: HostEnv, weights: Mapping[str, float]) -> None:
+def _check_parts(env: HostEnv, names: Iterable[str]) -> None:
     known = (*env.parts, SUCCESS)
-    for name in weights:
+    for name in names:
         if name not in known:
-            said = ", ".join(known)
-            raise UserError(f"rewards.{name}: the environment pays {said}; choose from those")
+            raise UserError(
+                f"rewards.{name}: the environment pays {', '.join(known)}, and reward functions are"
+                f" {', '.join(REWARDS)} and those of your own (FILE.py:function); choose from those"
+            )
+
+
+def paid_parts(run: Run, env: HostEnv) -> tuple[str, ...]:
+    """The reward parts of a run that its environment pays.
+
+    Raises:
+      UserError: a part that neither the environment nor a reward function gives, or a function
+        under the name of a part of the environment.
+    """
+    known, weights = (*env.parts, SUCCESS), run.rewards.weights
+    tables = reward_tables(run.config)
+    for name in weights:
+        function = tables[name].function
+        if name in known and function is not None:
+            raise UserError(
+                f"rewards.{name}.function = {function!r}, and the environment pays a part of that"
+                " name; give the function's part another name"
+            )
+    _check_parts(env, run.rewards.given_by("data"))
+    # a part of the environment goes before a function of the library that has the same name
+    functions = {n for n in run.rewards.given_by("function") if ":" not in n}
+    return tuple(n for n in weights if n in known and (n in functions or _is_data(run, n)))
+
+
+def _is_data(run: Run, name: str) -> bool:
+    return run.rewards.givers[name] == "data"
 
 
 def _check_group(env: HostEnv, group: int) -> None:
@@ -431,6 +481,7 @@ def host_source(
     branches = None if tree is None else EpisodeBranches(tree, group, sampling.slots)
     measure: Measure | None = entropy if width or search is not None else None
     measure = measure if branches is None else branches.measure
+    paid = {name: run.rewards.weights[name] for name in paid_parts(run, env)}
     rows = run_rows(
         run,
         run.config.train.prompts * max(group, width, 0 if search is None else search.width),
@@ -448,7 +499,8 @@ def host_source(
         seed=None if evaluates else run.config.data.order_seed(run.config.seed),
         tokenizer=run.tokenizer,
         group=group,
-        weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else run.rewards.weights,
+        weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else paid,
+        speaks=bool(run.rewards.given_by("function")) and not evaluates,
         sample="eval" if evaluates else "sample",
         branches=branches,
         search=search,

@@ -33,14 +33,14 @@ class Chosen(NamedTuple):
     sampling_params: SamplingParams
 
 
-def choose_hyperparameters(given: Hyperparameters) -> Chosen:
+def choose_hyperparameters(numbers: Hyperparameters) -> Chosen:
     """Sorts what a run is given.
 
     Raises:
       UserError: an unknown name, or no learning rate.
     """
     parts: dict[str, dict[str, Any]] = {"optimizer": {}, "objective": {}}
-    for name, value in given.items():
+    for name, value in numbers.items():
         table, dot, key = name.partition(".")
         if dot and table in parts and key != "learning_rate":
             parts[table][key] = value
@@ -49,14 +49,14 @@ def choose_hyperparameters(given: Hyperparameters) -> Chosen:
                 f"hyperparameters: {name!r} is unknown; choose from learning_rate, temperature, "
                 "objective.NAME (a coefficient of the method) and optimizer.NAME"
             )
-    if "learning_rate" not in given:
+    if "learning_rate" not in numbers:
         raise UserError("hyperparameters: learning_rate is missing")
     sampling_params = make_sampling_params()
-    if "temperature" in given:
+    if "temperature" in numbers:
         # Put in afterwards, since it may be traced: a run for each of many temperatures.
-        temperature = jnp.asarray(given["temperature"], jnp.float32)
+        temperature = jnp.asarray(numbers["temperature"], jnp.float32)
         sampling_params = sampling_params.replace(temperature=temperature)
-    return Chosen(given["learning_rate"], parts["optimizer"], parts["objective"], sampling_params)
+    return Chosen(numbers["learning_rate"], parts["optimizer"], parts["objective"], sampling_params)
 
 
 def method_with(method: Method | Callable[..., Method], coefficients: Mapping[str, Any]) -> Method:

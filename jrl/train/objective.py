@@ -38,6 +38,9 @@ COMMON: Mapping[str, Coefficient] = {
 }
 """Coefficients that the run reads where the method has none of that name."""
 
+_MOST_EPOCHS = 1000
+"""More are a mistake: a step would not end, and no update would be near the policy that drew."""
+
 GREATEST_WEIGHT = 2.0
 """Of a token, where the losses of a method without a correction of its own are corrected."""
 
@@ -57,6 +60,11 @@ def method_of(config: Config, task: Task | Env | None) -> Method:
     method = _corrected(config, found, common, coefficients)
     if "epochs" in common:
         method = method._replace(schedule=method.schedule._replace(epochs=common["epochs"]))
+    if method.schedule.epochs > _MOST_EPOCHS:
+        raise UserError(
+            f"objective.epochs = {method.schedule.epochs}; must be at most {_MOST_EPOCHS} passes"
+            " over a batch"
+        )
     if (coef := common.get("entropy_coef", 0.0)) > 0:
         method = method.plus(entropy_bonus(coef))
     method = _of_players(method, common)

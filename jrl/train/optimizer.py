@@ -153,9 +153,10 @@ def _kinds(function: Callable[..., Any]) -> dict[str, str]:
             whole = isinstance(default, int) and parameter.annotation in (int, "int")
             kinds[parameter.name] = "int" if whole else "float"
         elif default is None and "Callable" not in annotation:
-            told = [kind for kind in ("bool", "float", "int", "str") if kind in annotation]
-            told = ["float"] if "float" in told else told  # of what may be an array, a number
-            kinds |= {parameter.name: told[0]} if len(told) == 1 else {}
+            types = [kind for kind in ("bool", "float", "int", "str") if kind in annotation]
+            if "float" in types:  # a number, where an array is possible too
+                types = ["float"]
+            kinds |= {parameter.name: types[0]} if len(types) == 1 else {}
     return kinds
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 
 from jrl.methods.base import Method
-from jrl.methods.curriculum import Choice, Curriculum, Query, Table, unchanged
+from jrl.methods.curriculum import Curriculum, Query, Selection, Table, unchanged
 from jrl.methods.plan import StepView
 from jrl.train.contexts import in_common
 from jrl.train.groups import Origin, PlacedGroups, place, put_members, widened
@@ -182,7 +182,7 @@ class Issued(NamedTuple):
     """New tickets and the problems chosen for them; ``prior`` by name, [n] float32."""
 
     ticket: Any
-    choice: Choice
+    choice: Selection
     prior: Mapping[str, Any]
 
 
@@ -207,7 +207,7 @@ def issue(
     tickets = (collected.cursor + xp.arange(entries)).astype(np.int32)
     after = collected.replace(cursor=xp.asarray(collected.cursor + count, np.int32))
     if curriculum is None:
-        return Issued(tickets, Choice(setting.order(tickets)), {}), after, used
+        return Issued(tickets, Selection(setting.order(tickets)), {}), after, used
     assert setting.table is not None
     used = jnp.zeros(setting.table.rows, bool) if used is None else used
     key = jax.random.fold_in(stream(now.key, "curriculum", now.step), tickets[0])
@@ -218,7 +218,7 @@ def issue(
     return Issued(tickets, choice, choice.prior), after.replace(curriculum=state), used
 
 
-def _as_chosen(ask: Ask, choice: Choice) -> Ask:
+def _as_chosen(ask: Ask, choice: Selection) -> Ask:
     """The run's ask with the numbers that the curriculum chose."""
     given = {"count": choice.count, "limit": choice.limit, "temperature": choice.temperature}
     if choice.count is not None:

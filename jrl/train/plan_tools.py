@@ -161,7 +161,8 @@ class Hinter:
         """The tokens.
 
         Raises:
-          UserError: the prompt is not the template's, as one that was truncated.
+          UserError: the prompt is not the template's, as one that was truncated, or is a
+            conversation.
         """
         before, behind = self._template()
         text, begin = prompt.text, len(before)
@@ -172,8 +173,15 @@ class Hinter:
                 " data.max_prompt_tokens, or set data.overlong to 'drop'"
             )
         limit = self._run.network.max_length - self._run.config.sampling.max_new_tokens
-        question = f"{text[begin:end]}\n\nHint: {hint}"
-        (made,) = question_prompts(self._run, [question], limit)
+        asked = text[begin:end]
+        plain, made = question_prompts(self._run, [asked, f"{asked}\n\nHint: {hint}"], limit)
+        # What a conversation has between its messages would be read as the words of a user.
+        if not np.array_equal(plain.tokens, prompt.tokens):
+            raise UserError(
+                f"prompt {prompt.id} is more than a question of text (it has several messages,"
+                " tools or template variables of its own), and a hint has no place in it; write"
+                " such rows as one question"
+            )
         return made.tokens
 
 

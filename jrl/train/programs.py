@@ -46,7 +46,6 @@ from jrl.train.resharding import (
     network_on,
     weights_program,
 )
-from jrl.train.reward_model import NAME
 from jrl.train.state import (
     check_division,
     check_frozen,
@@ -56,7 +55,6 @@ from jrl.train.state import (
     state_shardings,
 )
 from jrl.train.step import Step, compile_step, make_step
-from jrl.train.task_rewards import device_parts
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
 
@@ -358,8 +356,8 @@ def sampler_program(
     network = sampler_of(run, network_on(run, own)) if split == "train" else evaluated(run)
     if (task := run.kind.task) is not None:
         weights = run.rewards.weights
-        named = device_parts(name for name in weights if name != NAME)
-        parts = run.kind.eval_parts if split == "eval" else {n: weights.get(n, 0.0) for n in named}
+        named = {name: weights[name] for name in run.rewards.given_by("data")}
+        parts = run.kind.eval_parts if split == "eval" else named
         draw: Any = partial(
             rollout_of(task) if split == "train" else held_out_rollout,
             task=task,
@@ -482,6 +480,7 @@ def make_train_iteration(run: Run) -> Iteration:
         network=run.network,
         sampler=sampler_of(run),
         weights=run.rewards.weights,
+        combined=run.rewards.combined,
         prompts=run.config.train.prompts,
         group=run.config.sampling.group,
         slots=run.config.sampling.slots,

@@ -8,6 +8,7 @@ log-probabilities nor versions, because no policy drew them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from jrl.config import Config
 from jrl.config.unions import RecordedData
 from jrl.data.sources import open_source
 from jrl.data.tables import Source
-from jrl.episodes.recorded import REWARDED, Recorded, RecordedCounts, read
+from jrl.episodes.recorded import REWARDED, Recorded, RecordedCounts, read_recorded
 from jrl.episodes.recorded_files import Distribution
 from jrl.episodes.transcript import RowShape, Transcript, common_opening, to_rollout
 from jrl.errors import UserError
@@ -123,13 +124,22 @@ def _read(
     if not data.has_logprobs:
         from jrl.episodes.dialogues import read_dialogues  # not on the way of other runs
 
+        if not data.place.strip():
+            raise UserError(
+                f"data.train = {data.train!r}: names no file; write dialogues:FILE.jsonl"
+            )
         source = opened(data.place, key="data.train")
         skips: Any = data
         dialogues = read_dialogues(source, tokenizer, **data.wording, invalid=skips.invalid)
         return dialogues, dialogues.where
+    if not data.place.strip() or not Path(data.place).expanduser().is_dir():
+        raise UserError(
+            f"data.train = {data.train!r}: there is no directory {data.place!r}; name one that"
+            " jrl serve --record wrote to"
+        )
     sampling = config.sampling
     wanted = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    found = read(data.place, wanted)
+    found = read_recorded(data.place, wanted)
     if not found.counts.rows:
         raise UserError(_nothing_drawn(data, wanted, found))
     return found, lambda row: f"data.train = {data.train!r}"

@@ -96,21 +96,24 @@ def stopovers(
     if joint is None:
         return [None] * len(leaves)
     names: Any = tree
-    found: list[NamedSharding | None] = []
+    layouts: list[NamedSharding | None] = []
     for leaf, logical in zip(leaves, names.flatten_up_to(axes), strict=True):
+        # Mesh axes that divide each dimension; what follows is about axes of the joint mesh, of
+        # which each of these is a few.
         over = [() if name is None else RULES[name] for name in logical]
         source = [[j for axis in each for j in theirs[axis]] for each in over]
-        kept = [[a for a in each if not (gathered and a == "fsdp")] for each in over]
-        target = [[j for axis in each for j in ours[axis]] for each in kept]
+        divided = [[a for a in each if not (gathered and a == "fsdp")] for each in over]
+        target = [[j for axis in each for j in ours[axis]] for each in divided]
         used = {j for each in target for j in each}
         between = [
             (*last, *(j for j in first if j not in used))
             for first, last in zip(source, target, strict=True)
         ]
         parts = [math.prod(joint.shape[j] for j in each) for each in between]
+        # A dimension that does not divide is sent in one step, as XLA would do it.
         fits = all(size % n == 0 for size, n in zip(leaf.shape, parts, strict=True))
-        found.append(NamedSharding(joint, PartitionSpec(*between)) if fits else None)
-    return found
+        layouts.append(NamedSharding(joint, PartitionSpec(*between)) if fits else None)
+    return layouts
 
 
 def _joint(mesh: Mesh, own: Mesh) -> tuple[Mesh | None, dict[str, list[str]], dict[str, list[str]]]:
@@ -118,11 +121,11 @@ def _joint(mesh: Mesh, own: Mesh) -> tuple[Mesh | None, dict[str, list[str]], di
 
     def spans(grid: Mesh) -> dict[str, tuple[int, int]]:
         """For each axis the distance of neighbours along it, and that of its two ends and one."""
-        sizes, found = list(grid.shape.items()), {}
+        sizes, spans_of = list(grid.shape.items()), {}
         for i, (axis, size) in enumerate(sizes):
             stride = math.prod(n for _, n in sizes[i + 1 :])
-            found[axis] = (stride, stride * size)
-        return found
+            spans_of[axis] = (stride, stride * size)
+        return spans_of
 
     both = spans(mesh), spans(own)
     cuts = sorted({cut for each in both for span in each.values() for cut in span})
@@ -172,14 +175,14 @@ class ReshardedSampler:
         self.weights, self.program, self.mesh = weights, program, mesh
         self._back = back
         self._source: Params = None
-        self._held: Any = None
+        self._resharded: Any = None
 
     def __call__(self, key: Array, params: Params, *args: Any) -> Any:
         """What the program draws with these weights; resharded if they are not those held."""
         with jax.set_mesh(self.mesh):
             weights = self._weights_of(params)
-            drawn = self.program(jax.device_put(key, replicated(self.mesh)), weights, *args)
-        return jax.device_put(drawn, replicated(self._back))
+            result = self.program(jax.device_put(key, replicated(self.mesh)), weights, *args)
+        return jax.device_put(result, replicated(self._back))
 
     def draw(self, request: DrawRequest, **more: Any) -> Any:
         """The same of a program that takes a request."""
@@ -187,20 +190,25 @@ class ReshardedSampler:
             name = drawing(request)
             weights = {name: self._weights_of(request.weights[name])}
             key = jax.device_put(request.key, replicated(self.mesh))
-            drawn = self.program(request.replace(key=key, weights=weights), **more)
-        return jax.device_put(drawn, replicated(self._back))
+            result = self.program(request.replace(key=key, weights=weights), **more)
+        return jax.device_put(result, replicated(self._back))
 
     def _weights_of(self, params: Params) -> Any:
         """The resharded weights, under the sampler's mesh."""
-        if self._held is None or self._source is not params:
+        # By identity: the parameters of a step are new arrays, and comparing numbers would cost as
+        # much as sending them.
+        if self._resharded is None or self._source is not params:
             self.free()
-            self._held, self._source = self.weights(params), params
-        return self._held
+            # The old copy is freed first: with both there would have to be room for the weights
+            # twice.
+            self._resharded, self._source = self.weights(params), params
+        return self._resharded
 
     def free(self) -> None:
         """Frees the resharded weights, once the programs that read them are done."""
-        kept = {id(leaf) for leaf in jax.tree.leaves(self._source)}
-        for leaf in jax.tree.leaves(self._held):
-            if id(leaf) not in kept:
+        sources = {id(leaf) for leaf in jax.tree.leaves(self._source)}
+        for leaf in jax.tree.leaves(self._resharded):
+            # What the sampler reads as it is, unchanged by resharding, is the policy's own array.
+            if id(leaf) not in sources:
                 leaf.delete()
-        self._held = self._source = None
+        self._resharded = self._source = None

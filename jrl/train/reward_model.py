@@ -1,4 +1,4 @@
-"""Trained reward models as rewards: read from a run's directory, and put behind a draw."""
+"""Trained reward models as rewards: read from the directories of their runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +19,15 @@ from jrl.mesh import tree_shardings
 from jrl.methods import find_method, get_method
 from jrl.models.heads import after_token, value_head, value_network
 from jrl.models.transformer import transformer
-from jrl.rewards.model import ModelReward, insert_part
+from jrl.rewards.model import ModelReward
 from jrl.sampling.params import make_sampling_params
 from jrl.train.adapters import restore_policy, trained_network
 from jrl.train.frozen import run_shape
 from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
+from jrl.train.reward_parts import RunRewards, reward_tables
 from jrl.train.score import in_parts, score
-from jrl.train.sources import Around, Groups, Source
 from jrl.types import Array, Batch, Network, Params, Rollout, ValueNetwork
-from jrl.types.asks import DrawRequest
-
-NAME = "model"
-"""The reward part that is a reward model: ``[rewards.model] path = RUN_DIR``."""
 
 VALUES: dict[str, Callable[[Network], ValueNetwork]] = {
     "head": value_head,
@@ -52,47 +49,53 @@ def make_value(config: Config, network: Network) -> ValueNetwork:
     return VALUES[config.value.kind](network)
 
 
-def load_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
-    """The reward model that a configuration names, its newest checkpoint placed on the mesh.
+def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> dict[str, ModelReward]:
+    """The reward models that a configuration names, their newest checkpoints placed on the mesh.
 
     Args:
       config: of the run to be rewarded.
+      rewards: its reward parts.
       mesh: of that run.
-
-    Returns:
-      The reward, or None when ``[rewards.model]`` is not there.
 
     Raises:
       UserError: no path or another option, a directory without a run that trained values, a
         tokenizer that is not the policy's, or no checkpoint.
     """
-    table = config.rewards.get(NAME)
-    if table is None:
-        return None
-    options = table.options
-    given = options.pop("path", None)
-    if not isinstance(given, str) or options:
-        wrong = f"unknown keys {', '.join(options)}" if options else f"path = {given!r}"
-        raise UserError(f"rewards.model: {wrong}; it takes path, a run directory, and weight")
-    directory = Path(given)
+    tables = reward_tables(config)
+    parts = config.train.minibatches * config.train.microbatches
+    models = {}
+    for name in rewards.given_by("model"):
+        theirs = _model_config(config, f"rewards.{name}", tables[name].options)
+        models[name] = model_of(theirs, mesh, parts, behind=trains_reward(theirs))
+    return models
+
+
+def _model_config(config: Config, key: str, options: dict[str, Any]) -> Config:
+    """The configuration of the run that trained a reward model, checked."""
+    path = options.pop("path", None)
+    if not isinstance(path, str) or options:
+        wrong = [f"{key}.{name} = {value!r}: no such key" for name, value in options.items()]
+        wrong += [f"{key}.path is missing"] if path is None else []
+        wrong = wrong or [f"{key}.path = {path!r}"]
+        raise UserError(f"{wrong[0]}; it takes path, a run directory, and weight")
+    directory = Path(path)
     if not (directory / "config.toml").exists():
         raise UserError(
-            f"rewards.model.path = {given!r} is no run directory: it holds no config.toml; train "
+            f"{key}.path = {path!r} is no run directory: it holds no config.toml; train "
             "one with configs/reward_model.toml"
         )
     theirs = load_config(directory / "config.toml", [f"run.dir={json.dumps(str(directory))}"])
     if not get_method(theirs.method, **theirs.objective).value:
         raise UserError(
-            f"rewards.model.path = {given!r} trained {theirs.method!r}, which has no values to "
+            f"{key}.path = {path!r} trained {theirs.method!r}, which has no values to "
             "score with; name a run of a reward model such as bradley_terry"
         )
     if _tokenizer(theirs) != _tokenizer(config):
         raise UserError(
-            f"rewards.model.path = {given!r} was trained with another tokenizer than the policy's; "
+            f"{key}.path = {path!r} was trained with another tokenizer than the policy's; "
             "train it from a checkpoint with the policy's tokenizer"
         )
-    parts = config.train.minibatches * config.train.microbatches
-    return model_of(theirs, mesh, parts, behind=trains_reward(theirs))
+    return theirs
 
 
 def model_of(
@@ -139,26 +142,6 @@ def values(
         return score(params, batch, make_sampling_params(), network=network, value=value, want=want)
 
     return in_parts(of, batch, parts if n % parts == 0 else 1)["values"]
-
-
-class ModelRewards(Around):
-    """A source whose groups are scored by a reward model too.
-
-    Args:
-      source: of groups with the other reward parts.
-      model: scores rollouts.
-      column: of its part among the reward parts.
-    """
-
-    def __init__(self, source: Source, model: ModelReward, column: int) -> None:
-        super().__init__(source)
-        self._model, self._column = model, column
-
-    def draw(self, request: DrawRequest) -> Groups:
-        """As ``Source.draw``."""
-        groups = self.source.draw(request)
-        points = self._model(groups.rollout)
-        return groups._replace(rewards=insert_part(groups.rewards, points, self._column))
 
 
 def _tokenizer(config: Config) -> bytes | str:

@@ -71,12 +71,12 @@ def router_pairs(sums: Stats) -> dict[str, tuple[Array, Array]]:
     visits, tokens = sums["router_visits"], sums["router_tokens"]
     layers, each = tokens.sum(), tokens[0]
     busiest = visits.max(-1) / jnp.maximum(visits.mean(-1), 1e-9)
-    asked = sums["router_asked"].sum()
+    requests = sums["router_asked"].sum()
     return {
         "router_entropy": (sums["router_entropy"].sum(), layers),
         "router_z": (sums["router_z"].sum(), layers),
         "router_balance": (sums["router_balance"], each),
         "router_max_load": (busiest.mean(), jnp.float32(1)),
-        "router_dropped": (asked - visits.sum(), asked),
-        "router_moved": (sums["router_moved"].sum(), asked),
+        "router_dropped": (requests - visits.sum(), requests),
+        "router_moved": (sums["router_moved"].sum(), requests),
     }

@@ -57,10 +57,10 @@ def rollout_difference(
     ones = jnp.ones((*rollout.lengths.shape, 1), jnp.float32)
     batch: Batch = to_batch(rollout, ones, jnp.ones(1, jnp.float32))
     want = frozenset({"logprobs"})
-    found = score(
+    stats = score(
         {"policy": params}, batch, sampling_params, network=network, value=None, want=want
     )
-    return distribution_difference(rollout.sampler_logprobs, found["logprobs"], rollout.mask)
+    return distribution_difference(rollout.sampler_logprobs, stats["logprobs"], rollout.mask)
 
 
 def measure_run(run: Run, state: TrainState) -> dict[str, float]:
@@ -70,8 +70,8 @@ def measure_run(run: Run, state: TrainState) -> dict[str, float]:
       run: from ``setup``; it must draw completions.
       state: at any step; call it under the run's mesh.
     """
-    here = run._replace(rollout_mesh=None)  # where the state is
-    source, policy = SOURCES[type(here.kind)](here, None), policy_of(state, run.network)
+    in_place = run._replace(rollout_mesh=None)  # where the state is
+    source, policy = SOURCES[type(in_place.kind)](in_place, None), policy_of(state, run.network)
     tickets = np.arange(run.config.train.prompts, dtype=np.int32)
     rows = source.order(tickets)
     group = run.config.sampling.group
@@ -84,13 +84,13 @@ def measure_run(run: Run, state: TrainState) -> dict[str, float]:
 
 def difference_text(run: Run, state: TrainState) -> str:
     """What a run says when its sampler draws from another distribution than the policy's."""
-    found = measure_run(run, state)
+    drift = measure_run(run, state)
     what = " and ".join(run.config.sampling.int8)
     return (
         f"sampling with {what} in 8 bits draws from another distribution than the policy's: over "
-        f"{found['tokens']:.0f} tokens log-probabilities differ by {found['mean_difference']:.2g} "
-        f"nats on average and {found['max_difference']:.2g} at most, and KL(sampler, policy) is "
-        f"{found['kl']:.2g} nats a token; {correction_text(run)}"
+        f"{drift['tokens']:.0f} tokens log-probabilities differ by {drift['mean_difference']:.2g} "
+        f"nats on average and {drift['max_difference']:.2g} at most, and KL(sampler, policy) is "
+        f"{drift['kl']:.2g} nats a token; {correction_text(run)}"
     )
 
 

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from jrl.errors import UserError, unknown_choice
 from jrl.mesh import constrain, parts_of
 from jrl.models.vocabulary import fused_logprobs
+from jrl.objectives.distill import SAVED
 from jrl.sampling.params import SamplingParams, sampling_logprobs, token_logprobs
+from jrl.train.state import START
 from jrl.types import (
     NOTHING,
     Array,
@@ -189,8 +191,9 @@ def head_statistics(
     Returns:
       What is wanted and each statistic, [B, T] float32. A large ``[B, T, V]`` is never held: the
       distributions of all policies exist for one chunk of tokens at a time, and are computed again
-      in the backward pass. Where only log-probabilities and the entropy are read, logits exist for
-      a part of the vocabulary at a time.
+      in the backward pass, but for what a statistic saves of a frozen one
+      (``distill.top_k_divergence``). Where only log-probabilities and the entropy are read, logits
+      exist for a part of the vocabulary at a time.
     """
     policies = {policy for statistic in statistics for policy in statistic.policies}
     # Greedy samples are scored by the distribution of temperature 1, as in ``token_logprobs``.
@@ -305,7 +308,7 @@ def _in_chunks(
         return jnp.moveaxis(x, 2, 0).reshape(b, -1)[:, :t]
 
     # Kept for the backward pass, the chunks' distributions would be [B, T, V] together.
-    again = jax.checkpoint(run)
+    again = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(SAVED))
     stats = jax.lax.map(lambda xs: again(*xs), jax.tree.map(tiles, (hidden, tokens)))
     return jax.tree.map(untiled, stats)
 
@@ -356,15 +359,17 @@ def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) 
 
     Returns:
       "policy", "value" where there is one, and the frozen policies. Where the network has a
-      ``split``, the reference is the base, unless another one is kept.
+      ``split``, the reference is what the run started from, unless another one is kept: the base,
+      with the trained part that was given where there was one.
     """
     if network.extras.split is None:
         return params | dict(frozen)
-    base = frozen["base"]
-    others = {name: tree for name, tree in frozen.items() if name != "base"}
-    # With adapters the base is stored once and joined here; a reference policy is then free.
-    policy = network.extras.split.join(params["policy"], base)
-    return {"ref": base} | params | others | {"policy": policy}
+    base, join = frozen["base"], network.extras.split.join
+    others = {name: tree for name, tree in frozen.items() if name not in ("base", START)}
+    # With adapters the base is stored once and joined here; a reference policy is then free, or
+    # as large as the adapters that the run started from.
+    ref = join(frozen[START], base) if START in frozen else base
+    return {"ref": ref} | params | others | {"policy": join(params["policy"], base)}
 
 
 @jax.named_scope("score")

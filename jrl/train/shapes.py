@@ -22,8 +22,8 @@ def abstract_batch(run: build.Run) -> Batch:
     draw = method.draw
     n, p = config.train.prompts, run.width
     t = run.kind.new_tokens
-    own = config.sampling.group if draw.own else 0
-    g = own + (draw.baseline_members if own else 0) + draw.demonstrations
+    samples = config.sampling.group if draw.own else 0
+    g = samples + (draw.baseline_members if samples else 0) + draw.demonstrations
     n += sum(edit.extra(n) for edit in method.edits)
     if (plan := method.plan).next is not None:
         g += plan.members(config.sampling.group)

@@ -34,6 +34,8 @@ class Groups(NamedTuple):
         add up; ``with_slot_use`` makes a share of ``slot_tokens`` and ``slot_steps``, [] int32.
       ids: for ``Batch.ids``; "prompt" [N] int32 at least, the identity of each problem.
       stats: for ``Batch.stats``, [N, G, T] float32 by name, of what an environment recorded.
+      spoken: [N][G] messages of episodes behind their openings, for reward functions; None where
+        none reads them.
       failure: why most of the members that failed did; None where none did or nobody says.
     """
 
@@ -43,6 +45,7 @@ class Groups(NamedTuple):
     counts: dict[str, Any]
     ids: dict[str, Any]
     stats: dict[str, Any] | None = None
+    spoken: Any = None
     failure: str | None = None
 
 
@@ -116,7 +119,7 @@ def check_source(source: Any) -> Source:
             problems.append(f"{name}.{part}{signature} does not take ({', '.join(arguments)}); "
                             f"write def {written}")  # fmt: skip
     if problems:
-        raise UserError("a source of groups (jrl.train.sources.Source): " + "; ".join(problems))
+        raise UserError("a source of groups (jrl.train.Source): " + "; ".join(problems))
     return source
 
 
@@ -134,7 +137,7 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
     """
     name = type(source).__name__
     if not isinstance(groups, Groups):
-        raise UserError(f"{name}.draw returned {groups!r:.60}; return jrl.train.sources.Groups")
+        raise UserError(f"{name}.draw returned {groups!r:.60}; return jrl.train.Groups")
     tickets, _ = entries(request)
     n, (drawn, g) = len(tickets), groups.rollout.lengths.shape
     if drawn != n:

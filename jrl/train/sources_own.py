@@ -81,11 +81,11 @@ def make_own_source(run: Run, sampler: Sampler) -> Source:
         options, or what it returns lacks a part.
     """
     data: Any = run.config.data
-    named = f"data.train = {data.train!r}"
+    key = f"data.train = {data.train!r}"
     make = load(data.place, "data.train")
-    check_takes(make, ("sampler", "tokenizer"), named)
+    check_takes(make, ("sampler", "tokenizer"), key)
     arguments = {"sampler": sampler, "tokenizer": run.tokenizer}
     arguments |= reveal(data.free_options, "data")
     check_options(make, arguments, "data")
-    source = check_source(made_by(make, named, **arguments))
+    source = check_source(made_by(make, key, **arguments))
     return CheckedSource(source, len(run.rewards.weights))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,14 +10,13 @@ import numpy as np
 
 from jrl.data.prompts import pad_prompts
 from jrl.models.tokenizer import Tokenizer
-from jrl.rewards.exact import final_answer
-from jrl.rewards.pool import RewardPool, Sample
+from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.slots import Members
-from jrl.system.processes import deal
+from jrl.train.judging import HostJudge, without_silent
 from jrl.train.members import join_drawn, plain_ask
 from jrl.train.sources import Groups, counted_draw, entries, epoch_order
-from jrl.types import Array, Prompt, Rollout, StopReason, stream
+from jrl.types import SILENT, Array, Prompt, Rollout, stream
 from jrl.types.asks import Ask, DrawRequest, Tokens
 
 compiled_stream = jax.jit(stream, static_argnums=1)
@@ -83,6 +80,7 @@ class TextSource(NamedTuple):
       temperature: the run's, where asks give some members another one.
       lines: ids that end a line, where lines are steps, the label "step"; () for no label.
       name: of what is drawn for, where several processes share the judging.
+      steps: training steps of the run, which reward functions may read.
       free: frees what ``program`` holds between draws.
     """
 
@@ -97,6 +95,7 @@ class TextSource(NamedTuple):
     temperature: float = 1.0
     lines: Sequence[int] = ()
     name: str = "train"
+    steps: int = 0
     free: Callable[[], None] | None = None
 
     def order(self, tickets: np.ndarray) -> np.ndarray:
@@ -118,28 +117,22 @@ class TextSource(NamedTuple):
         if len(self.lines):
             ends = np.isin(rollout.tokens, self.lines)
             labels = labels | {"step": (np.cumsum(ends, axis=2) - ends).astype(np.int32)}
-        groups = self.judge(chosen, chosen, rollout)
+        groups = self._judge(chosen, rollout, int(request.step))
         return groups._replace(counts=groups.counts | counts, ids=groups.ids | labels)
 
     def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
-        """Rewards of completions, all reward functions at once.
+        """Rewards of completions, all reward functions at once; see ``judging.judged``."""
+        return self._judge(prompts, rollout, 0)
 
-        Each process judges a share of the prompts and gets the other points from the others, so all
-        hold the same points even if a reward function is not deterministic. ``ids`` holds "answer"
-        [N, G], a number for each final answer: equal answers have equal numbers.
-        """
+    def _judge(self, prompts: list[Prompt], rollout: Rollout, step: int) -> Groups:
         n, g, _ = rollout.tokens.shape
         ids = {"prompt": np.array([prompt.id for prompt in prompts], np.int32)}
         if self.pool is None:
             return Groups(rollout, np.zeros((n, g, 1), np.float32), prompts, {}, ids)
-        begin = time.perf_counter()
-        # Text is decoded and judged where it is a process's turn; numbers travel, texts do not.
-        judging = _Judging(self.pool, self.tokenizer, prompts, rollout)
-        (points, ids["answer"]), counts = deal(self.name, n, judging.share)
-        counts["reward_seconds"] = time.perf_counter() - begin
-        if np.isnan(points).any():
-            rollout, points, counts["reward_dropped"] = _without_unjudged(rollout, points)
-        return Groups(rollout, points, prompts, counts, ids)
+        judge = HostJudge(self.pool, self.tokenizer, self.name, self.steps)
+        rollout, points, answers, counts = judge(prompts, rollout, step)
+        rewards, silent = without_silent(points)
+        return Groups(rollout, rewards, prompts, counts, ids | {"answer": answers, SILENT: silent})
 
     def finish(self, complete: bool) -> None:
         """As ``Source.finish``."""
@@ -149,56 +142,3 @@ class TextSource(NamedTuple):
     def notes(self) -> dict[str, Any]:
         """Nothing: the next prompts follow from their rows."""
         return {}
-
-
-class _Judging(NamedTuple):
-    """Completions of N prompts that are judged a share at a time."""
-
-    pool: RewardPool
-    tokenizer: Tokenizer
-    prompts: list[Prompt]
-    rollout: Rollout
-
-    def share(self, rows: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, float]]:
-        """(points [n, G, R] float32, answer numbers [n, G] int32) of some prompts, and counts."""
-        rollout, g = self.rollout, self.rollout.tokens.shape[1]
-        there = np.asarray(rollout.stop)[rows] != StopReason.ABSENT  # nobody asked for the others
-        samples = [
-            Sample(
-                prompt=self.prompts[i],
-                completion=self.tokenizer.decode(tokens.tolist()),
-                tokens=tokens,
-                stop=StopReason(int(rollout.stop[i, j])).name.lower(),
-            )
-            for i, present in zip(rows, there, strict=True)
-            for j in np.flatnonzero(present)
-            for tokens in [np.asarray(rollout.tokens[i, j, : rollout.lengths[i, j]])]
-        ]
-        points, counts = self.pool.scores(samples, group=g if there.all() else None)
-        answers = np.zeros((len(rows), g), np.int32)
-        answers[there] = [answer_number(s.completion) for s in samples]
-        every = np.zeros((len(rows), g, points.shape[1]), np.float32)
-        every[there] = points
-        return (every, answers), counts
-
-
-def answer_number(text: str) -> int:
-    """A number below 2**31 for the final answer of a text.
-
-    That is what ``rewards.exact.final_answer`` finds, else the whole text.
-    """
-    return zlib.crc32((final_answer(text) or text).strip().encode()) & 0x7FFFFFFF
-
-
-def _without_unjudged(rollout: Rollout, points: np.ndarray) -> tuple[Rollout, np.ndarray, float]:
-    """Takes completions with NaN points out of their groups, and whole groups with their baseline.
-
-    Returns:
-      (the rollout, where those have ended as ABORTED; points [N, G, R] float32 without NaN; how
-      many completions were taken out).
-    """
-    out = np.isnan(points).any(axis=2)
-    out |= (out & rollout.baseline).any(axis=1, keepdims=True)  # nothing is left to compare with
-    stop = np.where(out, np.int32(StopReason.ABORTED), rollout.stop)
-    points = np.where(out[:, :, None], np.float32(0), points)
-    return rollout.replace(stop=stop), points, float(out.sum())

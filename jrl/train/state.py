@@ -17,6 +17,9 @@ from jrl.types import NOTHING, Array, Network, Objective, Params, TrainState, Va
 
 STACKED = ("params", "opt_state", "frozen", "method")
 """Fields of a state that have a leading axis of policies, where several are trained."""
+START = "start"
+"""The trained part that a run with a ``split`` began with, among its frozen trees: with the base it
+is the reference. Runs whose trained part is drawn have none, for that changes nothing at first."""
 N = TypeVar("N", Network, ValueNetwork)
 
 
@@ -44,7 +47,8 @@ def init_state(
       value: the value network, for objectives that need values.
       frozen: policies to be read and not trained, by name; those that nothing reads are left out.
         "ref" and the copies of the schedule, where they are not given, start as copies of the
-        policy; "ref" of a network with a ``split`` is the base, which is there anyway.
+        policy; for "ref" of a network with a ``split`` that is the base, which is there anyway, and
+        where ``params`` have a trained part a copy of that, ``START``.
       schedule: says which copies of the policy are held besides.
 
     Returns:
@@ -64,7 +68,10 @@ def init_state(
     frozen_params, names = {}, frozen_names(objective, schedule)
     if network.extras.split is not None:
         policy, frozen_params["base"] = network.extras.split.split(policy)
-        names = names - ({"ref"} - set(frozen))
+        if "ref" in names - set(frozen):
+            names = names - {"ref"}
+            if params is not None and network.extras.split.split(params)[0]:
+                frozen_params[START] = jax.tree.map(jnp.copy, policy)
     trained = {"policy": policy}
     if value is not None:
         trained["value"] = value.init(jax.random.split(key, 3)[1])
@@ -168,6 +175,8 @@ def state_shardings(
     if network.extras.split is not None:
         axes["policy"], base = network.extras.split.split(network.axes())
         frozen_shardings["base"] = tree_shardings(mesh, base, state.frozen["base"])
+        if START in state.frozen:
+            frozen_shardings[START] = tree_shardings(mesh, axes["policy"], state.frozen[START])
     if value is not None:
         axes["value"] = value.axes()
     params = tree_shardings(mesh, axes, state.params)

@@ -45,6 +45,7 @@ from jrl.types import (
     Stats,
     TrainState,
     ValueNetwork,
+    opinions,
     stream,
 )
 
@@ -128,6 +129,8 @@ def make_step(
         state: TrainState, batch: Batch, sampling_params: SamplingParams
     ) -> tuple[TrainState, Metrics]:
         batch = _checked(parts, batch)
+        # Of all policies of a stack: what runs before and after a step sees the whole state, the
+        # step in between one policy at a time.
         whole = AfterView(every, network, state, batch)
         state = state if stack else run_due(after, "before", state, state.step, whole)
         # What stays fixed during the step (start log-probabilities, advantages) is computed once,
@@ -234,6 +237,8 @@ def complete(
     if "external" in objective.needs:
         stats.setdefault("external", jnp.zeros(batch.tokens.shape, jnp.float32))
     batch = batch.replace(stats=stats, ids=ids)
+    # Start statistics have names of their own, since the same numbers of the moving parameters are
+    # in the loss beside them.
     renamed = {
         "proximal_logprobs": "logprobs",
         "rollout_values": "values",
@@ -319,6 +324,7 @@ def _gradient(
         terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}
         mean = combine_terms(objective, terms, method)
         if router:
+            # By the tokens of the minibatch, for the same reason as the counts above.
             more, router = router_loss(parts.router, router, routed_tokens(minibatch))
             mean += more
         share = {"loss": (mean, jnp.float32(1 / microbatches))}
@@ -488,7 +494,7 @@ def batch_metrics(batch: Batch) -> Metrics:
     metrics = {
         "reward": jnp.where(members, scores, 0).sum() / count,
         "reward_std": deviation.sum() / groups,
-        "reward_parts": jnp.where(members[:, :, None], batch.rewards, 0).sum((0, 1)) / count,
+        "reward_parts": _part_means(batch, members),
         "length": jnp.where(members, batch.mask.sum(2), 0).sum() / count,
         "prompt_length": jnp.where(size > 0, batch.prompt_lengths, 0).sum() / groups,
         "truncated": (members & batch.truncated).sum() / count,
@@ -503,6 +509,12 @@ def batch_metrics(batch: Batch) -> Metrics:
         entropies = jnp.where(sampled, batch.stats["sampler_logprobs"], 0)
         metrics["entropy"] = -entropies.sum() / jnp.maximum(sampled.sum(), 1)
     return metrics
+
+
+def _part_means(batch: Batch, members: Array) -> Array:
+    """[R], the mean of each part over the members that it has an opinion of."""
+    known = members[:, :, None] & opinions(batch.rewards, batch.ids)
+    return jnp.where(known, batch.rewards, 0).sum((0, 1)) / jnp.maximum(known.sum((0, 1)), 1)
 
 
 def _padding(batch: Batch) -> Array:

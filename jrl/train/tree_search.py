@@ -29,11 +29,19 @@ from jrl.train.build import Run
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.groups import counted
 from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.reward_stages import judged_parts
 from jrl.train.run_rows import RunRows, completion_ends, run_rows, step_ends
 from jrl.train.score import drawn_trees
 from jrl.train.sources import Around, Groups, Source, all_entries, drawing
 from jrl.train.sources_text import TextSource
-from jrl.types import Network, Params, Prompt, Search, StopReason, TrainState
+from jrl.types import (
+    Network,
+    Params,
+    Prompt,
+    Search,
+    StopReason,
+    TrainState,
+)
 from jrl.types.asks import DrawRequest
 
 Estimate = Callable[[Mapping[str, Params], np.ndarray, np.ndarray], Any]
@@ -114,6 +122,8 @@ class TreeSearch(Around):
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``; entries that ask for no tree are drawn without search."""
+        # Every entry of the request, whether it is searched or not, so that the groups come back in
+        # its order.
         tickets, rows = all_entries(request)
         subject, prompts = self.source.prompts(request.key, rows)
         estimate = None if self._estimate is None else partial(self._estimate, request.weights)
@@ -128,6 +138,8 @@ class TreeSearch(Around):
                 prompt_seeds(key, self._sample, request.step, tickets),
                 self._plan,
                 leaves.score,
+                # No rounds: open nodes are continued to an end at once, which is a plain sample of
+                # the group.
                 [0 if alone else self._plan.rounds for alone in drawn_alone(request)],
             )
         self.trees = searched.trees
@@ -138,6 +150,8 @@ class TreeSearch(Around):
     ) -> Groups:
         groups, points, known = [], [], []
         for tree in searched.trees:
+            # In the order drawn, not the best ones: choosing by score would bias the group's
+            # baseline.
             leaves = tree.leaves()[: self._group]
             found = [judged.points[episode_at(tree, leaf)] for leaf in leaves]
             points.append([each for each, _ in found])
@@ -145,11 +159,14 @@ class TreeSearch(Around):
             # A leaf that nobody could judge would keep what it shares from being trained.
             groups.append(leaf_rows(tree, leaves, known[-1], self._plan.value)[0])
         rows = to_rollout(groups, self._shape)
+        # ABORTED leaves the group: its points are not 0, they are unknown.
         stop = np.where(known, rows.rollout.stop, np.int32(StopReason.ABORTED))
         node = rows.ids["node"]
         costs = ("slot_tokens", "slot_steps", "read_tokens", "reread_tokens")
         counts = {name: searched.counts[name] for name in costs}
         counts |= {
+            # What stands in rows beyond the tokens that are trained: the past shared with earlier
+            # members.
             "tree_shared_tokens": float((node > 0).sum() - rows.rollout.mask.sum()),
             "search_nodes": float(sum(len(tree.nodes) - 1 for tree in searched.trees)),
             "search_leaves": float(sum(len(tree.leaves()) for tree in searched.trees)),
@@ -194,11 +211,15 @@ class Leaves:
     def score(self, episodes: Sequence[Episode]) -> list[float | None]:
         """Points of the paths of a round; None where nothing is known yet."""
         scores: dict[Episode, float] = {}
+        # The leaves of a round together, as one batch of the judge: a reward model or a pool of
+        # workers costs by the call.
         if leaves := [e for e in episodes if e.ending is not None]:
             scores |= self._judge(leaves)
         paths = [e for e in episodes if e.ending is None]
         if paths and self._estimate is not None:
             whole = [np.concatenate([e.opening, e.past()]) for e in paths]
+            # Of one width, whatever the paths' lengths, so that only the number of paths makes a
+            # program.
             most = self._shape.prompt_tokens + self._shape.completion_tokens
             scores |= dict(zip(paths, estimates(self._estimate, most, whole), strict=True))
         return [scores.get(episode) for episode in episodes]
@@ -209,11 +230,13 @@ class Leaves:
         lengths = np.array([leaf.at.length for leaf in leaves], np.int32)
         for row, leaf in zip(tokens, leaves, strict=True):
             row[: leaf.at.length] = leaf.past()
+        # A leaf cut at its limit is truncated for the judge too, as any completion is.
         complete = np.array([leaf.stop == StopReason.STOP_TOKEN for leaf in leaves])
         whose = np.array([leaf.problem.group for leaf in leaves])
         prompts = [self._prompts[i] for i in whose]
         asked = pad_prompts(prompts, self._shape.prompt_tokens)
         about = prompts
+        # Problems of a procedural task are arrays with a leading axis; prompts of text a list.
         if not isinstance(self._subject, list):
             about = jax.tree.map(lambda x: x[whose], self._subject)
         rollout = demonstration_rollout(*asked, tokens, lengths, complete, 1)
@@ -222,6 +245,7 @@ class Leaves:
             name: self.counts.get(name, 0.0) + judged.counts.get(name, 0.0)
             for name in self.counts | judged.counts
         }
+        # A judge may fail for one leaf; its node then is not backed up, and the search goes on.
         known, scores = counted(judged.rollout)[:, 0], {}
         for leaf, points, is_known in zip(leaves, judged.rewards[:, 0], known, strict=True):
             self.points[leaf] = points, bool(is_known)
@@ -235,6 +259,8 @@ class Leaves:
 
 def search_rows(run: Run, search: Search) -> RunRows:
     """The decode slots of a run's searches."""
+    # As many rows as can run at a time: all members of all groups, or all steps of one expansion of
+    # every tree.
     widest = run.config.train.prompts * max(run.config.sampling.group, search.width)
     return run_rows(
         run,
@@ -274,6 +300,8 @@ def attempts_source(
     """Groups of ``attempts`` completions, drawn apart, of rows of ``data.train``."""
     return TreeSearch(
         rows,
+        # The rows and judges of the search, without a search: further attempts at problems cost no
+        # second set of slots.
         search._replace(rounds=0),
         undrawn_text(run, pool, None),
         np.array(list(run.rewards.weights.values()), np.float64),
@@ -329,16 +357,19 @@ def value_estimate(run: Run, points: Callable[[Any], Any]) -> Estimate:
     def estimate(params: Mapping[str, Params], tokens: Any, lengths: Any) -> Any:
         columns = jax.numpy.arange(tokens.shape[1], dtype=jax.numpy.int32)
         at = jax.numpy.broadcast_to(columns, tokens.shape)
+        # Segment 0 is padding, which nothing attends to.
         segments = (at < lengths[:, None]).astype(jax.numpy.int32)
         hidden, _ = network.hidden(params["policy"], tokens, at, segments)
         values = value.apply(params["value"], hidden, tokens, at, segments)
+        # The value BEFORE a token is at its position; what follows the path is read at its last
+        # token.
         last = jax.numpy.take_along_axis(values, lengths[:, None] - 1, axis=1)[:, 0]
         return points(last)
 
     return estimate
 
 
-def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> TextSource:
+def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> Source:
     """The training prompts of a run on text with their judges; a search draws from them.
 
     Args:
@@ -346,7 +377,7 @@ def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> TextSou
       pool: the reward functions.
       seed: of the order, or None for the data's own.
     """
-    return TextSource(
+    source = TextSource(
         all_prompts=run.data.prompts["train"],
         width=run.width,
         seed=seed,
@@ -355,6 +386,7 @@ def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> TextSou
         pool=pool,
         tokenizer=run.tokenizer,
     )
+    return judged_parts(run, source, pool)
 
 
 def drawn_alone(request: DrawRequest) -> list[bool]:

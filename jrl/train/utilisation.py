@@ -48,8 +48,8 @@ def training_passes(run: Run) -> float:
 def rows_of_a_prompt(run: Run) -> int:
     """Completions of a prompt in a batch, greedy baselines and demonstrations among them."""
     draw = run.method.draw
-    own = run.config.sampling.group + draw.baseline_members if draw.own else 0
-    return own + draw.demonstrations
+    samples = run.config.sampling.group + draw.baseline_members if draw.own else 0
+    return samples + draw.demonstrations
 
 
 def utilisation(run: Run, metrics: Mapping[str, float], seconds: float) -> float | None:

@@ -81,9 +81,9 @@ class Watch:
     """
 
     def __init__(self, limits: Mapping[str, WatchTable]) -> None:
-        self._asked = dict(limits)
-        self._limits = LIMITS | self._asked
-        self._known: set[str] = set()
+        self._configured = dict(limits)
+        self._limits = LIMITS | self._configured
+        self._names: set[str] = set()
         self.forget()
 
     def forget(self) -> None:
@@ -103,7 +103,7 @@ class Watch:
     @property
     def acts(self) -> bool:
         """Whether a limit that was asked for ends the run or returns it to a checkpoint."""
-        return any(limit.action in ("rollback", "stop") for limit in self._asked.values())
+        return any(limit.action in ("rollback", "stop") for limit in self._configured.values())
 
     def __call__(self, step: int, record: Mapping[str, Any]) -> Broken:
         """Actions after a step.
@@ -138,12 +138,12 @@ class Watch:
 
     def _check_names(self, record: Mapping[str, Any]) -> None:
         """Raises at the first step; those of evaluations are checked before it."""
-        if self._known:
+        if self._names:
             return
-        self._known = set(record)
-        for name in self._asked:
+        self._names = set(record)
+        for name in self._configured:
             if name not in record and not name.startswith("eval/"):
-                raise unknown_choice("watch", name, self._known - {"step"})
+                raise unknown_choice("watch", name, self._names - {"step"})
 
 
 def skip_rule(

@@ -73,7 +73,7 @@ weights and marks. A part of an objective may bring further ones along, each a `
 
 
 class StopReason(enum.IntEnum):
-    """Why a sequence ended; ``RUNNING`` marks one that has not.
+    """Reason for the end of a sequence; ``RUNNING`` before it.
 
     The sampler ends it at a stop token, the length limit or a stop string, or it is aborted. An
     environment is DONE, reached its limit of TURNS, FAILED, or did not answer in time (TIMEOUT). A
@@ -105,6 +105,7 @@ class Prompt:
       meta: further fields of the source, passed to reward functions untouched.
       solution: [s] int32, the token ids of a completion that the data gives, its end-of-text token
         included; None where none was asked for.
+      messages: the prompt as chat messages, where the data gives it so; else ().
     """
 
     id: int
@@ -113,6 +114,7 @@ class Prompt:
     answer: Any
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     solution: np.ndarray | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prompt:
         """Itself: it never changes, and its ``meta`` may be of a kind that cannot be copied."""
@@ -120,7 +122,7 @@ class Prompt:
 
 
 class RoutingRecord(struct.PyTreeNode):
-    """Which experts tokens were sent to, in each of the n sparse layers; -1 is not on record.
+    """Experts of each token in each of the n sparse layers; -1 where not recorded.
 
     int8, or int16 where there are more than 128 experts.
 
@@ -135,7 +137,7 @@ class RoutingRecord(struct.PyTreeNode):
 
 
 class Rollout(struct.PyTreeNode):
-    """What the sampler did: tokens, and everything recorded while drawing them.
+    """Completions as sampled: tokens, and everything recorded while sampling them.
 
     Attributes:
       prompt_tokens: [N, P] int32, each prompt from column 0, then padding of any value.
@@ -178,7 +180,7 @@ class Rollout(struct.PyTreeNode):
 
 
 class Packing(struct.PyTreeNode):
-    """How the completions of a batch lie end to end in rows; see ``train/packing.py``.
+    """Layout of a batch's completions packed end to end in rows; see ``train/packing.py``.
 
     In a batch every array has a leading axis of the parts that the batch is split into, and
     prompts and members are counted in their part.
@@ -201,8 +203,26 @@ class Packing(struct.PyTreeNode):
     ends: Array | None = None
 
 
+SILENT = "silent"
+"""The label [N, G] int32 of members whose bit r is set where reward part r has no opinion of it."""
+
+
+def opinions(rewards: Any, ids: Mapping[str, Any]) -> Any:
+    """[N, G, R] bool: whether each part has an opinion of each member; where not, it pays 0.
+
+    Args:
+      rewards: [N, G, R] float32, NumPy or JAX.
+      ids: labels, with or without ``SILENT``.
+    """
+    xp = rewards.__array_namespace__()
+    if SILENT not in ids:
+        return xp.ones(rewards.shape, dtype=bool)
+    bits = xp.arange(rewards.shape[-1], dtype=xp.int32)[None, None]
+    return ((ids[SILENT][..., None] >> bits) & 1) == 0
+
+
 class Batch(struct.PyTreeNode):
-    """What one training step reads: groups of completions with their rewards.
+    """Input of one training step: groups of completions with their rewards.
 
     Preference pairs are groups of two (chosen, rejected); supervised examples groups of one.
 
@@ -212,7 +232,8 @@ class Batch(struct.PyTreeNode):
       tokens: [N, G, T] int32.
       lengths: [N, G] int32, completion tokens present.
       mask: [N, G, T] bool, True where the token is trained on.
-      rewards: [N, G, R] float32, points, one column per reward part, unweighted.
+      rewards: [N, G, R] float32, points, one column per reward part, unweighted; 0 where the
+        part has no opinion of the member, see ``opinions``.
       reward_weights: [R] float32; the scalar reward is the weighted sum of the parts.
       members: [N, G] bool, True where the member exists, did not fail, and counts in its group's
         statistics.
@@ -323,7 +344,7 @@ def stream(key: Array, name: str, index: Array | int) -> Array:
 
 
 class Branching(NamedTuple):
-    """How the members of a group branch off one another: what makes a group a tree.
+    """Branching of a group's members off one another, which makes the group a tree.
 
     ``roots`` members are drawn from the prompt. The others come in ``rounds`` of equally many, each
     of which leaves a member that is there at one of the tokens that this one drew, and continues
@@ -491,7 +512,7 @@ class Regularizer(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What to maximise, as a value: replace a field to get another algorithm.
+    """An algorithm as a value: replace a field to get another one.
 
     Attributes:
       advantage: from rewards to advantages.
@@ -524,9 +545,9 @@ class Objective(NamedTuple):
     @property
     def frozen(self) -> frozenset[str]:
         """Names of the policies that are read and not trained: "ref", "teacher", ..."""
-        own = {"sampler", "proximal"}
+        not_frozen = {"sampler", "proximal"}
         ending = "_logprobs"
-        names = {n.removesuffix(ending) for n in self.needs if n.endswith(ending)} - own
+        names = {n.removesuffix(ending) for n in self.needs if n.endswith(ending)} - not_frozen
         return frozenset(names).union(*(s.policies for s in self.statistics)) - {"policy"}
 
     @property
@@ -542,12 +563,12 @@ class Objective(NamedTuple):
 
 
 class Cache(struct.PyTreeNode):
-    """What a network remembers of S rows, perhaps with a past that several rows share.
+    """Cache of S rows, perhaps with a prefix that several rows share.
 
     With M prefixes, rows m * S / M .. (m + 1) * S / M - 1 share prefix m.
 
     Attributes:
-      own: the network's arrays, rows [S, ...] leading; entry 0 is the token right after the prefix.
+      rows: the network's arrays, [S, ...] each; entry 0 is the token right after the prefix.
       prefix: arrays of the same kind, [M, ...]; None where nothing is shared.
       prefix_lengths: [M] int32, tokens of each prefix that count; None without prefixes.
       column: [] int32, for one call of ``Network.extend``: the entry that the one token of every
@@ -555,17 +576,17 @@ class Cache(struct.PyTreeNode):
         differ. A network may ignore it.
     """
 
-    own: Any
+    rows: Any
     prefix: Any = None
     prefix_lengths: Array | None = None
     column: Array | None = None
 
     def offsets(self) -> Array:
-        """[S] int32: the position of each row's first own token."""
-        rows = jax.tree.leaves(self.own)[0].shape[0]
+        """[S] int32: the position of each row's first token after its prefix."""
+        count = jax.tree.leaves(self.rows)[0].shape[0]
         if self.prefix_lengths is None:
-            return jnp.zeros(rows, jnp.int32)
-        return jnp.repeat(self.prefix_lengths, rows // self.prefix_lengths.shape[0])
+            return jnp.zeros(count, jnp.int32)
+        return jnp.repeat(self.prefix_lengths, count // self.prefix_lengths.shape[0])
 
 
 class SharedRows(NamedTuple):
@@ -616,7 +637,7 @@ class Head(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How the parameters of a network fall into a frozen base and what is trained on top of it.
+    """Division of a network's parameters into a frozen base and trained adapters.
 
     The base alone is a tree that the network's functions take too: the policy as it was.
 
@@ -657,7 +678,7 @@ class Stack(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """How a network's parameters are made of those of another one, and those of them.
+    """Conversion of a network's parameters from those of another one, and back.
 
     Attributes:
       network: the other one, all of whose weights are trained.
@@ -678,7 +699,7 @@ class Derived(NamedTuple):
 
 
 class Views(NamedTuple):
-    """What statistics may read of a network besides its logits; see ``Statistic.over``.
+    """Views of a network that statistics may read besides logits; see ``Statistic.over``.
 
     Attributes:
       vocabulary: (params, hidden [..., D]) -> arrays [...], [..., V] or [..., n, V] by name.
@@ -692,7 +713,7 @@ class Views(NamedTuple):
 
 
 class NetworkExtras(NamedTuple):
-    """What a network may bring besides; None wherever it cannot.
+    """Optional abilities of a network; None where it lacks one.
 
     Attributes:
       fill: (weights, cache, tokens [N, P], lengths [N]) -> cache: what ``extend`` makes of an empty

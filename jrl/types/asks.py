@@ -1,4 +1,4 @@
-"""Asks: which members to draw for which problems, and how. What a plan returns and a source plays.
+"""Asks: members to sample for each problem, and their settings; from plans to sources.
 
     ask = new_ask(tickets, rows, group)                   # G members of each of N problems
     request = DrawRequest(key, weights, versions, step, (ask, greedy))
@@ -84,7 +84,7 @@ Asks = tuple[Ask, ...]
 
 
 class DrawRequest(struct.PyTreeNode):
-    """What a source is asked for.
+    """A request for the groups of a training step.
 
     Attributes:
       key: the run's root key.

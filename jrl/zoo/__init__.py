@@ -1,1 +1,27 @@
 """Methods, environments and tools that one paper, one game or one other library needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+HOMES = {
+    "jrl.zoo.envs.answer_rewards": ("answer_f1",),
+    "jrl.zoo.envs.propositions": ("parse_formula", "provable"),
+    "jrl.zoo.envs.subgoals": ("model_planner", "prove_by_parts"),
+    "jrl.zoo.networks.policies": ("Policies",),
+    "jrl.zoo.tools.calculator": ("calculator_tool",),
+}
+"""Module -> public names."""
+
+if TYPE_CHECKING:
+    from jrl.zoo.envs.answer_rewards import answer_f1 as answer_f1
+    from jrl.zoo.envs.propositions import parse_formula as parse_formula
+    from jrl.zoo.envs.propositions import provable as provable
+    from jrl.zoo.envs.subgoals import model_planner as model_planner
+    from jrl.zoo.envs.subgoals import prove_by_parts as prove_by_parts
+    from jrl.zoo.networks.policies import Policies as Policies
+    from jrl.zoo.tools.calculator import calculator_tool as calculator_tool
+else:
+    from jrl.system.lazy_names import lazy_names
+
+    __all__, __getattr__, __dir__ = lazy_names(__name__, HOMES)

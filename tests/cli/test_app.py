@@ -289,13 +289,31 @@ def test_eval_under_a_budget(replace, run_dir):
 
 
 def test_sample_prints_prompts_completions_and_rewards(replace):
-    def sample_run(config, *, prompts, count, checkpoint):
-        assert (prompts, count, checkpoint) == (["2+2?", "3+3?"], 4, None)
+    def sample_run(config, *, prompts, count, samples, checkpoint):
+        assert (prompts, count, samples, checkpoint) == (["2+2?", "3+3?"], 4, 1, None)
         return [{"prompt": "2+2?", "completion": "4 [b]", "rewards": {"math": 1.0}, "length": 2}]
 
     replace("jrl.evaluate", sample_run=sample_run)
     result = jrl("sample", "seed=1", "--prompt", "2+2?", "--prompt", "3+3?")
     assert result.stdout.splitlines() == ["--- 2+2?", "4 [b]", "    rewards math 1  length 2"]
+
+
+def test_sample_answers_a_prompt_once_and_more_often_when_asked(replace):
+    seen = []
+
+    def sample_run(config, *, prompts, count, samples, checkpoint):
+        seen.append(samples)
+        fields = {"prompt": "2?", "completion": "4", "step": 3, "group": 0}
+        return [fields | {"member": m} for m in range(samples or 2)]
+
+    replace("jrl.evaluate", sample_run=sample_run)
+    one = jrl("sample", "seed=1", "-p", "2?").stdout.splitlines()
+    assert one == ["--- 2?", "4", "    step 3"]
+    three = jrl("sample", "seed=1", "-p", "2?", "-n", 3).stdout.splitlines()
+    assert three[2::3] == [f"    step 3  group 0  member {m}" for m in range(3)]
+    jrl("sample", "seed=1", "-p", "2?", "sampling.group=5")
+    jrl("sample", "seed=1")
+    assert seen == [1, 3, None, None]
 
 
 def test_sample_shows_an_episode_turn_by_turn_in_the_environment_asked_for(replace):
@@ -305,7 +323,7 @@ def test_sample_shows_an_episode_turn_by_turn_in_the_environment_asked_for(repla
         {"by": "policy", "text": "42", "tokens": 2, "paid": 1.0},
     ]
 
-    def sample_run(config, *, prompts, count, checkpoint):
+    def sample_run(config, *, prompts, count, samples, checkpoint):
         assert config.data.env == "nim"
         return [{"prompt": "6*7?", "completion": "", "turns": said, "length": 5}]
 
@@ -321,7 +339,8 @@ def test_sample_shows_an_episode_turn_by_turn_in_the_environment_asked_for(repla
 
 
 def test_convert_passes_the_directory_on(replace, tmp_path, run_dir):
-    def export_run(config, directory, *, checkpoint, adapters, policy):
+    def export_run(config, directory, *, checkpoint, adapters, policy, name):
+        assert name is None
         return directory / f"{config.seed}-{checkpoint}-{adapters}-{policy}"
 
     replace("jrl.run.export", export_run=export_run)
@@ -352,6 +371,9 @@ def test_methods_lists_them_for_people_and_for_scripts():
     detail = jrl("methods", "grpo").stdout
     assert "arxiv" in detail
     assert "clip_high" in detail
+    spin = " ".join(jrl("methods", "spin").stdout.split())
+    assert "Departures: " in spin, "what differs from the paper is said where a method is shown"
+    assert "loss = " in jrl("methods", "gkd").stdout
 
 
 def test_methods_shows_those_used_most_first():

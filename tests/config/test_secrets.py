@@ -156,6 +156,17 @@ SECRETS = {
     "option": ["serve", "--api-key=abcd1234"],
     "header": "X-Api-Key: abcd1234",
     "database": "Server=x;User=u;Password=abcd1234;",
+    "headers in a list": ["curl", "-H", "Authorization: Bearer abcd1234"],
+    "a command": "curl -H 'Authorization: Bearer abcd1234' http://host",
+    "within a text": "ask with sk-abcdefghijk1234, please",
+    "json": '{"url": "http://host", "api_key": "abcd1234"}',
+    "signed": "https://host/blob?sv=2020&sig=abcd1234",
+    "signed by amazon": "https://host/x?X-Amz-Date=1&X-Amz-Signature=abcd1234",
+    "sentry": "https://abcdefabcdefabcd1234abcd@o1.ingest.host/5",
+    "storage": "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=abcd1234==",
+    "a file of a key": "first\n-----BEGIN OPENSSH PRIVATE KEY-----\nabcd1234",
+    "gitlab": "glpat-abcdefgh1234ABCD",
+    "gcloud": "ya29.abcdefghijk1234",
 }
 HARMLESS = {
     "max_tokens": 5,
@@ -165,6 +176,13 @@ HARMLESS = {
     "url": "http://host:8000/v1?page=2&max_tokens=5",
     "command": ["serve", "--max-tokens", "500", "--name", "x"],
     "ask": "The key question: what is 2 + 2?",
+    "model": "hf-internal-testing/tiny-random-LlamaForCausalLM-1",
+    "package": "sk-learn",
+    "mail": "somebody@example.org",
+    "code": "signature = inspect.signature(f)",
+    "certificate": "-----BEGIN CERTIFICATE-----",
+    "turns": '{"role": "user", "content": "hi"}',
+    "place": "gs://bucket/path@generation",
 }
 
 

@@ -22,7 +22,8 @@ WRONG = {
     "rewards.math.weight=a": "rewards.math.weight = 'a'; must be a number",
     "data.shuffle=True": "data.shuffle = 'True'; must be true or false",
     "log.to=3": "log.to = 3; must be text or a list",
-    "log.to=wandb": "log.to = 'wandb'; must be tensorboard or wandb:PROJECT",
+    "log.to=wandb": "log.to = 'wandb'; must be tensorboard, wandb:PROJECT, "
+    "trackio:PROJECT or mlflow:EXPERIMENT",
     "sampling.int8=cash": "sampling.int8 = 'cash'; did you mean 'cache'? choose from cache, w",
     "frozen.ref=3": "frozen.ref = 3; must be text or a list",
     "frozen.ref=[]": "frozen.ref = []; must not be empty",
@@ -155,6 +156,10 @@ def test_values_do_not_change():
 
 
 def test_reward_options_are_what_is_not_the_weight():
+    short = load_config(None, ["data.train=x.jsonl", "rewards=rewards.py:right"])
+    assert short == load_config(None, ["data.train=x.jsonl", 'rewards={"rewards.py:right"={}}'])
+    several = load_config(None, ["data.train=x.jsonl", 'rewards=["math", "a.py:f"]'])
+    assert list(several.rewards) == ["math", "a.py:f"]
     config = load_config(None, ["rewards.format.weight=2", "rewards.format.pattern='<a>'"])
     assert config.rewards["format"].weight == 2.0
     assert config.rewards["format"].options == {"pattern": "<a>"}

@@ -140,7 +140,7 @@ def test_a_completion_is_what_the_template_writes_after_the_prompt():
     assert texts(judged) == ("u:2+2?;a:", ["4?", "5?"])
 
 
-PAIR = PAIRS["text"]
+PAIR, LIST = PAIRS["text"], {"prompt": "a", "responses": ["b"]}
 WRONG = {
     "line 1: there is no rejected, only prompt, chosen": {"prompt": "a", "chosen": "b"},
     "line 1: there is no scores": {"prompt": "a", "responses": ["b"]},
@@ -157,6 +157,8 @@ WRONG = {
     "2 responses but 1 scores": {"prompt": "a", "responses": ["b", "c"], "scores": [1]},
     "responses is empty": {"prompt": "a", "responses": [], "scores": []},
     "scores holds nan": {"prompt": "a", "responses": ["b"], "scores": [float("nan")]},
+    "scores holds 1e+308; write finite float32": {**LIST, "scores": [1e308]},
+    "scores holds 1000000000000000000000000000000000000000; write": {**LIST, "scores": [10**39]},
     "a message has role and content": {**PAIR, "prompt": [{"from": "human"}]},
     "prompt must be text or a list": {**PAIR, "prompt": 3},
     "it must be one message of the assistant": {"prompt": [Q], "chosen": [Q, A], "rejected": [B]},

@@ -78,6 +78,7 @@ def test_a_directory_and_a_pipe_are_no_missing_files(tmp_path):
         assert "did you mean" not in str(raised.value)
 
 
+@pytest.mark.extra("data")
 def test_parquet_rows_across_row_groups(tmp_path):
     import pyarrow
     import pyarrow.parquet
@@ -106,6 +107,7 @@ def tfds_dir(tmp_path_factory):
     return directory
 
 
+@pytest.mark.extra("tfds")
 def test_gsm8k_prepared_offline_is_read_back(tfds_dir):
     source = open_source("tfds:gsm8k", tfds_dir=str(tfds_dir))
     assert len(source) == 3
@@ -119,6 +121,7 @@ def test_gsm8k_prepared_offline_is_read_back(tfds_dir):
     assert "row 1" in source.where(1)
 
 
+@pytest.mark.extra("tfds")
 def test_tfds_needs_no_tensorflow(tfds_dir):
     code = (
         "import sys; from jrl.data.sources import open_source; "
@@ -128,6 +131,7 @@ def test_tfds_needs_no_tensorflow(tfds_dir):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.extra("tfds")
 def test_any_prepared_tfds_dataset_with_a_config(tmp_path):
     import tensorflow_datasets as tfds
 
@@ -173,6 +177,7 @@ def test_any_prepared_tfds_dataset_with_a_config(tmp_path):
     assert len(open_source("tfds:tiny_sums/test:validation", tfds_dir=str(tmp_path))) == 1
 
 
+@pytest.mark.extra("tfds")
 def test_tfds_errors_name_what_to_set(tfds_dir, tmp_path):
     with pytest.raises(UserError, match=r"not prepared in .*python -m jrl\.data\.gsm8k"):
         open_source("tfds:gsm8k", tfds_dir=str(tmp_path))
@@ -184,6 +189,7 @@ def test_tfds_errors_name_what_to_set(tfds_dir, tmp_path):
         open_source("tfds:gsm9k", tfds_dir=str(tfds_dir))
 
 
+@pytest.mark.extra("tfds")
 def test_preparing_gsm8k_refuses_bad_lines_and_leaves_nothing(tmp_path):
     good = json.dumps(ROWS[0])
     bad = write_lines(tmp_path / "bad.jsonl", good, '{"question": "q", "answer": "4"}')
@@ -195,11 +201,13 @@ def test_preparing_gsm8k_refuses_bad_lines_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.extra("tfds")
 def test_gsm8k_is_not_overwritten(tfds_dir):
     with pytest.raises(UserError, match="already exists"):
         prepare_gsm8k(tfds_dir, {"train": tfds_dir / "train.jsonl"})
 
 
+@pytest.mark.extra("tfds")
 def test_gsm8k_has_a_command(tmp_path):
     path = write_lines(tmp_path / "train.jsonl", json.dumps(ROWS[0]))
     command = [sys.executable, "-m", "jrl.data.gsm8k", "--dir", str(tmp_path / "data")]
@@ -255,3 +263,13 @@ def test_of_a_pattern_every_file_must_be_rows(tmp_path):
     assert open_source(str(tmp_path / "*.tsv"))[0] == {"x": "1"}
     with pytest.raises(UserError, match="line 1: must hold a JSON object"):
         open_source(str(tmp_path / "*.jsonl.gz"))[0]
+
+
+def test_episodes_of_environments_with_problems_of_their_own_need_no_file():
+    source = open_source("episodes:3")
+    assert [source[i]["question"] for i in range(len(source))] == [
+        *("Episode 1.", "Episode 2.", "Episode 3.")
+    ]
+    for wrong in ("episodes:", "episodes:0", "episodes:-1", "episodes:1e3", "episodes:99999999"):
+        with pytest.raises(UserError, match=r"data = 'episodes:.*'; write episodes:N"):
+            open_source(wrong)

@@ -669,7 +669,7 @@ def test_a_coroutine_where_an_environment_belongs_is_named():
     async def made():
         return None
 
-    with pytest.raises(UserError, match="env is a coroutine; give a jrl.episodes.host.HostEnv"):
+    with pytest.raises(UserError, match="env is a coroutine; give a jrl.episodes.HostEnv"):
         check_env(made())
 
 

@@ -303,6 +303,14 @@ def test_reasons_hold_no_addresses():
         assert "a" in broken.reason
 
 
+def test_what_cannot_be_checked_is_told_without_addresses(monkeypatch):
+    why = "it cannot be checked: TypeError('<function f at 0x7f12ab> and <A object at 0x1>')"
+    monkeypatch.setattr("jrl.episodes.tools.fault", lambda *parts: why)
+    said = check_call(Call("add", {}), {"add": SCHEMA})
+    assert isinstance(said, Malformed)
+    assert said.reason.endswith("TypeError('an expression and an expression')")
+
+
 pieces = st.sampled_from(
     [*MARKS, "{", "}", "[", "]", '"', ":", ",", "\\", "name", "f(a=", "1", " "]
 )

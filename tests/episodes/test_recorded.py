@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jrl.episodes.recorded import REWARDED, read
+from jrl.episodes.recorded import REWARDED, read_recorded
 from jrl.episodes.recorded_files import Distribution
 from jrl.episodes.transcript import RowShape, to_rollout
 from jrl.errors import UserError
@@ -44,7 +44,7 @@ class Writer:
     def read(self, directory, **choices):
         text = "".join(json.dumps(line) + "\n" for line in self.lines)
         (directory / "a.jsonl").write_text(text)
-        return read(directory, **choices)
+        return read_recorded(directory, **choices)
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_line_that_is_no_completion_is_named(writer, tmp_path, changes, said):
 
 def test_what_is_no_recording_is_named(writer, tmp_path):
     with pytest.raises(UserError, match="holds no recording"):
-        read(tmp_path)
+        read_recorded(tmp_path)
     writer.lines = [{"question": "1+1="}]
     with pytest.raises(UserError, match="line 1: not the beginning of a recording of format 1"):
         writer.read(tmp_path)
@@ -182,11 +182,11 @@ def test_what_is_no_recording_is_named(writer, tmp_path):
 def test_a_file_that_was_cut_at_its_first_line_is_empty(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"kind": "ser')
     (tmp_path / "b.jsonl").write_text("")
-    counts = read(tmp_path).counts
+    counts = read_recorded(tmp_path).counts
     assert (counts.files, counts.broken, counts.completions) == (0, 1, 0)
 
 
 def test_a_distribution_says_its_keys():
     assert str(Distribution(0.7, 5, biased=True)) == (
-        "temperature = 0.7, top_k = 5, top_p = 1, min_p = 0, and a logit_bias"
+        "temperature = 0.7, top_k = 5, top_p = 1, min_p = 0, and a logit_bias or a grammar"
     )

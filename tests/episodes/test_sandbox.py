@@ -78,7 +78,7 @@ def test_code_ends_in_time(sandbox, name, monkeypatch):
 
 
 def test_there_is_no_network_and_no_one_else(sandbox):
-    if not sandbox.apart:
+    if not sandbox.isolated:
         pytest.skip("unshare cannot be used here")
     code = "import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=1)"
     assert "OSError" in asyncio.run(sandbox.run(code)).output.replace("ConnectionRefused", "OS")
@@ -169,11 +169,11 @@ def test_sockets_that_no_namespace_holds_are_refused(either):
     assert "PermissionError" in vsock.output
     assert "PermissionError" in packets.output
     own = asyncio.run(either.run(code.format("socket.AF_INET", "socket.SOCK_STREAM")))
-    assert own.status == ("ok" if either.apart else "error")
+    assert own.status == ("ok" if either.isolated else "error")
 
 
 def test_temporary_directories_share_their_limit(sandbox):
-    if not sandbox.apart:
+    if not sandbox.isolated:
         pytest.skip("unshare cannot be used here")
     code = (
         "for i, place in enumerate(('/tmp', '/var/tmp', '/dev/shm', '/tmp', '/run')):\n"
@@ -217,7 +217,7 @@ def test_without_unshare_the_limits_hold(monkeypatch, caplog):
     finally:
         monkeypatch.undo()
         module._way_in.cache_clear()
-    assert not weaker.apart
+    assert not weaker.isolated
     assert weaker.offline
     assert "code has no network and writes to a directory of its own alone" in caplog.text
     for family in ("AF_INET", "AF_INET6", "AF_UNIX"):
@@ -236,7 +236,7 @@ def test_code_that_would_have_the_network_is_refused(monkeypatch):
     with pytest.raises(UserError, match="seccomp=unconfined, or set network = true"):
         Sandbox()
     weaker = Sandbox(network=True)
-    assert (weaker.apart, weaker.offline) == (False, False)
+    assert (weaker.isolated, weaker.offline) == (False, False)
 
 
 def test_runs_wait_for_each_other_and_their_waiting_is_free():

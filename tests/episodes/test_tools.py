@@ -174,7 +174,7 @@ def test_limits_that_nothing_can_keep_are_named():
         tool_env(TOOLS, HERMES, reward, Limits(turns=0))
     with pytest.raises(UserError, match="malformed = 'stop'; choose from end, tell"):
         tool_env(TOOLS, HERMES, reward, Limits(), malformed="stop")
-    with pytest.raises(UserError, match=r"env is a dict; give a jrl.episodes.host.HostEnv"):
+    with pytest.raises(UserError, match=r"env is a dict; give a jrl.episodes.HostEnv"):
         check_env({})
 
 

@@ -50,6 +50,7 @@ ONLY_WITH = {
     "deepsearch": {("hard", "attempts", "above", "each", "kept_prompts"): {"round_steps": 4}},
     "digirl": {("each", "kept_prompts"): {"replayed": 0.5}},
     "degrpo": {("gamma", "correct"): {"think_token": 1}},
+    "gkd": {("tail",): {"top_k": 3}},
     "gpg": {("eps", "ddof"): {"normalise": "std"}},
     "masa": {("imitation_coef", "cutoff"): {"efficient": True}},
     # The first stage is DPO, the second PPO with all of its coefficients.

@@ -72,6 +72,24 @@ def test_sampled_gkd_estimates_by_the_drawn_tokens(kind):
     check(get_method("gkd", divergence=kind, beta=beta, over="sampled"), reference, batches=batches)
 
 
+def test_gkd_over_the_teacher_s_likeliest_tokens_minimises_that_divergence():
+    name = "forward_top_64_cut_from_teacher"
+
+    def reference(d, frozen):
+        return sequence_means(d, lambda at: getattr(d, name)[at])
+
+    def prepare(d, rng):
+        setattr(d, name, numbers(rng, *d.mask.shape) ** 2)
+
+    method = get_method("gkd", divergence="forward", top_k=64, tail="cut")
+    assert [s.name for s in method.objective.statistics] == [name]
+    check(method, reference, wrt=(name,), prepare=prepare, batches=((0, 0.3),))
+    with pytest.raises(UserError, match=r"gkd.over = 'sampled' with gkd.top_k = 2"):
+        get_method("gkd", over="sampled", top_k=2)
+    with pytest.raises(UserError, match=r"gkd.tail = 'gone'; give one of renormalised, cut"):
+        get_method("gkd", top_k=2, tail="gone")
+
+
 def test_sampled_gkd_refuses_demonstrations():
     with pytest.raises(UserError, match=r"gkd.over = 'sampled' with gkd.demonstrations = 2"):
         get_method("gkd", over="sampled", demonstrations=2)

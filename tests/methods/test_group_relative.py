@@ -176,7 +176,8 @@ def grpo_off_policy_loss(d, lp, frozen, limit=0.1):
 def bnpo_loss(d, lp, frozen):
     p = {n: np.mean([d.rewards[n, i] for i in members_of(d, n)]) for n in range(len(d.rewards))}
     p = {n: mean for n, mean in p.items() if members_of(d, n)}
-    mean, variance = (f(list(p.values())) for f in (np.mean, np.var))
+    means = list(p.values())
+    mean, variance = np.mean(means), np.var(means, ddof=1) if len(means) > 1 else 0.0
     alpha = beta = 1.0
     if variance > 0:
         both = min(mean * (1 - mean) / variance - 1, 300)

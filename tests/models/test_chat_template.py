@@ -94,7 +94,7 @@ WORK = {
     "{{ [1] | slice(10**9) | list }}": "a list of more than 100000 items",
     "{{ [1] * 10**7 }}": "a list of more than 100000 items",
     "{{ ('x' * 10**6) | list | sort }}": "a list of more than 100000 items",
-    "{{ ([[1] * 3000] * 3000) | sum(start=[]) }}": "sum of what are no numbers",
+    "{{ ([[1] * 3000] * 3000) | sum(start=[]) }}": "sum of values that are not numbers",
     "{{ '{:>{w[0]}}'.format(1, w=[10**10]) }}": "more than 10000000 characters",
     "{{ ('a' * 9999999).translate({97: 'xy'}) }}": "more than 10000000 characters",
     "{{ ('ä' * 5000000) | urlencode }}": "urlencode of a text of 5000000 characters",
@@ -180,7 +180,7 @@ def test_a_value_that_cannot_be_sent_is_named():
 
 
 def test_chance_is_refused_and_the_clock_is_named(caplog):
-    with pytest.raises(UserError, match="draws at random"):
+    with pytest.raises(UserError, match="uses random numbers"):
         render("{{ [1, 2] | random }}", TALK, "DIR")
     chat_template._warn_of_clock.cache_clear()
     for _ in range(2):

@@ -200,7 +200,7 @@ def test_extend_equals_hidden(kind, packed):
     index = [(0, 3), (1, 1), (0, 4), (1, 2), (0, 5), (1, 3), (0, 6)]
     got = jnp.stack(outputs)
     np.testing.assert_allclose(got, jnp.stack([want[i] for i in index]), atol=1e-5)
-    assert cache.own["live"].sum(axis=1).tolist() == [7, 4]
+    assert cache.rows["live"].sum(axis=1).tolist() == [7, 4]
 
 
 @kinds

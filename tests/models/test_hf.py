@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from needs_extra import require
 
 from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.transformer import transformer
 
-torch = pytest.importorskip("torch")
+require("dev", "torch", "transformers")
+import torch  # noqa: E402
+
 torch.set_num_threads(1)
 
 SHAPE = {

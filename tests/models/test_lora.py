@@ -29,6 +29,8 @@ SPARSE = {"experts": 4, "experts_per_token": 2, "expert_mlp_dim": 16}
 TOKENS = np.random.default_rng(0).integers(0, 48, (2, 7))
 NETWORK = transformer(CONFIG)
 
+CHANGES_BASE = ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")
+
 
 def noisy(network, seed=0):
     """Parameters whose adapters do something."""
@@ -155,9 +157,11 @@ def test_axes_are_shaped_like_the_parameters():
 # ---------------------------------------------------------------- files
 
 
+@pytest.mark.extra("dev", "torch", "transformers")
 def test_the_merged_export_is_the_policy_for_transformers(tmp_path):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     network = with_adapters(NETWORK, CONFIG, Lora(4, 8.0))
     params = noisy(network)
     hf.save(tmp_path / "whole", CONFIG, jax.device_get(plain_policy(params, network)))
@@ -210,6 +214,18 @@ def test_the_adapter_files_hold_what_is_added_to_each_matrix(tmp_path):
         load_adapters(tmp_path, CONFIG, lora=lora)
     with pytest.raises(UserError, match="exists and is not empty"):
         save_adapters(tmp_path / "a", CONFIG, trained, lora=lora)
+    about = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    for key, value, message in (
+        *(("init_lora_weights", x, "changes the model's own weights") for x in CHANGES_BASE),
+        ("alora_invocation_tokens", [1], r"alora_invocation_tokens is \[1\] there"),
+    ):
+        (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(about | {key: value}))
+        with pytest.raises(UserError, match=message):
+            load_adapters(tmp_path / "a", CONFIG, lora=lora)
+    for start in (False, "gaussian", "eva", "orthogonal"):
+        changed = about | {"init_lora_weights": start}
+        (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(changed))
+        load_adapters(tmp_path / "a", CONFIG, lora=lora)
 
 
 @pytest.mark.filterwarnings("ignore")  # what the two libraries think of each other's releases

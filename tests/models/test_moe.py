@@ -178,7 +178,7 @@ def test_replayed_experts_get_the_weights_that_the_scores_give_them():
             jnp.asarray(logits), experts_per_token=K, norm_topk_prob=norm, recorded=record
         )
         own = np.argsort(-logits, axis=1)[:, :K]
-        np.testing.assert_array_equal(to.own, own)
+        np.testing.assert_array_equal(to.scored_experts, own)
         np.testing.assert_array_equal(to.experts, [[4, 0], own[1], [2, 3]])
         probs = np.take_along_axis(softmax(logits.astype(np.float64)), np.asarray(to.experts), 1)
         expected = probs / probs.sum(1, keepdims=True) if norm else probs

@@ -268,6 +268,23 @@ def test_a_normalizer_that_multiplies_text_is_refused(checkpoint, name):
         load_tokenizer(directory)
 
 
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
+def test_a_pattern_without_end_in_a_tokenizer_gives_up(checkpoint, part):
+    directory = checkpoint()
+    content = json.loads((directory / "tokenizer.json").read_text())
+    pattern = {"Regex": "(a+)+$"}
+    content[part] = {
+        "normalizer": {"type": "Replace", "pattern": pattern, "content": "b"},
+        "pre_tokenizer": {
+            **{"type": "Split", "pattern": pattern},
+            **{"behavior": "Isolated", "invert": False},
+        },
+    }[part]
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="cannot be used on .*retry-limit"):
+        load_tokenizer(directory).encode("a" * 4000 + "!")
+
+
 def test_usual_normalizers_are_read(checkpoint):
     directory = checkpoint()
     content = json.loads((directory / "tokenizer.json").read_text())
@@ -351,7 +368,10 @@ def test_a_long_text_is_encoded_without_the_interpreters_lock(tmp_path):
     assert max(b - a for a, b in itertools.pairwise(seen)) < 0.7 * (ended - began)
 
 
+@pytest.mark.extra("dev", "transformers")
 def test_the_built_in_tokenizer_is_read_back_here_and_by_transformers(tmp_path):
+    import transformers
+
     built_in = char_tokenizer()
     built_in.save(tmp_path)
     text = "50352> is 02355, a?"
@@ -360,7 +380,6 @@ def test_the_built_in_tokenizer_is_read_back_here_and_by_transformers(tmp_path):
     assert read.encode(text) == ids
     assert (read.vocab_size, read.eos_id, read.pad_id) == (built_in.vocab_size, 1, 0)
     assert read.decode([*ids, 1, 0]) == text
-    transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert theirs(text)["input_ids"] == ids
     assert (theirs.eos_token_id, theirs.pad_token_id) == (1, 0)

@@ -92,7 +92,7 @@ def test_extend_writes_only_live_tokens():
     positions = jnp.array([[0, 1], [0, 9]])
     live = jnp.array([[True, False], [True, True]])
     _, cache = network.extend(weights, cache, tokens, positions, live)
-    keys = np.array([np.asarray(piece["k"]) for (piece,) in cache.own])
+    keys = np.array([np.asarray(piece["k"]) for (piece,) in cache.rows])
     written = (keys != 0).any((0, 2, 4))
     assert written.tolist() == [[True, False, False, False], [True, False, False, False]]
 
@@ -349,7 +349,7 @@ def test_sharded_numbers_equal_one_device(variant):
         got = jax.jit(run)(placed, jax.device_put(tokens, batch_sharding(mesh)))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    assert not got[2].own[0][0]["k"].sharding.is_fully_replicated
+    assert not got[2].rows[0][0]["k"].sharding.is_fully_replicated
 
 
 def test_a_tables_gradient_goes_to_the_shard_that_holds_it():

@@ -11,13 +11,17 @@ import pytest
 from jrl.errors import UserError
 from jrl.objectives.distill import (
     KINDS,
+    TAILS,
     between,
     divergence,
     forward_kl,
     generalized_jsd,
+    on_top_k,
     reverse_kl,
     sampled_divergence,
     teacher_reward_to_go,
+    top_k_divergence,
+    top_k_of,
     total_variation,
 )
 
@@ -197,3 +201,88 @@ def test_statistics_of_several_divergences_live_side_by_side():
         divergence(*x).name for x in (("reverse",), ("jsd",), ("jsd", 0.1), ("jsd", 0.1, "ref"))
     }
     assert len(names) == 4
+
+
+# ---------------------------------------------------------------- the teacher's likeliest tokens
+
+
+def released_top_k(kind, tail, student, teacher, k, beta=0.3):
+    """The losses of NeMo-RL, ROLL and verl, and the one with a bucket, in float64."""
+    q, p = softmax(student), softmax(teacher)
+    top = np.argsort(-p, kind="stable")[:k]
+    rest = np.setdiff1d(np.arange(len(p)), top)
+    if tail == "renormalised":
+        q, p = q[top] / q[top].sum(), p[top] / p[top].sum()
+    elif tail == "bucket" and len(rest):
+        q, p = (np.append(x[top], x[rest].sum()) for x in (q, p))
+    elif tail == "floor":
+        left = p[top] / p[top].sum()
+        if kind == "reverse":  # NeMo-RL's correction: H_rest - log_infinitesimal P_rest
+            head = (q[top] * (np.log(q[top]) - np.log(left))).sum()
+            return head + (q[rest] * np.log(q[rest])).sum() + 100 * q[rest].sum()
+        p = np.full(len(p), np.exp(-100.0))
+        p[top] = left
+    else:
+        q, p = q[top], p[top]
+    if kind == "jsd":
+        m = beta * p + (1 - beta) * q
+        return beta * kl(p, m) + (1 - beta) * kl(q, m)
+    return kl(p, q) if kind == "forward" else kl(q, p)
+
+
+@pytest.fixture(scope="module")
+def top_k_slope():
+    """(kind, tail) -> (student's logits, teacher's) -> the statistic and its gradients."""
+
+    def of(kind, tail, k):
+        apply = top_k_divergence(kind, k, tail, 0.3).apply
+
+        def value(student, teacher):
+            names = {"policy": student, "teacher": teacher}
+            return apply({n: jax.nn.log_softmax(x) for n, x in names.items()}, jnp.int32(0))
+
+        return jax.jit(jax.value_and_grad(value, argnums=(0, 1)))
+
+    return of
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_top_k_divergences_are_those_of_the_released_codes(kind, tail, top_k_slope):
+    for k in (2, V):
+        slope = top_k_slope(kind, tail, k)
+        for seed in range(3):
+            student, teacher = distributions(seed), distributions(seed + 50)
+            value, (gradient, none) = slope(f32(student), f32(teacher))
+            reference = released_top_k(kind, tail, student, teacher, k)
+            assert value == pytest.approx(reference, rel=1e-4, abs=1e-6)
+            assert not none.any(), "nothing is learned by the teacher"
+            for v, step in enumerate(1e-6 * np.eye(V)):
+                up, down = (
+                    released_top_k(kind, tail, student + s, teacher, k) for s in (step, -step)
+                )
+                assert gradient[v] == pytest.approx((up - down) / 2e-6, rel=2e-3, abs=1e-4)
+            if k == V:
+                whole = expected(kind, student, teacher)
+                assert value == pytest.approx(whole, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("tail", ["renormalised", "cut", "bucket"])
+def test_tokens_that_both_truncations_removed_add_nothing_to_a_top_k_divergence(tail, top_k_slope):
+    student, teacher = distributions(0, (1, 4)), distributions(1, (1, 4))
+    value, (gradient, _) = top_k_slope("forward", tail, 5)(f32(student), f32(teacher))
+    assert value == pytest.approx(released_top_k("forward", tail, student, teacher, 4), rel=1e-4)
+    assert np.isfinite(gradient).all()
+
+
+def test_the_bucket_holds_what_is_left_and_bounds_the_divergence_from_below():
+    student, teacher = (jax.nn.log_softmax(f32(distributions(s))) for s in (3, 53))
+    whole = float(forward_kl(student, teacher))
+    bounds = [float(forward_kl(*on_top_k(student, top_k_of(teacher, k), "bucket"))) for k in (1, 3)]
+    assert 0 < bounds[0] < bounds[1] < whole
+    assert np.exp(on_top_k(student, top_k_of(teacher, 2), "bucket")[0]).sum() == pytest.approx(1)
+
+
+def test_an_unknown_tail_names_the_choices():
+    with pytest.raises(UserError, match="tail = 'gone'"):
+        top_k_divergence(tail="gone")

@@ -148,9 +148,9 @@ def test_the_page_on_configurations_has_the_table_of_the_compiled_plans():
 
 
 @pytest.mark.parametrize("name", pods.SLICES)
+@pytest.mark.extra("plan")
 def test_the_plans_on_record_are_of_the_configurations_as_they_are(name):
     """Meshes, floors and model FLOPs, which nothing has to be compiled for."""
-    pytest.importorskip("libtpu")
     topology, row = parse_topology(pods.SLICES[name]), ROWS[name]
     run = abstract_run(
         config := load_config(CONFIGS / f"{name}.toml"), plan.plan_mesh(config, topology)

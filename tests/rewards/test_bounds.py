@@ -116,8 +116,8 @@ for text in json.load(sys.stdin):
 """
 
 
+@pytest.mark.extra("math")
 def test_nasty_answers_take_little_time_and_memory(checkout):
-    pytest.importorskip("math_verify")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         input=json.dumps(NASTY),

@@ -1,5 +1,6 @@
 """Reward functions in JRL's form and in TRL's: told apart, called, and refused in one line."""
 
+import dataclasses
 import pickle
 import types
 
@@ -15,7 +16,7 @@ from jrl.user_code import given
 
 def sample(completion, answer="4", **meta):
     prompt = types.SimpleNamespace(
-        id=0, text="2+2?", tokens=np.zeros(1, np.int32), answer=answer, meta=meta
+        id=0, text="2+2?", tokens=np.zeros(1, np.int32), answer=answer, meta=meta, messages=()
     )
     return Sample(prompt, completion, np.array([5, 6], np.int32), "stop_token")
 
@@ -113,7 +114,7 @@ def test_a_function_of_columns_in_a_file_and_in_workers(tmp_path):
     reward = make_reward(f"{path}:short", limit=2)
     assert reward([sample("4"), sample("44")]) == [1.0, 0.0]
     with RewardPool({"short": reward}, workers=1, timeout_seconds=60) as pool:
-        points, _ = pool.scores([sample("4"), sample("44")], group=1)
+        points, _, _ = pool.scores([sample("4"), sample("44")], group=1)
     assert points.tolist() == [[1.0], [0.0]]
 
 
@@ -139,3 +140,47 @@ def test_options_of_a_function_of_columns_are_its_arguments(tmp_path):
     assert make_reward(name, scale=2.0)(SAMPLES) == [2.0, 0.0]
     with pytest.raises(UserError, match=r"scaled.scael = 2: .*did you mean 'scale'"):
         make_reward(name, scael=2)
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, extra_info) == ("gsm8k", {"split": "train"})
+    return {"score": float(solution_str == ground_truth), "length": 3}
+
+
+async def on_its_own(completions, **columns):
+    return [None if c == "4" else 0.5 for c in completions]
+
+
+def with_state(completions, trainer_state):
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+
+def of_chat(prompts, completions, **columns):
+    assert prompts[0][0] == {"role": "user", "content": "2+2?"}
+    return [float(c[0]["content"] == "4") for c in completions]
+
+
+def test_a_function_of_verl_is_asked_for_each_solution():
+    assert form_of(verl, "r") == "solution"
+    told = [sample(text, data_source="gsm8k", extra_info={"split": "train"}) for text in ("4", "5")]
+    assert adapted(verl)(told) == [1.0, 0.0]
+    check_columns(verl, (), "r")
+
+
+def test_an_async_function_and_one_that_reads_the_step():
+    assert adapted(on_its_own)(SAMPLES) == [None, 0.5]
+    timed = [dataclasses.replace(s, step=3, steps=6) for s in SAMPLES]
+    assert adapted(with_state)(timed) == [0.5, 0.5]
+
+
+def test_prompts_as_messages_make_completions_messages():
+    chat = [
+        dataclasses.replace(
+            s,
+            prompt=types.SimpleNamespace(
+                **{**vars(s.prompt), "messages": ({"role": "user", "content": "2+2?"},)}
+            ),
+        )
+        for s in SAMPLES
+    ]
+    assert adapted(of_chat)(chat) == [1.0, 0.0]

@@ -39,8 +39,8 @@ def test_numbers(completion, answer, points):
 
 
 @pytest.mark.parametrize(("completion", "answer", "points"), EXPRESSIONS)
+@pytest.mark.extra("math")
 def test_expressions_with_math_verify(completion, answer, points):
-    pytest.importorskip("math_verify")
     assert judge(completion, answer) == points
 
 

@@ -203,9 +203,9 @@ def test_the_command_says_what_is_missing_and_keeps_what_is_there(small):
     assert "already holds a comparison; name a new directory" in run.output
 
 
+@pytest.mark.extra("plot")
 def test_the_plot_of_many_methods_can_be_read(tmp_path, monkeypatch):
     """27 names that do not overlap, and rewards as rows: no legend of 27 colours."""
-    pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
     drawn = []

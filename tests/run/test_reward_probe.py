@@ -9,6 +9,7 @@ from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.run.reward_probe import probe_rewards
 from jrl.train import build
+from jrl.train.reward_parts import reward_pool
 
 WRONG = {
     "completions[0][0]['content']": r"write completions\[i\] where TRL's",
@@ -32,7 +33,7 @@ def run_of(place, name, body, *more):
     own = f"rewards={{{json.dumps(f'{place}/{name}.py:f')}={{}}}}"
     names = [f"model.path={json.dumps(str(place / 'model'))}", f"data.train={place / 'a.jsonl'}"]
     config = load_config(None, [*names, own, "reward_pool.workers=0", *more])
-    return build.setup(config), build.reward_pool(config)
+    return build.setup(config), reward_pool(config)
 
 
 @pytest.mark.parametrize("body", WRONG)
@@ -73,7 +74,7 @@ def test_on_a_task_with_one_of_its_problems(place):
         own = f"rewards={{{json.dumps(f'{place}/task.py:{name}')}={{}}}}"
         given = ["data.task=sorting", f"model.config={sizes}", own, "reward_pool.workers=0"]
         config = load_config(None, given)
-        run, pool = build.setup(config), build.reward_pool(config)
+        run, pool = build.setup(config), reward_pool(config)
         if said is None:
             probe_rewards(run, pool)
             continue

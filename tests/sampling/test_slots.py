@@ -359,7 +359,7 @@ def test_refresh_with_new_parameters_scores_under_them():
     others = NETWORK.prepare(jax.tree.map(lambda x: x + 0.1, params()))
     wrong = recompute(others, slots, np.repeat(prompts(), G, axis=0))
     right = recompute(weights(), wrong, np.repeat(prompts(), G, axis=0))
-    assert not np.array_equal(wrong.cache.own[0][0]["k"], slots.cache.own[0][0]["k"])
+    assert not np.array_equal(wrong.cache.rows[0][0]["k"], slots.cache.rows[0][0]["k"])
     assert_same(advance(right, steps=T), rollout(), atol=1e-5)
 
 

@@ -9,8 +9,10 @@ import http.client
 import json
 import math
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from needs_extra import require
 
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
@@ -32,9 +35,11 @@ from jrl.serving.server import HttpServer, run
 from jrl.serving.worker import EngineWorker
 from jrl.types import StopReason
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-openai = pytest.importorskip("openai", reason="the openai client is not installed")
+require("serve")
+require("dev", "openai")
+import openai  # noqa: E402
+
+pytestmark = pytest.mark.extra("serve")
 
 LIMITS = RequestLimits(
     slots=4,
@@ -334,6 +339,7 @@ BAD = [
     ({"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
     ({"max_token": 3}, 400, "max_token", "unknown parameter"),
 ]
+BAD += [({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported")]
 BAD_CHATS = [
     ({"messages": []}, 400, "messages", "at least one"),
     ({"messages": "abc"}, 400, "messages", "an array"),
@@ -344,7 +350,7 @@ BAD_CHATS = [
     ({"tools": [{"type": "function"}]}, 400, "tools[0]", "must be an object"),
     ({"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
     ({"prompt": "abc"}, 400, "prompt", "unknown parameter"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format", "constrained decoding"),
 ]
 
 
@@ -427,6 +433,70 @@ def test_an_upload_that_stops_halfway_is_ended(monkeypatch, caplog):
         time.sleep(0.2)
         assert post(running, FINE)[0] == 200
     assert not caplog.records
+
+
+SILENT = """
+import resource, socket, sys, threading
+resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))
+sys.path[:0] = sys.argv[1:]
+import test_http as t
+with t.serving() as (running, _):
+    print(running.port, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_more_silent_connections_than_files_cut_no_good_client():
+    """The oldest silent one is closed for a new one, also under a limit of few files."""
+    command = [sys.executable, "-c", SILENT, os.path.dirname(__file__)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        running = types.SimpleNamespace(host="127.0.0.1", port=int(process.stdout.readline()))
+        silent = []
+        try:
+            for _ in range(3):
+                silent += [socket.create_connection(("127.0.0.1", running.port)) for _ in range(90)]
+                begin = time.monotonic()
+                assert post(running, FINE)[0] == 200
+                assert time.monotonic() - begin < 10
+            silent[0].settimeout(10)
+            assert silent[0].recv(1) == b""  # closed before the time of a header was over
+        finally:
+            for each in silent:
+                each.close()
+            _, errors = process.communicate("\n", timeout=60)
+        assert process.returncode == 0
+        assert "Too many open files" not in errors
+
+
+def test_requests_are_logged_without_contents_unless_asked(client):
+    for contents in (False, True):
+        lines, parrot = [], Parrot()
+        service = Service(parrot, Talker(), LIMITS, **NAMED, api_key="sesame")
+        running = HttpServer(service, "127.0.0.1", 0, 1.0, lines.append, contents=contents)
+        try:
+            with openai.OpenAI(base_url=running.url + "/v1", api_key="sesame") as mine:
+                mine.completions.create(**FINE)
+                assert list(mine.chat.completions.create(**CHAT, stream=True))
+            path = "/v1/completions?api_key=sesame"
+            assert post(running, FINE, path)[0] == 401
+            until(lambda lines=lines, n=9 if contents else 3: len(lines) == n)
+        finally:
+            running.stop()
+            assert running.wait(10)
+        asked = lines[:: 3 if contents else 1]
+        shapes = [
+            r"POST /v1/completions  200  3 \+ 2 tokens  \d+ ms",
+            r"POST /v1/chat/completions  200  3 \+ 2 tokens  \d+ ms",
+            r"POST /v1/completions  401  \d+ ms",
+        ]
+        for line, shape in zip(asked, shapes, strict=True):
+            assert re.fullmatch(shape, line)
+        assert "sesame" not in "\n".join(lines)
+        if contents:
+            assert '"prompt":"abc"' in lines[1].replace(" ", "")
+            assert '"text":"ab"' in lines[2].replace(" ", "")
 
 
 def test_a_connection_without_a_request_is_closed(monkeypatch):

@@ -119,7 +119,7 @@ def test_the_command_passes_its_options(engine, run_dir, checkpoint_dir, monkeyp
     arguments = ["--engine", engine, "--slots", "3", "--queue", "5", "--grace", "2", "--port", "0"]
     arguments += ["--chunk", "6"]
     monkeypatch.setenv("JRL_API_KEY", "sesame")
-    named_ = ["--name", "it", "--api-key", "simsim", "--record", "kept"]
+    named_ = ["--name", "it", "--api-key", "simsim", "--record", "kept", "--log-contents"]
     for target, more in ((run_dir, ["--checkpoint", "5"]), (checkpoint_dir, named_)):
         result = CliRunner().invoke(app, ["serve", str(target), "seed=9", *arguments, *more])
         assert result.exit_code == 0, result.output
@@ -131,6 +131,7 @@ def test_the_command_passes_its_options(engine, run_dir, checkpoint_dir, monkeyp
     assert (other.model.path, named.name) == (str(checkpoint_dir), "it")
     assert (options.api_key, named.api_key) == ("sesame", "simsim")
     assert (options.record, named.record) == (None, "kept")
+    assert (options.log, named.log) == ("nothing", "contents")
 
 
 def test_an_unknown_engine_is_named():
@@ -139,17 +140,26 @@ def test_an_unknown_engine_is_named():
     assert "--engine = 'vllm'; choose from jetstream, jrl" in result.stderr
 
 
+@pytest.mark.extra("serve")
 def test_the_command_serves_and_stops_on_a_signal(checkpoint_dir):
-    pytest.importorskip("uvicorn", reason="the extra serve is not installed")
     command = [sys.executable, "-m", "jrl", "serve", str(checkpoint_dir), "--port", "0"]
-    command += ["--slots", "2", "sampling.max_new_tokens=8", "data.max_prompt_tokens=16"]
+    command += [
+        "--log-requests",
+        "--slots",
+        "2",
+        "sampling.max_new_tokens=8",
+        "data.max_prompt_tokens=16",
+    ]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     ) as process:
         try:
-            place = re.fullmatch(
-                r"serving tiny at http://(127\.0\.0\.1):(\d+)/v1\n", process.stdout.readline()
-            )
+            lines = iter(process.stdout.readline, "")
+            first = next(line for line in lines if "are refused" not in line)
+            sizes = "2 slots, prompts of up to 16 tokens and completions of up to 8"
+            assert first == f"compiling for {sizes} ...\n"
+            assert re.fullmatch(r"compiled in \d+ s\n", next(lines))
+            place = re.fullmatch(r"serving tiny at http://(127\.0\.0\.1):(\d+)/v1\n", next(lines))
             connection = http.client.HTTPConnection(*place.groups(), timeout=60)
             with contextlib.closing(connection):
                 body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -162,6 +172,10 @@ def test_the_command_serves_and_stops_on_a_signal(checkpoint_dir):
             assert reply["usage"]["prompt_tokens"] == 3
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
-            assert process.stdout.read() == "stopped\n"
+            line, end = process.stdout.read().splitlines()
+            tokens = reply["usage"]["completion_tokens"]
+            spoken = rf"POST /v1/chat/completions  200  3 \+ {tokens} tokens  \d+ ms"
+            assert re.fullmatch(spoken, line)
+            assert end == "stopped"
         finally:
             process.kill()

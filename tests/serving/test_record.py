@@ -16,8 +16,9 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
+from needs_extra import require
 
-from jrl.episodes.recorded import read
+from jrl.episodes.recorded import read_recorded
 from jrl.episodes.recorded_files import Distribution
 from jrl.episodes.transcript import RowShape, to_rollout
 from jrl.errors import StorageError
@@ -33,9 +34,11 @@ from jrl.serving.server import HttpServer
 from jrl.serving.worker import EngineWorker
 from jrl.types import StopReason
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-openai = pytest.importorskip("openai", reason="the openai client is not installed")
+require("serve")
+require("dev", "openai")
+import openai  # noqa: E402
+
+pytestmark = pytest.mark.extra("serve")
 
 SECRET = "sesame-opens-it"
 VERSION = 7
@@ -206,7 +209,7 @@ def test_three_turns_with_a_tool_are_on_disk_id_for_id(tmp_path):
         assert line["session"] == "task-1"
     assert written[-1]["request"] == last.id
     assert SECRET not in "".join(p.read_text() for p in tmp_path.iterdir())
-    recorded = read(tmp_path)
+    recorded = read_recorded(tmp_path)
     ((row,),) = recorded.groups
     counts = recorded.counts
     assert (counts.completions, counts.sessions, counts.episodes, counts.rows) == (3, 1, 1, 1)
@@ -243,7 +246,7 @@ def test_sessions_that_take_turns_are_told_apart(tmp_path):
         for name, points in zip("abc", (1, 0, -2.5), strict=True):
             assert agent.reward(name, {"reward": points})[0] == 200
         kept = agent.worker.kept
-    recorded = read(tmp_path)
+    recorded = read_recorded(tmp_path)
     (group,) = recorded.groups  # all open with the same words
     assert sorted(row.points for row in group) == [-2.5, 0.0, 1.0]
     assert [row.episode for row in group] == [row.member for row in group] == [0, 1, 2]
@@ -274,7 +277,7 @@ def test_a_branch_is_two_episodes_that_share_a_past(tmp_path):
             assert agent.reward("s", {"reward": points})[0] == 200
             ways.append(agent.worker.kept[-1])
         shared = agent.worker.kept[0][1].tokens.tolist()
-    recorded = read(tmp_path)
+    recorded = read_recorded(tmp_path)
     (group,) = recorded.groups
     assert recorded.counts.episodes == 2
     found = {row.points: row for row in group}
@@ -294,7 +297,7 @@ def test_choices_of_a_request_are_episodes_of_one_group(tmp_path):
         for piece in agent.client.completions.create(**ask):
             assert piece.session_id != "s"
         kept = agent.worker.kept
-    recorded = read(tmp_path)
+    recorded = read_recorded(tmp_path)
     assert [len(group) for group in recorded.groups] == [3, 1, 1]
     assert {row.segments[0].tokens.tobytes() for g in recorded.groups for row in g} == {
         completion.tokens.tobytes() for _, completion in kept
@@ -307,7 +310,7 @@ def test_where_a_template_writes_other_ids_the_session_is_split(tmp_path):
         agent.turns(["1+", "2", "3"], "s", logit_bias=LONG)
         assert agent.reward("s", {"reward": 1})[0] == 200
         kept = agent.worker.kept
-    recorded = read(tmp_path)
+    recorded = read_recorded(tmp_path)
     counts = recorded.counts
     assert (counts.rerendered, counts.restarted, counts.episodes, counts.rows) == (2, 0, 1, 3)
     assert "2 times" in str(counts)
@@ -327,7 +330,7 @@ def test_a_line_that_a_kill_cut_is_skipped_and_counted(tmp_path):
     (path,) = tmp_path.iterdir()
     data = path.read_bytes()
     path.write_bytes(data[:-20])
-    recorded = read(tmp_path)
+    recorded = read_recorded(tmp_path)
     assert (recorded.counts.completions, recorded.counts.broken) == (1, 1)
     assert "1 broken" in str(recorded.counts)
     ((row,),) = recorded.groups
@@ -358,7 +361,7 @@ def test_a_reward_is_checked(tmp_path):
         assert (status, reply["error"]["code"]) == (409, "session_done")
         with pytest.raises(openai.ConflictError, match="is done"):
             agent.turns(["1+"], "s/1")
-        (group,) = read(tmp_path).groups
+        (group,) = read_recorded(tmp_path).groups
         assert group[0].points == 1.5
 
 
@@ -414,7 +417,7 @@ def test_a_full_disk_is_told_once_and_ends_no_request(tmp_path, monkeypatch, cap
         assert "3 lines were lost" in caplog.text
         assert agent.reward("a", {"reward": 1})[0] == 200
     assert [line["session"] for line in completions(tmp_path)] == ["a", "d"]
-    assert read(tmp_path).counts.broken == 0
+    assert read_recorded(tmp_path).counts.broken == 0
 
 
 def test_what_cannot_be_written_is_said_at_the_start(tmp_path):
@@ -442,14 +445,14 @@ def test_other_distributions_are_context_where_one_is_asked_for(tmp_path):
         said, _ = agent.say(start, "s", temperature=0.5)
         agent.say([*start, said, {"role": "tool", "content": "2"}], "s")
         agent.turns(["4+"], "b", logit_bias=LONG)
-    everything = read(tmp_path)
+    everything = read_recorded(tmp_path)
     assert everything.drawn_from == {
         Distribution(temperature=0.5): 1,
         Distribution(): 1,
         Distribution(biased=True): 1,
     }
     assert everything.counts.other == 0
-    recorded = read(tmp_path, Distribution())
+    recorded = read_recorded(tmp_path, Distribution())
     ((row,),) = recorded.groups
     assert recorded.counts.other == 2
     assert [s.drawn for s in row.segments] == [False, False, True]
@@ -468,7 +471,7 @@ def test_a_step_on_what_was_recorded_begins_at_a_ratio_of_one(tmp_path):
         for i, name in enumerate("abcd"):
             agent.turns(["1+", "2", "3"], name, seed=i)
             assert agent.reward(name, {"reward": i % 2, "done": True})[0] == 200
-    recorded = read(tmp_path, Distribution())
+    recorded = read_recorded(tmp_path, Distribution())
     rows = to_rollout(recorded.groups, ROOM)
     batch = to_batch(rows.rollout, rows.rewards, np.ones(1, np.float32), rows.ids)
     objective = grpo().objective

@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks import serving
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+pytestmark = pytest.mark.extra("serve")
 
 
 @pytest.mark.slow

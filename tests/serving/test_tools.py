@@ -6,9 +6,10 @@ import string
 import threading
 
 import pytest
+from needs_extra import require
 
 from jrl.episodes.parsers import PARSERS, Call
-from jrl.episodes.recorded import read
+from jrl.episodes.recorded import read_recorded
 from jrl.errors import UserError
 from jrl.models.tokenizer import CharTokenizer
 from jrl.sampling.request import PartialCompletion, RequestLimits
@@ -18,9 +19,11 @@ from jrl.serving.record import Recorder
 from jrl.serving.server import HttpServer
 from jrl.types import StopReason
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-openai = pytest.importorskip("openai", reason="the openai client is not installed")
+require("serve")
+require("dev", "openai")
+import openai  # noqa: E402
+
+pytestmark = pytest.mark.extra("serve")
 
 LIMITS = RequestLimits(
     slots=4,
@@ -180,7 +183,7 @@ def test_a_session_of_calls_is_trained_on_id_for_id(tmp_path):
         ]
         messages = [*ASK, message.model_dump(exclude_none=True), *results]
         client.chat.completions.create(**ASKED | {"messages": messages}, **named)
-    recorded = read(tmp_path)
+    recorded = read_recorded(tmp_path)
     ((row,),) = recorded.groups
     assert (recorded.counts.rerendered, recorded.counts.rows) == (0, 1)
     assert [s.drawn for s in row.segments] == [True, False, True]
@@ -193,7 +196,11 @@ BAD = [
     ({"tools": [{"type": "web_search"}]}, 'tools[0] must be an object with "type": "function"'),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name must be a text"),
     ({"tools": [DOUBLE, DOUBLE]}, "two functions have the same name"),
-    ({"tool_choice": "required"}, "tool_choice = 'required'"),
+    ({"tool_choice": "any"}, "tool_choice = 'any'; this server takes 'auto', 'none', 'required'"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice = 'required' needs tools"),
+    ({"tool_choice": "required"}, "needs constrained decoding"),  # these servers have none
+    ({"tool_choice": {"type": "function", "function": {"name": "half"}}}, "tools has 'double'"),
+    ({"response_format": {"type": "json_object"}}, "needs constrained decoding"),
     (
         {"messages": [*ASK, {"role": "assistant", "tool_calls": [{}]}]},
         "messages[1].tool_calls[0] must have a function with a name",

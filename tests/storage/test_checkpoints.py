@@ -560,3 +560,18 @@ def test_layout_is_written_beside_the_arrays(tmp_path):
     meta = json.loads((tmp_path / "00000004" / "meta" / "metadata").read_text())
     assert meta["leaves"]["params.policy.b"] == {"shape": [8], "dtype": "bfloat16"}
     assert meta["leaves"]["key"]["impl"] == "threefry2x32"
+
+
+def test_directories_of_steps_that_changed_their_names_are_refused_by_the_step_they_hold(tmp_path):
+    with Checkpoints(tmp_path, 3) as store:
+        for step in (1, 2):
+            store.save(step, {"x": jnp.float32(step)})
+    one, two = sorted(p for p in tmp_path.iterdir() if p.name.isdigit())
+    spare = one.with_name("spare")
+    one.rename(spare)
+    two.rename(one)
+    spare.rename(two)
+    with pytest.raises(UserError, match=r"step 2 in .* holds step 1: directories of steps were"):
+        Checkpoints(tmp_path, 3).restore({"x": jnp.float32(0)})
+    with pytest.raises(UserError, match=r"step 1 in .* holds step 2"):
+        Checkpoints(tmp_path, 3).restore({"x": jnp.float32(0)}, 1)

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: what reaches them, and what is said when they are absent."""
+"""Trackers: what reaches them, and what is said when they are absent."""
 
 import sys
 import types
@@ -16,7 +16,12 @@ def config_in(directory, *overrides):
 
 @pytest.mark.parametrize(
     ("package", "override"),
-    [("tensorboardX", "log.to=tensorboard"), ("wandb", "log.to=wandb:demo")],
+    [
+        ("tensorboardX", "log.to=tensorboard"),
+        ("wandb", "log.to=wandb:demo"),
+        ("trackio", "log.to=trackio:demo"),
+        ("mlflow", "log.to=mlflow:demo"),
+    ],
 )
 def test_a_package_that_is_not_installed_is_named_with_the_remedy(
     package, override, tmp_path, monkeypatch
@@ -28,8 +33,8 @@ def test_a_package_that_is_not_installed_is_named_with_the_remedy(
         RunWriter(config_in(tmp_path, override))
 
 
+@pytest.mark.extra("tensorboard")
 def test_tensorboard_events_are_written(tmp_path):
-    pytest.importorskip("tensorboardX")
     writer = RunWriter(config_in(tmp_path, "log.to=tensorboard"))
     writer.write(1, {"loss": 0.5, "kl": float("nan"), "note": "text"})
     writer.close()
@@ -71,6 +76,17 @@ def test_wandb_gets_the_numbers_and_a_resumed_run_stays_one_run(tmp_path, monkey
     assert calls[0]["id"] == calls[1]["id"]
 
 
+@pytest.mark.extra("wandb")
+def test_wandb_itself_keeps_the_numbers_of_a_run_without_a_network(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    writer = RunWriter(config_in(tmp_path, "log.to=wandb:demo"))
+    for step in (1, 2):
+        writer.write(step, {"loss_of_this_test": 0.5 * step, "note": "text"})
+    writer.close()
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"loss_of_this_test" in kept.read_bytes()
+
+
 def test_wandb_that_cannot_start_is_an_error_and_one_that_fails_later_is_not(
     tmp_path, monkeypatch, capsys
 ):
@@ -91,3 +107,71 @@ def test_wandb_that_cannot_start_is_an_error_and_one_that_fails_later_is_not(
     writer.write(2, {"loss": 1.0})
     assert capsys.readouterr().err.count("gone") == 1
     assert len((tmp_path / "b" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("target", ["trackio", "mlflow"])
+def test_a_target_without_a_project_is_named(target):
+    with pytest.raises(UserError, match="trackio:PROJECT or mlflow:EXPERIMENT"):
+        load_config(None, [f"log.to={target}"])
+
+
+# ---------------------------------------------------------------- the real libraries, offline
+
+
+def write_twice(config):
+    """A run of two steps, resumed for a third, as three records."""
+    for steps in ((1, 2), (3,)):
+        writer = RunWriter(config)
+        for step in steps:
+            writer.write(step, {"loss": step / 2, "reward/a.py:right": 1.0, "kl": None})
+        writer.close()
+
+
+def test_wandb_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    write_twice(config_in(tmp_path, "log.to=wandb:demo"))
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2
+    assert len({path.stem for path in files}) == 1  # the id of one run
+    assert all(b"reward/a.py:right" in path.read_bytes() for path in files)
+
+
+def test_trackio_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", reason="the extra trackio is not installed")
+    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio", raising=False)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    write_twice(config_in(tmp_path / "run", "log.to=trackio:demo"))
+    (name,) = SQLiteStorage.get_runs("demo")
+    assert name.startswith("run-")
+    logs = SQLiteStorage.get_logs("demo", name)
+    assert [(row["step"], row["loss"]) for row in logs] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+
+
+def test_mlflow_in_the_run_directory(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    write_twice(config_in(tmp_path, "log.to=mlflow:demo", "train.steps=7"))
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("demo")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["train.steps"] == "7"
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(m.step, m.value) for m in history] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert run.data.metrics["reward/a.py:right"] == 1.0
+    # Elsewhere, and in a directory of MLflow's own.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
+    RunWriter(config_in(tmp_path / "b", "log.to=mlflow:demo")).close()
+    other = mlflow.MlflowClient(f"sqlite:///{tmp_path}/other.db")
+    assert other.get_experiment_by_name("demo") is not None
+
+
+def test_mlflow_that_does_not_answer_is_an_error(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nothing://x")
+    with pytest.raises(UserError, match="MLflow cannot be started.*MLFLOW_TRACKING_URI"):
+        RunWriter(config_in(tmp_path, "log.to=mlflow:demo"))

@@ -322,3 +322,54 @@ def test_adapters_of_another_run_are_where_a_run_starts(tmp_path):
         optimizer=optax.sgd(0.1),
     )
     assert_equal(policy_of(state, network), full)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_the_reference_of_a_run_is_the_policy_that_it_starts_from(loaded, make_batch, quick_jit):
+    """Base and the adapters of ``lora.path``, as in TRL, so that the first divergence is 0."""
+    network = with_adapters(transformer(CONFIG), CONFIG, LORA)
+    policy = network.init(jax.random.key(0))
+    trained, base = network.extras.split.split(policy)
+    start = network.extras.split.join(jax.tree.map(lambda x: x + 0.05, trained), base)
+    parts = {"network": network, "objective": get_method("grpo", kl_coef=0.1).objective}
+    parts["optimizer"] = optax.adam(0.02)
+    state = init_state(jax.random.key(3), start if loaded else base, **parts)
+    assert set(state.frozen) == ({"base", "start"} if loaded else {"base"})
+    batch = make_batch(n=8)
+
+    def scored(policies, name):
+        want = frozenset({name})
+        return score(policies, batch, SAMPLING, network=network, value=None, want=want)[name]
+
+    ref, bare, began = (
+        quick_jit(functools.partial(scored, name=name))(policies)
+        for policies, name in (
+            (policies_of(state.params, state.frozen, network), "ref_logprobs"),
+            ({"policy": base}, "logprobs"),
+            ({"policy": start if loaded else base}, "logprobs"),
+        )
+    )
+    np.testing.assert_array_equal(ref, began)
+    assert (np.abs(ref - bare).max() > 1e-3) == loaded
+    step = quick_jit(make_step(**parts))
+    one, first = step(state, batch, SAMPLING)
+    two, second = step(one, batch, SAMPLING)
+    assert first["kl"] == 0
+    assert second["kl"] > 0
+    assert_equal(two.frozen, state.frozen)
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    assert set(state_shardings(state, mesh, network=network).frozen) == set(state.frozen)
+
+
+def test_a_reference_that_is_named_takes_the_place_of_the_adapters_that_a_run_starts_from():
+    network = with_adapters(transformer(CONFIG), CONFIG, LORA)
+    policy = network.init(jax.random.key(0))
+    bare = transformer(CONFIG).init(jax.random.key(5))
+    objective = get_method("grpo", kl_coef=0.1).objective
+    parts = {"network": network, "objective": objective, "optimizer": optax.sgd(0.1)}
+    state = init_state(jax.random.key(3), policy, frozen={"ref": bare}, **parts)
+    assert set(state.frozen) == {"base", "ref"}
+    assert_equal(policies_of(state.params, state.frozen, network)["ref"], bare)
+    plain = get_method("grpo").objective
+    state = init_state(jax.random.key(3), policy, **{**parts, "objective": plain})
+    assert set(state.frozen) == {"base"}, "what nothing reads is not kept"

@@ -6,7 +6,7 @@ import pytest
 
 from jrl.mesh import make_mesh
 from jrl.methods import get_method, refill
-from jrl.methods.curriculum import Choice, Curriculum, Table
+from jrl.methods.curriculum import Curriculum, Selection, Table
 from jrl.methods.edit import edit_of
 from jrl.objectives.advantages import mean_centred
 from jrl.train.collect import Collector
@@ -224,7 +224,7 @@ def test_a_curriculum_chooses_the_rows_and_learns_from_all_groups_drawn():
     outcomes = []
 
     def choose(state, query):
-        return Choice(2 * query.tickets % 256, prior={"ticket": query.tickets / 1.0}), state
+        return Selection(2 * query.tickets % 256, prior={"ticket": query.tickets / 1.0}), state
 
     def update(state, outcome):
         jax.debug.callback(

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import re
 import signal
@@ -186,7 +185,7 @@ def place(tmp_path_factory):
         kv_heads=1,
         head_dim=8,
         mlp_dim=16,
-        max_length=512,
+        max_length=768,
     )
     for name, kv_heads in (("model", 1), ("wide", 2)):  # two can be divided over a tensor axis
         sized = dataclasses.replace(shape, kv_heads=kv_heads)
@@ -249,6 +248,64 @@ def test_a_run_of_many_turns(place, tmp_path):
         assert [t["by"] for t in turns] == ["policy", "environment", "policy"]
         assert "Go on. <|end|>" in turns[1]["text"]  # a text from outside, and no control token
     assert threading.active_count() <= threads + 1
+
+
+BESIDE = """
+def last_turn(samples):
+    for s in samples:
+        roles = [m["role"] for m in s.messages]
+        assert roles == ["assistant", "user", "assistant"][: len(roles)] and len(roles) in (1, 3)
+        assert s.completion == s.messages[-1]["content"] and s.prompt.text.startswith("What is")
+        assert "Go on." in s.messages[1]["content"] if len(roles) == 3 else True
+    return [None if len(s.messages) == 1 else float(sum(map(str.isalpha, s.completion)))
+            for s in samples]
+
+
+def as_in_trl(prompts, completions, trainer_state, **columns):
+    assert prompts[0][-1]["role"] == "user" and trainer_state.max_steps == 1
+    return [float(len(c)) for c in completions]
+"""
+
+
+def test_reward_functions_stand_beside_an_environment(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
+    (tmp_path / "beside.py").write_text(BESIDE)
+    run, last, trl = (
+        tmp_path / "run",
+        *(f"{tmp_path}/beside.py:{n}" for n in ("last_turn", "as_in_trl")),
+    )
+    rewards = (
+        "rewards={reward={}, last={function=" + json.dumps(last) + "}, "
+        "messages={function=" + json.dumps(trl) + "}, format={pattern='a', weight=0}, "
+        "both={combine='gate', of=['messages', 'reward'], least=3}}"
+    )
+    more = ("data.turns=2", "data.eval=", "train.steps=1", "reward_pool.workers=0")
+    train(settings(place, run, "talk", *more, rewards, "log.samples_every=1"), echo=print)
+    (record,) = records_of(run)
+    samples = read_jsonl(run / "samples.jsonl")
+    for sample in samples:
+        parts, turns = sample["rewards"], len(sample["turns"])
+        assert parts["messages"] == turns
+        assert (parts["last"] is None) == (turns == 1)
+        assert parts["both"] == (parts["reward"] if turns >= 3 else 0)
+        assert sample["reward"] == pytest.approx((parts["last"] or 0) + parts["both"])
+    known = [s["rewards"]["last"] for s in samples if s["rewards"]["last"] is not None]
+    assert len(samples) == 8
+    assert record["reward/last"] == pytest.approx(np.mean(known))
+
+
+def test_a_reward_of_an_episode_that_nobody_gives_is_said(place, tmp_path):
+    def refused(rewards):
+        with pytest.raises(UserError) as caught:
+            train(settings(place, tmp_path / "run", "talk", "data.turns=2", rewards), echo=print)
+        return str(caught.value)
+
+    assert "the environment pays reward, success, and reward functions are" in refused(
+        "rewards={lenght={}}"
+    )
+    assert "the environment pays a part of that name" in refused(
+        "rewards={reward={function='exact'}}"
+    )
 
 
 APART = ("sampling.mesh.data=1", "data.turns=2", "data.eval=", "optimizer.learning_rate=0.01")
@@ -769,12 +826,10 @@ def shipped(place, run, name, *more):
         ),
         pytest.param(
             "textarena",
-            ["data.turn_tokens=8", "data.max_prompt_tokens=250", "data.turns=2"],
+            ["data.turn_tokens=8", "data.max_prompt_tokens=560", "data.turns=2"],
             marks=[
                 pytest.mark.slow,
-                pytest.mark.skipif(
-                    importlib.util.find_spec("textarena") is None, reason="it is not installed"
-                ),
+                pytest.mark.extra("textarena"),
             ],
         ),
         ("prover", ["data.max_prompt_tokens=300", "data.turn_tokens=20"]),
@@ -797,6 +852,48 @@ def test_shipped_configurations_of_environments_take_a_step(
         assert "tactic_errors" in found
     elif name != "textarena":
         assert {"tool_calls", "tool_errors", "tool_structure_errors"} & found.keys()
+
+
+TASKSET = """
+import verifiers.v1 as vf
+
+__all__ = ["Letters"]
+
+
+class Letters(vf.Taskset[vf.Task[vf.TaskData], vf.TasksetConfig]):
+    def load(self):
+        for i in range(4):
+            yield Letter(vf.TaskData(prompt=f"Go on {i}."))
+
+
+class Letter(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def letters(self, trace) -> float:
+        return float(sum(c.isalpha() for c in trace.branches[-1].messages[-1].content or ""))
+"""
+
+
+@pytest.mark.extra("verifiers")
+@pytest.mark.slow
+def test_a_run_on_an_environment_of_verifiers(place, tmp_path):
+    (tmp_path / "letters_set.py").write_text(TASKSET)
+    config = settings(
+        place,
+        tmp_path / "run",
+        "talk",
+        'data.env="verifiers"',
+        f"data.id={json.dumps(f'{tmp_path}/letters_set.py:Letters')}",
+        "data.turn_tokens=8",
+        "train.steps=1",
+    )
+    assert train(config, echo=lambda line: None)["steps"] == 1
+    (record,) = records_of(tmp_path / "run")
+    assert record["episodes"] == 8
+    assert record["env_errors"] == record["env_timeouts"] == 0
+    (sample, *_) = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    (turn,) = sample["turns"]
+    assert sample["reward"] == sum(c.isalpha() for c in turn["text"].replace("<|end|>", ""))
+    assert {"success", "turns", "failed"} <= evaluate_run(config).keys()
 
 
 @pytest.mark.slow
@@ -823,7 +920,7 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
             "template_variables.mood is not read by the chat template",
         ),
         ("closed", [], "opens 3 episodes at once, fewer than the 4 members of a group"),
-        ("nothing", [], "what it returns is a dict; give a jrl.episodes.host.HostEnv"),
+        ("nothing", [], "what it returns is a dict; give a jrl.episodes.HostEnv"),
         (
             "talk",
             ["data.turns=2", "data.isolate=true", "method=arpo", "objective={}"],

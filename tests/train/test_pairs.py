@@ -21,7 +21,9 @@ from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, programs
 from jrl.train.collect import Collector
 from jrl.train.pairs import BatchSizes, JudgedSource, judged_groups, sizes_of
-from jrl.train.reward_model import ModelRewards, load_reward_model
+from jrl.train.reward_model import load_reward_models
+from jrl.train.reward_parts import parts_of
+from jrl.train.reward_stages import JudgedParts, model_stage
 from jrl.types import StopReason
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
@@ -212,7 +214,8 @@ def test_a_reward_model_reads_the_last_token(rewarder):
     groups = judged_groups([twins], BatchSizes(16, 2, 8))
     theirs = f"rewards={{model={{path={json.dumps(rewarder[0].run.dir)}}}}}"
     config = load_config(None, [theirs, f"model.path={json.dumps(rewarder[0].model.path)}"])
-    points = load_reward_model(config, run.mesh)(groups.rollout)
+    models = load_reward_models(config, parts_of(config), run.mesh)
+    points = models["model"](groups.rollout)
     assert abs(points[0, 0] - points[0, 1]) > 1e-4
     # By hand: the head on the state at the last token, whatever padding stands in between.
     for member, completion in enumerate(twins.completions):
@@ -244,7 +247,7 @@ def test_a_reward_model_rewards_another_run(place, rewarder, tmp_path):
     run = build.setup(config)
     judged = build.setup(theirs).data.judged["eval"]
     groups = judged_groups(judged, sizes_of(judged))
-    points = run.rewards.model(groups.rollout)
+    points = run.rewards.models["model"](groups.rollout)
     assert points[:, 0].mean() == pytest.approx(summary["eval_after"]["chosen_reward"], abs=1e-4)
     assert points[:, 1].mean() == pytest.approx(summary["eval_after"]["rejected_reward"], abs=1e-4)
     # The column stands where the configuration names the part, with other rewards or alone.
@@ -252,8 +255,9 @@ def test_a_reward_model_rewards_another_run(place, rewarder, tmp_path):
         weights = dict.fromkeys(sorted(tables), 1.0)
         drawn = groups._replace(rewards=np.full((len(judged), 2, column), 7.0, np.float32))
         source = SimpleNamespace(draw=lambda request, drawn=drawn: drawn)
-        place_of_part = list(weights).index("model")
-        rewards = ModelRewards(source, run.rewards.model, place_of_part).draw(None).rewards
+        rest = [name for name in weights if name != "model"]
+        stages, request = [model_stage(run.rewards)], SimpleNamespace(step=0)
+        rewards = JudgedParts(source, rest, stages, list(weights)).draw(request).rewards
         assert rewards.shape[-1] == column + 1
         np.testing.assert_array_equal(rewards[:, :, column], points)
     assert set(groups.rollout.stop.ravel().tolist()) == {StopReason.STOP_TOKEN}
@@ -346,3 +350,21 @@ def test_a_reward_model_that_cannot_serve_is_refused(place, dpo, rewarder, tmp_p
     other = f"model.path={json.dumps(str(place / 'other'))}"
     assert "trained with another tokenizer" in say(f"{{path={path}}}", other)
     assert "alone does not say what is right" in say(f"{{path={path}}}", f"data.eval={questions}")
+
+
+def test_a_run_is_not_resumed_on_pairs_that_changed_in_place(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
+    files = {name: write_rows(tmp_path / name, pairs(0, 10)) for name in ("pairs", "held_out")}
+    for name, path in files.items():
+        files[name] = path.rename(path.with_suffix(".jsonl"))
+    more = [f"data.pairs={json.dumps(str(files['pairs']))}", "train.steps=0"]
+    more += [f"data.eval={json.dumps(str(files['held_out']))}"]
+    config = settings(place, tmp_path / "run", "dpo.toml", *more)
+    train(config, echo=lambda line: None)
+    write_rows(files["pairs"], [*pairs(0, 9), {**next(pairs(9, 1)), "chosen": "aaab"}])
+    with pytest.raises(UserError, match=r"data.pairs holds other rows than when the run began"):
+        train(config, echo=lambda line: None)
+    write_rows(files["pairs"], pairs(0, 10))
+    write_rows(files["held_out"], pairs(0, 9))
+    with pytest.raises(UserError, match=r"data.eval has 9 rows, and had 10 when the run began"):
+        train(config, echo=lambda line: None)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jrl.methods.base import Method
-from jrl.methods.curriculum import Choice, Curriculum, Table, put, top
+from jrl.methods.curriculum import Curriculum, Selection, Table, put_rows, top_rows
 from jrl.methods.edit import Edit, edit_of, fill, fill_groups, only, rank
 from jrl.methods.plan import Plan, also, more, new
 from jrl.methods.stores import group_store, member_store
@@ -68,14 +68,14 @@ def draw_toy(asks, *, key, step):
 def thompson():
     def choose(state, query):
         drawn = jax.random.beta(query.key, state["a"], state["b"])
-        rows = top(-jnp.abs(drawn - 0.5), query)
-        return Choice(rows, prior={"drawn": drawn[rows]}), state
+        rows = top_rows(-jnp.abs(drawn - 0.5), query)
+        return Selection(rows, prior={"drawn": drawn[rows]}), state
 
     def update(state, o):
         right = o.rate * o.size
         return {
-            "a": put(state["a"], o, state["a"][o.row] + right),
-            "b": put(state["b"], o, state["b"][o.row] + o.size - right),
+            "a": put_rows(state["a"], o, state["a"][o.row] + right),
+            "b": put_rows(state["b"], o, state["b"][o.row] + o.size - right),
         }
 
     init = lambda table: {n: jnp.ones(table.rows) for n in ("a", "b")}  # noqa: E731

@@ -119,7 +119,7 @@ def test_weights_are_held_in_the_samplers_dtype_until_they_are_freed():
     for _ in range(2):  # further draws of the same step do not move them again
         request = simple_request(key, {"policy": params}, np.int32(0), ids, 4)
         groups = program.draw(request, sampling_params=run.sampling_params)
-    held = jax.tree.leaves(program._held)
+    held = jax.tree.leaves(program._resharded)
     assert {x.sharding.mesh.shape["tensor"] for x in held} == {2}
     assert {str(x.dtype) for x in held if x.ndim > 1} == {"bfloat16"}
     assert program.weights._cache_size() == 1

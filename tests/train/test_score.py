@@ -1,6 +1,7 @@
 """Scoring against single unpadded sequences and the whole softmax."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jrl.models.config import ModelConfig
 from jrl.models.heads import value_head, value_network
 from jrl.models.transformer import transformer
+from jrl.objectives.distill import top_k_divergence
 from jrl.sampling.params import make_sampling_params
 from jrl.train import score as module
 from jrl.train.packing import Packer, pack
@@ -525,3 +527,38 @@ def test_in_parts_gives_rows_back_in_order(batch, parts):
     assert np.array_equal(out["x"], batch.tokens * 2.0)
     assert np.array_equal(out["y"], batch.stats["sampler_logprobs"])
     assert set(sizes) == {4 // parts}
+
+
+def test_of_a_teacher_s_likeliest_tokens_the_backward_pass_keeps_2_k_and_1_numbers(
+    monkeypatch, capsys
+):
+    """Neither a distribution nor logits of the teacher are kept, nor made again."""
+    monkeypatch.setattr(module, "_LOGITS_AT_ONCE", 2 * 4 * 32)
+    config = SMALL
+    network = transformer(config)
+    weights = jax.eval_shape(network.init, jax.random.key(0))
+    states = jax.ShapeDtypeStruct((2, 12, config.embed_dim), jnp.float32)
+    tokens = jnp.zeros((2, 12), jnp.int32)
+
+    def loss(params, teacher, hidden, k):
+        statistic = top_k_divergence("forward", k)
+        stats = head_statistics(
+            {"policy": params, "teacher": teacher},
+            {"policy": hidden, "teacher": hidden},
+            tokens,
+            networks={"policy": network, "teacher": network},
+            sampling_params=make_sampling_params(),
+            want=frozenset(),
+            statistics=(statistic,),
+        )
+        return stats[statistic.name].sum()
+
+    jax.ad_checkpoint.print_saved_residuals(partial(loss, k=5), weights, weights, states)
+    kept = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    sizes = [tuple(map(int, re.findall(r"[0-9]+", x.partition("[")[2]))) for x in kept]
+    by_token = [s for s in sizes if np.prod(s, dtype=int) % 24 == 0 and s[-1:] in ((5,), (32,))]
+    assert len([s for s in by_token if s[-1] == 5]) == 2, "log-probabilities and ids"
+    assert not [s for s in by_token if s[-1] == 32], sizes
+    text = str(jax.make_jaxpr(jax.grad(partial(loss, k=5)))(weights, weights, states))
+    heads = len(re.findall(r"f32\[[0-9,]*32\] = dot_general", text))
+    assert heads == 3, "the student's logits forward and backward, the teacher's forward alone"

@@ -1,6 +1,7 @@
 """MoPPS, DARS, Scaf-GRPO, PF-PPO and ReMix: their formulas in float64, and runs of each."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,14 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import all_methods, get_method
 from jrl.methods.curriculum import Outcome, Query, Table
 from jrl.methods.edit import EditView
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
+from jrl.train import plan_tools
 from jrl.train.collect import Collector
 from jrl.train.compiled import iterate, make_iteration, pool_table
 from jrl.train.groups import PlacedGroups
@@ -385,6 +388,29 @@ def test_text_is_trained_and_resumes_bit_for_bit(name, network, quick_jit):
         check_hinted(batches, prompts)
     elif name != "mopps":
         acts(name, batches)
+
+
+def test_a_hint_has_a_place_in_a_question_of_text_alone(monkeypatch):
+    """What a conversation has between its messages must not be told as words of a user."""
+    encoded = {}
+
+    def make(run, questions, most=0):
+        return [SimpleNamespace(text=f"<u>{q}<a>", tokens=ids_of(f"<u>{q}<a>")) for q in questions]
+
+    def ids_of(text):
+        return np.array([encoded.setdefault(c, len(encoded)) for c in text], np.int32)
+
+    monkeypatch.setattr(plan_tools, "question_prompts", make)
+    config = SimpleNamespace(sampling=SimpleNamespace(max_new_tokens=4))
+    run = SimpleNamespace(network=SimpleNamespace(max_length=99), config=config)
+    hinter = plan_tools.Hinter(run)
+    (plain,) = make(run, ["1 + 1?"])
+    hinted = hinter(Prompt(0, plain.text, plain.tokens, "2", {}), "two")
+    assert hinted.tolist() == ids_of("<u>1 + 1?\n\nHint: two<a>").tolist()
+    talk = "<u>1 + 1?<a>2<u>And 2 + 2?<a>"
+    marks = np.append(ids_of(talk)[:-3], 99).astype(np.int32)  # its marks are tokens of their own
+    with pytest.raises(UserError, match="prompt 0 is more than a question of text"):
+        hinter(Prompt(0, talk, marks, "4", {}), "four")
 
 
 def check_hinted(batches, prompts):

@@ -367,7 +367,7 @@ def test_a_reference_of_another_shape_cannot_be_renewed(bag, bag_params, make_ba
     state = init_state(KEY, bag_params, **common, frozen={"ref": other.init(KEY)})
     common["schedule"] = Schedule(after=(average("ref", 0.5),))
     step = make_step(**common, networks={"ref": other})
-    with pytest.raises(UserError, match="the reference that is given is of another shape"):
+    with pytest.raises(UserError, match="the given one has another shape"):
         jax.eval_shape(step, state, batch, DISTRIBUTIONS["plain"])
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from needs_extra import require
 
 from jrl.config import load_config
 from jrl.errors import UserError
@@ -26,8 +27,10 @@ from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build, programs
 
-transformers = pytest.importorskip("transformers")
-torch = pytest.importorskip("torch")
+require("dev", "torch", "transformers")
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
 torch.set_num_threads(1)
 
 GSM8K = pathlib.Path(__file__).parents[2] / "configs" / "gsm8k.toml"
@@ -45,6 +48,11 @@ import zlib
 def letters(samples):
     """Points for letters, so that completions of one prompt differ."""
     return [sum(c.isalpha() for c in s.completion) / len(s.tokens) for s in samples]
+
+
+def half(samples):
+    """A quarter of a point, and of every second completion nothing."""
+    return [0.25 if zlib.crc32(s.tokens.tobytes()) % 2 else None for s in samples]
 
 
 def coin(samples):
@@ -372,6 +380,25 @@ def test_an_earlier_success_stands_in_a_group_that_failed(place, quick, tmp_path
         more = 8 * (record[part] - record["reward"])
         assert more == pytest.approx(record["replayed"])
     assert len({s["prompt"] for s in samples}) == 4
+
+
+def test_parts_without_an_opinion_and_parts_of_parts(place, quick, tmp_path):
+    """GDPO over a part that is silent about one completion of two, and a gate."""
+    own = f"own={{function={reward(place, 'half')}}}"
+    first = f"letters={{function={reward(place, 'letters')}}}"
+    gate = "gated={combine='gate', of=['letters', 'own'], least=0.2}"
+    quick("method=gdpo", f"rewards={{{own}, {first}, {gate}}}", "train.steps=1", "train.prompts=2")
+    (record,) = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    parts = [s["rewards"] for s in samples]
+    assert {p["own"] is None for p in parts} == {True, False}
+    for p in parts:
+        gated = None if p["own"] is None and p["letters"] >= 0.2 else (p["letters"] >= 0.2) * 0.25
+        assert p["gated"] == gated
+    for name in ("own", "letters", "gated"):
+        known = [p[name] for p in parts if p[name] is not None]
+        assert record[f"reward/{name}"] == pytest.approx(np.mean(known), abs=1e-6)
+    assert record["reward"] == pytest.approx(np.mean([p["gated"] or 0 for p in parts]), abs=1e-6)
 
 
 def test_ppo_trains_a_value_head(quick):

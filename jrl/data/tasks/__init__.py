@@ -42,7 +42,7 @@ def get_task(name: str, **options: Any) -> Task:
     check_options(make, options, "data")
     task = made_by(make, f"data.task = {name!r}", **options)
     if not isinstance(task, Task):
-        raise UserError(f"data.task = {name!r} returned {task!r:.40}; return a jrl.data.tasks.Task")
+        raise UserError(f"data.task = {name!r} returned {task!r:.40}; return a jrl.data.Task")
     return task
 
 

@@ -287,7 +287,8 @@ def answer_solution(problem: Problem) -> tuple[Array, Array]:
 
 def check_range(key: str, value: int, low: int, high: int) -> None:
     """Raises UserError unless ``value`` is an integer from ``low`` to ``high``."""
-    if not isinstance(value, int) or not low <= value <= high:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not low <= value <= high:
         raise UserError(f"{key} = {value!r}; choose an integer from {low} to {high}")
 
 

@@ -154,8 +154,8 @@ def _blocks_forward(
     blocks = _cut_place(q, place, window, block)
     lead = blocks.q.shape[:-1]
 
-    def meet(at: Array, met: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        peaks, totals, values = met
+    def meet(at: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peaks, totals, values = carry
         i, j, scores, mask, _ = _pair(blocks, at, window, scale, softcap)
         # The list of pairs is by extremes of blocks, so a pair may still hold invisible keys.
         scores = jnp.where(mask, scores, MASKED)
@@ -207,8 +207,8 @@ def _blocks_backward(
     inner = (outputs.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1)
     gs, inners, sums = by_block(g), by_block(inner)[..., 0], by_block(log_sums)[..., 0]
 
-    def meet(at: Array, met: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        dq, dk, dv = met
+    def meet(at: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        dq, dk, dv = carry
         i, j, scores, mask, bent = _pair(blocks, at, window, scale, softcap)
         # Final log sums, kept by the forward pass, give final weights at once: no running peak
         # here.

@@ -49,6 +49,8 @@ def write_columns(
     names = list(entries)
     arrays = [piece[name] if interpret else in_main_memory(piece[name]) for name in names]
     s, size = columns.shape[0], piece["v"].shape[2]
+    # A row outside of the piece still has a tile fetched and put back, unchanged: the grid is
+    # fixed.
     at = jnp.where((columns >= 0) & (columns < size), columns, -1)
     tiles = [_tiles_around(x, axes[name]) for name, x in zip(names, arrays, strict=True)]
     blocks, copied = [block for block, _ in tiles], sum(size for _, size in tiles)
@@ -64,6 +66,8 @@ def write_columns(
             jax.ShapeDtypeStruct(x.shape, x.dtype) if interpret else pltpu.HBM(x.shape, x.dtype)
             for x in arrays
         ],
+        # In place: without the alias XLA would copy the whole cache, which is what this kernel
+        # avoids. Inputs are counted after the prefetched scalar and the entries.
         input_output_aliases={1 + len(names) + i: i for i in range(len(names))},
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * s * copied),
         interpret=interpret,
@@ -80,6 +84,7 @@ def _tiles_around(x: Array, axis: int) -> tuple[pl.BlockSpec, int]:
     shape[axis] = size
 
     def place(i: Any, at: Any) -> tuple:
+        # Clamped, as -1 has no tile.
         tile = jax.lax.div(jnp.maximum(at[i], 0), size)
         return tuple({0: i, axis: tile}.get(a, 0) for a in range(4))
 

@@ -94,7 +94,7 @@ def check_attention(config: ModelConfig, kernel: str, where: str) -> None:
 
 
 def _no_cudnn(config: ModelConfig, where: str) -> str:
-    """Why cuDNN cannot compute this model's attention; empty where it can."""
+    """The reason that cuDNN cannot compute this model's attention; "" if it can."""
     if where != "gpu":
         return f"it needs a GPU, and this runs on {where}"
     if config.dtype not in ("bfloat16", "float16"):
@@ -193,7 +193,7 @@ def scale_of(config: ModelConfig) -> float:
 
 
 def is_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of rematerialisation that keeps what cuDNN computed, which bears no name."""
+    """A rematerialisation policy that saves cuDNN's results, which have no checkpoint name."""
     return primitive.name.startswith("dot_product_attention_fwd")
 
 
@@ -306,7 +306,7 @@ def shared_attention(
     # With one prompt a block every token belongs to it, and the mask [R, C, P] is not needed.
     if b > 1:
         prefix_mask &= rows.owners[:, :, None] == slots[None, None]
-    back = rows.positions[:, :, None] - columns[None, None]
+    back_distance = rows.positions[:, :, None] - columns[None, None]
     where = rows.positions, rows.segments
     mask, distance = visible(*where, *where, rows.ends)
 
@@ -315,7 +315,10 @@ def shared_attention(
     ) -> Array:
         own_mask, shared_mask = mask, prefix_mask
         if config.window is not None:
-            own_mask, shared_mask = mask & (distance < window), prefix_mask & (back < window)
+            own_mask, shared_mask = (
+                mask & (distance < window),
+                prefix_mask & (back_distance < window),
+            )
         if kind == "cudnn":
             # cuDNN takes one set of keys a row, so prompts are copied for each of their rows.
             both = [jnp.repeat(x, r // m, axis=0) for x in (before_k, before_v)]
@@ -388,7 +391,7 @@ def cached_attention(kernel: str, config: ModelConfig) -> Callable[..., Array]:
         attend_parts, scale=scale_of(config), softcap=config.attention_softcap
     )
     if not reads_caches_by_kernel(kernel):
-        return lambda q, parts, own=0, together=False: dense(q, parts)
+        return lambda q, parts, row_parts=0, together=False: dense(q, parts)
     from jrl.models.attention import cache_read  # Pallas takes long to import
     from jrl.models.attention.splash_cache import fits, splash_look
 
@@ -401,10 +404,12 @@ def cached_attention(kernel: str, config: ModelConfig) -> Callable[..., Array]:
             return splash_look(q, part, scale, softcap, interpret=interpret)
         return attend_part(q, part, scale, softcap)
 
-    def attend(q: Array, parts: Sequence[Part], own: int = 0, together: bool = False) -> Array:
+    def attend(
+        q: Array, parts: Sequence[Part], row_parts: int = 0, together: bool = False
+    ) -> Array:
         def by_kernel(q: Array, parts: list[Part]) -> Array:
             # By identity: parts of equal shape cannot be distinguished otherwise.
-            firsts = {id(part) for part in parts[:own]}
+            firsts = {id(part) for part in parts[:row_parts]}
 
             def attend_one(q: Array, part: Part, scale: float, softcap: float | None) -> Seen:
                 # The rows' own pieces fill up while decoding; only for those a plan can know how

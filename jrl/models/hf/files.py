@@ -42,6 +42,8 @@ _COMPANIONS = (
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    if path.parent.is_file():
+        raise UserError(f"{path.parent}: is a file; name the directory of a checkpoint")
     if not path.is_file():
         if (path.parent / "adapter_config.json").is_file():
             raise UserError(

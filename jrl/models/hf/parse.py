@@ -257,7 +257,7 @@ def _rotating_layers(get: Any, layers: int) -> tuple[bool, ...]:
 def _windows(
     get: Any, family: Family, layers: int, rotates: tuple[bool, ...]
 ) -> tuple[int | None, tuple[bool, ...]]:
-    """The window and which layers have it."""
+    """The window, and the layers that have it."""
     window = get("sliding_window")
     if get("use_sliding_window") is False and not family.nope:
         window = None

@@ -25,6 +25,10 @@ from jrl.types import Params
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PLAIN = {"use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none"}
 """Adapter settings, and the value that another directory must have for each."""
+_OTHER_FUNCTIONS = ("alora_invocation_tokens", "layer_replication", "use_qalora", "lora_bias")
+"""Settings of PEFT with which adapters of the same tensors are another function."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of PEFT's ``init_lora_weights`` after which the frozen weights are others."""
 
 
 def _modules(config: ModelConfig, lora: Lora) -> dict[str, tuple[tuple[str, ...], int]]:
@@ -132,13 +136,21 @@ def _check_alike(directory: str, about: dict[str, Any], lora: Lora) -> None:
         "lora.alpha": (about.get("lora_alpha"), lora.alpha),
         "adapter kind": (about.get("peft_type"), "LORA"),
     } | {key: (about.get(key, value), value) for key, value in _PLAIN.items()}
-    for key in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+    for key in ("rank_pattern", "alpha_pattern", "modules_to_save", *_OTHER_FUNCTIONS):
         theirs[key] = (about.get(key) or None, None)
     for key, (stored, required) in theirs.items():
         if stored != required:
             raise UserError(
                 f"lora.path = {directory!r}: {key} is {stored!r} there, and must be {required!r}"
             )
+    start = str(about.get("init_lora_weights", True)).lower()
+    if start.startswith(_CHANGES_BASE):
+        raise UserError(
+            f"lora.path = {directory!r}: init_lora_weights is {start!r} there, whose start changes"
+            " the model's own weights, so that these adapters do not belong to model.path; write"
+            " them again with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...),"
+            " or merge them into a checkpoint"
+        )
 
 
 def _shaped(config: ModelConfig, lora: Lora, stacks: dict[tuple, Any]) -> Params:

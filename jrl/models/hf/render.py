@@ -137,7 +137,7 @@ _LAYERWISE = {
 def _lost(config: ModelConfig, out: Json) -> list[str]:
     """The fields that would come back different."""
     try:
-        back = parse(out)
+        reread = parse(out)
     except UserError:
         return ["experts"] if not config.experts else ["family"]
     query = config.head_dim**-0.5
@@ -146,17 +146,18 @@ def _lost(config: ModelConfig, out: Json) -> list[str]:
         if field in ("dtype", "family", "param_dtype"):
             continue
         if field.startswith("expert") or field == "norm_topk_prob":
-            if field == "experts" and any(config.sparse) != any(back.sparse):
+            if field == "experts" and any(config.sparse) != any(reread.sparse):
                 fields.append(field)
             if not any(config.sparse):
                 continue
         attribute = _LAYERWISE.get(field, field)
-        ours, theirs = getattr(config, attribute), getattr(back, attribute)
+        value, reread_value = getattr(config, attribute), getattr(reread, attribute)
         if field == "query_scale":
-            ours, theirs = ours or query, theirs or query
-        if attribute != field and getattr(config, field) == getattr(back, field):
+            value, reread_value = value or query, reread_value or query
+        if attribute != field and getattr(config, field) == getattr(reread, field):
             continue
-        close = isinstance(ours, float) and isinstance(theirs, float)
-        if not (math.isclose(ours, theirs, rel_tol=1e-9) if close else ours == theirs):
+        close = isinstance(value, float) and isinstance(reread_value, float)
+        same = math.isclose(value, reread_value, rel_tol=1e-9) if close else value == reread_value
+        if not same:
             fields.append(field)
     return fields

@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Stored:
-    """One weight: an array that is read from its files when somebody asks for its numbers.
+    """One weight, read from its files on first use.
 
     Attributes:
       shape: of the weight as the network has it; layers first.

@@ -107,33 +107,12 @@ def array_env(
     several = game.players > 1 and opponent == "self"
     mover = lambda playing: game.player(playing.state).astype(jnp.int32)  # noqa: E731
 
-    def answered(playing: Playing, key: Array, done: Array, paid: Array) -> tuple[Any, ...]:
-        """The state once the other players moved, what was paid by then, whether it is over."""
-        if game.players == 1:
-            return playing.state, done, paid
-
-        def waiting(carry: tuple) -> Array:
-            state, done, _, _ = carry
-            return playing.alone & ~done & (game.player(state) != 0)
-
-        def move(carry: tuple) -> tuple:
-            state, _, paid, key = carry
-            key, of_action, of_step = jax.random.split(key, 3)
-            assert game.legal is not None
-            odds = jnp.where(game.legal(state), 0.0, -jnp.inf)
-            action = jax.random.categorical(of_action, odds).astype(jnp.int32)
-            state, more, done = game.step(state, action, of_step)
-            return state, done, paid + more, key
-
-        state, done, paid, _ = jax.lax.while_loop(waiting, move, (playing.state, done, paid, key))
-        return state, done, paid
-
     def init(key: Array, split: str) -> tuple[Playing, Array, Array]:
         of_state, of_others = jax.random.split(key)
         zero = jnp.zeros(game.players, jnp.float32)
         alone = jnp.bool_(not several or split == "eval")
         begun = Playing(game.reset(of_state), zero, alone)
-        state, _, paid = answered(begun, of_others, jnp.bool_(False), zero)
+        state, _, paid = _others_move(game, begun, of_others, jnp.bool_(False), zero)
         return begun.replace(state=state, total=paid), write(state), jnp.int32(text.shape[0])
 
     def step(playing: Playing, tokens: Array, length: Array, key: Array) -> tuple[Playing, Turn]:
@@ -144,7 +123,8 @@ def array_env(
         valid = jnp.all((letters >= 0) & (letters < len(LETTERS))) & (action < game.actions)
         state, paid, done = game.step(playing.state, jnp.where(valid, action, 0), of_step)
         next_playing = Playing(state, playing.total, playing.alone)
-        state, done, paid = answered(next_playing, of_others, done | ~valid, jnp.atleast_1d(paid))
+        over, paid = done | ~valid, jnp.atleast_1d(paid)
+        state, done, paid = _others_move(game, next_playing, of_others, over, paid)
         forfeit = jnp.where(jnp.arange(game.players) == player, -1.0, 0.0)
         paid = jnp.where(valid, paid, forfeit).astype(jnp.float32)
         total, before = playing.total + paid, write(playing.state)
@@ -174,6 +154,31 @@ def array_env(
     )
 
 
+def _others_move(
+    game: Game, playing: Playing, key: Array, done: Array, paid: Array
+) -> tuple[Any, Array, Array]:
+    """Plays the other players' turns: the state, whether the game is over, and points paid."""
+    if game.players == 1:
+        return playing.state, done, paid
+
+    def others_turn(carry: tuple) -> Array:
+        state, done, _, _ = carry
+        return playing.alone & ~done & (game.player(state) != 0)
+
+    def move(carry: tuple) -> tuple:
+        state, _, paid, key = carry
+        key, of_action, of_step = jax.random.split(key, 3)
+        assert game.legal is not None
+        odds = jnp.where(game.legal(state), 0.0, -jnp.inf)
+        action = jax.random.categorical(of_action, odds).astype(jnp.int32)
+        state, more, done = game.step(state, action, of_step)
+        return state, done, paid + more, key
+
+    # A loop and not one move: with more than two players several others move in a row.
+    state, done, paid, _ = jax.lax.while_loop(others_turn, move, (playing.state, done, paid, key))
+    return state, done, paid
+
+
 def _shown(observe: Callable[[Any], Any], show: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda state: show(observe(state))
 
@@ -182,7 +187,7 @@ def _check(game: Game, turns: int, goal: float, opponent: str, digits: int, deci
     check_range("data.turns", turns, 1, 10_000)
     check_range("data.digits", digits, 1, 6)
     check_range("data.decimals", decimals, 0, 6)
-    if not isinstance(goal, int | float):
+    if not isinstance(goal, int | float) or isinstance(goal, bool):
         raise UserError(f"data.goal = {goal!r}; give points")
     if opponent not in OPPONENTS:
         raise UserError(f"data.opponent = {opponent!r}; choose from {', '.join(OPPONENTS)}")

@@ -18,8 +18,8 @@ import threading
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from jrl.episodes.endpoint import environment_variable
 from jrl.episodes.host import EnvError, HostEnv, Limits
+from jrl.episodes.model_endpoint import environment_variable
 from jrl.episodes.parsers import get_parser
 from jrl.episodes.tools import Tool, ToolError, check_tool, tool_env
 from jrl.errors import UserError
@@ -244,7 +244,7 @@ class McpServer:
             requests.put_nowait(None)
 
 
-def plain_name(name: str, taken: Container[str] = ()) -> str:
+def plain_name(name: str, names_in_use: Container[str] = ()) -> str:
     """The name under which the policy calls a server's tool: up to 64 letters, digits, _ and -.
 
     Other characters become "_", and a number is put behind a name that is taken. The server is
@@ -257,7 +257,7 @@ def plain_name(name: str, taken: Container[str] = ()) -> str:
     if not re.match("[A-Za-z]", plain):
         plain = f"tool_{plain.lstrip('_-')}"[:64]
     unique, number = plain, 1
-    while unique in taken:
+    while unique in names_in_use:
         number += 1
         unique = f"{plain[: 63 - len(str(number))]}_{number}"
     return unique

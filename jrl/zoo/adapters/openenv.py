@@ -1,4 +1,4 @@
-"""Environments of OpenEnv, which run on a server, played by a policy that reads and writes text."""
+"""OpenEnv environments on a server, for a policy of text."""
 
 from __future__ import annotations
 

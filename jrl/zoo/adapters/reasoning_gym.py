@@ -26,7 +26,7 @@ def from_reasoning_gym(
     seed: int,
     ask: str = _ASK,
 ) -> HostEnv:
-    """A task as an environment; needs the extra ``reasoning_gym``.
+    """A task as an environment; needs the extra ``reasoning-gym``.
 
     The seed of a group names its problem, of ``problems`` that the task makes from ``seed``; the
     prompt's text, if any, stands before the question. The reward is the task's own score of the
@@ -43,7 +43,7 @@ def from_reasoning_gym(
     Raises:
       UserError: reasoning-gym is not installed.
     """
-    gym = need("reasoning_gym", "reasoning_gym", repr(task))
+    gym = need("reasoning_gym", "reasoning-gym", repr(task))
     data = gym.create_dataset(task, size=problems, seed=seed, **options)
 
     def init(prompt: Prompt, group_seed: int) -> tuple[_Problem, list[dict[str, str]]]:
@@ -55,11 +55,11 @@ def from_reasoning_gym(
     def step(problem: _Problem, reply: Reply) -> tuple[_Problem, Feedback]:
         answer = gym.utils.extract_answer(reply.text) if "<answer>" in reply.text else reply.text
         score = float(data.score_answer(answer=answer, entry=problem.entry))
-        taken = problem.attempts + 1
-        if score >= 1 or taken >= attempts:
-            metrics = {"attempts": float(taken)}
+        attempt = problem.attempts + 1
+        if score >= 1 or attempt >= attempts:
+            metrics = {"attempts": float(attempt)}
             return problem, Feedback(reward=score, done=True, success=score >= 1, metrics=metrics)
         messages = [{"role": "user", "content": "That is not right. Try again."}]
-        return problem._replace(attempts=taken), Feedback(messages, state_key=taken)
+        return problem._replace(attempts=attempt), Feedback(messages, state_key=attempt)
 
     return HostEnv(init, step, limits=Limits(turns=attempts))

@@ -61,4 +61,6 @@ def from_textarena(
         "opponent": f"{Path(place).resolve()}:{name}" if opponent else "",
     }
     limits = Limits(turns=20)
-    return process_env(f"{_CHILD}:Game", arguments, python=python, limits=limits, at_once=processes)
+    return process_env(
+        f"{_CHILD}:TextGame", arguments, python=python, limits=limits, at_once=processes
+    )

@@ -31,7 +31,7 @@ def foretell(reward: str | Judge = EXACT, *, passes: int = 8, ask: str = FORETEL
       ask: the instruction of the second group, with {question} and {passes}.
     """
     judge = judge_of(reward)
-    if not isinstance(passes, int) or passes < 1:
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
         raise UserError(f"data.passes = {passes!r}; give a number of attempts, at least 1")
 
     async def episode(policy: Policy, prompt: Prompt) -> Outcome:

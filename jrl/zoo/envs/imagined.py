@@ -1,4 +1,4 @@
-"""Conversations that a language model imagines: what it is asked, and how its replies are read.
+"""Conversations imagined by a language model: prompts, and parsing of the replies.
 
 The imagination engine of "Zero-Shot Goal-Directed Dialogue via RL on Imagined Conversations"
 (arXiv:2311.05584): from the description of a task a model reasons about who the human could be,
@@ -66,7 +66,7 @@ class Task(NamedTuple):
 
 
 class UnreadableError(Exception):
-    """A reply from which what was asked for cannot be read."""
+    """A reply without the requested content."""
 
 
 # ---------------------------------------------------------------- what the model is asked

@@ -20,14 +20,14 @@ from typing import Any
 
 from jrl.episodes.calls import run_either
 from jrl.episodes.coroutine import Outcome, Policy, coroutine_env
-from jrl.episodes.endpoint import (
+from jrl.episodes.host import EnvError, HostEnv, Limits
+from jrl.episodes.model_endpoint import (
     Speaker,
     assistant_message,
     behind_endpoint,
     reply_of,
     user_message,
 )
-from jrl.episodes.host import EnvError, HostEnv, Limits
 from jrl.errors import UserError
 from jrl.models.chat_frames import Message
 from jrl.types import Prompt

@@ -1,6 +1,6 @@
 """Formulas of propositional logic: read, written, and decided in intuitionistic logic.
 
-    formula = parse("(a -> b) -> ~b -> ~a")
+    formula = parse_formula("(a -> b) -> ~b -> ~a")
     provable((), formula)                   # True
     show(formula)                           # '(a -> b) -> ~b -> ~a'
 
@@ -55,7 +55,7 @@ _TOKEN = re.compile(r"\s*(<->|->|/\\|\\/|[~()]|[A-Za-z_][A-Za-z0-9_']*|\S|\Z)")
 _ATOM = re.compile(r"[a-z][A-Za-z0-9_']*")
 
 
-def parse(text: str) -> Formula:
+def parse_formula(text: str) -> Formula:
     r"""The formula that a text writes.
 
     Negation binds strongest, then /\, \/, -> and <->; the first three connectives group to the
@@ -67,7 +67,7 @@ def parse(text: str) -> Formula:
     Raises:
       FormulaError: it is none, or too long or too deep.
 
-    >>> show(parse("¬ a ∨ b → (a → b)"))
+    >>> show(parse_formula("¬ a ∨ b → (a → b)"))
     '~a \\/ b -> a -> b'
     """
     if len(text) > LONGEST:
@@ -132,7 +132,7 @@ class _Reader:
 def show(formula: Formula) -> str:
     r"""The formula as text, with as few parentheses as Lean's notation allows.
 
-    >>> show(parse("(a /\\ (b \\/ c)) -> ((a -> False) <-> b)"))
+    >>> show(parse_formula("(a /\\ (b \\/ c)) -> ((a -> False) <-> b)"))
     'a /\\ (b \\/ c) -> (~a <-> b)'
     """
     return _show(formula, 0)
@@ -164,7 +164,7 @@ def provable(hypotheses: Iterable[Formula], target: Formula) -> bool:
       hypotheses: in any order.
       target: what they may imply.
 
-    >>> provable((), parse("a \\/ ~a")), provable((), parse("~~(a \\/ ~a)"))
+    >>> provable((), parse_formula("a \\/ ~a")), provable((), parse_formula("~~(a \\/ ~a)"))
     (False, True)
     """
     return _Decision().holds(frozenset(map(_without_iff, hypotheses)), _without_iff(target))
@@ -181,39 +181,39 @@ class _Decision:
     """Answers for all that the decision of one statement comes upon."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[frozenset[Formula], Formula], bool] = {}
+        self.proved: dict[tuple[frozenset[Formula], Formula], bool] = {}
 
-    def holds(self, given: frozenset[Formula], target: Formula) -> bool:
-        if FALSE in given or target == TRUE or target in given:
+    def holds(self, premises: frozenset[Formula], target: Formula) -> bool:
+        if FALSE in premises or target == TRUE or target in premises:
             return True
-        if (given, target) not in self.known:
-            self.known[given, target] = self._by_rules(given, target)
-        return self.known[given, target]
+        if (premises, target) not in self.proved:
+            self.proved[premises, target] = self._by_rules(premises, target)
+        return self.proved[premises, target]
 
-    def _by_rules(self, given: frozenset[Formula], target: Formula) -> bool:
+    def _by_rules(self, premises: frozenset[Formula], target: Formula) -> bool:
         # Rules that lose nothing come first, and of these the ones that leave one case.
-        rules = [(cases, f) for f in given if (cases := _decomposed(f, given)) is not None]
-        cases, taken = min(rules, key=lambda rule: len(rule[0]), default=([], target))
+        rules = [(cases, f) for f in premises if (cases := _decomposed(f, premises)) is not None]
+        cases, premise = min(rules, key=lambda rule: len(rule[0]), default=([], target))
         if len(cases) == 1:
-            return self.holds(given - {taken} | cases[0], target)
+            return self.holds(premises - {premise} | cases[0], target)
         if target.name == "->":
-            return self.holds(given | {target.parts[0]}, target.parts[1])
+            return self.holds(premises | {target.parts[0]}, target.parts[1])
         if target.name == "/\\":
-            return all(self.holds(given, part) for part in target.parts)
+            return all(self.holds(premises, part) for part in target.parts)
         if cases:
-            return all(self.holds(given - {taken} | case, target) for case in cases)
-        if target.name == "\\/" and any(self.holds(given, part) for part in target.parts):
+            return all(self.holds(premises - {premise} | case, target) for case in cases)
+        if target.name == "\\/" and any(self.holds(premises, part) for part in target.parts):
             return True
-        for formula in given:
+        for formula in premises:
             if formula.name == "->" and formula.parts[0].parts:  # (C -> D) -> B; all else is done
-                (left, right), rest = formula.parts, given - {formula}
+                (left, right), rest = formula.parts, premises - {formula}
                 weaker = Formula("->", (left.parts[1], right))
                 if self.holds(rest | {right}, target) and self.holds(rest | {weaker}, left):
                     return True
         return False
 
 
-def _decomposed(formula: Formula, given: frozenset[Formula]) -> list[set[Formula]] | None:
+def _decomposed(formula: Formula, premises: frozenset[Formula]) -> list[set[Formula]] | None:
     """The replacement of a hypothesis in each case to prove, if invertible; None for no rule."""
     if formula == TRUE:
         return [set()]
@@ -226,7 +226,7 @@ def _decomposed(formula: Formula, given: frozenset[Formula]) -> list[set[Formula
     left, right = formula.parts
     if left == FALSE:
         return [set()]
-    if left == TRUE or (not left.parts and left in given):
+    if left == TRUE or (not left.parts and left in premises):
         return [{right}]
     if left.name == "/\\":
         return [{Formula("->", (left.parts[0], Formula("->", (left.parts[1], right))))}]

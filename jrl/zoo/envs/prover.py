@@ -16,7 +16,7 @@ from jrl.episodes.host import EnvError, EnvExtras, Feedback, HostEnv, Limits, Re
 from jrl.errors import UserError
 from jrl.models.chat_frames import Message
 from jrl.types import Prompt
-from jrl.zoo.envs.propositions import FormulaError, parse
+from jrl.zoo.envs.propositions import FormulaError, parse_formula
 from jrl.zoo.envs.tactics import Goals, TacticError, opened, run_tactic, show_goals
 
 INSTRUCTION = (
@@ -45,7 +45,11 @@ def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None 
     Raises:
       UserError: a penalty below 0.
     """
-    if not isinstance(penalty, int | float) or not 0 <= penalty < math.inf:
+    if (
+        not isinstance(penalty, int | float)
+        or isinstance(penalty, bool)
+        or not 0 <= penalty < math.inf
+    ):
         raise UserError(f"penalty = {penalty!r:.40}; give a number of at least 0")
 
     async def init(prompt: Prompt, seed: int) -> tuple[Goals, list[Message]]:
@@ -57,12 +61,12 @@ def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None 
         try:
             goals = run_tactic(goals, tactic_of(reply.text))
         except TacticError as error:
-            shown = show_goals(goals)
+            goals_text = show_goals(goals)
             return goals, Feedback(
-                messages=[_user(f"error: {error}\n\n{shown}")],
+                messages=[_user(f"error: {error}\n\n{goals_text}")],
                 reward=-penalty,
                 done=errors_end,
-                state_key=shown,
+                state_key=goals_text,
                 metrics={"tactic_errors": 1.0},
                 cut=errors_end and reply.cut,
             )
@@ -81,7 +85,7 @@ def read_statement(text: str) -> Goals:
       EnvError: the text is no formula; says at which character.
     """
     try:
-        goals = opened(parse(text.strip()))
+        goals = opened(parse_formula(text.strip()))
     except FormulaError as error:
         raise EnvError(f"the statement {text.strip()!r:.60} cannot be read: {error}") from None
     return goals

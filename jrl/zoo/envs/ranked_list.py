@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from jrl.data.tasks.base import check_range
 from jrl.episodes.coroutine import Outcome, Policy, coroutine_env
 from jrl.episodes.host import EnvError, EnvExtras, HostEnv, Limits
-from jrl.errors import UserError
 from jrl.types import Prompt
 
 
@@ -23,8 +23,7 @@ def ranked_list(length: int = 10) -> HostEnv:
     Args:
       length: items that are wanted.
     """
-    if not isinstance(length, int) or not 1 <= length <= 1000:
-        raise UserError(f"data.length = {length!r}; give the items of a list, 1 to 1000")
+    check_range("data.length", length, 1, 1000)
 
     async def episode(policy: Policy, prompt: Prompt) -> Outcome:
         reply = await policy(prompt.text)

@@ -95,7 +95,7 @@ def _formula(rng: random.Random, atoms: int, depth: int) -> Formula:
 
 
 def _renamed(formula: Formula) -> Formula:
-    """The formula with atoms a, b, ... in the order in which they first occur."""
+    """The formula with atoms renamed a, b, ... in order of occurrence."""
     names: dict[str, str] = {}
 
     def walk(part: Formula) -> Formula:
@@ -135,8 +135,8 @@ def short_proof(statement: Formula, most: int = MOST_TACTICS) -> tuple[str, ...]
       statement: to prove.
       most: tactics of a proof.
 
-    >>> from jrl.zoo.envs.propositions import parse
-    >>> short_proof(parse("(a -> b) -> (b -> c) -> a -> c"))
+    >>> from jrl.zoo.envs.propositions import parse_formula
+    >>> short_proof(parse_formula("(a -> b) -> (b -> c) -> a -> c"))
     ('intros', 'apply h2', 'apply h1', 'assumption')
     """
     search = _Search()

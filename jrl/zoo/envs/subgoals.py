@@ -1,4 +1,4 @@
-r"""Proofs by parts: a planner names subgoals, which provers then prove side by side.
+r"""Proofs with subgoals: a planner names them, and provers prove them in parallel.
 
     found = prove_by_parts(["a /\\ b -> b /\\ a"], prove, model_planner(endpoint(url, model)))
 
@@ -16,10 +16,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jrl.episodes.endpoint import Speaker
 from jrl.episodes.host import EnvError
+from jrl.episodes.model_endpoint import Speaker
 from jrl.errors import UserError
-from jrl.zoo.envs.propositions import Formula, FormulaError, parse, show
+from jrl.zoo.envs.propositions import Formula, FormulaError, parse_formula, show
 
 Prove = Callable[[Sequence[str]], Sequence[bool]]
 """(statements) -> whether each was proved; they are tried side by side."""
@@ -108,7 +108,7 @@ def prove_by_parts(
 
 def _read(statement: str) -> Formula:
     try:
-        return parse(statement)
+        return parse_formula(statement)
     except FormulaError as error:
         raise UserError(f"the statement {statement!r:.60} cannot be read: {error}") from None
 
@@ -116,7 +116,7 @@ def _read(statement: str) -> Formula:
 def _subgoal(text: str) -> Formula | None:
     """A planned subgoal; None where the text is no formula."""
     try:
-        return parse(text)
+        return parse_formula(text)
     except FormulaError:
         return None
 

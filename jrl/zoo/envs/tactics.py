@@ -1,6 +1,6 @@
 r"""Proofs in intuitionistic propositional logic by tactics, in the words of Lean 4.
 
-    goals = opened(parse("a /\\ b -> b /\\ a"))
+    goals = opened(parse_formula("a /\\ b -> b /\\ a"))
     goals = run_tactic(goals, "intro h")
     print(show_goals(goals))                # h : a /\ b
                                             # |- b /\ a
@@ -15,7 +15,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from jrl.zoo.envs.propositions import FALSE, TRUE, Formula, FormulaError, negation, parse, show
+from jrl.zoo.envs.propositions import (
+    FALSE,
+    TRUE,
+    Formula,
+    FormulaError,
+    negation,
+    parse_formula,
+    show,
+)
 
 LARGEST = 8000
 """Characters of goals, as ``show_goals`` writes them; a tactic may not leave more."""
@@ -51,7 +59,7 @@ def opened(statement: Formula) -> Goals:
 def show_goals(goals: Goals) -> str:
     """The goals as Lean shows them, hypotheses above the target of each.
 
-    >>> print(show_goals((Goal((("h", parse("~a")),), parse("a -> b")),)))
+    >>> print(show_goals((Goal((("h", parse_formula("~a")),), parse_formula("a -> b")),)))
     h : ~a
     |- a -> b
     """
@@ -263,7 +271,7 @@ def _have(goal: Goal, tactic: str, rest: str) -> Goals:
         raise TacticError(f"'have' takes NAME : FORMULA, found '{rest:.40}'")
     _check_new(goal, tactic, name)
     try:
-        formula = parse(text)
+        formula = parse_formula(text)
     except FormulaError as error:
         raise _failed(tactic, f"the formula cannot be read: {error}") from None
     return goal._replace(target=formula), _with(goal, formula, name)

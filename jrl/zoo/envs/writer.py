@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jrl.episodes.endpoint import Speaker, keyed_endpoint, reply_of, user_message
 from jrl.episodes.host import Writer
+from jrl.episodes.model_endpoint import Speaker, keyed_endpoint, reply_of, user_message
 from jrl.errors import UserError
 from jrl.user_code import load
 
@@ -64,15 +64,15 @@ def task_writer(speaker: Speaker, *, about: str = "", check: bool = True) -> Wri
         return await reply_of(speaker, [user_message(text)])
 
     async def write(failed: Sequence[str], count: int, seed: int) -> list[str]:
-        rng, known, tasks = random.Random(seed), set(failed), list[str]()
+        rng, earlier_tasks, tasks = random.Random(seed), set(failed), list[str]()
         for _ in range(ASKS):
             some = rng.sample(sorted(set(failed)), min(EXAMPLES, len(set(failed))))
             examples = "\n".join(f"`{task}`" for task in some)
             request = _WRITE.format(about=place, examples=examples, count=count - len(tasks))
             for task in tasks_in(await say(request)):
-                if task in known or len(tasks) >= count:
+                if task in earlier_tasks or len(tasks) >= count:
                     continue
-                known.add(task)
+                earlier_tasks.add(task)
                 answer = await say(_CHECK.format(about=place, task=task)) if check else "[YES]"
                 tasks += [task] if answer.rstrip(" .*\n").upper().endswith("[YES]") else []
             if len(tasks) >= count:

@@ -6,8 +6,8 @@ import contextvars
 import random
 from typing import Any
 
-from jrl.episodes.endpoint import Speaker, behind_endpoint, reply_of, user_message
 from jrl.episodes.host import Feedback, HostEnv, Limits, Reply
+from jrl.episodes.model_endpoint import Speaker, behind_endpoint, reply_of, user_message
 from jrl.episodes.parsers import get_parser
 from jrl.episodes.tools import Tool, tool_env
 from jrl.errors import UserError

@@ -29,6 +29,8 @@ def serve_jetstream(
         raise UserError("--record: JetStream's protocol has no sessions; use --engine jrl")
     if options.tool_parser is not None:
         raise UserError("--tool-parser: JetStream's protocol has no tools; use --engine jrl")
+    if options.log != "nothing":
+        raise UserError("--log-requests: JetStream's protocol is not logged; use --engine jrl")
     engine_adapter.library()
     http_server.listen(options.host, options.port).close()
     policy = served_policy(config, checkpoint=checkpoint, slots=options.slots)

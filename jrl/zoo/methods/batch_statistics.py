@@ -13,7 +13,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import (
@@ -26,6 +25,7 @@ from jrl.methods.domains import (
     NonNegative,
     Positive,
     Range,
+    check_band,
     is_zero,
 )
 from jrl.methods.edit import refill
@@ -200,7 +200,9 @@ def scale_rl(
 
     Departures: prompts are left out of the loss, after they were drawn; the deviation is over the
     advantages trained on, plus ``eps``; a completion passes with ``passing`` points. The logits are
-    float32 here for every method.
+    float32 here for every method. The paper samples up to eight steps ahead
+    (``placement.staleness = 8``), and its subject, the sigmoid that is fitted to the curves of
+    accuracy over compute, is no part of a run.
     """
     base = base.with_(rule=ratios.bounded(0.0, cap))
     return base.with_(
@@ -211,8 +213,7 @@ def scale_rl(
         ),
         surrogate=by_prompt(base.objective.surrogate),
         aggregate=sequence_mean,
-        lacks="asynchronous sampling up to eight steps ahead, and interruption of "
-        "completions that think too long",
+        lacks="interruption of completions that think too long; the fit of curves over compute",
     )
 
 
@@ -472,9 +473,7 @@ def riskpo(
     Raises:
       UserError: when ``level_low`` is not below ``level_high``.
     """
-    static = not isinstance(level_low, jax.Array) and not isinstance(level_high, jax.Array)
-    if static and level_low >= level_high:  # else they are traced, by vmap over runs
-        raise UserError(f"riskpo.level_low = {level_low}; give a number below {level_high}")
+    check_band(level_low=level_low, level_high=level_high)
     levels = (level_low, level_high)
     advantage = bundled_risk(
         bundle, levels, tail_weight, quantile_rate, quantiles, credit, shifted, eps

@@ -25,6 +25,7 @@ from jrl.methods.domains import (
     NonNegative,
     Positive,
     Tokens,
+    check_band,
     is_zero,
 )
 from jrl.methods.group_relative import dr_grpo, grpo
@@ -249,6 +250,7 @@ def amft(
     which an objective would have to see parameters; L_RL is GRPO's, where the released code has PPO
     with a value network; the supervised warm-up is a run of ``sft`` before this one.
     """
+    check_band(low=low, high=high)
     controller = Balance(initial, rate, entropy_rate, target_entropy, low, high)
     return base.with_(
         advantage=balanced(base.objective.advantage, controller),

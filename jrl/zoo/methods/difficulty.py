@@ -458,9 +458,13 @@ def masa(
     is a term of every step, where the authors' code takes steps of their own on the policy's best
     predictions, and the later version has none.
     """
+    lacking = "a judge of the notions that a prediction names"
+    if efficient:
+        lacking += "; sampling that skips and stops by the predictions"
     base = base.before(prediction_rewards(passes, above)).with_(
         aggregate=token_mean,
         plan=Plan(demonstrated(int(efficient))),
+        lacks=lacking,
     )
     if not efficient:
         return base

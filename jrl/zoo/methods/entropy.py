@@ -27,6 +27,7 @@ from jrl.methods.domains import (
     Positive,
     Range,
     Tokens,
+    check_band,
 )
 from jrl.methods.edit import refill
 from jrl.methods.group_relative import grpo
@@ -248,9 +249,11 @@ def entropy_history(turns: int, total_steps: int, low: float = 0.0, high: float 
         entropy = by_turn(jnp.where(live, batch.stats["rollout_entropy"], 0).reshape(-1))
         turn_entropy = entropy / jnp.maximum(number, 1)
 
-        part = history.steps / total_steps
-        early = 1 - 0.2 * (1 - jnp.exp(-2 * part))
-        phase = jnp.where(part < 0.5, early, 0.8 * jnp.exp(-3 * part))
+        half = total_steps // 2
+        first = history.steps / max(half, 1)
+        second = (history.steps - half) / max(total_steps - half, 1)
+        early, fading = 1 - 0.2 * (1 - jnp.exp(-2 * first)), 0.8 * jnp.exp(-3 * second)
+        phase = jnp.where(history.steps <= half, early, fading)
         late = jnp.arange(turns) >= turns // 2
         smoothing = jnp.where(late & (history.times > 0), phase, 0)
         stats = {
@@ -313,16 +316,19 @@ def epo_entropy(
 
     where L is a penalty for tokens with H outside ``low`` to ``high`` times the mean entropy that
     their turn had in earlier training steps, 0 for the first half of an episode's ``turns``; and
-    beta is 1 - 0.2 (1 - exp(-2 p)) in the first half of the run and 0.8 exp(-3 p) in the second, p
-    being the part of ``total_steps`` done. Turns are ``ids["turn"]``, which environments record;
-    another completion is one turn.
+    beta is 1 - 0.2 (1 - exp(-2 p)) in the first half of ``total_steps`` and 0.8 exp(-3 p) in the
+    second, p being the part of that half which is done: it goes from 1 to 0.83, and from 0.8 to
+    0.04. Turns are ``ids["turn"]``, which environments record; another completion is one turn.
 
     Departures: as released the penalty is a constant (0.05 to 0.1), which has no gradient;
     ``hinge`` takes ``penalty`` times the distance from the range instead, and False is the released
-    form. A turn's first step has no history and no penalty. The history is of the entropy at the
-    start of each training step. The paper also adds the term to PPO. Numbers are those of the
-    released scripts.
+    form. The released schedule counts epochs, and its common script leaves it off
+    (``enable_smooth_weights=False``: beta is 1 throughout); the paper's own formula for beta could
+    not be found. A turn's first step has no history and no penalty. The history is of the entropy
+    at the start of each training step. The paper also adds the term to PPO. Other numbers are those
+    of the released scripts.
     """
+    check_band(low=low, high=high)
     steered = base.after(entropy_history(turns, total_steps, low, high))
     return steered.plus(smoothed_entropy(entropy_coef, penalty, hinge=hinge))
 
@@ -440,8 +446,9 @@ def running_ranks(hidden: Array, mask: Array, stride: int) -> Array:
     """The effective rank of a completion's beginnings, renewed every ``stride`` tokens.
 
     Returns:
-      [T] float32: at the k-th live token the rank of the first ``stride * (k // stride)`` live
-      states, 0 before there are any; at the last live token that of all of them.
+      [T] float32: at the k-th live token the rank of the first ``stride * j + 1`` live states, the
+      greatest such number that is at most k with j at least 1, 0 before there is one; at the last
+      live token that of all of them.
     """
     chex.assert_rank([hidden, mask], [2, 1])
     order = jnp.argsort(~mask, stable=True)  # the live ones first, in order
@@ -452,9 +459,10 @@ def running_ranks(hidden: Array, mask: Array, stride: int) -> Array:
     def first(count: Array) -> Array:
         return effective_rank(packed, (index < count) & (index < live))
 
-    counts = jnp.concatenate([stride * jnp.arange(1, mask.shape[0] // stride + 1), live[None]])
+    steps_at_most = max((mask.shape[0] - 1) // stride, 0)
+    counts = jnp.concatenate([stride * jnp.arange(1, steps_at_most + 1) + 1, live[None]])
     ranks = jax.lax.map(first, counts)
-    steps = total // stride
+    steps = jnp.maximum(total - 1, 0) // stride
     running = jnp.where(steps > 0, ranks[jnp.maximum(steps - 1, 0)], 0)
     return jnp.where(mask, jnp.where(total == live, ranks[-1], running), 0)
 
@@ -466,8 +474,8 @@ def rank_changes(ranks: Array, mask: Array, stride: int) -> Array:
       [3] float32: the rank of the whole completion, the mean v_j from j = 2 and the mean a_j from
       j = 3 (``verl_effective_rank``); 0 where there is none.
 
-    >>> ranks = jnp.array([1.0, 3.0, 3.5, 3.5])
-    >>> rank_changes(ranks, jnp.ones(4, bool), 1).tolist()
+    >>> ranks = jnp.array([0.0, 1.0, 3.0, 3.5, 3.5])
+    >>> rank_changes(ranks, jnp.ones(5, bool), 1).tolist()
     [3.5, 1.5, -0.5]
     """
     chex.assert_rank([ranks, mask], 1)
@@ -475,7 +483,7 @@ def rank_changes(ranks: Array, mask: Array, stride: int) -> Array:
     last = jnp.max(jnp.where(mask & (total == total[-1]), ranks, -jnp.inf))
     last = jnp.where(total[-1] > 0, last, 0)
     # The places where a rank was taken, moved to the front.
-    measured_here = mask & (total % stride == 0)
+    measured_here = mask & (total > 1) & ((total - 1) % stride == 0)
     order = jnp.argsort(~measured_here, stable=True)
     m, count = jnp.where(measured_here, ranks, 0)[order], measured_here.sum()
     j = jnp.arange(m.shape[0])
@@ -562,7 +570,8 @@ def verl_effective_rank(
 
     VERL, Velocity-Exploiting Rank-Learning, of "Beyond the Exploration-Exploitation Trade-off: A
     Hidden State Approach for LLM Reasoning in RLVR" (arXiv:2509.23808); not the verl framework.
-    With m_j the effective rank of the last layer's states after every 40 tokens (``stride``):
+    With m_j the effective rank of the last layer's first 40 j + 1 states (40 is ``stride``), as far
+    as a completion has that many:
 
         velocity v_j = m_j - mean(m_1 .. m_{j-1}),  acceleration a_j = v_j - v_{j-1}
         d = (x - running mean of x) / |running mean of x|, within 5, for the rank of the whole
@@ -574,7 +583,8 @@ def verl_effective_rank(
     from [-1, 1] to [0, 1]. Layer and numbers are those of the released scripts; the states are
     those after the final norm, as there for Qwen2 and Llama. Departures: the bonus goes to all
     tokens of a completion, where the released code adds it to the last one's advantage alone; the
-    running means start at the first step's, which adds no bonus, and there at 0; the scripts'
-    entropy bonus of 0.001 is left out.
+    running means start at the first step's, which adds no bonus, and there at 0; of a completion
+    beyond 512 tokens the released code takes the last 512 for v and a; its scripts' entropy bonus
+    of 0.001 is left out.
     """
     return base.after(rank_bonus(stride, gain, kappa, ema_rate, fading))

@@ -21,14 +21,14 @@ def by_rank(strategy: str) -> Any:
     def keep(groups: Any, view: EditView) -> Any:
         members = groups.members()
         place, size = rank(groups.score(), members), members.sum(axis=1)[:, None]
-        kept = place == 0
+        selected = place == 0
         if strategy == "best_worst":
-            kept |= place == size - 1
+            selected |= place == size - 1
         if strategy == "best_random":
             shape = members.shape[1:]
             draws = jax.vmap(lambda key: jax.random.uniform(key, shape))(view.group_keys)
-            kept |= rank(draws, members & (place > 0)) == 0
-        return only(groups, kept)
+            selected |= rank(draws, members & (place > 0)) == 0
+        return only(groups, selected)
 
     return edit_of(keep)
 

@@ -263,7 +263,7 @@ def oreo(
     is over the whole vocabulary. beta is the paper's, and so is alpha unless ``kl_coef`` is given:
     0.01 for tokens, 0.1 for steps, 0.3 for responses. Departures: the samples are whatever the run
     gives, the policy's own unless it is told otherwise; the paper's value network has an optimiser
-    of its own. The values' use in a search at test time is not part of it.
+    of its own. The values guide a search at test time with ``jrl eval --search beam --by value``.
     """
     terms = [soft_value_loss(beta, value_coef)]
     alpha = PAPERS_ALPHA[level] if kl_coef is None else kl_coef

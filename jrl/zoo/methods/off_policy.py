@@ -27,6 +27,7 @@ from jrl.methods.domains import (
     Positive,
     Range,
     Tokens,
+    check_band,
     is_zero,
 )
 from jrl.methods.edit import Edit, EditView, fill_groups
@@ -222,9 +223,10 @@ def arpo_replay(
     the prompt's: a success is replayed where the group opens with the same tokens. About 40 bytes
     a token are kept of ``each`` completions of at most ``kept_prompts`` prompts.
 
-    Departures: rho is to the policy that drew the success; the released code scores it anew, so
-    that its ratio begins at 1. That code takes a group for failed at a mean below 0.2 with a
-    deviation below 0.05, adds half a point for well-formed actions (a reward part of the
+    Departures: the loss is the paper's mean over completions, where the released code averages over
+    the batch's tokens; rho is to the policy that drew the success; the released code scores it
+    anew, so that its ratio begins at 1. That code takes a group for failed at a mean below 0.2 with
+    a deviation below 0.05, adds half a point for well-formed actions (a reward part of the
     environment here), and clips twice, at 3 (``dual_clip``). The paper's choice of tasks, those
     that the first policy solves at least once, is a choice of ``data.train``.
     """
@@ -284,10 +286,10 @@ def recent_groups(share: float, window: int, until: int) -> Edit:
         return round(prompts * share / (1 - share))
 
     def apply(store: Any, groups: Any, view: EditView) -> tuple[Any, Any]:
-        rows, found = store.sample(view.extra.shape[0], view.key)
+        rows, exists = store.sample(view.extra.shape[0], view.key)
         goes = jnp.ones((), bool) if is_zero(until) else view.step < until
         fresh = groups.live()
-        return fill_groups(groups, view.extra & goes, rows, found), store.put(groups, fresh)
+        return fill_groups(groups, view.extra & goes, rows, exists), store.put(groups, fresh)
 
     return Edit(group_store(window), apply, extra)
 
@@ -356,6 +358,7 @@ def topr(
     Departures: the logarithm of a token's ratio is held within 20, as is that of the product
     before it is clipped.
     """
+    check_band(equal=True, weight_low=weight_low, weight_high=weight_high)
     surrogate = ratios.ratio_loss(ratios.product, ratios.tapered(weight_low, weight_high))
     base = base.before(stateless(lambda values, batch: (values - baseline, batch)))
     return base.with_(surrogate=surrogate, epochs=epochs)

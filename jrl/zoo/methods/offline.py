@@ -15,7 +15,15 @@ import jax.numpy as jnp
 
 from jrl.methods.base import Method, Schedule, WrittenProblems
 from jrl.methods.definition import published, variant
-from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole, is_zero
+from jrl.methods.domains import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Whole,
+    check_band,
+    is_zero,
+)
 from jrl.methods.plan import Plan
 from jrl.methods.schedule import refreshed, towards
 from jrl.methods.stores import replay_share
@@ -132,7 +140,10 @@ def ilql(
     "recorded:DIR"``), dialogues ("dialogues:FILE", such as those that ``jrl imagine`` writes for
     the second paper) or the run's own. Departures: base and values share a trunk, which the
     released code leaves to choose, so that the last term (``sft_coef``) is learned along; LMRL Gym
-    clones the data first, and keeps that policy.
+    clones the data first, and keeps that policy. V is 0 after the last token also where a
+    completion was cut, as what it earned is known then; LMRL Gym takes V of the state behind it
+    where the environment was not done. Of the targets only the heads follow; there the whole model
+    does.
     """
 
     def loss(stats: Stats, rewards: Array, mask: Array) -> tuple[Array, Stats]:
@@ -167,7 +178,8 @@ def mc_returns(
                                   - alpha log softmax(Q(s, .))_a  -  log pi_base(a | s)
         policy ~ pi_base exp(beta Q)
 
-    Numbers and departures are those of ``ilql``.
+    Nothing is added to the return of a completion that was cut, as there. Numbers and departures
+    are those of ``ilql``, whose V and Q' are not part of it.
     """
 
     def loss(stats: Stats, returns: Array, mask: Array) -> tuple[Array, Stats]:
@@ -350,10 +362,13 @@ def webrl(
     another model writes that number of tasks as a phase begins, after those that were failed in the
     last one. Those stay for which V at the start is from ``low`` to ``high``, the released code's.
 
-    Departures: the released code has twin networks, gains held to 1 and -0.6, those below 0 left
-    out, and a Huber loss with beta between 1 and 5; a phase is one epoch over its episodes there,
-    and its tasks are the written ones alone, where here they join those of the data.
+    Departures: the released code has twin networks, and A = V' - V + r + R - 0.05, whose sign alone
+    counts: 1, and -0.6 for the steps below 0, which are then left out; the log-ratio is divided by
+    the batch's action tokens, the loss by beta, which is 1 to 5 and no more than makes the two
+    sides equal; a phase is one epoch over its episodes there, and its tasks are the written ones
+    alone, where here they join those of the data.
     """
+    check_band(low=low, high=high)
     advantage = blended_steps(blend)
     if not is_zero(replayed):
         advantage = transforms.chain(advantage, between(0.5, 0.95))

@@ -274,7 +274,7 @@ def ddpo(
     for the policy and the reference, in DPO's loss, with the paper's beta and gamma (section 4.1).
     Departures: a token is unchanged when it belongs to the longest common subsequence of the two
     completions; the released code matches blocks of at least 3 tokens and leaves pure insertions
-    and deletions at weight 1.
+    and deletions at weight 1; the paper's pairs are about images, which are not read here.
     """
 
     def reward(group: Members) -> Array:
@@ -286,7 +286,7 @@ def ddpo(
 
     of_pair = every_pair(reward, reward_loss(loss, beta, label_smoothing))
     return base.after(changed_token_weights(gamma)).with_(
-        surrogate=over_group(of_pair, ("ref_logprobs", "token_weight")), lacks="images"
+        surrogate=over_group(of_pair, ("ref_logprobs", "token_weight"))
     )
 
 

@@ -298,19 +298,19 @@ def self_ranking(by: str) -> Transform:
     Args:
       by: "implicit" or "likelihood".
     """
-    brought = (INITIAL,) if by == "implicit" else ()
+    statistics = (INITIAL,) if by == "implicit" else ()
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         live = comparable(batch)
         tokens = jnp.maximum(batch.mask.sum(axis=2), 1)
         now = sums("proximal_logprobs", batch)
-        now = now - sums(INITIAL.name, batch) if brought else now / tokens
+        now = now - sums(INITIAL.name, batch) if statistics else now / tokens
         tau = jax.vmap(kendall)(now, sums("ref_logprobs", batch) / tokens, live)
         ranked = live.sum(axis=1) > 1
         rate = jnp.where(ranked, (tau + 1) / 2, 0).sum() / jnp.maximum(ranked.sum(), 1)
         return now, write(batch, "pair_weight", rate)
 
-    return stateless(apply, START)._replace(statistics=brought)
+    return stateless(apply, START)._replace(statistics=statistics)
 
 
 @variant(dpo, without=("loss", "label_smoothing"), refresh_ref=100)

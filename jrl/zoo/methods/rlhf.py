@@ -1,4 +1,4 @@
-"""Reinforcement learning from human feedback: PPO on a reward model, and what papers add to it.
+"""Reinforcement learning from human feedback: PPO on a reward model, and its refinements.
 
 The reward model is a reward function, trained by ``bradley_terry``. Notation as in ``ppo``.
 """
@@ -37,11 +37,12 @@ def rlhf_summarize(base: Method) -> Method:
         R(x, y) = r(x, y) - beta log( pi(y|x) / pi_SFT(y|x) )
 
     with the divergence charged token by token and a value network of its own, started from the
-    reward model. Departures: whether the value network is separate and what it starts from is the
-    run's choice (``value``), as is the shift of the reward. ``value_coef`` and ``epochs`` are those
-    that reproductions use; the advantages are whitened, as in ``ppo``.
+    reward model. Departures: values are a head of the policy, or with ``value.kind = "network"`` a
+    network that starts from the policy's checkpoint, never from the reward model; the reward is not
+    shifted. ``value_coef`` and ``epochs`` are those that reproductions use; the advantages are
+    whitened, as in ``ppo``.
     """
-    return base
+    return base.with_(lacks="a value network that starts from the reward model")
 
 
 @variant(ppo, kl_coef=0.05)
@@ -171,7 +172,7 @@ def safe_rlhf(
     model's extra loss, the sign of the cost, is not here.
     """
     step = lagrangian(budget, dual_rate, initial_lambda, max_lambda)
-    return base.before(step).with_(lacks="images")
+    return base.before(step).with_(lacks="a cost model trained beside the reward model, and images")
 
 
 # ---------------------------------------------------------------- GEPO

@@ -32,8 +32,8 @@ def further_members(rate: Array, size: Array, most: int, balance: str) -> Array:
     each = 2 * jnp.sqrt(jnp.maximum(a * (1 - a), 1e-12))
     peak = size * (2 * (1 - a) if balance == "hard" else jnp.ones_like(a))
     # Rounding must not ask for one more where the quotient is whole.
-    wanted = jnp.ceil((peak - size * each) / each - 1e-4)
-    return jnp.where(a < 0.5, jnp.clip(wanted, 0, most - size), 0).astype(jnp.int32)
+    count = jnp.ceil((peak - size * each) / each - 1e-4)
+    return jnp.where(a < 0.5, jnp.clip(count, 0, most - size), 0).astype(jnp.int32)
 
 
 @variant(grpo)
@@ -63,17 +63,17 @@ def dars(base: Method, balance: Balance = "hard", max_group: Count = 32) -> Meth
 
 def _failed(groups: Any) -> Array:
     """[m] bool: groups with members, none of which has any success."""
-    drawn = groups.drawn()
-    return drawn.any(axis=1) & ~(drawn & (groups.success() > 0)).any(axis=1)
+    sampled = groups.drawn()
+    return sampled.any(axis=1) & ~(sampled & (groups.success() > 0)).any(axis=1)
 
 
 def least_hinted(groups: Any, view: EditView) -> Any:
     """The groups with their first member replaced by the one that a hint let succeed, if any."""
     hinted, live = groups.round > 0, groups.members()
     won = live & hinted & (groups.success() > 0)
-    own = live & ~hinted
-    first = own & (jnp.cumsum(own, axis=1) == 1)
-    return only(groups, won | (own & ~(first & won.any(axis=1, keepdims=True))))
+    unhinted = live & ~hinted
+    first = unhinted & (jnp.cumsum(unhinted, axis=1) == 1)
+    return only(groups, won | (unhinted & ~(first & won.any(axis=1, keepdims=True))))
 
 
 @variant(grpo)
@@ -99,8 +99,8 @@ def scaf_grpo(
     """
 
     def hinted(groups: Any, view: StepView) -> Asks:
-        wanted = _failed(groups) & (view.step >= exempt_steps)
-        return (more(groups, wanted, 1, **view.tools.hints(groups, view.round, levels)),)
+        failed = _failed(groups) & (view.step >= exempt_steps)
+        return (more(groups, failed, 1, **view.tools.hints(groups, view.round, levels)),)
 
     plan = Plan(next=hinted, rounds=levels, members=lambda group: levels, tokens=hint_tokens)
     return base.with_(plan=plan, edits=(edit_of(least_hinted),))

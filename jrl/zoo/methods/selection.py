@@ -1,4 +1,4 @@
-"""Methods that choose which problems to train on: curricula around an objective that stays."""
+"""Methods with a curriculum of problems around an unchanged objective."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.methods.base import Method
-from jrl.methods.curriculum import Choice, Curriculum, Outcome, Query, Table, put, top
+from jrl.methods.curriculum import Curriculum, Outcome, Query, Selection, Table, put_rows, top_rows
 from jrl.methods.definition import variant
 from jrl.methods.domains import Count, Fraction, Positive
 from jrl.methods.group_relative import grpo
@@ -21,17 +21,17 @@ def posteriors(target: float, decay: float, prior: tuple[float, float], pool: in
     def init(table: Table) -> dict[str, Array]:
         return {name: jnp.full(table.rows, x) for name, x in zip("ab", prior, strict=True)}
 
-    def choose(state: dict[str, Array], query: Query) -> tuple[Choice, Any]:
+    def choose(state: dict[str, Array], query: Query) -> tuple[Selection, Any]:
         rate = jax.random.beta(query.key, state["a"], state["b"])
-        rows = top(-jnp.abs(rate - target), query)
-        return Choice(rows, prior={"success_rate": rate[rows]}), state
+        rows = top_rows(-jnp.abs(rate - target), query)
+        return Selection(rows, prior={"success_rate": rate[rows]}), state
 
     def update(state: dict[str, Array], outcome: Outcome) -> dict[str, Array]:
         right = outcome.rate * outcome.size
-        seen = {"a": right, "b": outcome.size - right}
+        counts = {"a": right, "b": outcome.size - right}
         start = dict(zip("ab", prior, strict=True))
         return {
-            n: put(x, outcome, decay * x[outcome.row] + (1 - decay) * start[n] + seen[n])
+            n: put_rows(x, outcome, decay * x[outcome.row] + (1 - decay) * start[n] + counts[n])
             for n, x in state.items()
         }
 

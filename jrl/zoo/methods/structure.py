@@ -222,9 +222,12 @@ def epo_strategy(base: Method, discount: Fraction = 0.99, normalise: Flag = True
 
     Turns are ``ids["step"]``, r_k what the environment paid for a turn, process and outcome alike.
     ``zoo.envs.players.guided_env`` has the other model act. The discount and the division by an
-    episode's greatest return (``normalise``) are those of the released code.
+    episode's greatest return (``normalise``) are those of the released code. Departures: the paper
+    also trains by self-play of two strategists; ``guided_env`` has one, and the other model stays
+    as it is.
     """
-    return base.with_(advantage=turn_returns(discount, normalise))
+    advantage = turn_returns(discount, normalise)
+    return base.with_(advantage=advantage, lacks="self-play of two strategists")
 
 
 # ---------------------------------------------------------------- episodes of several rows

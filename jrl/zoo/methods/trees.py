@@ -121,13 +121,15 @@ def arpo(base: Method) -> Method:
 
         alpha + beta (H_t - H_initial) > tau,   or   H_t - H_initial > (tau - alpha) / beta
 
-    H being the mean entropy of the first 20 tokens of the turn, nats, and of the episode's first;
-    the right side is ``tree.above``, 0 as with the released alpha and tau of 0.5. Members for whom
-    no place is found begin with the prompt. Departures: the released code compares a random number
-    with the left side; each of the first members has the same number of branches to give, so that a
-    tree does not depend on which tool answers first; the paper trains a shared token once for each
-    of the d members, here it is trained once. Its default attribution is the soft one, GRPO's own.
-    Not known: the number of tokens. Completions of one turn are left at a token of their own whose
+    H being the mean entropy of the first 20 tokens of the turn (the released code's number; all of
+    a shorter turn), nats, and of the episode's first; the right side is ``tree.above``, 0 as with
+    the released alpha and tau of 0.5. Members for whom no place is found begin with the prompt.
+    Departures: the released code takes H from the ten likeliest tokens alone, divides it by the
+    logarithm of the vocabulary's size, and compares a random number with the left side, so that of
+    its thresholds the default alone carries over; each of the first members has the same number of
+    branches to give, so that a tree does not depend on which tool answers first; the paper trains a
+    shared token once for each of the d members, here it is trained once. Its default attribution is
+    the soft one, GRPO's own. Completions of one turn are left at a token of their own whose
     distribution has the greatest entropy, if that is above ``tree.above``, in ``tree.rounds``.
     """
     return base.after(over_branches()).with_(plan=Plan(tree=Branching("entropy")))

@@ -202,15 +202,15 @@ def _speaking(network: Network, count: int, policies: Array) -> Network:
     def init_cache(rows: int, length: int, weights: Any = None, pieces: int = 1) -> Cache:
         prepared = [None] * count if weights is None else weights.weights
         caches = [network.init_cache(rows, length, each, pieces) for each in prepared]
-        return Cache(own=tuple(cache.own for cache in caches))
+        return Cache(rows=tuple(cache.rows for cache in caches))
 
     def parts(cache: Cache) -> list[Cache]:
         prefixes = [None] * count if cache.prefix is None else cache.prefix
-        pairs = zip(cache.own, prefixes, strict=True)
-        return [cache.replace(own=own, prefix=prefix) for own, prefix in pairs]
+        pairs = zip(cache.rows, prefixes, strict=True)
+        return [cache.replace(rows=suffix, prefix=prefix) for suffix, prefix in pairs]
 
     def joined(cache: Cache, caches: list[Cache]) -> Cache:
-        return cache.replace(own=tuple(each.own for each in caches))
+        return cache.replace(rows=tuple(each.rows for each in caches))
 
     def chosen(of_each: list[Array]) -> Array:
         """[S, ...]: each row by its policy."""

@@ -20,7 +20,7 @@ _TAILS = "ac ad an ar as eb el en er id ik il in ir om on or os ow um un ur ut y
 
 
 class World(NamedTuple):
-    """What is written.
+    """A made-up corpus and questions about it.
 
     Attributes:
       documents: the corpus.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jrl.config.read import read_toml
-from jrl.episodes.endpoint import check_url, endpoint
+from jrl.episodes.model_endpoint import check_url, endpoint
 from jrl.errors import Mistakes, StorageError, UserError, unknown_choice
 from jrl.zoo.envs.imagined import Task, UnreadableError, imagine_row, reason
 
@@ -264,8 +264,8 @@ def imagine(
     Raises:
       UserError: the endpoint fails; what is done is written. Or the file holds something else.
     """
-    named = hashlib.sha256(json.dumps(task._asdict()).encode()).hexdigest()[:8]
-    with contextlib.closing(_File(Path(out), named)) as file:
+    digest = hashlib.sha256(json.dumps(task._asdict()).encode()).hexdigest()[:8]
+    with contextlib.closing(_File(Path(out), digest)) as file:
         return _imagine(task, model, file, count, seed, concurrency, echo)
 
 

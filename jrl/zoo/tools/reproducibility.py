@@ -29,6 +29,7 @@ from jrl.serving.launch import ServedPolicy, served_policy
 from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.memory_check import check_problems, check_slots
+from jrl.train.reward_parts import reward_pool
 from jrl.types import StopReason, stream
 
 _CHUNK = 16
@@ -204,7 +205,7 @@ def measure_drift(
         del params  # it is loaded anew on each mesh
         problem_set = _Problems(run, key, problems)
     results: dict[str, dict[Setting, list[Drawn]]] = {"greedy": {}, "sampled": {}}
-    with build.reward_pool(config) as pool:
+    with reward_pool(config) as pool:
         for mesh, dtype in itertools.product(meshes, dtypes):
             policy = served_policy(_changed(config, sizes[mesh], dtype), checkpoint=checkpoint)
             for batch in batches:
@@ -344,4 +345,5 @@ class _Problems:
         ]
         names = list(self._run.rewards.weights)
         judge = self._run.rewards.judge
-        return pool.scores(samples, group=1)[0][:, names.index(judge) if judge in names else 0]
+        points = pool.scores(samples, group=1).points
+        return points[:, names.index(judge) if judge in names else 0]

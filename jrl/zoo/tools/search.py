@@ -39,12 +39,12 @@ class Bm25:
         counts = [Counter(_WORD.findall(text.lower())) for text in documents]
         lengths = np.array([sum(c.values()) for c in counts], np.float64)
         scale = k1 * (1 - b + b * lengths / max(lengths.mean(), 1e-9))
-        found: dict[str, list[tuple[int, int]]] = {}
+        postings: dict[str, list[tuple[int, int]]] = {}
         for i, count in enumerate(counts):
             for word, times in count.items():
-                found.setdefault(word, []).append((i, times))
+                postings.setdefault(word, []).append((i, times))
         self._postings: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        for word, places in found.items():
+        for word, places in postings.items():
             rows, times = np.array(places).T
             weight = np.log1p((len(documents) - len(rows) + 0.5) / (len(rows) + 0.5))
             self._postings[word] = rows, weight * times * (k1 + 1) / (times + scale[rows])
@@ -79,10 +79,10 @@ def search_tool(
     index = Bm25(documents)
 
     async def call(query: str) -> str:
-        found = index.search(query, count)
-        if not found:
+        hits = index.search(query, count)
+        if not hits:
             return "Nothing was found."
-        return "\n\n".join(f"[{i}] {index.documents[i][:longest]}" for i in found)
+        return "\n\n".join(f"[{i}] {index.documents[i][:longest]}" for i in hits)
 
     return Tool(
         name=name,

@@ -32,7 +32,7 @@ def inputs(kind):
     def numbers(shape, dtype):
         return (10 * jax.random.normal(next(keys), shape)).astype(dtype)
 
-    held = jax.tree.map(lambda x: numbers(x.shape, x.dtype), make(ROWS, COLUMNS).own[0][0])
+    held = jax.tree.map(lambda x: numbers(x.shape, x.dtype), make(ROWS, COLUMNS).rows[0][0])
     shape = (ROWS, config.kv_heads, 1, config.head_dim)
     return held, {name: numbers(shape, config.dtype) for name in ("k", "v")}
 
@@ -75,7 +75,7 @@ def test_each_device_writes_its_own_rows_and_heads(axes):
 def test_caches_for_kernels_have_columns_in_whole_tiles():
     def sizes(how, rows, length, pieces):
         make = partial(init_cache, rows, length, None, pieces, config=CONFIG, attention=how)
-        return [piece["v"].shape[2] for piece in jax.eval_shape(make).own[0]]
+        return [piece["v"].shape[2] for piece in jax.eval_shape(make).rows[0]]
 
     assert sizes("xla", 400, 600, 5) == [120] * 5
     # the kernel finds what is filled by itself, as long as it has tables for all rows

@@ -218,7 +218,7 @@ def test_prompts_are_prefilled_and_continued_alike_by_the_kernel():
         weights = network.prepare(params)
         cache = prefill(weights, prompts, lengths, network=network)
         states, cache = network.extend(weights, cache, pending, at, jnp.ones((3, 1), bool))
-        return states, cache.own[0][0]["v"]
+        return states, cache.rows[0][0]["v"]
 
     (expected, plain), (states, held) = next_states("xla"), next_states("splash")
     assert plain.shape[2] == 21

@@ -27,11 +27,12 @@ def library(request):
     """A library of the extra "games"; its own warnings on import are none of ours."""
     with warnings.catch_warnings(), jax.numpy_rank_promotion("allow"):
         warnings.simplefilter("ignore")
-        yield pytest.importorskip(request.param)
+        yield importlib.import_module(request.param)
 
 
 def uses(name):
-    return pytest.mark.parametrize("library", [name], indirect=True)
+    only = pytest.param(name, marks=pytest.mark.extra("games", name))
+    return pytest.mark.parametrize("library", [only], indirect=True)
 
 
 def episode(env, actions, split="train", key=KEY):

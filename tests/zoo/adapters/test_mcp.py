@@ -1,7 +1,6 @@
 """Tools of an MCP server, spoken to by the maintained client, where it is installed."""
 
 import asyncio
-import importlib.util
 import sys
 import threading
 import types
@@ -16,8 +15,7 @@ from jrl.errors import UserError
 from jrl.types import Prompt
 from jrl.zoo.adapters.mcp import McpServer, plain_name
 
-HERE = importlib.util.find_spec("mcp") is not None
-needs_mcp = pytest.mark.skipif(not HERE, reason="mcp is not installed")
+needs_mcp = pytest.mark.extra("mcp")
 SERVER = '''
 import os
 from mcp.server import MCPServer
@@ -104,7 +102,7 @@ def test_a_run_ends_the_server(server):
         tool_env(server.tools(), get_parser("hermes"), lambda p, r: 1.0, Limits())
     )
     assert "jrl-mcp" in {thread.name for thread in threading.enumerate()}
-    asyncio.run(closed.shutdown())
+    asyncio.run(closed.lifecycle.shutdown())
     assert "jrl-mcp" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -151,7 +149,7 @@ def test_a_bad_tool_is_left_out_and_said(caplog):
         Listed(offered("bad", PAIR)).tools()
 
 
-@pytest.mark.skipif(HERE, reason="mcp is installed")
-def test_what_is_missing_is_named():
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(UserError, match="an MCP server needs mcp"):
         McpServer("http://localhost:1/mcp")

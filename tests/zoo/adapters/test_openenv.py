@@ -1,7 +1,6 @@
 """An environment of OpenEnv on a server of its own, where openenv is installed."""
 
 import asyncio
-import importlib.util
 import socket
 import subprocess
 import sys
@@ -18,8 +17,7 @@ from jrl.types import Prompt
 from jrl.zoo.adapters.openenv import from_openenv
 
 PROMPT = Prompt(0, "Count.", np.zeros(0, np.int32), "-")
-HERE = importlib.util.find_spec("openenv") is not None
-needs_openenv = pytest.mark.skipif(not HERE, reason="openenv is not installed")
+needs_openenv = pytest.mark.extra("openenv")
 SERVER = """
 import sys
 
@@ -120,7 +118,9 @@ def test_all_fields_are_shown_or_the_one_that_is_missing_named(url):
         asyncio.run(play(from_openenv(url, observation="board"), []))
 
 
-@pytest.mark.skipif(HERE, reason="openenv is installed")
-def test_what_is_missing_is_named():
+def test_what_is_missing_is_named(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "openenv"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "openenv", None)
     with pytest.raises(UserError, match="'http://localhost:1' needs openenv"):
         from_openenv("http://localhost:1")

@@ -1,6 +1,6 @@
 """Problems of reasoning-gym, where it is installed."""
 
-import importlib.util
+import sys
 
 import numpy as np
 import pytest
@@ -12,14 +12,13 @@ from jrl.types import Prompt
 from jrl.zoo.adapters.reasoning_gym import from_reasoning_gym
 
 PROMPT = Prompt(0, "", np.zeros(0, np.int32), "-")
-HERE = importlib.util.find_spec("reasoning_gym") is not None
 
 
 def reply(text, turn=0):
     return Reply(text, text, np.zeros(1, np.int32), turn, False)
 
 
-@pytest.mark.skipif(not HERE, reason="reasoning-gym is not installed")
+@pytest.mark.extra("reasoning-gym")
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
 def test_a_problem_is_answered_in_two_attempts():
     env = check_env(from_reasoning_gym("leg_counting", attempts=2, seed=0))
@@ -36,7 +35,7 @@ def test_a_problem_is_answered_in_two_attempts():
     assert once.step(once.init(PROMPT, 1)[0], reply("?"))[1].done
 
 
-@pytest.mark.skipif(HERE, reason="reasoning-gym is installed")
-def test_what_is_missing_is_named():
-    with pytest.raises(UserError, match="'leg_counting' needs reasoning_gym"):
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(UserError, match=r"'leg_counting' needs reasoning_gym; .*\[reasoning-gym\]"):
         from_reasoning_gym("leg_counting", seed=0)

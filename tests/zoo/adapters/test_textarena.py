@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import sys
 
 import numpy as np
 import pytest
@@ -12,8 +13,7 @@ from jrl.types import Prompt
 from jrl.zoo.adapters.textarena import from_textarena
 
 PROMPT = Prompt(0, "Win.", np.zeros(0, np.int32), "-")
-HERE = importlib.util.find_spec("textarena") is not None
-needs_textarena = pytest.mark.skipif(not HERE, reason="textarena is not installed")
+needs_textarena = pytest.mark.extra("textarena")
 
 
 async def play(env, moves, seed=3):
@@ -62,6 +62,7 @@ def test_what_is_missing_is_named(monkeypatch):
         from_textarena("TicTacToe-v0", players=2)
     with pytest.raises(UserError, match="there is no file 'none.py'"):
         from_textarena("TicTacToe-v0", players=2, opponent="none.py:move", python="/bin/sh")
-    if not HERE:
-        with pytest.raises(UserError, match="'GuessTheNumber-v0' needs textarena"):
-            from_textarena("GuessTheNumber-v0")
+    monkeypatch.setitem(sys.modules, "textarena", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="'GuessTheNumber-v0' needs textarena"):
+        from_textarena("GuessTheNumber-v0")

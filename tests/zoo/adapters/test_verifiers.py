@@ -1,88 +1,131 @@
-"""Environments of verifiers: their own loop, tools and rubric, with the policy as the model."""
+"""Environments of verifiers: their own tasks, tools, stops and rewards, the policy as the model."""
 
 import asyncio
+import sys
 
 import numpy as np
 import pytest
+from needs_extra import require
 
 from jrl.episodes.host import EnvError, Reply, check_feedback
 from jrl.episodes.parsers import Call, get_parser
 from jrl.errors import UserError
 from jrl.types import Prompt
 
-verifiers = pytest.importorskip("verifiers")
-if not hasattr(verifiers, "MultiTurnEnv"):
-    pytest.skip("needs verifiers 0.1", allow_module_level=True)
+require("verifiers")
 
 from jrl.zoo.adapters.verifiers import from_verifiers  # noqa: E402
 
-OWN = '''
-import verifiers as vf
-from datasets import Dataset
+# tenacity's, in verifiers' client of tool servers
+INITIAL = pytest.mark.filterwarnings("ignore:The 'initial' parameter:DeprecationWarning")
+pytestmark = [INITIAL, pytest.mark.extra("verifiers")]
+PROMPT = Prompt(0, "", np.zeros(0, np.int32), None)
+WORDS = """
+import asyncio
 
+import verifiers.v1 as vf
+
+__all__ = ["Words"]
 ENDED = []
 
 
-def rows(words):
-    return Dataset.from_list([{"question": w, "answer": w[::-1]} for w in words])
+class Data(vf.TaskData):
+    answer: str
 
 
-async def right(completion, answer):
-    said = [m["content"] for m in completion if m["role"] == "assistant"]
-    return 1.0 if answer in said[-1] else 0.25
+class Config(vf.TasksetConfig):
+    words: list[str] = ["abc"]
+    fails: bool = False
 
 
-class Talk(vf.MultiTurnEnv):
-    """Asks until the word is said backwards."""
+class Word(vf.Task[Data]):
+    @vf.reward(weight=1.0)
+    async def right(self, trace) -> float:
+        said = [m.content for m in trace.branches[-1].messages if m.role == "assistant"]
+        return 1.0 if self.data.answer in said[-1] else 0.25
 
-    rewrites = False
+    @vf.metric
+    async def letters(self) -> float:
+        return float(len(self.data.answer))
 
-    async def env_response(self, messages, state, **kwargs):
-        if self.rewrites:
-            messages[0]["content"] = "another question"
-        if state["answer"] in messages[-1]["content"]:
-            state["final_env_response"] = [{"role": "user", "content": "Right."}]
-            return state["final_env_response"]
-        if messages[-1]["content"] == "break":
-            raise vf.Error("it broke")
-        return [{"role": "user", "content": f"No, {len(state['trajectory'])}."}]
-
-    @vf.cleanup
-    async def ended(self, state):
-        ENDED.append(len(state["trajectory"]))
+    async def finalize(self, trace, runtime) -> None:
+        ENDED.append(trace.num_turns)
+        if self.data.answer == "broken":
+            raise vf.TaskError("it broke")
 
 
-def talk(rewrites=False):
-    rubric = vf.Rubric(funcs=[right])
-    env = Talk(max_turns=4, dataset=rows(["abc"]), eval_dataset=rows(["xyz"]), rubric=rubric)
-    env.rewrites = rewrites
-    return env
+class Words(vf.Taskset[Word, Config]):
+    def load(self):
+        for word in self.config.words:
+            yield Word(Data(prompt=word, answer=word[::-1], system_prompt="Backwards."))
+"""
+TOOLS = """
+import verifiers.v1 as vf
+from shouting_tools import Shouting, ShoutingConfig
+
+__all__ = ["Shout"]
 
 
-async def shout(text: str) -> str:
-    """Says it loudly."""
-    return text.upper()
+class Data(vf.TaskData):
+    answer: str
 
 
-def tools():
-    return vf.ToolEnv(tools=[shout], dataset=rows(["abc"]), rubric=vf.Rubric(funcs=[right]))
+class Task(vf.Task[Data]):
+    @vf.reward
+    async def right(self, trace) -> float:
+        said = [m.content for m in trace.branches[-1].messages if m.role == "assistant"]
+        return float(self.data.answer in (said[-1] or ""))
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Shouting(ShoutingConfig())]
 
 
-def nothing():
-    return 3
+class Shout(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        yield Task(Data(prompt="Shout abc.", answer="ABC"))
+"""
+SERVER = '''
+import verifiers.v1 as vf
+
+
+class ShoutingConfig(vf.ToolsetConfig):
+    pass
+
+
+class Shouting(vf.Toolset[ShoutingConfig, vf.State]):
+    TOOL_PREFIX = "loud"
+
+    @vf.tool
+    async def shout(self, text: str) -> str:
+        """Says it loudly."""
+        return text.upper()
+
+
+if __name__ == "__main__":
+    Shouting.run()
 '''
-PROMPT = Prompt(0, "", np.zeros(0, np.int32), None)
 
 
 @pytest.fixture
-def own(tmp_path):
-    (tmp_path / "own_verifiers.py").write_text(OWN)
-    return f"{tmp_path}/own_verifiers.py"
+def folder(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # tool servers are processes
+    for name, text in (
+        ("words_of_mine", WORDS),
+        ("shout_of_mine", TOOLS),
+        ("shouting_tools", SERVER),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path
+    for name in ("words_of_mine", "shout_of_mine", "shouting_tools"):
+        sys.modules.pop(name, None)
 
 
-def play(env, said, prompt=PROMPT, cut=False):
+def play(env, said, prompt=PROMPT, cut=False, seed=5):
     async def run():
-        state, messages = await env.init(prompt, 5)
+        state, messages = await env.init(prompt, seed)
         feedbacks = []
         try:
             for turn, text in enumerate(said):
@@ -97,55 +140,64 @@ def play(env, said, prompt=PROMPT, cut=False):
     return asyncio.run(run())
 
 
-def test_an_episode_is_its_own_rollout_and_rubric(own):
-    env = from_verifiers(f"{own}:talk")
-    assert (env.limits.turns, env.chat.roles, env.chat.tools) == (4, ("user",), ())
-    messages, (first, last) = play(env, ["hm", "it is cba"])
-    assert messages[-1] == {"role": "user", "content": "abc"}
-    assert [m["content"] for m in first.messages] == ["No, 1."]
+def test_an_episode_is_its_own_task_and_rewards(folder):
+    env = from_verifiers("words-of-mine", evaluation={"words": ["xyz"]})
+    assert (env.limits.turns, env.chat.roles, env.chat.tools) == (16, ("user",), ())
+    messages, (last,) = play(env, ["it is cba"])
+    assert messages == [
+        {"role": "system", "content": "Backwards."},
+        {"role": "user", "content": "abc"},
+    ]
     assert (last.done, last.success, last.reward) == (True, True, (1.0,))
-    assert last.metrics["num_turns"] == 2
-    messages, _ = play(env, [], Prompt(0, "Backwards:", np.zeros(0, np.int32), None))
-    assert messages[-1]["content"] == "Backwards:\nabc"
+    assert last.metrics == {"right": 1.0, "letters": 3.0}
+    messages, (last,) = play(env, ["?"], Prompt(0, "Now:", np.zeros(0, np.int32), None), cut=True)
+    assert messages[-1]["content"] == "Now:\nabc"
+    assert (last.reward, last.success, last.cut) == ((0.25,), False, True)
     env.lifecycle.begin(3, "eval")
     assert play(env, [])[0][-1]["content"] == "xyz"
 
 
-def test_its_limit_of_turns_ends_and_scores_an_episode(own):
-    env = from_verifiers(f"{own}:talk", turns=2)
-    assert env.limits.turns == 2
-    _, feedbacks = play(env, ["a", "b"], cut=True)
-    assert [f.done for f in feedbacks] == [False, True]
-    assert (feedbacks[-1].reward, feedbacks[-1].cut) == ((0.25,), True)
+def test_the_seed_is_the_task_and_a_file_holds_a_taskset(folder):
+    env = from_verifiers(
+        f"{folder}/words_of_mine.py:Words", arguments={"taskset": {"words": ["ab", "cd", "ef"]}}
+    )
+    assert [play(env, [], seed=seed)[0][-1]["content"] for seed in (0, 1, 5)] == ["ab", "cd", "ef"]
+    few = from_verifiers(
+        "words-of-mine", arguments={"taskset": {"words": ["ab", "cd", "ef"]}}, tasks=2
+    )
+    assert play(few, [], seed=2)[0][-1]["content"] == "ab"
 
 
-def test_its_tools_are_called_through_the_parser(own):
-    env = from_verifiers(f"{own}:tools", parser="hermes")
-    assert env.chat.tools[0]["function"]["name"] == "shout"
-    assert (env.chat.family, env.chat.roles) == ("hermes", ("tool",))
+def test_its_tools_are_called_through_the_parser_and_its_limit_scores(folder):
+    env = from_verifiers("shout-of-mine", parser="hermes", turns=3)
+    assert [tool["function"]["name"] for tool in env.chat.tools] == ["loud_shout"]
+    assert (env.chat.family, env.chat.roles, env.limits.turns) == ("hermes", ("tool",), 3)
     parser = get_parser("hermes")
-    right, wrong = parser.render(Call("shout", {"text": "cba"})), "<tool_call>oh</tool_call>"
-    _, (told, broken, last) = play(env, [right, wrong, "cba"])
+    call = parser.render(Call("loud_shout", {"text": "cba"}))
+    _, (told, broken, last) = play(env, [call, "<tool_call>oh</tool_call>", "ABC"])
     (message,) = told.messages
-    assert (message["role"], message["content"], message["name"]) == ("tool", "CBA", "shout")
+    assert (message["role"], message["content"], message["name"]) == ("tool", "CBA", "loud_shout")
     assert broken.messages[0]["role"] == "tool"
-    assert (last.reward, last.metrics["shout_calls"]) == ((1.0,), 1.0)
-    gemma = from_verifiers(f"{own}:tools", parser="gemma")
-    assert gemma.roles == ("user",)
-    _, (told,) = play(gemma, [get_parser("gemma").render(Call("shout", {"text": "a"}))])
+    assert "error" in broken.messages[0]["content"]
+    assert (last.reward, last.done) == ((1.0,), True)
+    _, (*_, ended) = play(env, [call, call, call])  # its last call is not answered any more
+    assert (ended.reward, ended.done) == ((0.0,), True)
+    gemma = from_verifiers("shout-of-mine", parser="gemma")
+    assert gemma.chat.roles == ("user",)
+    _, (told,) = play(gemma, [get_parser("gemma").render(Call("loud_shout", {"text": "a"}))])
     assert told.messages == [{"role": "user", "content": "```tool_output\nA\n```"}]
 
 
-def test_what_goes_wrong_fails_the_member_and_is_cleaned_up(own):
+def test_what_goes_wrong_fails_the_member_and_is_cleaned_up(folder):
+    broken = from_verifiers("words-of-mine", arguments={"taskset": {"words": ["nekorb"]}})
     with pytest.raises(EnvError, match="it broke"):
-        play(from_verifiers(f"{own}:talk"), ["break"])
-    with pytest.raises(EnvError, match="rewrites what was said"):
-        play(from_verifiers(f"{own}:talk", arguments={"rewrites": True}), ["a", "b"])
-    play(from_verifiers(f"{own}:talk"), ["a"])  # closed in the middle
-    from jrl.user_code import load
-
-    assert load(f"{own}:talk", "data.id").__globals__["ENDED"][-1] == 1
-    with pytest.raises(UserError, match="is a int, not a MultiTurnEnv"):
-        from_verifiers(f"{own}:nothing")
-    with pytest.raises(UserError, match="data.id = 'no-such-env': verifiers cannot load it"):
-        from_verifiers("no-such-env")
+        play(broken, ["?"])
+    play(from_verifiers("words-of-mine"), [])  # closed in the middle: nothing is left
+    with pytest.raises(UserError, match="data.id = 'no-such-set': verifiers cannot load it"):
+        from_verifiers("no-such-set")
+    with pytest.raises(UserError, match="words.*valid list"):
+        from_verifiers("words-of-mine", arguments={"taskset": {"words": 3}})
+    with pytest.raises(UserError, match="has no tasks"):
+        from_verifiers("words-of-mine", arguments={"taskset": {"words": []}})
+    with pytest.raises(UserError, match="'bash' executes what the policy writes; say where"):
+        from_verifiers("words-of-mine", arguments={"agent": {"harness": {"id": "bash"}}})

@@ -1,7 +1,6 @@
 """Environments that configurations name: options as TOML has them become functions and servers."""
 
 import asyncio
-import importlib.util
 import json
 import sys
 import threading
@@ -134,7 +133,7 @@ def test_a_simulated_search(place):
     assert ended.reward == pytest.approx(2 / 3)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="mcp is not installed")
+@pytest.mark.extra("mcp")
 def test_the_tools_of_an_mcp_server(tmp_path):
     (tmp_path / "server.py").write_text(
         "import os\nfrom mcp.server import MCPServer\nserver = MCPServer('sums')\n"
@@ -156,7 +155,7 @@ def test_the_tools_of_an_mcp_server(tmp_path):
     assert threading.active_count() == threads
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="it is not installed")
+@pytest.mark.extra("gymnasium")
 def test_an_environment_of_gymnasium():
     text = 'env = "gymnasium:gymnasium"\nid = "FrozenLake-v1"\narguments = {is_slippery = false}'
     env = made(text)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jrl.episodes.check_env import check_env
-from jrl.episodes.endpoint import endpoint
 from jrl.episodes.host import EnvError, Feedback, Limits, Reply, check_feedback
+from jrl.episodes.model_endpoint import endpoint
 from jrl.episodes.parsers import Call, get_parser
 from jrl.errors import UserError
 from jrl.types import Prompt

@@ -14,7 +14,7 @@ from jrl.zoo.envs.propositions import (
     Formula,
     FormulaError,
     negation,
-    parse,
+    parse_formula,
     provable,
     show,
 )
@@ -36,12 +36,12 @@ FORMULAS = st.recursive(LEAVES, lambda inner: joined(inner) | inner.map(negation
 @given(FORMULAS)
 def test_what_is_written_is_read_again(formula):
     text = show(formula)
-    assert parse(text) == formula
+    assert parse_formula(text) == formula
     lean = {"->": "→", "/\\": "∧", "\\/": "∨", "~": "¬"}  # noqa: RUF001
     signs = text.replace("<->", "↔")
     for ascii_form, sign in lean.items():
         signs = signs.replace(ascii_form, sign)
-    assert parse(signs) == formula
+    assert parse_formula(signs) == formula
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_is_written_is_read_again(formula):
     ],
 )
 def test_connectives_bind_as_in_lean(text, same):
-    assert parse(text) == parse(same)
+    assert parse_formula(text) == parse_formula(same)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_connectives_bind_as_in_lean(text, same):
 )
 def test_what_cannot_be_read_is_named_with_its_place(text, said):
     with pytest.raises(FormulaError) as error:
-        parse(text)
+        parse_formula(text)
     assert str(error.value) == said
 
 
@@ -84,10 +84,10 @@ def test_what_cannot_be_read_is_named_with_its_place(text, said):
 @given(st.text(alphabet="ab ()~-></\\TrueFals→∧¬", max_size=40))
 def test_any_text_is_read_or_refused(text):
     try:
-        formula = parse(text)
+        formula = parse_formula(text)
     except FormulaError:
         return
-    assert parse(show(formula)) == formula
+    assert parse_formula(show(formula)) == formula
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_any_text_is_read_or_refused(text):
     ],
 )
 def test_theorems_of_intuitionistic_logic_are_told_from_others(text, holds):
-    formula = parse(text)
+    formula = parse_formula(text)
     assert provable((), formula) == holds
     assert provable((), negation(negation(formula))) or not holds
 

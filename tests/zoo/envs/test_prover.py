@@ -14,7 +14,7 @@ from jrl.episodes.configured import configured_env
 from jrl.episodes.host import EnvError, Limits, Reply, check_feedback, check_messages
 from jrl.errors import UserError
 from jrl.types import Prompt
-from jrl.zoo.envs.propositions import parse, provable, show
+from jrl.zoo.envs.propositions import parse_formula, provable, show
 from jrl.zoo.envs.prover import INSTRUCTION, prover, tactic_of
 from jrl.zoo.envs.statements import MOST_TACTICS, main, proved, statements
 from jrl.zoo.envs.tactics import TACTICS
@@ -186,8 +186,8 @@ def test_statements_are_those_of_their_seed_and_can_be_proved():
     assert max(map(lengths.count, lengths)) <= 15  # a quarter
     env = prover()
     for text, proof in rows:
-        assert provable((), parse(text))
-        assert show(parse(text)) == text
+        assert provable((), parse_formula(text))
+        assert show(parse_formula(text)) == text
         assert play(env, text, *proof)[1][-1].success
 
 

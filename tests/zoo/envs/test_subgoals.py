@@ -4,7 +4,7 @@ import pytest
 
 from jrl.episodes.host import EnvError
 from jrl.errors import UserError
-from jrl.zoo.envs.propositions import parse, provable
+from jrl.zoo.envs.propositions import parse_formula, provable
 from jrl.zoo.envs.subgoals import PlannedProof, Stuck, model_planner, prove_by_parts
 
 HARD = "(a -> b) -> (b -> c) -> (c -> d) -> a -> d"
@@ -18,7 +18,7 @@ class Prover:
 
     def __call__(self, statements):
         self.asked.append(list(statements))
-        return [len(s) <= self.longest and provable((), parse(s)) for s in statements]
+        return [len(s) <= self.longest and provable((), parse_formula(s)) for s in statements]
 
 
 def test_what_is_proved_at_once_needs_no_plan():
@@ -65,7 +65,7 @@ def test_subgoals_make_hard_statements_provable():
 
     def prove(statements):
         def easy(s):
-            formula = parse(s)
+            formula = parse_formula(s)
             premises = set()
             while formula.name == "->":
                 premises.add(formula.parts[0])
@@ -73,7 +73,7 @@ def test_subgoals_make_hard_statements_provable():
             conclusion = formula
             while conclusion.name == "/\\" and conclusion.parts[0] in premises:
                 conclusion = conclusion.parts[1]
-            return conclusion.name != "/\\" and provable((), parse(s))
+            return conclusion.name != "/\\" and provable((), parse_formula(s))
 
         return [easy(s) for s in statements]
 

@@ -5,13 +5,13 @@ import random
 import pytest
 from kripke import MODELS, follows
 
-from jrl.zoo.envs.propositions import Formula, negation, parse, provable, show
+from jrl.zoo.envs.propositions import Formula, negation, parse_formula, provable, show
 from jrl.zoo.envs.statements import short_proof, statements
 from jrl.zoo.envs.tactics import TACTICS, TacticError, opened, run_tactic, show_goals
 
 
 def played(statement, *tactics):
-    goals = opened(parse(statement))
+    goals = opened(parse_formula(statement))
     for tactic in tactics:
         goals = run_tactic(goals, tactic)
     return goals
@@ -234,8 +234,8 @@ def test_a_proof_takes_every_provable_statement_to_the_end():
 
 
 def test_a_short_proof_is_found_first():
-    assert short_proof(parse("a -> a")) == ("intros", "assumption")
-    assert short_proof(parse("a -> b")) is None
-    assert short_proof(parse("(a -> b) -> (b -> c) -> a -> c"), most=3) is None
+    assert short_proof(parse_formula("a -> a")) == ("intros", "assumption")
+    assert short_proof(parse_formula("a -> b")) is None
+    assert short_proof(parse_formula("(a -> b) -> (b -> c) -> a -> c"), most=3) is None
     (text,) = statements(0, 1)
-    assert len(short_proof(parse(text))) >= 3
+    assert len(short_proof(parse_formula(text))) >= 3

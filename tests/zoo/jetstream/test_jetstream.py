@@ -1,11 +1,11 @@
 """JetStream's interface on the row engine, and its own server spoken to over gRPC."""
 
 import contextlib
-import importlib.util
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import types
@@ -26,10 +26,7 @@ from jrl.types import StopReason
 from jrl.zoo.jetstream import engine as jetstream_engine
 from jrl.zoo.jetstream import server as jetstream
 
-PRESENT = importlib.util.find_spec("jetstream") is not None
-needs = pytest.mark.skipif(
-    not PRESENT, reason="google-jetstream is not installed; with it comes TensorFlow (see README)"
-)
+needs = pytest.mark.extra("jetstream")
 CONFIG = ModelConfig(
     vocab_size=48,
     layers=1,
@@ -241,8 +238,11 @@ def test_what_does_not_fit_is_named():
         slot_engine().prefill(params=None, padded_tokens=np.zeros(16, np.int32), true_length=0)
 
 
-@pytest.mark.skipif(PRESENT, reason="google-jetstream is installed")
-def test_without_jetstream_the_command_says_what_to_install():
+def test_without_jetstream_the_command_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "jetstream"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jetstream", None)
+    jetstream_engine.library.cache_clear()
     with pytest.raises(UserError, match=r"pip install --no-deps google-jetstream==0\.2\.2"):
         jetstream_engine.library()
 
@@ -301,8 +301,6 @@ def refused(name, message):
 
 @pytest.fixture(scope="module")
 def server():
-    if not PRESENT:
-        pytest.skip("google-jetstream is not installed")
     with serving(engine()) as running:
         yield running
 

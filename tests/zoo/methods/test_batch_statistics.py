@@ -375,7 +375,7 @@ def test_the_tracked_quantiles_settle_on_those_of_the_scores():
 
 
 def test_levels_in_the_wrong_order_are_refused():
-    with pytest.raises(UserError, match=r"level_low = 0\.9; give a number below 0\.8"):
+    with pytest.raises(UserError, match=r"level_low = 0\.9; give a number below objective"):
         riskpo(level_low=0.9)
 
 

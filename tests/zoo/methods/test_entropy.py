@@ -31,6 +31,7 @@ from jrl.zoo.methods.entropy import (
     TurnHistory,
     aepo,
     confucius3_math,
+    entropy_history,
     epo_entropy,
     rank_bonus,
     running_ranks,
@@ -136,11 +137,34 @@ def test_aepo_is_hot_below_its_target_and_uses_half_as_many_rows_while_cold():
 # ---------------------------------------------------------------- EPO
 
 
+def released_weight(step, total):
+    """The released code's weight: each half of the run has a progress of its own, from 0 to 1."""
+    half = total // 2
+    if step <= half:
+        return 1 - 0.2 * (1 - np.exp(-2 * step / half))
+    return 0.8 * np.exp(-3 * (step - half) / (total - half))
+
+
+def test_the_weight_of_epo_s_penalty_is_the_released_code_s_at_every_step():
+    d = ragged(3, ids=("turn",))
+    transform = entropy_history(2, 11, 0.5, 1.5)
+    apply = jax.jit(transform.apply)
+    batch, seen = as_batch(d), []
+    for step in range(12):
+        past = TurnHistory(jnp.ones(2), jnp.ones(2), jnp.float32(step))
+        _, after, _ = apply(jnp.zeros(d.members.shape), batch, past)
+        weight = np.asarray(after.stats["entropy_smoothing"])[d.live & (d.ids["turn"] >= 1)]
+        assert np.ptp(weight) == 0
+        seen.append(float(weight[0]))
+    np.testing.assert_allclose(seen, [released_weight(s, 11) for s in range(12)], rtol=1e-5)
+    assert 0.82 < seen[5] < 0.83
+    assert seen[11] < 0.04
+
+
 def epo_loss(hinge, history=None, step=0, turns=2, total=10, c=0.3, penalty=0.4):
     def reference(d, frozen):
         loss = grpo_loss(d)
-        p = step / total
-        beta = 1 - 0.2 * (1 - np.exp(-2 * p)) if p < 0.5 else 0.8 * np.exp(-3 * p)
+        beta = released_weight(step, total)
         extra, count = 0.0, 0
         for n, i, ts in sequences(d):
             for t in ts:
@@ -338,13 +362,14 @@ def test_running_ranks_are_those_of_the_states_drawn_so_far(length, width):
     live = hidden[mask].astype(np.float64)
     expected = np.zeros(length)
     for k, t in enumerate(np.flatnonzero(mask), start=1):
-        expected[t] = rank_of(live if k == len(live) else live[: k - k % 2])
+        first = 2 * ((k - 1) // 2) + 1 if k > 2 else 0
+        expected[t] = rank_of(live if k == len(live) else live[:first])
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def changes(ranks, stride):
     """(rank, mean velocity, mean acceleration) of one completion's live tokens."""
-    m = ranks[stride - 1 :: stride]
+    m = ranks[stride::stride]
     v = [m[j] - np.mean(m[:j]) for j in range(1, len(m))]
     a = np.diff(v)
     return np.array([ranks[-1], np.mean(v) if v else 0.0, np.mean(a) if len(a) else 0.0])

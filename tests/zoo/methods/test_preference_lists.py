@@ -70,7 +70,7 @@ def test_ddpo_weighs_changed_tokens():
     rng = np.random.default_rng(0)
     words = rng.integers(0, 4, (3, 2, 5))
     method = get_method("ddpo", gamma=3.0)
-    assert method.lacks == "images"
+    assert method.lacks == "", "the mechanism is one of text"
 
     def weights(w, l):
         """gamma off the tokens that Python's own matcher finds in both, where it is optimal."""

@@ -1,4 +1,4 @@
-"""A bandit with memory: which arm pays is found out by pulling, and remembered by reading.
+"""A bandit with memory: the policy finds the paying arm by pulling and reads its past pulls.
 
 After the prompt "abc:" an episode may read "a0b1b1a0": an arm, and whether it paid.
 """

@@ -6,6 +6,8 @@ one letter, such as "d" for down, and the reply the new place, "11".
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,26 +81,10 @@ def gridworld(
         raise UserError(f"data.slippery = {slippery!r}; give true or false")
     check_range("data.turns", turns, 0, 1000)
     n = size if map == "random" else len(MAPS[map])
-    cells, fixed_tiles = (
-        n * n,
-        None if map == "random" else jnp.array(TOKENIZER.encode("".join(MAPS[map])), jnp.int32),
-    )
-
-    def generate(key: Array) -> tuple[Grid, Array]:
-        """A grid, and whether it can be played."""
-        of_map, of_start = jax.random.split(key)
-        tiles = fixed_tiles
-        if tiles is None:
-            frozen = jax.random.uniform(of_map, (cells,)) < FROZEN_SHARE
-            tiles = jnp.where(frozen, F, H).at[0].set(S).at[-1].set(G)
-        ways = distances(tiles, n)
-        place = jnp.int32(0)
-        if start == "anywhere":
-            inside = (ways > 0) & (ways < cells)
-            weight = jnp.where(inside, jax.random.uniform(of_start, (cells,)), -1)
-            place = jnp.argmax(weight).astype(jnp.int32)
-            tiles = tiles.at[0].set(F).at[place].set(S)
-        return Grid(tiles, place), ways[place] < cells
+    cells, fixed_tiles = n * n, None
+    if map != "random":
+        fixed_tiles = jnp.array(TOKENIZER.encode("".join(MAPS[map])), jnp.int32)
+    generate = partial(_generate, tiles=fixed_tiles, n=n, anywhere=start == "anywhere")
 
     def init(key: Array, split: str) -> tuple[Grid, Array, Array]:
         if fixed_tiles is None:
@@ -152,6 +138,24 @@ def gridworld(
         tokenizer=TOKENIZER,
         solution=solution,
     )
+
+
+def _generate(key: Array, *, tiles: Array | None, n: int, anywhere: bool) -> tuple[Grid, Array]:
+    """A grid, and whether its goal is in reach; random tiles where none are given."""
+    cells = n * n
+    of_map, of_start = jax.random.split(key)
+    if tiles is None:
+        frozen = jax.random.uniform(of_map, (cells,)) < FROZEN_SHARE
+        tiles = jnp.where(frozen, F, H).at[0].set(S).at[-1].set(G)
+    ways = distances(tiles, n)
+    place = jnp.int32(0)
+    if anywhere:
+        # The greatest of random weights: each cell from which the goal is in reach alike.
+        inside = (ways > 0) & (ways < cells)
+        weight = jnp.where(inside, jax.random.uniform(of_start, (cells,)), -1)
+        place = jnp.argmax(weight).astype(jnp.int32)
+        tiles = tiles.at[0].set(F).at[place].set(S)
+    return Grid(tiles, place), ways[place] < cells
 
 
 def moved(place: Array, action: Array, n: int) -> Array:

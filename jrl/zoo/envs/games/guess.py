@@ -6,6 +6,8 @@ digits as the greatest number has, each but the right one answered.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -46,7 +48,7 @@ def guess_number(numbers: int = 32, turns: int = 0, cost: float = 0.05) -> Env:
     """
     check_range("data.numbers", numbers, 2, 1000)
     check_range("data.turns", turns, 0, 1000)
-    if not isinstance(cost, int | float) or cost < 0:
+    if not isinstance(cost, int | float) or isinstance(cost, bool) or not 0 <= cost < math.inf:
         raise UserError(f"data.cost = {cost!r}; give points, at least 0")
     prompt = jnp.array(TOKENIZER.encode(f"{numbers - 1}:"), jnp.int32)
     digits = prompt.shape[0] - 1

@@ -53,12 +53,12 @@ def lookup(keys: int = 8, hops: int = 2) -> Env:
         return Store(values, first, number), prompt.astype(jnp.int32), jnp.int32(3)
 
     def step(store: Store, tokens: Array, length: Array, key: Array) -> tuple[Store, Turn]:
-        named = tokens[1] - KEY_A
-        valid_key = (named >= 0) & (named < keys) & (length == 2)
-        value = store.values[jnp.clip(named, 0, keys - 1)]
+        key_index = tokens[1] - KEY_A
+        valid_key = (key_index >= 0) & (key_index < keys) & (length == 2)
+        value = store.values[jnp.clip(key_index, 0, keys - 1)]
         asks, answers = (tokens[0] == ASK) & valid_key, tokens[0] == ANSWER
-        right = answers & valid_key & (named == answer(store))
-        ahead = asks & (named == store.at) & (store.hops > 0)
+        right = answers & valid_key & (key_index == answer(store))
+        ahead = asks & (key_index == store.at) & (store.hops > 0)
         after = store.replace(at=jnp.where(ahead, value, store.at), hops=store.hops - ahead)
         return after, Turn(
             reply=jnp.where(asks, KEY_A + value, ERROR).astype(jnp.int32)[None],

@@ -59,7 +59,7 @@ def nim(heaps: int = 3, most: int = 3, opponent: str = "perfect", illegal: float
     check_range("data.most", most, 1, 9)
     if opponent not in OPPONENTS:
         raise unknown_choice("data.opponent", opponent, OPPONENTS)
-    if not isinstance(illegal, int | float) or illegal > 0:
+    if not isinstance(illegal, int | float) or isinstance(illegal, bool) or not illegal <= 0:
         raise UserError(f"data.illegal = {illegal!r}; give points, 0 or less")
     if opponent == "self":
         return _against_itself(heaps, most, illegal)
@@ -86,8 +86,8 @@ def nim(heaps: int = 3, most: int = 3, opponent: str = "perfect", illegal: float
         )
 
     def solution(left: Array) -> tuple[Array, Array]:
-        heap, taken = perfect_move(left)
-        return jnp.stack([heap + HEAP_A, taken + DIGIT_0]).astype(jnp.int32), jnp.int32(2)
+        heap, count = perfect_move(left)
+        return jnp.stack([heap + HEAP_A, count + DIGIT_0]).astype(jnp.int32), jnp.int32(2)
 
     return Env(
         name="nim",
@@ -106,10 +106,10 @@ def nim(heaps: int = 3, most: int = 3, opponent: str = "perfect", illegal: float
 
 def _after_turn(left: Array, tokens: Array) -> tuple[Array, Array]:
     """(the heaps after a turn such as "a2", whether it is a legal move); unchanged if it is not."""
-    heaps, heap, taken = left.shape[0], tokens[0] - HEAP_A, tokens[1] - DIGIT_0
+    heaps, heap, count = left.shape[0], tokens[0] - HEAP_A, tokens[1] - DIGIT_0
     inside = (heap >= 0) & (heap < heaps)
-    legal = inside & (taken >= 1) & (taken <= left[jnp.clip(heap, 0, heaps - 1)])
-    return jnp.where(legal, left.at[heap].add(-taken, mode="drop"), left), legal
+    legal = inside & (count >= 1) & (count <= left[jnp.clip(heap, 0, heaps - 1)])
+    return jnp.where(legal, left.at[heap].add(-count, mode="drop"), left), legal
 
 
 def _against_itself(heaps: int, most: int, illegal: float) -> Env:
@@ -168,8 +168,8 @@ def perfect_move(left: Array) -> tuple[Array, Array]:
     target = left ^ total
     wins = target < left  # never where the exclusive or is 0 already
     heap = jnp.where(wins.any(), jnp.argmax(wins), jnp.argmax(left)).astype(jnp.int32)
-    taken = jnp.where(wins.any(), left[heap] - target[heap], jnp.minimum(left[heap], 1))
-    return heap, taken.astype(jnp.int32)
+    count = jnp.where(wins.any(), left[heap] - target[heap], jnp.minimum(left[heap], 1))
+    return heap, count.astype(jnp.int32)
 
 
 def random_move(left: Array, key: Array) -> tuple[Array, Array]:
@@ -180,5 +180,5 @@ def random_move(left: Array, key: Array) -> tuple[Array, Array]:
     move = jax.random.randint(key, (), 0, jnp.maximum(left.sum(), 1))
     before = jnp.cumsum(left) - left
     heap = jnp.sum(before + left <= move).clip(0, left.shape[0] - 1).astype(jnp.int32)
-    taken = jnp.where(left.sum() > 0, move - before[heap] + 1, 0)
-    return heap, taken.astype(jnp.int32)
+    count = jnp.where(left.sum() > 0, move - before[heap] + 1, 0)
+    return heap, count.astype(jnp.int32)

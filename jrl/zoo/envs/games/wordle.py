@@ -102,8 +102,9 @@ def wordle(letters: int = 4, length: int = 3, turns: int = 6) -> Env:
 def marked(guess: Array, word: Array) -> Array:
     """[L] int32: 2 for a letter in its place, 1 for one elsewhere in the word, 0 for the others."""
     place = guess == word
-    mine, theirs = guess[:, None], word[None]
-    free = jnp.sum((mine == theirs) & ~place[None], axis=1)  # of each letter, not in its place
+    letters, word_letters = guess[:, None], word[None]
+    # Of each letter, those that are not in their place.
+    free = jnp.sum((letters == word_letters) & ~place[None], axis=1)
     earlier = jnp.tril(jnp.ones((len(word), len(word)), bool), -1)
-    before = jnp.sum((mine == guess[None]) & ~place[None] & earlier, axis=1)
+    before = jnp.sum((letters == guess[None]) & ~place[None] & earlier, axis=1)
     return jnp.where(place, 2, jnp.where(before < free, 1, 0)).astype(jnp.int32)

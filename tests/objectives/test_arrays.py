@@ -11,13 +11,22 @@ import pytest
 import jrl.objectives as objectives
 from jrl.errors import UserError
 from jrl.methods import get_method
-from jrl.objectives import combine_terms, compute_advantages, functional, policy_loss
+from jrl.objectives import (
+    array_advantages,
+    array_losses,
+    array_pairs,
+    combine_terms,
+    compute_advantages,
+    policy_loss,
+)
 
 N, G, T = 3, 4, 5
+MODULES = (array_advantages, array_losses, array_pairs)
 PUBLIC = sorted(
     name
-    for name, value in vars(functional).items()
-    if inspect.isfunction(value) and value.__module__ == functional.__name__ and name[0] != "_"
+    for module in MODULES
+    for name, value in vars(module).items()
+    if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
 )
 
 
@@ -52,19 +61,19 @@ def on_records(method, batch, logprobs):
 
 # name of the method -> (coefficients, loss of arrays, advantages of arrays)
 SAME = {
-    "grpo": ({}, functional.grpo_loss, functional.grpo_advantages),
+    "grpo": ({}, objectives.grpo_loss, objectives.grpo_advantages),
     "dr_grpo": (
         {"max_tokens": 8},
-        functools.partial(functional.dr_grpo_loss, max_tokens=8),
-        functional.dr_grpo_advantages,
+        functools.partial(objectives.dr_grpo_loss, max_tokens=8),
+        objectives.dr_grpo_advantages,
     ),
-    "gspo": ({}, functional.gspo_loss, functional.grpo_advantages),
-    "cispo": ({}, functional.cispo_loss, functional.grpo_advantages),
-    "rloo": ({}, None, functional.rloo_advantages),
+    "gspo": ({}, objectives.gspo_loss, objectives.grpo_advantages),
+    "cispo": ({}, objectives.cispo_loss, objectives.grpo_advantages),
+    "rloo": ({}, None, objectives.rloo_advantages),
     "dapo": (
         {"max_tokens": 8, "overlong_scale": 0.0},
-        functional.dapo_loss,
-        functional.grpo_advantages,
+        objectives.dapo_loss,
+        objectives.grpo_advantages,
     ),
 }
 
@@ -80,7 +89,7 @@ def test_a_loss_of_arrays_is_the_methods_on_records(name, arrays):
 
     def of_arrays(new):
         if loss is None:
-            return functional.reinforce_loss(new, mine, live)
+            return objectives.reinforce_loss(new, mine, live)
         return loss(new, old, mine, live)
 
     got, slope = jax.value_and_grad(of_arrays)(new)
@@ -94,10 +103,10 @@ def test_the_divergence_of_grpo_is_the_methods(arrays):
     method = get_method("grpo", kl_coef=0.5, kl_kind="k2")
     _, value, gradient = on_records(method, batch, new)
     live = batch.mask & batch.members[..., None]
-    advantages = functional.grpo_advantages(batch.score(), batch.members)
+    advantages = objectives.grpo_advantages(batch.score(), batch.members)
 
     def of_arrays(new):
-        return functional.grpo_loss(
+        return objectives.grpo_loss(
             new, old, advantages, live, ref_logprobs=ref, kl_coef=0.5, kl_kind="k2"
         )
 
@@ -118,12 +127,12 @@ def test_ppo_and_its_value_loss_are_the_methods(arrays):
     expected = combine_terms(objective, terms, state)
 
     live = batch.mask & batch.members[..., None]
-    paid = functional.at_last_token(batch.score(), live)
-    estimates, returns = functional.gae(paid, before, live)
-    white = functional.whiten_tokens(estimates, live)
+    paid = objectives.at_last_token(batch.score(), live)
+    estimates, returns = objectives.gae(paid, before, live)
+    white = objectives.whiten_tokens(estimates, live)
     np.testing.assert_allclose(white, advantages, atol=1e-5)
-    surrogate = functional.ppo_loss(new, old, white, live)
-    value = functional.ppo_value_loss(values, before, returns, live)
+    surrogate = objectives.ppo_loss(new, old, white, live)
+    value = objectives.ppo_value_loss(values, before, returns, live)
     np.testing.assert_allclose(surrogate + 0.5 * value, expected, atol=1e-5)
 
 
@@ -140,12 +149,12 @@ def test_a_preference_loss_of_arrays_is_the_methods(name, make_batch):
     tokens = live.sum(2)
 
     def of_arrays(new):
-        now, before = (functional.sequence_logprobs(x, live) for x in (new, ref))
+        now, before = (objectives.sequence_logprobs(x, live) for x in (new, ref))
         if name in ("dpo", "ipo"):
             keys = {"tau": 0.3} if name == "ipo" else {}
-            loss = getattr(functional, f"{name}_loss")
+            loss = getattr(objectives, f"{name}_loss")
             return loss(now[:, 0], now[:, 1], before[:, 0], before[:, 1], **keys)
-        loss = getattr(functional, f"{name}_loss")
+        loss = getattr(objectives, f"{name}_loss")
         return loss(now[:, 0], now[:, 1], tokens[:, 0], tokens[:, 1])
 
     got, slope = jax.value_and_grad(of_arrays)(new)
@@ -176,8 +185,8 @@ def test_grpo_by_loops(arrays):
                 of_token.append(-gain + 0.1 * (np.exp(-d) - 1 + d))
             total += np.mean(of_token)
             completions += 1
-    advantages = functional.grpo_advantages(batch.score(), batch.members)
-    got = functional.grpo_loss(
+    advantages = objectives.grpo_advantages(batch.score(), batch.members)
+    got = objectives.grpo_loss(
         new, old, advantages, jnp.asarray(live), ref_logprobs=ref, kl_coef=0.1
     )
     np.testing.assert_allclose(got, total / completions, rtol=2e-5)
@@ -190,13 +199,13 @@ def test_token_logprobs_and_entropy_by_numpy():
     chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     expected = np.log(np.take_along_axis(chances, tokens[..., None], -1))[..., 0]
     logits = jnp.asarray(logits, jnp.float32)
-    np.testing.assert_allclose(functional.token_logprobs(logits, tokens), expected, rtol=1e-5)
+    np.testing.assert_allclose(objectives.token_logprobs(logits, tokens), expected, rtol=1e-5)
     expected = -(chances * np.log(chances)).sum(-1)
-    np.testing.assert_allclose(functional.entropy(logits), expected, rtol=1e-5)
+    np.testing.assert_allclose(objectives.entropy(logits), expected, rtol=1e-5)
 
 
 def test_the_entropy_of_a_truncated_distribution_has_a_gradient():
-    gradient = jax.grad(lambda x: functional.entropy(x))(jnp.array([0.0, 1.0, -jnp.inf]))
+    gradient = jax.grad(lambda x: objectives.entropy(x))(jnp.array([0.0, 1.0, -jnp.inf]))
     assert np.isfinite(gradient).all()
     assert float(gradient[0]) > 0
 
@@ -208,15 +217,15 @@ def test_opo_remax_and_maxrl_by_numpy():
     r32 = jnp.asarray(rewards, jnp.float32)
     baseline = (rewards * lengths).sum(1) / lengths.sum(1)
     np.testing.assert_allclose(
-        functional.opo_advantages(r32, jnp.asarray(lengths)), rewards - baseline[:, None], atol=1e-6
+        objectives.opo_advantages(r32, jnp.asarray(lengths)), rewards - baseline[:, None], atol=1e-6
     )
     np.testing.assert_allclose(
-        functional.remax_advantages(r32, jnp.asarray(greedy, jnp.float32)),
+        objectives.remax_advantages(r32, jnp.asarray(greedy, jnp.float32)),
         rewards - greedy[:, None],
         atol=1e-6,
     )
     np.testing.assert_allclose(
-        functional.maxrl_advantages(r32), rewards / rewards.mean(1, keepdims=True) - 1, atol=1e-5
+        objectives.maxrl_advantages(r32), rewards / rewards.mean(1, keepdims=True) - 1, atol=1e-5
     )
 
 
@@ -227,21 +236,21 @@ def test_an_on_policy_step_has_the_gradient_of_reinforce():
     """The old log-probabilities may be the same array: no gradient passes through them."""
     logprobs, mask = -jnp.ones((2, 3)), jnp.ones((2, 3), bool)
     advantages = jnp.array([1.0, -2.0])
-    slope = jax.grad(lambda x: functional.ppo_loss(x, x, advantages, mask))(logprobs)
-    expected = jax.grad(lambda x: functional.reinforce_loss(x, advantages, mask))(logprobs) / 3
+    slope = jax.grad(lambda x: objectives.ppo_loss(x, x, advantages, mask))(logprobs)
+    expected = jax.grad(lambda x: objectives.reinforce_loss(x, advantages, mask))(logprobs) / 3
     np.testing.assert_allclose(slope, expected, atol=1e-7)
 
 
 def takes_tokens(name):
     return (
-        name.endswith("_loss") and "mask" in inspect.signature(getattr(functional, name)).parameters
+        name.endswith("_loss") and "mask" in inspect.signature(getattr(objectives, name)).parameters
     )
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if takes_tokens(name)])
 def test_padding_is_not_read_and_axes_are_free(name):
     """NaN outside the mask changes nothing, and [B, T] is the same as [N, G, T]."""
-    function = getattr(functional, name)
+    function = getattr(objectives, name)
     rng = np.random.default_rng(5)
     mask = rng.random((2, 3, 4)) < 0.7
     sizes = {"advantages": (2, 3)}
@@ -270,17 +279,18 @@ def test_padding_is_not_read_and_axes_are_free(name):
 def test_shapes_that_do_not_fit_are_named():
     mask = jnp.ones((2, 3), bool)
     with pytest.raises(AssertionError, match="old_logprobs beside the mask|sampler_logprobs"):
-        functional.ppo_loss(jnp.zeros((2, 3)), jnp.zeros((2, 4)), jnp.zeros(2), mask)
+        objectives.ppo_loss(jnp.zeros((2, 3)), jnp.zeros((2, 4)), jnp.zeros(2), mask)
     with pytest.raises(AssertionError):
-        functional.ppo_loss(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(3), mask)
+        objectives.ppo_loss(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(3), mask)
     with pytest.raises(TypeError, match="together"):
-        functional.grpo_loss(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(2), mask, kl_coef=0.1)
+        objectives.grpo_loss(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(2), mask, kl_coef=0.1)
     zeros = jnp.zeros(2)
     with pytest.raises(UserError, match=r"dpo_loss.kind = 'sigmod'; did you mean 'sigmoid'"):
-        functional.dpo_loss(zeros, zeros, zeros, zeros, kind="sigmod")
+        objectives.dpo_loss(zeros, zeros, zeros, zeros, kind="sigmod")
 
 
 def test_the_package_offers_every_one_of_them():
+    assert len(PUBLIC) == 28
     missing = [name for name in PUBLIC if getattr(objectives, name, None) is None]
     assert not missing
     assert set(PUBLIC) <= set(objectives.__all__)

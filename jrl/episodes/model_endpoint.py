@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import os
 import time
 import urllib.parse
@@ -107,11 +108,27 @@ def keyed_endpoint(
       **more: further arguments of ``endpoint``.
 
     Raises:
-      UserError: there is no such variable, or the address is none.
+      UserError: there is no such variable, the address is none, or another value could not be sent.
     """
-    check_url(url, f"{key.rpartition('.')[0]}.url")
+    table = key.rpartition(".")[0]
+    check_url(url, f"{table}.url")
+    _check_fields({"model": model, **more}, table)
     secret = environment_variable(key_variable, key) if key_variable else ""
     return endpoint(url, model, key=secret, **more)
+
+
+def _check_fields(fields: Mapping[str, Any], table: str) -> None:
+    """Raises UserError for a field of requests that every server would refuse."""
+    model, tokens = fields["model"], fields.get("max_tokens", 1)
+    temperature = fields.get("temperature", 0.0)
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    for name, value, good, problem in (
+        ("model", model, isinstance(model, str) and model.strip(), "the name of a model there"),
+        ("max_tokens", tokens, type(tokens) is int and tokens > 0, "a whole number above 0"),
+        ("temperature", temperature, number and 0 <= temperature < math.inf, "0 or more"),
+    ):
+        if not good:
+            raise UserError(f"{table}.{name} = {value!r:.80}; write {problem}")
 
 
 def environment_variable(name: str, key: str) -> str:
@@ -163,7 +180,7 @@ def behind_endpoint(make: Callable[..., HostEnv], name: str) -> Callable[..., Ho
         of_endpoint = {n: options.pop(n) for n in _ENDPOINT if n in options}
         if spec := options.pop(name, ""):
             speaker = load(spec, f"data.{name}")
-        elif of_endpoint.get("url") and of_endpoint.get("model"):
+        elif {"url", "model"} <= of_endpoint.keys():
             speaker = keyed_endpoint(**of_endpoint)
         else:
             raise UserError(

@@ -8,7 +8,7 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build, programs
-from jrl.train.task_rewards import device_parts
+from jrl.train.reward_parts import parts_of
 
 REWARDS = """
 def right(samples):
@@ -41,9 +41,17 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_parts_of_the_device():
-    assert device_parts(["a.py:f", "partial", "verify"]) == ("partial", "verify")
-    assert device_parts(["a.py:f"]) == ("verify",)
+def test_who_gives_a_part(place):
+    tables = rewards(
+        place, "right", partial="{}", verify="{}", both="{combine='sum', of=['verify']}"
+    )
+    parts = parts_of(load_config(None, [*RUN, tables]))
+    assert parts.given_by("data") == ("partial", "verify")
+    assert parts.given_by("function") == (f"{place / 'mine.py'}:right",)
+    assert parts.given_by("combined") == ("both",)
+    assert parts.weights["verify"] == 0  # it counts within the sum
+    alone = parts_of(load_config(None, [*RUN, rewards(place, "right")]))
+    assert alone.given_by("data") == ()
 
 
 def test_own_points_stand_beside_the_task_s(place):
@@ -78,6 +86,24 @@ def test_alone_they_are_the_whole_reward(place):
     assert record["reward"] == pytest.approx(0.5 * record[f"reward/{place / 'mine.py'}:length"])
     assert "reward/verify" not in record
     assert summary["accuracy_after"] is not None  # by the task's own checker
+
+
+def test_parts_of_parts_in_one_program_are_those_of_the_host(place):
+    tables = rewards(
+        place, partial="{}", verify="{}", both="{combine='gate', of=['verify', 'partial']}"
+    )
+    kept = []
+    for mode in ("host", "compiled"):
+        where = f"run.dir={place / mode}"
+        config = load_config(
+            None, [*RUN, tables, where, f"train.mode={mode}", "log.samples_every=0"]
+        )
+        train(config, echo=lambda line: None)
+        kept.append(read_jsonl(place / mode / "metrics.jsonl")[1:])
+    for mine, theirs in zip(*kept, strict=True):
+        for name in ("reward", "reward/both", "reward/partial", "loss"):
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-6)
+        assert mine["reward"] == mine["reward/both"] <= mine["reward/partial"]
 
 
 def test_what_cannot_be_is_said(place):

@@ -1,0 +1,204 @@
+"""Installs each extra in an environment of its own, at its current versions, and runs its tests.
+
+    python .ci/extras.py                        # all of them; writes tests/last_extras_run.md
+    python .ci/extras.py mcp textarena          # these alone
+
+`tests/extras.toml` says which tests belong to an extra. A skip for want of the extra is a failure,
+and so is an extra that cannot be installed; one without packages for this platform is listed as
+such. Environments are made below --where, one at a time, and removed unless --keep.
+"""
+
+import argparse
+import collections
+import datetime
+import json
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+import xml.etree.ElementTree
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TABLE = ROOT / "tests" / "extras.toml"
+RECORD = ROOT / "tests" / "last_extras_run.md"
+PYTEST = ["hypothesis", "packaging", "pytest", "pytest-timeout", "pytest-xdist"]
+NO_PACKAGE = re.compile(r"No matching distribution found|is not a supported wheel|Requires-Python")
+ELSEWHERE = ("cuda12", "cuda13", "tpu")
+"""Extras of an accelerator, which have no packages for every platform."""
+
+Row = collections.namedtuple("Row", "extra versions passed skipped failed seconds note")
+
+
+def pip(python: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs pip of an environment."""
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def make_base(where: pathlib.Path, more: list[str]) -> None:
+    """An environment with the library and pytest alone, from which the others are copied."""
+    shutil.rmtree(where, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(where)], check=True)
+    made = pip(where / "bin" / "python", "install", "-q", "--no-compile", *more, "-e", ".", *PYTEST)
+    if made.returncode:
+        raise SystemExit(made.stdout + made.stderr)
+
+
+def environment(base: pathlib.Path, where: pathlib.Path) -> pathlib.Path:
+    """A copy of the base, by hard links, which pip replaces and never writes into; its Python."""
+    shutil.rmtree(where, ignore_errors=True)
+    shutil.copytree(base, where, symlinks=True, copy_function=os.link)
+    return where / "bin" / "python"
+
+
+def versions_of(python: pathlib.Path, lines: list[str]) -> str:
+    """The installed versions of an extra's own packages, and the newest where that is another."""
+    listed = {
+        row["name"].lower().replace("_", "-"): row["version"]
+        for row in json.loads(pip(python, "list", "--format=json").stdout)
+    }
+    names = [re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in lines]
+    return ", ".join(
+        f"{name} {listed.get(name, '?')}{newer(python, name, listed.get(name, '?'))}"
+        for name in names
+        if name != "jrl-lm"
+    )
+
+
+def newer(python: pathlib.Path, name: str, version: str) -> str:
+    """The newest version of a package, where it is not the one that was installed."""
+    newest = re.match(r"\S+ \(([^)]+)\)", pip(python, "index", "versions", name).stdout)
+    return f" (newest {newest[1]})" if newest and newest[1] != version else ""
+
+
+def run_tests(python: pathlib.Path, extra: str, entry: dict, where: pathlib.Path) -> list[dict]:
+    """The outcome of every test of an extra: {"name", "outcome", "why"}."""
+    env = {**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
+    outcomes = []
+    for key, more in (("tests", []), ("marked", ["--only-extra", extra])):
+        if not entry.get(key):
+            continue
+        report = where / f"{key}.xml"
+        command = [python, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", "-n0"]
+        command += ["--extras", extra, *more, f"--junitxml={report}", *entry[key]]
+        ran = subprocess.run(list(map(str, command)), cwd=ROOT, env=env)
+        if not report.exists() or ran.returncode not in (0, 1):
+            what = f"pytest ended with {ran.returncode} on {' '.join(entry[key])}"
+            outcomes.append({"name": key, "outcome": "failed", "why": what})
+        if report.exists():
+            outcomes += [outcome_of(case) for case in xml_cases(report)]
+    return outcomes
+
+
+def xml_cases(report: pathlib.Path) -> list[xml.etree.ElementTree.Element]:
+    """The tests of a report that pytest wrote."""
+    return list(xml.etree.ElementTree.parse(report).iter("testcase"))
+
+
+def outcome_of(case: xml.etree.ElementTree.Element) -> dict[str, str]:
+    """How a test of a report ended."""
+    name = f"{case.get('classname')}::{case.get('name')}"
+    for tag, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
+        if (found := case.find(tag)) is not None:
+            return {"name": name, "outcome": outcome, "why": found.get("message") or ""}
+    return {"name": name, "outcome": "passed", "why": ""}
+
+
+def try_extra(extra: str, lines: list[str], entry: dict, args: argparse.Namespace) -> Row:
+    """Installs an extra and runs its tests."""
+    began, where = time.monotonic(), args.where / extra
+    print(f"--- {extra}", flush=True)
+    python = environment(args.where / "base", where)
+    try:
+        wanted = [*args.install, "-e", f".[{extra}]", *PYTEST, *entry.get("tools", ())]  # at once
+        installed = pip(python, "install", "-q", "--no-compile", *wanted)
+        said = installed.stdout + installed.stderr
+        spent = lambda: round(time.monotonic() - began)  # noqa: E731
+        if "does not provide the extra" in said:  # pip installs the rest, and says no more
+            return Row(extra, "", 0, 0, 1, spent(), "pip finds no such extra")
+        if installed.returncode:
+            last = said.strip().splitlines()[-1]
+            if extra in ELSEWHERE and NO_PACKAGE.search(said):
+                return Row(extra, "", 0, 0, 0, spent(), f"not installable here: {last}")
+            return Row(extra, "", 0, 0, 1, spent(), f"cannot be installed: {last}")
+        versions = versions_of(python, lines)
+        outcomes = run_tests(python, extra, entry, where)
+        counts = collections.Counter(one["outcome"] for one in outcomes)
+        note = "" if counts["passed"] or counts["failed"] else "no test of it ran"
+        failed = counts["failed"] + bool(note)
+        for one in outcomes:
+            if one["outcome"] == "failed":
+                print(f"failed: {one['name']}: {one['why']}", flush=True)
+        return Row(extra, versions, counts["passed"], counts["skipped"], failed, spent(), note)
+    finally:
+        if not args.keep:
+            shutil.rmtree(where, ignore_errors=True)
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Rows as Markdown."""
+    lines = [
+        "| extra | versions | passed | skipped | failed | seconds |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        what = "; ".join(filter(None, (row.versions, row.note)))
+        counts = f"{row.passed} | {row.skipped} | {row.failed} | {row.seconds}"
+        lines.append(f"| `{row.extra}` | {what} | {counts} |")
+    return lines
+
+
+def record(rows: list[Row]) -> str:
+    """The page of a run over all extras."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
+    return "\n".join(
+        [
+            "# The last run of the tests of each extra",
+            "",
+            f"`make extras-test` at {described.stdout.strip()} on {datetime.date.today()} (Python "
+            f"{platform.python_version()}, {platform.system()} {platform.machine()}): each extra "
+            "alone with the library in a new environment, at the versions that the package index "
+            "had. Seconds are those of installing and testing. Skipped are tests of other extras "
+            "in the same files, and those that this machine cannot run.",
+            "",
+            *table(rows),
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    """Runs the extras that are named, or all; 0 if nothing failed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("extras", nargs="*")
+    parser.add_argument("--where", type=pathlib.Path, default=ROOT / "build" / "extras")
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
+    parser.add_argument("--install", nargs="*", default=[], help="more arguments of pip install")
+    args = parser.parse_args()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared, entries = project["optional-dependencies"], tomllib.loads(TABLE.read_text())
+    if unknown := set(args.extras) - set(declared):
+        parser.error(f"no extra is called {', '.join(sorted(unknown))}")
+    make_base(args.where / "base", args.install)
+    rows = [
+        try_extra(extra, declared[extra], entries[extra], args)
+        for extra in declared
+        if not args.extras or extra in args.extras
+    ]
+    if not args.keep:
+        shutil.rmtree(args.where / "base", ignore_errors=True)
+    print("\n".join(table(rows)))
+    if not args.extras:
+        RECORD.write_text(record(rows))
+    return int(any(row.failed for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

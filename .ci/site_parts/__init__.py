@@ -1,0 +1,1 @@
+"""Parts of the site's builder, .ci/site.py."""

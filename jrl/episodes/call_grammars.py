@@ -1,0 +1,138 @@
+"""Grammars of tool calls: the texts in which a family's parser reads calls of the given tools.
+
+They are written in llguidance's variant of Lark, see ``sampling.grammar``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jrl.episodes.parsers import Call, Parser, Schemas, allowed_kinds
+from jrl.errors import UserError
+
+Literal = Callable[[str], str]
+"""A text, control tokens spelled out -> the expression that matches it."""
+
+MOST_CALLS = 16
+"""Calls of one turn, at most, so that a model that repeats itself ends."""
+
+_OPTIONS = {
+    # One way to write a value: models that may write white space anywhere sometimes never end it.
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": True,  # exclusive options are a promise that no grammar can keep
+}
+_MARK = {"\ue000": 0}
+
+
+def json_expression(schema: Any) -> str:
+    """The expression for JSON of a schema, without white space but one after ":" and ","."""
+    if not isinstance(schema, Mapping):
+        schema = {} if schema is True else {"enum": []}
+    return "%json " + json.dumps({**schema, "x-guidance": _OPTIONS})
+
+
+def call_rules(parser: Parser, schemas: Schemas, literal: Literal, most: int = MOST_CALLS) -> str:
+    """Rules of a grammar, the first one ``calls``: one call or more, of these tools.
+
+    Args:
+      parser: of the model's family.
+      schemas: of the arguments, by the tool's name.
+      literal: see ``Literal``.
+      most: calls.
+
+    Raises:
+      UserError: the family cannot write a call of some tool.
+    """
+    again = "" if most == 1 else f' ("\\n" call){{0,{most - 1}}}'
+    rules = [f"calls: call{again}", "call: " + " | ".join(f"call{i}" for i in range(len(schemas)))]
+    for i, (name, schema) in enumerate(schemas.items()):
+        (read, *more) = parser.parse(parser.render(Call(name, {})), {name: schema}) or (None,)
+        if more or not isinstance(read, Call) or read.name != name:
+            raise UserError(
+                f"the tool {name!r} cannot be called in the format {parser.name!r}; rename it"
+            )
+        rules += _rules_of(parser, name, schema, f"call{i}", literal)
+    return "\n".join(rules) + "\n"
+
+
+def _rules_of(
+    parser: Parser, name: str, schema: Mapping[str, Any], rule: str, literal: Literal
+) -> list[str]:
+    if parser.name == "qwen3_coder":
+        return _coder_rules(name, schema, rule, literal)
+    if parser.name == "gemma":
+        return _gemma_rules(name, schema, rule, literal)
+    before, body, after = parser.render(Call(name, _MARK)).partition(
+        json.dumps(_MARK, ensure_ascii=False)
+    )
+    if not body:
+        raise UserError(
+            "calls of a parser of your own cannot be enforced; send tool_choice = 'auto'"
+        )
+    return [f"{rule}: {literal(before)} {json_expression(schema)}" + _then(after, literal)]
+
+
+def _then(text: str, literal: Literal) -> str:
+    return f" {literal(text)}" if text else ""
+
+
+def _parameters(schema: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """The schema of each argument with the definitions it may refer to, and the required ones."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
+    required = schema.get("required")
+    names = frozenset(required) if isinstance(required, list) else frozenset()
+    if unknown := sorted(names - set(properties)):
+        raise UserError(f"the argument {unknown[0]!r} is required, and properties has no such name")
+    return {
+        key: {**shared, **value} if isinstance(value, Mapping) else value
+        for key, value in properties.items()
+    }, names
+
+
+def _coder_rules(name: str, schema: Mapping[str, Any], rule: str, literal: Literal) -> list[str]:
+    """Parameters between tags, strings without quotes; see ``parsers._parse_coder``."""
+    properties, required = _parameters(schema)
+    parts, rules = [literal(f"<tool_call>\n<function={name}>")], []
+    for i, (key, value) in enumerate(properties.items()):
+        if not key or set(key) & set(">\n") or key != key.strip():
+            raise UserError(f"the argument {key!r} cannot be written between tags; rename it")
+        parts.append(f"{rule}_{i}" + ("" if key in required else "?"))
+        text, close = literal(f"\n<parameter={key}>\n"), literal("\n</parameter>")
+        rules.append(f"{rule}_{i}: {text} {_coder_value(value)} {close}")
+    parts.append(literal("\n</function>\n</tool_call>"))
+    return [f"{rule}: " + " ".join(parts), *rules]
+
+
+def _coder_value(schema: Any) -> str:
+    if allowed_kinds(schema) != {"string"}:
+        return json_expression(schema)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is not None:
+        if not all(isinstance(v, str) and v and "<" not in v for v in values) or not values:
+            raise UserError("an enum of this format has texts without '<'")
+        return "(" + " | ".join(json.dumps(v) for v in values) + ")"
+    # A text ends at its closing tag, so it may not hold the beginning of one.
+    return "/([^<]|<[^\\/fp])*/"
+
+
+def _gemma_rules(name: str, schema: Mapping[str, Any], rule: str, literal: Literal) -> list[str]:
+    """One line of Python; JSON values are Python literals to ``parsers._parse_gemma``."""
+    properties, required = _parameters(schema)
+    if wrong := [key for key in properties if not key.isidentifier()]:
+        raise UserError(f"the argument {wrong[0]!r} is no name of Python; rename it")
+    # Those that are required come first, so that commas stand where they must.
+    ordered: Sequence[str] = sorted(properties, key=lambda key: key not in required)
+    open_, close = literal(f"```tool_code\n{name}("), literal(")\n```")
+    rules = [f"{rule}: {open_} {rule}_a0 {close}"]
+    for i, key in enumerate(ordered):
+        one = f"{json.dumps(key + '=')} {json_expression(properties[key])} {rule}_b{i + 1}"
+        skip = key not in required
+        rules.append(f"{rule}_a{i}: {one}" + (f" | {rule}_a{i + 1}" if skip else ""))
+        rules.append(f'{rule}_b{i}: ", " {one}' + (f" | {rule}_b{i + 1}" if skip else ""))
+    return [*rules, f'{rule}_a{len(ordered)}: ""', f'{rule}_b{len(ordered)}: ""']

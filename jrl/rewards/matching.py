@@ -1,0 +1,153 @@
+r"""Rewards that compare an answer in words: multiple choice, exact match, F1, what is contained."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jrl.errors import UserError
+from jrl.rewards.base import Sample
+from jrl.rewards.exact import marked_answer
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+
+
+def stated_answer(text: str) -> str:
+    r"""The answer in a text: the last <answer>...</answer>, a mark such as \boxed, or all of it."""
+    tagged = _TAGGED.findall(text)
+    if tagged:
+        return str(tagged[-1]).strip()
+    marked = marked_answer(text)
+    return text.strip() if marked is None else marked
+
+
+def normalised(text: str) -> str:
+    """SQuAD's form of an answer: lower case, without punctuation, articles and further spaces.
+
+    >>> normalised("The  Eiffel Tower!")
+    'eiffel tower'
+    """
+    bare = "".join(c for c in text.lower() if c not in set(string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def references(answer: Any, key: str) -> list[str]:
+    """The texts that an answer of the data allows: one, a list, or Search-R1's {"target": ...}.
+
+    Raises:
+      UserError: it is none of these, or empty.
+    """
+    value = answer.get("target") if isinstance(answer, dict) else answer
+    texts = [value] if isinstance(value, str | int | float) else value
+    if not isinstance(texts, list | tuple) or not texts:
+        raise UserError(f"{key}: the answer is {str(answer)[:60]}; give a text or a list of texts")
+    return [str(text) for text in texts]
+
+
+def exact_match(samples: list[Sample]) -> list[float]:
+    """1 where the stated answer is one of the references in SQuAD's form, else 0.
+
+    verl's ``search_r1_like_qa_em`` without its fine for many answer tags.
+    """
+    return _best(samples, "rewards.exact_match", lambda a, b: float(a == b))
+
+
+def contains(samples: list[Sample]) -> list[float]:
+    """1 where the stated answer holds one of the references, both in SQuAD's form, else 0."""
+    return _best(samples, "rewards.contains", lambda a, b: float(bool(b) and b in a))
+
+
+def f1(samples: list[Sample]) -> list[float]:
+    """The best F1 of words, between the stated answer and the references in SQuAD's form."""
+    return _best(samples, "rewards.f1", word_f1)
+
+
+def word_f1(answer: str, reference: str) -> float:
+    """F1 of the words of two texts, counted with their repetitions.
+
+    >>> round(word_f1("red big dog", "big dog"), 3)
+    0.8
+    """
+    a, b = answer.split(), reference.split()
+    if not a or not b:
+        return float(a == b)
+    common = sum((Counter(a) & Counter(b)).values())
+    return 2 * common / (len(a) + len(b))
+
+
+def _best(samples: list[Sample], key: str, compare: Any) -> list[float]:
+    points = []
+    for sample in samples:
+        answer = normalised(stated_answer(sample.completion))
+        texts = [normalised(text) for text in references(sample.prompt.answer, key)]
+        points.append(max(compare(answer, text) for text in texts))
+    return points
+
+
+_LETTER = re.compile(r"(?<![A-Za-z])\(?([A-Za-z])(?:\)|\.|:|\s*$|(?=\s))")
+_SAYS = re.compile(
+    r"(?:answer|choice|option)\s*(?:is|:)?\s*:?\s*\**\(?([A-Za-z])(?![A-Za-z])", re.IGNORECASE
+)
+
+
+def multiple_choice(
+    samples: list[Sample], choices: str = "choices", letters: str = string.ascii_uppercase
+) -> list[float]:
+    r"""1 where the choice that is stated is the right one, else 0.
+
+    The stated answer may be a letter ("C", "(C)", "C. Paris", "the answer is C") or the text of a
+    choice. The data's answer may be a letter, the number of a choice from 0, or its text.
+
+    Args:
+      samples: what to judge.
+      choices: the column with the list of choices; rows may have none where answers are letters.
+      letters: that number them.
+
+    Raises:
+      UserError: a row's answer is none of its choices.
+    """
+    return [
+        float(
+            _chosen(stated_answer(s.completion), s, choices, letters) == _right(s, choices, letters)
+        )
+        for s in samples
+    ]
+
+
+def _options(sample: Sample, choices: str) -> Sequence[str]:
+    value = sample.prompt.meta.get(choices) or ()
+    if isinstance(value, dict):  # ARC's layout
+        value = value.get("text", ())
+    return [normalised(str(each)) for each in value]
+
+
+def _right(sample: Sample, choices: str, letters: str) -> int:
+    answer, options = sample.prompt.answer, _options(sample, choices)
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return answer
+    text = str(answer).strip()
+    if normalised(text) in options:
+        return options.index(normalised(text))
+    if len(text.strip("().")) == 1 and text.strip("().").upper() in letters:
+        return letters.index(text.strip("().").upper())
+    if text.isdecimal() and int(text) < max(len(options), 1):
+        return int(text)
+    raise UserError(
+        f"rewards.multiple_choice: the answer {text[:40]!r} of prompt {sample.prompt.id} is no"
+        f" letter and none of its {choices!r}"
+    )
+
+
+def _chosen(text: str, sample: Sample, choices: str, letters: str) -> int:
+    """The number of the stated choice; -1 for none."""
+    options = _options(sample, choices)
+    if normalised(text) in options:
+        return options.index(normalised(text))
+    said = _SAYS.findall(text) or _LETTER.findall(text)
+    if said and said[-1].upper() in letters:
+        return letters.index(said[-1].upper())
+    held = [i for i, option in enumerate(options) if option and option in normalised(text)]
+    return held[0] if len(held) == 1 else -1

@@ -1,0 +1,148 @@
+"""A source whose groups have the points of all reward parts of a run, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrl.data.tasks import Task
+from jrl.rewards.combine import Combined, combined
+from jrl.rewards.pool import RewardPool
+from jrl.train.build import Run
+from jrl.train.groups import counted
+from jrl.train.judging import HostJudge, without_silent
+from jrl.train.kinds import TextKind
+from jrl.train.reward_parts import RunRewards
+from jrl.train.sources import Around, Groups, Source
+from jrl.types import SILENT, Prompt, Rollout, opinions
+from jrl.types.asks import DrawRequest
+
+Points = Mapping[str, Any]
+"""Points [N, G] float32 by reward part."""
+Stage = Callable[[Groups, Points, int], tuple[Groups, Points]]
+"""(groups, points so far, training steps done) -> (groups, further points)."""
+
+
+class JudgedParts(Around):
+    """A source with further reward parts than those that it gives itself.
+
+    Args:
+      source: of groups with some of the parts.
+      gives: their names, in the order of its columns.
+      stages: what gives the others, one after the other.
+      names: all parts, in the order wanted.
+      combined: the parts made of others.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        gives: Sequence[str],
+        stages: Sequence[Stage],
+        names: Sequence[str],
+        combined: Sequence[Combined] = (),
+    ) -> None:
+        super().__init__(source)
+        self._gives, self._stages, self._names = tuple(gives), tuple(stages), tuple(names)
+        self._combined = tuple(combined)
+
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``."""
+        return self._judged(self.source.draw(request), int(request.step))
+
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+        """As ``Source.judge``."""
+        return self._judged(self.source.judge(subject, prompts, rollout), 0)
+
+    def _judged(self, groups: Groups, step: int) -> Groups:
+        rewards, ids = jax.device_get((groups.rewards, groups.ids))
+        rewards = np.where(opinions(np.asarray(rewards), ids), rewards, np.nan)
+        points: dict[str, Any] = dict(zip(self._gives, np.moveaxis(rewards, -1, 0), strict=True))
+        for stage in self._stages:
+            groups, more = stage(groups, points, step)
+            points = {**more, **points}
+        if self._combined:
+            members = np.asarray(counted(groups.rollout))
+            listed = isinstance(groups.subject, list)
+            rows = [prompt.meta for prompt in groups.subject] if listed else ()
+            points = combined(self._combined, points, members, rows, step)
+        rewards, silent = without_silent(np.stack([points[n] for n in self._names], axis=-1))
+        return groups._replace(rewards=rewards, ids=groups.ids | {SILENT: silent}, spoken=None)
+
+
+def function_stage(judge: HostJudge, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
+    """The reward functions on the host, beside what the source pays itself.
+
+    Args:
+      judge: that calls them.
+      prompts_of: (groups) -> their N prompts, as the functions are to see them.
+    """
+
+    def stage(groups: Groups, points: Points, step: int) -> tuple[Groups, Points]:
+        rollout = jax.device_get(groups.rollout)
+        spoken = groups.spoken or ()
+        rollout, own, answers, counts = judge(prompts_of(groups), rollout, step, spoken)
+        ids = groups.ids if "answer" in groups.ids else groups.ids | {"answer": answers}
+        more = dict(zip(judge.pool.functions, np.moveaxis(own, -1, 0), strict=True))
+        counts = {**groups.counts, **counts}
+        return groups._replace(rollout=rollout, ids=ids, counts=counts), more
+
+    return stage
+
+
+def rendered_prompts(task: Task) -> Callable[[Groups], list[Prompt]]:
+    """The problems of a task as prompts, each with a correct completion as its answer."""
+
+    def prompts(groups: Groups) -> list[Prompt]:
+        problems, rows = jax.device_get((groups.subject, groups.ids["prompt"]))
+        made = []
+        for i, row in enumerate(np.asarray(rows).tolist()):
+            problem = jax.tree.map(lambda x, i=i: x[i], problems)
+            text, answer = task.render(problem)
+            tokens = np.asarray(problem.tokens)[: int(problem.length)]
+            made.append(Prompt(row, text, tokens, answer))
+        return made
+
+    return prompts
+
+
+def model_stage(rewards: RunRewards) -> Stage:
+    """The reward models of a run."""
+
+    def stage(groups: Groups, points: Points, step: int) -> tuple[Groups, Points]:
+        return groups, {name: model(groups.rollout) for name, model in rewards.models.items()}
+
+    return stage
+
+
+def judged_parts(run: Run, source: Source, pool: RewardPool | None, split: str = "train") -> Source:
+    """The source with all reward parts of the run: functions, reward models, and what is combined.
+
+    Args:
+      run: from ``build.setup``.
+      source: gives the parts that the data give; in text those of functions, too.
+      pool: the reward functions on the host.
+      split: "train" or "eval".
+    """
+    rewards, stages = run.rewards, list[Stage]()
+    gives, functions = rewards.given_by("data"), rewards.given_by("function")
+    gives = getattr(source, "parts", gives)  # an environment's go before functions of their name
+    if type(run.kind) is TextKind:
+        gives = functions
+    elif functions and pool is not None:
+        judge = HostJudge(pool, run.tokenizer, split, run.config.train.steps)
+        stages.append(function_stage(judge, prompts_seen(run)))
+    if rewards.models:
+        stages.append(model_stage(rewards))
+    if not stages and not rewards.combined:
+        return source
+    return JudgedParts(source, gives, stages, tuple(rewards.weights), rewards.combined)
+
+
+def prompts_seen(run: Run) -> Callable[[Groups], Any]:
+    """(groups) -> their prompts as reward functions see them."""
+    task = run.kind.task
+    return rendered_prompts(task) if isinstance(task, Task) else lambda groups: groups.subject

@@ -1,0 +1,357 @@
+"""response_format and tool_choice, by OpenAI's own client, over a random policy."""
+
+import contextlib
+import json
+import string
+
+import jax
+import pytest
+
+from jrl.episodes.parsers import PARSERS, Call
+from jrl.mesh import make_mesh
+from jrl.models.config import ModelConfig
+from jrl.models.tokenizer import CharTokenizer
+from jrl.models.transformer import transformer
+from jrl.sampling.engine import Engine
+from jrl.sampling.request import PartialCompletion, RequestLimits
+from jrl.serving.http import Service
+from jrl.serving.openai_replies import ReplyChoice
+from jrl.serving.openai_requests import parse
+from jrl.serving.server import HttpServer
+from jrl.serving.worker import EngineWorker
+from jrl.types import StopReason
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+pytest.importorskip("llguidance", reason="the extra serve is not installed")
+openai = pytest.importorskip("openai", reason="the openai client is not installed")
+jsonschema = pytest.importorskip("jsonschema", reason="the extra tools is not installed")
+from jrl.episodes.call_grammars import call_rules  # noqa: E402
+from jrl.sampling.grammar import Grammars  # noqa: E402
+
+NETWORK = transformer(
+    ModelConfig(
+        vocab_size=101,
+        layers=1,
+        embed_dim=16,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        mlp_dim=16,
+        max_length=900,
+    )
+)
+
+
+class Talker(CharTokenizer):
+    """A template that writes tools, contents and calls; one message opens a thought."""
+
+    def __init__(self):
+        super().__init__(string.printable.replace("\x0b", ""))
+
+    def chat(self, messages, *, tools=None, **variables):
+        told = "".join(tool["function"]["name"] + "\n" for tool in tools or ())
+        body = "".join(m.get("reasoning_content", "") + m["content"] + "\n" for m in messages)
+        return told + body + ("<think>\n" if "think" in body else "")
+
+
+@pytest.fixture(scope="module")
+def server():
+    talker, mesh = Talker(), make_mesh()
+    params = jax.jit(NETWORK.init)(jax.random.key(0))
+    grammars = Grammars(talker, NETWORK.vocab_size)
+    engine = Engine(
+        NETWORK,
+        params,
+        slots=3,
+        prompt_tokens=60,
+        max_new_tokens=800,
+        stop_tokens=talker.stop_ids,
+        tokenizer=talker,
+        chunk=8,
+        reports=True,
+        grammars=grammars,
+    )
+    worker = EngineWorker(engine, tokenizer=talker, mesh=mesh)
+    service = Service(
+        worker,
+        talker,
+        worker.limits,
+        model="m",
+        queue=9,
+        parser=PARSERS["hermes"],
+        grammars=grammars,
+    )
+    running = HttpServer(service, "127.0.0.1", 0, 5.0)
+    yield running
+    running.stop()
+    assert running.wait(20)
+    worker.close(20)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0) as client:
+        yield client
+
+
+ASK = {"model": "m", "messages": [{"role": "user", "content": "go"}], "seed": 5}
+SHORT = {"type": "string", "maxLength": 6}
+NESTED = {
+    "type": "object",
+    "properties": {
+        "name": SHORT,
+        "color": {"enum": ["red", 'a "quoted" one', "back\\slash", None]},
+        "points": {
+            "type": "array",
+            "items": {"$ref": "#/$defs/point"},
+            "minItems": 1,
+            "maxItems": 3,
+        },
+        "other": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    },
+    "required": ["name", "color", "points", "other"],
+    "additionalProperties": False,
+    "$defs": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 9}, "s": SHORT},
+            "required": ["x", "s"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def shaped(schema, **more):
+    kind = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+    return ASK | {"response_format": kind} | more
+
+
+def test_replies_follow_a_nested_schema(client):
+    made = client.chat.completions.create(**shaped(NESTED, n=3))
+    texts = [choice.message.content for choice in made.choices]
+    for text in texts:
+        jsonschema.validate(json.loads(text), NESTED)
+    assert [choice.finish_reason for choice in made.choices] == ["stop"] * 3
+    assert len(set(texts)) > 1
+    assert client.chat.completions.create(**shaped(NESTED)).choices[0].message.content == texts[0]
+
+
+def test_a_stream_is_the_same_text_in_pieces(client):
+    whole = client.chat.completions.create(**shaped(NESTED)).choices[0].message.content
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    pieces = list(client.chat.completions.create(**shaped(NESTED, **options)))
+    *parts, last = pieces
+    assert "".join(p.choices[0].delta.content or "" for p in parts) == whole
+    assert len(parts) > 10
+    assert all(p.usage is None for p in parts)
+    assert (last.choices, last.usage.completion_tokens) == ([], len(whole) + 1)
+
+
+def test_a_reply_at_its_limit_says_so(client):
+    (choice,) = client.chat.completions.create(**shaped(NESTED, max_tokens=9)).choices
+    assert choice.finish_reason == "length"
+    assert choice.message.content == '{"name": '[: len(choice.message.content)]
+
+
+def test_any_json_object(client):
+    ask = {"response_format": {"type": "json_object"}, "max_tokens": 700, "temperature": 0.3}
+    for seed in range(3):
+        (choice,) = client.chat.completions.create(**ASK | ask | {"seed": seed}).choices
+        if choice.finish_reason == "stop":
+            assert isinstance(json.loads(choice.message.content), dict)
+        else:
+            assert choice.message.content.startswith("{")
+
+
+def test_free_replies_beside_bound_ones_are_as_they_were(client):
+    free = ASK | {"max_tokens": 40}
+    alone = client.chat.completions.create(**free).choices[0].message.content
+    stream = client.chat.completions.create(**shaped(NESTED, stream=True))
+    next(iter(stream))
+    assert client.chat.completions.create(**free).choices[0].message.content == alone
+    assert list(stream)
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": SHORT, "days": {"type": "integer", "minimum": 1, "maximum": 7}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+CLOCK = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in (("weather", WEATHER), ("clock", CLOCK))
+]
+
+
+def called(choice):
+    return [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]
+
+
+def test_required_tools_are_called(client):
+    ask = ASK | {"tools": TOOLS, "tool_choice": "required", "n": 3}
+    schemas = {"weather": WEATHER, "clock": CLOCK}
+    one = client.chat.completions.create(**ask, parallel_tool_calls=False).choices
+    assert [len(called(choice)) for choice in one] == [1, 1, 1]
+    several = client.chat.completions.create(**ask, temperature=9.0).choices
+    for choice in (*one, *several):
+        if choice.finish_reason == "length":  # a random policy goes on and on
+            continue
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        for name, arguments in called(choice):
+            jsonschema.validate(arguments, schemas[name])
+
+
+def test_a_named_tool_is_called_once_and_streams(client):
+    only = {"type": "function", "function": {"name": "weather"}}
+    ask = ASK | {"tools": TOOLS, "tool_choice": only}
+    (choice,) = client.chat.completions.create(**ask).choices
+    ((name, arguments),) = called(choice)
+    jsonschema.validate(arguments, WEATHER)
+    *_, last = client.chat.completions.create(**ask, stream=True)
+    (call,) = last.choices[0].delta.tool_calls
+    assert (name, call.function.name) == ("weather", "weather")
+    assert json.loads(call.function.arguments) == arguments
+
+
+def test_calls_or_an_answer_in_its_schema_where_the_model_may_choose(client):
+    ask = shaped({"type": "object", "properties": {}, "additionalProperties": False}, tools=TOOLS)
+    ask |= {"temperature": 9.0, "parallel_tool_calls": False}
+    kinds = set()
+    for seed in range(8):
+        (choice,) = client.chat.completions.create(**ask | {"seed": seed}).choices
+        kinds.add(choice.finish_reason)
+        assert choice.message.tool_calls or choice.message.content == "{}"
+    assert kinds == {"tool_calls", "stop"}
+
+
+def test_a_thought_that_the_template_opened_is_apart():
+    """Clients read the content as JSON, so the thought before it is a field of its own."""
+    talker = Talker()
+    limits = RequestLimits(4, 60, 90, talker.vocab_size, 200, 1, True, True, grammars=True)
+    ask = shaped({"enum": ["x"]}) | {"messages": [{"role": "user", "content": "think"}]}
+    parsed = parse(
+        ask,
+        chat=True,
+        tokenizer=talker,
+        limits=limits,
+        model="m",
+        grammars=Grammars(talker, talker.vocab_size),
+    )
+    assert "thought" in parsed.requests[0].grammar
+    reply, pieces = ReplyChoice(parsed, 0, talker), []
+    drawn = PartialCompletion(0, 0, parsed.requests[0], talker)
+    for token in [*talker.encode('so < x\n</think>\n"x"'), 1]:
+        stop = StopReason.STOP_TOKEN if token == 1 else StopReason.RUNNING
+        pieces.append(reply.add(drawn.extend([token], [0.0], 0, stop)))
+    message = reply.finished()["message"]
+    assert (message["content"], message["reasoning_content"]) == ('"x"', "so < x")
+    deltas = [piece["delta"] for piece in pieces if piece]
+    assert "".join(d.get("content", "") for d in deltas) == '"x"'
+    assert "".join(d.get("reasoning_content", "") for d in deltas) == "so < x"
+
+
+BAD = [
+    (shaped({"type": "integer", "minimum": 3, "maximum": 2}), "minimum (3) is greater"),
+    (shaped({"type": "array", "uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
+    (shaped({"type": "string", "pattern": "[a"}), "unclosed character class"),
+    (shaped({"$ref": "#/$defs/none"}), "'/$defs/none' does not exist"),
+    (shaped([]), "json_schema.schema must be an object"),
+    (ASK | {"response_format": {"type": "xml"}}, "response_format.type = 'xml'; this server takes"),
+    (ASK | {"response_format": "json"}, 'must be an object with a "type"'),
+    (
+        ASK
+        | {
+            "tool_choice": "required",
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+        },
+        'tool_choice: Unimplemented keys: ["not"]',
+    ),
+]
+
+
+@pytest.mark.parametrize(("ask", "message"), BAD)
+def test_what_cannot_be_enforced_is_said_in_one_line(client, ask, message):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(**ask)
+    assert message in error.value.message
+    assert "\n" not in error.value.message
+
+
+def test_a_schema_nested_without_end_is_refused(client):
+    schema = {"type": "integer"}
+    for _ in range(200):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(openai.BadRequestError, match="recursion limit"):
+        client.chat.completions.create(**shaped(schema))
+
+
+def test_thoughts_of_earlier_replies_reach_the_template(client, server):
+    seen = []
+    submit = server.service.sampler.submit
+    server.service.sampler.submit = lambda request, on_update: (
+        seen.append(Talker().decode(request.tokens)) or submit(request, on_update)
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, server.service.sampler, "submit", submit)
+        history = [
+            *ASK["messages"],
+            {"role": "assistant", "content": "4", "reasoning_content": "2+2 ", "annotations": []},
+        ]
+        client.chat.completions.create(**ASK | {"messages": history, "max_tokens": 1})
+        history[1]["reasoning_content"] = ["2+2"]
+        with pytest.raises(openai.BadRequestError, match=r"reasoning_content must be a text"):
+            client.chat.completions.create(**ASK | {"messages": history})
+    assert seen == ["go\n2+2 4\n"]
+
+
+@pytest.mark.parametrize("family", PARSERS)
+def test_the_grammar_of_every_family_is_read_by_its_parser(family):
+    """Any sampled text of the grammar is calls whose arguments fit the schema."""
+    import numpy as np
+
+    alphabet = string.printable.replace("\x0b", "") + "\uff5c\u2581"
+    talker = CharTokenizer(alphabet)
+    grammars, parser = Grammars(talker, talker.vocab_size), PARSERS[family]
+    schemas = {
+        "weather": WEATHER,
+        "mix": {
+            "type": "object",
+            "properties": {
+                "flag": {"type": "boolean"},
+                "note": SHORT,
+                "list": {"type": "array", "items": {"enum": ["a", 1, None]}, "maxItems": 2},
+                "kind": {"type": "string", "enum": ["up", "down"]},
+            },
+            "required": ["flag", "kind"],
+            "additionalProperties": False,
+        },
+    }
+    if family == "qwen3_coder":  # its strings are free text, which no length bounds
+        schemas["weather"] = {"type": "object", "properties": {"city": {"type": "string"}}}
+        del schemas["mix"]["properties"]["note"]
+    grammar = "start: calls\n" + call_rules(parser, schemas, grammars.literal, 3)
+    rng, ended = np.random.default_rng(0), 0
+    for _ in range(30):
+        constraint, ids = grammars.start(grammar), []
+        for _ in range(500):
+            bits = np.unpackbits(constraint.mask().view(np.uint8), bitorder="little")
+            allowed = np.flatnonzero(bits)
+            likely = [i for i in allowed if talker.decode([i]) in '"}]),<\n/']
+            token = int(rng.choice(likely if likely and rng.random() < 0.5 else allowed))
+            if token == 1:
+                break
+            ids.append(token)
+            constraint.push([token])
+        else:
+            continue
+        ended += 1
+        calls = parser.parse(talker.decode(ids), schemas)
+        assert calls, talker.decode(ids)
+        for call in calls:
+            assert isinstance(call, Call), (call, talker.decode(ids))
+            jsonschema.validate(call.arguments, schemas[call.name])
+    assert ended > 10

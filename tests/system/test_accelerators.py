@@ -1,0 +1,87 @@
+"""What the extras of accelerators install: plugins that compile the policy without the chip."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+POLICY = """
+import jax, jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from jrl.models.config import ModelConfig
+from jrl.models.transformer import transformer
+
+shape = ModelConfig(vocab_size=48, layers=1, embed_dim=16, heads=2, kv_heads=1, head_dim=8,
+                    mlp_dim=32, max_length=32)
+network = transformer(shape)
+place = SingleDeviceSharding(devices[0])
+params = jax.eval_shape(network.init, jax.random.key(0))
+tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+def scores(params, tokens):
+    places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = network.hidden(params, tokens, places, jnp.ones_like(tokens))
+    return network.logits(params, hidden)
+
+compiled = jax.jit(scores, in_shardings=place, out_shardings=place).lower(params, tokens).compile()
+print(compiled.memory_analysis().argument_size_in_bytes, compiled.as_text().count("fusion"))
+"""
+TPU = """
+from jrl.plan.topology import parse_topology, compile_devices
+devices = compile_devices(parse_topology("v5e:2x2"))
+"""
+GPU = '''
+from jax._src import xla_bridge
+from jax.experimental import topologies
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84978434048
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+xla_bridge.discover_pjrt_plugins()  # with JAX_PLATFORMS=cpu nothing else registers it
+devices = topologies.get_topology_desc("", "cuda", target_config=H100, topology="1x1x1").devices
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chip",
+    [
+        pytest.param(TPU, marks=pytest.mark.extra("tpu"), id="tpu"),
+        pytest.param(GPU, marks=pytest.mark.extra("cuda12"), id="cuda12"),
+        pytest.param(GPU, marks=pytest.mark.extra("cuda13"), id="cuda13"),
+    ],
+)
+def test_the_policy_is_compiled_for_a_chip_that_is_not_here(chip):
+    # XLA_FLAGS are those of another backend; no driver is here.
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", chip + POLICY], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    arguments, fusions = map(int, done.stdout.split())
+    assert arguments > 4 * 48 * 16  # the embedding alone, in float32
+    assert fusions > 0

@@ -1,0 +1,89 @@
+"""The table of the tests of each extra: complete, and the only way to leave a test out."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import needs_extra
+import pytest
+
+TESTS = Path(__file__).parent
+TABLE = tomllib.loads((TESTS / "extras.toml").read_text())
+FILES = sorted(path for path in TESTS.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def files_of(entry):
+    """The files of an extra, also where only a test of one is named."""
+    names = (name for key in ("tests", "marked", "long") for name in entry.get(key, ()))
+    return {name.partition("::")[0] for name in names}
+
+
+def marks(tree):
+    """The extras that a module names in marks and ``require``, each with the packages named."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "pytest.mark.extra",
+            "require",
+        ):
+            yield [ast.literal_eval(arg) for arg in node.args if isinstance(arg, ast.Constant)]
+
+
+def test_every_extra_has_tests_that_exist():
+    assert set(TABLE) == set(needs_extra.declared())
+    for extra, entry in TABLE.items():
+        assert set(entry) <= {"tests", "marked", "long", "tools"}, extra
+        assert "long" not in entry or extra in needs_extra.within("dev"), extra
+        assert entry["tests"], extra
+        for name in (*entry["tests"], *files_of(entry)):
+            file, _, test = name.partition("::")
+            assert (TESTS.parent / file).is_file(), name
+            assert not test or f"def {test}(" in (TESTS.parent / file).read_text(), name
+
+
+def test_every_mark_stands_in_the_table():
+    seen = set()
+    for path in FILES:
+        name = path.relative_to(TESTS.parent).as_posix()
+        for extra, *packages in marks(ast.parse(path.read_text())):
+            assert extra in TABLE, f"{path}: no extra is called {extra}"
+            if path.name == "tpu_programs.py":  # a mark that other files use
+                continue
+            tools = [e["tools"] for e in TABLE.values() if name in files_of(e) and "tools" in e]
+            if packages and any(set(packages) <= set(some) for some in tools):
+                continue  # a client that another extra's tests speak with
+            assert name in files_of(TABLE[extra]), f"{name} is missing in [{extra}]"
+            seen.add(extra)
+        if "needs_libtpu" in path.read_text() and path.name != "tpu_programs.py":
+            name = path.relative_to(TESTS.parent).as_posix()
+            assert name in files_of(TABLE["plan"]) or path == Path(__file__), name
+    assert len(seen) > 12
+
+
+def test_no_other_skip_is_for_want_of_a_package():
+    """``importorskip`` and ``find_spec`` hide dead code where nothing installs the package."""
+    other = re.compile(r"importorskip|(skipif|skip)\([^)]*(find_spec|not installed|is_available)")
+    for path in FILES:
+        if path != Path(__file__):
+            found = other.search(path.read_text())
+            assert not found, f"{path}: {found[0]}; use pytest.mark.extra"
+
+
+def test_a_missing_extra_skips_and_a_promised_one_fails(monkeypatch):
+    monkeypatch.setitem(needs_extra.declared(), "games", ["no-such-package>=1", "numpy"])
+    needs_extra.lacks.cache_clear()
+    try:
+        with pytest.raises(pytest.skip.Exception, match=r"extra games \(no-such-package\): make"):
+            needs_extra.require("games")
+        needs_extra.require("games", "numpy")  # that package alone
+        monkeypatch.setenv(needs_extra.VARIABLE, "games,math")
+        with pytest.raises(pytest.fail.Exception, match="needs the extra games"):
+            needs_extra.require("games")
+    finally:
+        needs_extra.lacks.cache_clear()
+
+
+def test_what_dev_includes_is_promised_with_it(monkeypatch):
+    monkeypatch.setenv(needs_extra.VARIABLE, "dev")
+    assert {"dev", "math", "serve", "textarena"} <= needs_extra.promised()
+    assert "games" not in needs_extra.promised()
