@@ -37,6 +37,7 @@ from jrl.train.adapters import has_base, with_kept_base
 from jrl.train.batches import check_sources
 from jrl.train.build import Run
 from jrl.train.compiled import warm_start, with_policy
+from jrl.train.kinds import EpisodeKind
 from jrl.train.objective import sampler_differs
 from jrl.train.reward_parts import reward_pool
 from jrl.train.sampler_difference import difference_text
@@ -169,7 +170,8 @@ def _set_up(
     for note in run.tokenizer.notes if isinstance(run.tokenizer, FileTokenizer) else ():
         echo(note)
     for split, counts in run.data.counts.items():
-        echo(f"data.{split}: {counts}")
+        opened = " of the question; the environment opens with its own messages"
+        echo(f"data.{split}: {counts}{opened * isinstance(run.kind, EpisodeKind)}")
     if note := reward_text(run):
         echo(note)
     if note := missing_math(config):

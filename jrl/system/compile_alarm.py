@@ -64,7 +64,7 @@ class AlarmFilter:
 
 def _stderr_on(descriptor: int, real: int) -> Any:
     """``sys.stderr`` where it was the descriptor's and now is ``real``'s; None if it was not."""
-    stream = sys.stderr
+    stream: Any = sys.stderr
     try:
         if stream is not sys.__stderr__ or stream.fileno() != descriptor:
             return None

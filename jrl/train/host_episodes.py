@@ -190,8 +190,7 @@ class HostEpisodes:
         self._opened = any(len(t.opening) for t in members)
         if members and not self._opened:
             raise UserError(
-                f"data.env: none of the {len(members)} episodes of the first draw opened:"
-                f" {failure}; mend the environment, or raise the limit that it names"
+                f"data.env: none of the {len(members)} episodes of the first draw opened: {failure}"
             )
 
     def _open_calls(self) -> Calls:
