@@ -8,6 +8,7 @@ the same commands as they stand; what is not run here is listed in LEFT with the
 import json
 import re
 import shutil
+import subprocess
 
 import pytest
 from hub_mirror import add, checkpoint, lines
@@ -15,6 +16,7 @@ from test_docs_blocks import ROOT, commands, fenced, indented, name_of
 from typer.testing import CliRunner
 
 from jrl.cli.app import app
+from jrl.config import load_config
 from jrl.run import run as running
 
 LEFT = {  # how a command begins -> what stands for it
@@ -180,6 +182,36 @@ def test_every_command_of_a_block_runs(page, block, place):
             if "--out" in words:
                 (found,) = place.glob("*/siblings.jsonl")
                 found.write_text(found.read_text() or lines(SIBLINGS))
+
+
+LAUNCHES = [
+    pytest.param(words, id=f"{page.parent.name}/{page.name}: {words[0]}")
+    for page in (ROOT / "docs" / "start.md", ROOT / "tpu_scripts" / "README.md")
+    for block in indented(page)
+    for words in commands(block)
+    if words[0].rpartition("/")[2] in ("launch.sh", "gke.sh") and "--" in words
+]
+
+
+@pytest.mark.parametrize("words", LAUNCHES)
+def test_what_launch_lines_start_is_complete(words):
+    script, at = words[0].rpartition("/")[2], words.index("--")
+    line = [ROOT / "tpu_scripts" / script, *words[1:at], "--dry-run", *words[at:]]
+    told = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    assert all(word in told for word in words[at + 1 :])
+    config = load_config(ROOT / words[at + 1], words[at + 2 :])
+    assert config.model.config is None
+    assert None not in (config.model.path, config.data.train, config.run.dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", LAUNCHES[:1])
+def test_a_launch_line_trains_a_small_model_on_small_data(words, place):
+    ours = {"model.path": "DIR", "data.train": "train.jsonl", "run.dir": "RUN"}
+    named = [word.partition("=") for word in words[words.index("--") + 1 :]]
+    given = [f"{key}={ours.get(key, value)}" if eq else key for key, eq, value in named]
+    here = ["sampling.mesh=", "sampling.max_new_tokens=8", "model.dtype=float32"]
+    assert "training finished" in run(["train", *given, *ALWAYS, *here])
 
 
 def test_what_is_left_out_is_tested_elsewhere():

@@ -424,6 +424,17 @@ class PlacementTable(Table):
     )
 
 
+class PlanTable(Table):
+    """What `jrl plan` plans for; training reads none of it."""
+
+    topology: str = key(
+        "v5e:4x4",
+        "TPU slice that `jrl plan` compiles for, CHIP:SHAPE such as v6e:8x8 or SLICES*CHIP:SHAPE;"
+        " its option --topology overrides it",
+        pattern=r"^([1-9]\d*\*)?\w+:\d+(x\d+)*$",
+    )
+
+
 def _log_target(value: str) -> str:
     name, _, project = value.partition(":")
     if value != "tensorboard" and (name not in ("wandb", "trackio", "mlflow") or not project):
@@ -509,6 +520,7 @@ class Config(Table):
         " devices",
     )
     placement: PlacementTable | None = key(None, "")
+    plan: PlanTable = key(PlanTable(), "")
     log: LogTable = key(LogTable(), "")
     watch: dict[str, WatchTable] = key(
         {},

@@ -43,7 +43,9 @@ async def call_init(
         messages = check_messages(messages, env.limits)
         opening = np.array(chat.opening(messages), np.int32)
         if not 1 <= len(opening) <= longest:
-            raise EnvError(f"opens with {len(opening)} tokens; the limit of a prompt is {longest}")
+            raise EnvError(
+                f"opens with {len(opening)} tokens; data.max_prompt_tokens allows {longest}"
+            )
     except BaseException:
         await run_either(env.close, state)  # nobody else learns of the state
         raise

@@ -146,6 +146,7 @@ class HostLoop:
         self.state, records = state, self._records
         advantages = metrics.pop("advantages", None)
         self._batches.learn(done - 1, advantages)
+        records.note_failure(groups.failure)
         with waiting("training", of=f"step {done}"):
             further = groups.counts | records.rewards_by(groups)
             record = records.after_step(done, state, metrics | further, cursor)
