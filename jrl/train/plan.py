@@ -164,7 +164,7 @@ def rest_of_step(
         return setting.method.rewards(groups, view), first.collected, drawn.counts
     state = drawn.counts, first.collected, base, first.used, now, setting
     groups, collected, counts, done = rounds(draw, groups, *state)
-    groups = setting.method.rewards(groups, view_of(done, collected, now, setting))
+    groups = setting.method.rewards(groups, view_of(jnp.int32(done), collected, now, setting))
     return groups, collected, counts | {"rounds": done + 1.0}
 
 

@@ -145,7 +145,7 @@ def shaped(groups, view):
     """Points by member, group, batch and step: more where others fail, none where none does."""
     drawn = groups.drawn()
     share = jnp.where(drawn, groups.rewards[:, :, 0], 0).sum() / drawn.sum()
-    points = groups.rewards[:, :, 0] * (2 - share) - 0.1 * view.step
+    points = groups.rewards[:, :, 0] * (2 - share) - 0.125 * view.step
     points = jnp.where(groups.rate()[:, None] < 1, points, 0)
     return groups.replace(rewards=points[:, :, None].astype(jnp.float32))
 
@@ -305,7 +305,7 @@ def test_rewards_are_edited_by_member_group_batch_and_step():
     edited_too, _ = on_host(Method(None, rewards=shaped), KEY, 3)
     for step, (before, after) in enumerate(zip(plain, edited_too, strict=True)):
         right = before["rewards"].astype(np.float64)
-        points = right * (2 - right.mean()) - 0.1 * step
+        points = right * (2 - right.mean()) - 0.125 * step
         points = np.where(right.mean(axis=1, keepdims=True) < 1, points, 0)
         np.testing.assert_allclose(after["rewards"], points, atol=1e-6)
         np.testing.assert_array_equal(after["tokens"], before["tokens"])
