@@ -84,8 +84,9 @@ def plain_keys(game: Game) -> Game:
 
     def typed(state: Any) -> Any:
         leaves = zip(jax.tree.leaves(state), impls, strict=True)
-        return tree.unflatten(
-            [x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in leaves]
+        return jax.tree.unflatten(
+            tree,
+            [x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in leaves],
         )
 
     def plain(state: Any) -> Any:
@@ -96,12 +97,16 @@ def plain_keys(game: Game) -> Game:
         state, reward, done = game.step(typed(state), action, key)
         return plain(state), reward, done
 
+    def legal(state: Any) -> Array:
+        assert game.legal is not None
+        return game.legal(typed(state))
+
     return game._replace(
         reset=lambda key: plain(game.reset(key)),
         step=step,
         observe=lambda state: game.observe(typed(state)),
         player=lambda state: game.player(typed(state)),
-        legal=None if game.legal is None else lambda state: game.legal(typed(state)),
+        legal=legal if game.legal is not None else None,
     )
 
 
