@@ -91,7 +91,9 @@ def plain_keys(game: Game) -> Game:
 
     def plain(state: Any) -> Any:
         leaves = zip(jax.tree.leaves(state), impls, strict=True)
-        return tree.unflatten([x if impl is None else jax.random.key_data(x) for x, impl in leaves])
+        return jax.tree.unflatten(
+            tree, [x if impl is None else jax.random.key_data(x) for x, impl in leaves]
+        )
 
     def step(state: Any, action: Array, key: Array) -> tuple[Any, Array, Array]:
         state, reward, done = game.step(typed(state), action, key)
