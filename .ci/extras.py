@@ -113,30 +113,31 @@ def outcome_of(case: xml.etree.ElementTree.Element) -> dict[str, str]:
 
 def try_extra(extra: str, lines: list[str], entry: dict, args: argparse.Namespace) -> Row:
     """Installs an extra and runs its tests."""
-    began, where = time.monotonic(), args.where / extra
+    where = args.where / extra
     print(f"--- {extra}", flush=True)
     python = environment(args.where / "base", where)
     try:
         wanted = [*args.install, "-e", f".[{extra}]", *PYTEST, *entry.get("tools", ())]  # at once
         installed = pip(python, "install", "-q", "--no-compile", *wanted)
         said = installed.stdout + installed.stderr
-        spent = lambda: round(time.monotonic() - began)  # noqa: E731
         if "does not provide the extra" in said:  # pip installs the rest, and says no more
-            return Row(extra, "", 0, 0, 1, spent(), "pip finds no such extra")
+            return Row(extra, "", 0, 0, 1, 0, "pip finds no such extra")
         if installed.returncode:
             last = said.strip().splitlines()[-1]
             if extra in ELSEWHERE and NO_PACKAGE.search(said):
-                return Row(extra, "", 0, 0, 0, spent(), f"not installable here: {last}")
-            return Row(extra, "", 0, 0, 1, spent(), f"cannot be installed: {last}")
+                return Row(extra, "", 0, 0, 0, 0, f"not installable here: {last}")
+            return Row(extra, "", 0, 0, 1, 0, f"cannot be installed: {last}")
         versions = versions_of(python, lines)
+        began = time.monotonic()
         outcomes = run_tests(python, extra, entry, where)
+        seconds = round(time.monotonic() - began)
         counts = collections.Counter(one["outcome"] for one in outcomes)
         note = "" if counts["passed"] or counts["failed"] else "no test of it ran"
         failed = counts["failed"] + bool(note)
         for one in outcomes:
             if one["outcome"] == "failed":
                 print(f"failed: {one['name']}: {one['why']}", flush=True)
-        return Row(extra, versions, counts["passed"], counts["skipped"], failed, spent(), note)
+        return Row(extra, versions, counts["passed"], counts["skipped"], failed, seconds, note)
     finally:
         if not args.keep:
             shutil.rmtree(where, ignore_errors=True)
@@ -169,9 +170,8 @@ def record(lines: dict[str, str], before: str) -> str:
             "# The last run of the tests of each extra",
             "",
             "`make extras-test`: each extra alone with the library in a new environment, at the "
-            "newest version that the package index has. Seconds are those of installing and "
-            "testing. Skipped are tests of other extras in the same files, and those that the "
-            "machine cannot run.",
+            "newest version that the package index has. Seconds are those of testing. Skipped are "
+            "tests of other extras in the same files, and those that the machine cannot run.",
             "",
             *HEAD,
             *filter(None, rows),
@@ -202,17 +202,16 @@ def main() -> int:
     if unknown := set(args.extras) - set(declared):
         parser.error(f"no extra is called {', '.join(sorted(unknown))}")
     make_base(args.where / "base", args.install)
-    rows = [
-        try_extra(extra, declared[extra], entries[extra], args)
-        for extra in declared
-        if not args.extras or extra in args.extras
-    ]
+    rows, tried = [], now()
+    for extra in declared:
+        if not args.extras or extra in args.extras:
+            rows.append(try_extra(extra, declared[extra], entries[extra], args))
+            lines = dict.fromkeys(declared, "") | {row.extra: line_of(row, tried) for row in rows}
+            before = RECORD.read_text() if RECORD.exists() else ""
+            RECORD.write_text(record(lines, before))  # at once: a run that is ended keeps its rows
     if not args.keep:
         shutil.rmtree(args.where / "base", ignore_errors=True)
-    tried = now()
-    lines = dict.fromkeys(declared, "") | {row.extra: line_of(row, tried) for row in rows}
     print("\n".join([*HEAD, *filter(None, lines.values())]))
-    RECORD.write_text(record(lines, RECORD.read_text() if RECORD.exists() else ""))
     return int(any(row.failed for row in rows))
 
 
