@@ -66,7 +66,7 @@ def _stderr_on(descriptor: int, real: int) -> Any:
     """``sys.stderr`` where it was the descriptor's and now is ``real``'s; None if it was not."""
     stream: Any = sys.stderr
     try:
-        if stream is not sys.__stderr__ or stream.fileno() != descriptor:
+        if stream is None or stream is not sys.__stderr__ or stream.fileno() != descriptor:
             return None
     except (AttributeError, OSError, ValueError):
         return None
