@@ -1,7 +1,9 @@
 """Installs each extra in an environment of its own, at its current versions, and runs its tests.
 
-    python .ci/extras.py                        # all of them; writes tests/last_extras_run.md
+    python .ci/extras.py                        # all of them
     python .ci/extras.py mcp textarena          # these alone
+
+writes their rows in tests/last_extras_run.md.
 
 `tests/extras.toml` says which tests belong to an extra. A skip for want of the extra is a failure,
 and so is an extra that cannot be installed; one without packages for this platform is listed as
@@ -140,38 +142,51 @@ def try_extra(extra: str, lines: list[str], entry: dict, args: argparse.Namespac
             shutil.rmtree(where, ignore_errors=True)
 
 
-def table(rows: list[Row]) -> list[str]:
-    """Rows as Markdown."""
-    lines = [
-        "| extra | versions | passed | skipped | failed | seconds |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        what = "; ".join(filter(None, (row.versions, row.note)))
-        counts = f"{row.passed} | {row.skipped} | {row.failed} | {row.seconds}"
-        lines.append(f"| `{row.extra}` | {what} | {counts} |")
-    return lines
+HEAD = [
+    "| extra | versions | passed | skipped | failed | seconds | tried |",
+    "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+]
 
 
-def record(rows: list[Row]) -> str:
-    """The page of a run over all extras."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
+def line_of(row: Row, tried: str) -> str:
+    """A row in Markdown."""
+    what = "; ".join(filter(None, (row.versions, row.note)))
+    counts = f"{row.passed} | {row.skipped} | {row.failed} | {row.seconds}"
+    return f"| `{row.extra}` | {what} | {counts} | {tried} |"
+
+
+def record(lines: dict[str, str], before: str) -> str:
+    """The page: the new rows, and of the other extras those that stand there.
+
+    Args:
+      lines: rows by extra, in the order of pyproject.toml; "" where it was not tried now.
+      before: the page as it is.
+    """
+    old = {m[1]: m[0] for m in re.finditer(r"^\| `([\w-]+)` .*$", before, flags=re.MULTILINE)}
+    rows = [line or old.get(extra, "") for extra, line in lines.items()]
     return "\n".join(
         [
             "# The last run of the tests of each extra",
             "",
-            f"`make extras-test` at {described.stdout.strip()} on {datetime.date.today()} (Python "
-            f"{platform.python_version()}, {platform.system()} {platform.machine()}): each extra "
-            "alone with the library in a new environment, at the versions that the package index "
-            "had. Seconds are those of installing and testing. Skipped are tests of other extras "
-            "in the same files, and those that this machine cannot run.",
+            "`make extras-test`: each extra alone with the library in a new environment, at the "
+            "newest version that the package index has. Seconds are those of installing and "
+            "testing. Skipped are tests of other extras in the same files, and those that the "
+            "machine cannot run.",
             "",
-            *table(rows),
+            *HEAD,
+            *filter(None, rows),
             "",
         ]
     )
+
+
+def now() -> str:
+    """Commit, day and Python of a run."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
+    python = platform.python_version()
+    return f"{described.stdout.strip()}, {datetime.date.today()}, Python {python}"
 
 
 def main() -> int:
@@ -194,9 +209,10 @@ def main() -> int:
     ]
     if not args.keep:
         shutil.rmtree(args.where / "base", ignore_errors=True)
-    print("\n".join(table(rows)))
-    if not args.extras:
-        RECORD.write_text(record(rows))
+    tried = now()
+    lines = dict.fromkeys(declared, "") | {row.extra: line_of(row, tried) for row in rows}
+    print("\n".join([*HEAD, *filter(None, lines.values())]))
+    RECORD.write_text(record(lines, RECORD.read_text() if RECORD.exists() else ""))
     return int(any(row.failed for row in rows))
 
 

@@ -81,8 +81,8 @@ MUTANTS = {
     "a constant sampling key": Mutant(
         6,
         "train/sources_task.py",
-        "stream(request.key, SAMPLE_STREAMS[request.split], request.step)\n",
-        "stream(request.key, SAMPLE_STREAMS[request.split], 0)\n",
+        "stream(request.key, sample_stream(request), request.step)\n",
+        "stream(request.key, sample_stream(request), 0)\n",
     ),
     "one key for a whole group": Mutant(
         6,

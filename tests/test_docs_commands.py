@@ -30,6 +30,8 @@ LEFT = {  # how a command begins -> what stands for it
     "jrl imagine": "test: zoo/tools/test_imagine.py",
     "jrl eval RUN --search beam --width 4 --by model": "test: evaluate/test_search.py",
     "jrl plan configs/pod_8b_v5e.toml": "test: plan/test_plan.py",
+    "jrl train configs/tiny.toml log.to": "test: storage/test_sinks.py",
+    "jrl convert RUN exported --push": "test: run/test_push.py",
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -37,12 +39,19 @@ SMALL = {  # configuration -> sizes of a run of a step
     "": ["sampling.max_new_tokens=8"],
     "dialogues": ["sampling.max_new_tokens=8", "model.dtype=float32"],
     "dpo": [],
+    "gallery/countdown": [],
+    "gallery/countdown_sft": ["sampling.group=1"],
+    "gallery/distil": ["warmup.steps=1", "warmup.batch=8"],
+    "gallery/dpo": ["warmup.steps=1", "warmup.batch=8"],
+    "gallery/tools": ["warmup.steps=1", "warmup.batch=8"],
     "gridworld": ["train.prompts=2"],
     "gsm8k": ["sampling.max_new_tokens=8", "train.microbatches=1", "model.dtype=float32"],
     "reward_model": [],
     "tiny": ["warmup.steps=1", "warmup.batch=8"],
 }
 SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
+WITH_SIZES = ("tiny", "gridworld")
+WITH_SIZES += tuple(f"gallery/{name}" for name in ("countdown_sft", "distil", "dpo", "tools"))
 ALWAYS = ["train.steps=1", "train.prompts=2", "train.microbatches=1", "sampling.group=4"]
 ALWAYS += ["eval.problems=2", "reward_pool.workers=1", "mesh.fsdp=1"]
 # A policy of one warm step is hardly ever right, so a search of it may leave no preferences.
@@ -128,10 +137,10 @@ def small(words):
 
 
 def sizes(words):
-    named = re.fullmatch(r"configs/(\w+)\.toml", words[0])
+    named = re.fullmatch(r"configs/([\w/]+)\.toml", words[0])
     name = named[1] if named else ""
     own = any(word.startswith(("model.", "[model")) for word in words)
-    with_sizes = name in ("tiny", "gridworld") and not own
+    with_sizes = name in WITH_SIZES and not own
     return SMALL[name] + [SIZES] * with_sizes
 
 
@@ -165,8 +174,9 @@ def test_every_command_of_a_block_runs(page, block, place):
             said = run(small(words))
             assert "training finished" in said or words[0] == "compare", said
         elif words[0] == "convert":
-            run(["convert", "RUN", "converted"])
-            assert json.loads((place / "converted" / "config.json").read_text())
+            source, target = ("RUN", "converted") if words[1] == "RUN" else words[1:]
+            run(["convert", source, target])
+            assert json.loads((place / target / "config.json").read_text())
         else:
             run([*words, *["eval.problems=2"] * (words[0] == "eval")])
             if "--out" in words:

@@ -453,6 +453,7 @@ class LogTable(Table):
         "training steps between writes of groups to samples.jsonl, 8 members or more; 0: never",
         ge=0,
     )
+    by: str = key("", "column of the data: metrics reward_by/VALUE for each value, as data_source")
     to: Annotated[
         tuple[Annotated[str, AfterValidator(_log_target)], ...],
         AfterValidator(_once),

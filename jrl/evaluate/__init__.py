@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,7 +99,7 @@ class Evaluator:
         self.run = run = programs.as_evaluated(run)
         self.pool = pool
         self.progress = ""  # how far an evaluation is; read by another thread
-        self._source = run_source(run, pool, {}, split="eval") if self.available else None
+        self._source = run_source(run, pool, split="eval") if self.available else None
 
     @property
     def available(self) -> bool:
@@ -116,8 +116,7 @@ class Evaluator:
         groups = self._groups(key, params)
         unjudged = {"verify": 1.0} if self.pool is None else self.run.rewards.weights
         names = self.run.kind.eval_parts or unjudged
-        judge = list(names).index(self.run.rewards.judge) if self.run.rewards.judge in names else 0
-        correct = np.asarray(groups.rewards)[:, :, judge] >= 1
+        correct = np.asarray(groups.rewards)[:, :, right_part(self.run, names)] >= 1
         records = samples_of(groups, self.run.tokenizer, self.run.kind.task, names, correct.size)
         answers: Any = None
         if self.run.kind.votes:
@@ -152,6 +151,12 @@ class Evaluator:
             parts.append(to_host(source.draw(request)))
         source.finish(complete=True)
         return take_groups(join_groups(parts), slice(0, total))
+
+
+def right_part(run: Run, names: Iterable[str]) -> int:
+    """The column of an evaluation's reward parts, of these names, that says what is right."""
+    listed = list(names)
+    return listed.index(run.rewards.judge) if run.rewards.judge in listed else 0
 
 
 def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:

@@ -35,7 +35,7 @@ from jrl.evaluate.search import ids_of, points_of, problems_of, right_answers
 from jrl.evaluate.searcher import searched_run, searcher_of
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
-from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.run_rows import prompt_seeds
 
 COMPUTE_OPTIMAL = "compute_optimal"
 """What ``jrl eval --search`` calls this evaluation."""

@@ -23,21 +23,20 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.data.prompts import pad_prompts
-from jrl.data.tasks import Task
 from jrl.episodes.search import Searched, best_node, by_path, episode_at
 from jrl.episodes.tree import SEARCHES, Tree, search_plan
 from jrl.episodes.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
-from jrl.evaluate import load_policy
+from jrl.evaluate import load_policy, right_part
 from jrl.evaluate.searcher import opened, searched_run, searcher_of
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
+from jrl.train.batches import undrawn_source
 from jrl.train.build import Run
-from jrl.train.demonstrations import demonstration_rollout
-from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.members import demonstration_rollout
 from jrl.train.reward_parts import reward_pool
-from jrl.train.sources_text import TextSource
-from jrl.types import Array, Prompt, stream
+from jrl.train.run_rows import prompt_seeds
+from jrl.types import Array, Prompt
 
 
 def search_run(
@@ -157,20 +156,11 @@ def _folder(out: str) -> pathlib.Path:
 
 def problems_of(run: Run, key: Array, split: str) -> tuple[Any, list[Prompt]]:
     """The first problems of a split, and their prompts."""
-    count = run.config.eval.problems
-    if not isinstance(run.task, Task):
-        prompts = list(run.data.prompts[split][:count])
-        if not prompts:
-            raise UserError(f"data.{split} is missing; name a file of prompts")
-        return None, prompts
-    task, data = run.task, "data" if split == "train" else "eval_data"
-    keys = jax.vmap(lambda i: stream(key, data, i))(np.arange(count))
-    problems = jax.device_get(jax.jit(jax.vmap(lambda k: task.generate(k, split)))(keys))
-    rows = zip(problems.tokens, problems.length, strict=True)
-    return problems, [
-        Prompt(i, "", np.asarray(tokens[:length], np.int32), "")
-        for i, (tokens, length) in enumerate(rows)
-    ]
+    count = run.kind.problems(run.data, run.config.eval.problems, split)
+    if not count:
+        raise UserError(f"data.{split} is missing; name a file of prompts")
+    rows = np.arange(min(count, run.config.eval.problems))
+    return undrawn_source(run, None, split).prompts(key, rows)
 
 
 def points_of(
@@ -179,41 +169,30 @@ def points_of(
     prompts: list[Prompt],
     whose: np.ndarray,
     paths: Sequence[np.ndarray],
+    complete: np.ndarray | None = None,
 ) -> np.ndarray:
     """[M] float32, points of the judging reward part, of M completions.
 
     Args:
       run: the run.
-      problems: of a task; None in text.
+      problems: as ``problems_of`` gives them.
       prompts: N.
       whose: [M] int, which prompt each completion belongs to.
       paths: M arrays of ids.
+      complete: [M] bool, False where a completion was cut; None where none was.
     """
-    most = run.kind.new_tokens
-    tokens = np.zeros((len(paths), most), np.int32)
+    tokens = np.zeros((len(paths), run.kind.new_tokens), np.int32)
     lengths = np.array([len(path) for path in paths], np.int32)
     for row, path in zip(tokens, paths, strict=True):
         row[: len(path)] = path
-    if isinstance(run.task, Task):
-        each = jax.tree.map(lambda x: x[whose], problems)
-        return np.asarray(jax.jit(jax.vmap(run.task.verify))(each, tokens, np.maximum(lengths, 1)))
-    prompts_of = [prompts[i] for i in whose]
-    rollout = demonstration_rollout(
-        *pad_prompts(prompts_of, run.width), tokens, lengths, np.ones(len(paths), bool), 1
-    )
+    asked = [prompts[i] for i in whose]
+    about = asked if isinstance(problems, list) else jax.tree.map(lambda x: x[whose], problems)
+    ended = np.ones(len(paths), bool) if complete is None else complete
+    rollout = demonstration_rollout(*pad_prompts(asked, run.width), tokens, lengths, ended, 1)
     with reward_pool(run.config) as pool:
-        source = TextSource(
-            all_prompts=prompts_of,
-            width=run.width,
-            seed=None,
-            program=None,
-            sampling_params=None,
-            pool=pool,
-            tokenizer=run.tokenizer,
-            name="eval",
-        )
-        rewards = np.asarray(source.judge(prompts_of, prompts_of, rollout).rewards)
-    return rewards[:, 0, list(run.rewards.weights).index(run.rewards.judge)]
+        judged = undrawn_source(run, pool, "eval").judge(about, asked, rollout)
+    names = run.kind.eval_parts or run.rewards.weights
+    return np.asarray(judged.rewards)[:, 0, right_part(run, names)]
 
 
 # ---------------------------------------------------------------- rows to train on

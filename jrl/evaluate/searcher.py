@@ -25,8 +25,7 @@ from jrl.train import build, programs
 from jrl.train.build import Run
 from jrl.train.host_episodes import host_source
 from jrl.train.memory_check import check_problems, check_slots
-from jrl.train.prompt_seeds import prompt_seeds
-from jrl.train.run_rows import completion_ends, run_rows, step_ends
+from jrl.train.run_rows import completion_ends, prompt_seeds, run_rows, step_ends
 from jrl.types import Array, Params, Prompt
 
 _SLOTS = 32

@@ -19,9 +19,9 @@ from jrl.rewards.model import ModelReward
 from jrl.sampling.params import make_sampling_params
 from jrl.train import programs
 from jrl.train.build import Run
-from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
+from jrl.train.members import demonstration_rollout
 from jrl.train.objective import method_of
 from jrl.train.reward_model import model_of, trains_reward
 from jrl.train.reward_parts import parts_of

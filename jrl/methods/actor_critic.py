@@ -10,7 +10,6 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jrl.methods.base import Method, Schedule
 from jrl.methods.definition import published, variant
@@ -27,6 +26,7 @@ from jrl.methods.domains import (
     Whole,
     is_zero,
 )
+from jrl.methods.edit import of_parts
 from jrl.methods.networks import named_network
 from jrl.methods.schedule import refreshed
 from jrl.objectives import (
@@ -366,12 +366,12 @@ def retool(base: Method, correct: Positive = 1.0) -> Method:
     supervised training on traces with code. ``configs/gsm8k_python.toml`` has the tool.
     """
 
-    def outcome(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
-        first = np.where(rewards[..., :1] >= correct, 1.0, -1.0)
-        first = np.where(np.isnan(rewards[..., :1]), np.nan, first)
-        return np.concatenate([first, rewards[..., 1:]], -1).astype(np.float32)
+    def outcome(parts: Array, rollout: Rollout) -> Array:
+        first = jnp.where(parts[..., :1] >= correct, 1.0, -1.0)
+        first = jnp.where(jnp.isnan(parts[..., :1]), jnp.nan, first)
+        return jnp.concatenate([first, parts[..., 1:]], -1)
 
-    return base.with_(rewards=outcome)
+    return base.with_(rewards=of_parts(outcome))
 
 
 @variant(ppo, discount=0.99, kl_coef=0.005, kl_target=0.5, value_clip=None, epochs=5)

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.methods.curriculum import Curriculum
+from jrl.methods.curriculum import Curriculum, unchanged
 from jrl.methods.domains import is_zero
 from jrl.methods.edit import Edit
-from jrl.methods.plan import Plan, dry_view
+from jrl.methods.plan import Plan, StepView, dry_view
 from jrl.methods.schedule import Schedule
 from jrl.objectives import advantages, aggregates, ratios, regularizers, transforms
 from jrl.system.readable import as_text, lines
@@ -34,7 +34,6 @@ from jrl.types import (
     Network,
     Objective,
     Regularizer,
-    Rollout,
     Search,
     Surrogate,
     Transform,
@@ -72,7 +71,7 @@ def first_draw(plan: Plan) -> FirstDraw:
     demonstrations = [ask for ask in asks if ask.prefix_as == "given" and ask.prefix is not None]
     sampled = [ask for ask in asks if not any(ask is other for other in demonstrations)]
     trees = [ask.tree for ask in sampled if ask.tree is not None]
-    tree = trees[0] if trees else plan.tree
+    tree = trees[0] if trees else None
     return FirstDraw(
         own=any(ask.use == TRAIN for ask in sampled),
         baseline_members=sum(ask.width for ask in sampled if ask.use == BASELINE),
@@ -80,49 +79,6 @@ def first_draw(plan: Plan) -> FirstDraw:
         tree=tree if isinstance(tree, Branching) else None,
         search=tree if isinstance(tree, Search) else None,
     )
-
-
-class HardProblems(NamedTuple):
-    """The problems that are mostly failed as a round begins; no others are drawn in it.
-
-    A problem that is left out is not tested again. Where all would be left out, the round has the
-    problems of the last one.
-
-    Attributes:
-      steps: training steps of a round.
-      attempts: completions of each problem by which it is judged.
-      most: share of them that may be successes.
-      above: points; a completion with more is a success.
-    """
-
-    steps: int
-    attempts: int
-    most: float
-    above: float
-
-
-class WrittenProblems(NamedTuple):
-    """Problems that another model writes as a round begins, after those that were failed.
-
-    They stand beside those of the data from then on, if the value network thinks them neither
-    hopeless nor easy: its number, a logit, behind what the policy would see first.
-
-    Attributes:
-      steps: training steps of a round.
-      problems: how many are asked for.
-      low: the least probability of success.
-      high: the greatest.
-    """
-
-    steps: int
-    problems: int
-    low: float
-    high: float
-
-
-def same_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
-    """The reward parts [N, G, R] float32 as the reward functions gave them."""
-    return rewards
 
 
 _GROUP, _LACKING = "group of at least ", "lacking "
@@ -139,17 +95,14 @@ def requires(group: int = 1, lacks: str = "") -> frozenset[str]:
     return frozenset(size | ({f"{_LACKING}{lacks}"} if lacks else set()))
 
 
-def unchanged(network: Network) -> Network:
-    """The policy's network as it is."""
-    return network
-
-
 class Method(NamedTuple):
     """A method, ready to train with.
 
     Attributes:
       objective: advantage, surrogate, aggregate, regularizers.
-      rewards: (rewards [N, G, R] float32 points, rollout) -> rewards, before the batch is made.
+      rewards: (groups so far, view) -> groups, an edit of their reward parts [m, M, R] float32,
+        points, by sample, group or batch. A pure function of arrays: ``Plan.next`` and the edits
+        see what it returns, on the host and in a compiled run.
       schedule: how a batch is used.
       curriculum: which problems of the data a step uses; None for the data's own order.
       plan: which members are sampled, in a first draw and in further rounds.
@@ -160,9 +113,9 @@ class Method(NamedTuple):
     """
 
     objective: Objective
-    rewards: Callable[[np.ndarray, Rollout], np.ndarray] = same_rewards
+    rewards: Callable[[Any, StepView], Any] = unchanged
     schedule: Schedule = Schedule()
-    curriculum: Curriculum | HardProblems | WrittenProblems | None = None
+    curriculum: Curriculum | None = None
     plan: Plan = Plan()
     edits: tuple[Edit, ...] = ()
     network: Callable[[Network], Network] = unchanged

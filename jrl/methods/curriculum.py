@@ -7,15 +7,19 @@
 ``choose`` and ``update`` are pure functions of arrays of fixed shapes, so they run on the host and
 inside a compiled run alike. Choices come best first, and asked for fewer ``choose`` gives the same
 first ones: a compiled run always asks for as many as a round may need.
+
+What a curriculum does on the host alone, as testing problems or having some written, is its
+``between``, which runs as a round of steps begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jrl.types import NOTHING, Array
@@ -48,6 +52,8 @@ class Query(struct.PyTreeNode):
       count: [] int32, how many of the n choices are used: the first ones.
       step: [] int32, training steps done.
       used: [rows] bool, chosen earlier in this step.
+      order: static, (tickets [n], size) -> [n] int32 in [0, size): the data's own order of so many
+        problems, epoch after epoch; on the host alone, None in a compiled run.
     """
 
     key: Array
@@ -55,6 +61,7 @@ class Query(struct.PyTreeNode):
     count: Array
     step: Array
     used: Array
+    order: Callable[[Any, int], Any] | None = struct.field(pytree_node=False, default=None)
 
     def live(self) -> Array:
         """[n] bool: choices that are used."""
@@ -112,6 +119,53 @@ def unchanged(state: Any, *rest: Any) -> Any:
     return state
 
 
+class RoundTools(Protocol):
+    """What a curriculum may do on the host as a round begins; problems are named by their rows."""
+
+    @property
+    def rows(self) -> int:
+        """How many problems there are, those that were added included."""
+
+    def draw(self, rows: np.ndarray, count: int) -> Any:
+        """``count`` members of each problem, judged: ``train.groups.PlacedGroups`` on the host."""
+
+    def write(self, rows: np.ndarray, count: int) -> list[Any]:
+        """Problems that another model, asked for ``count``, writes after these; none if it fails.
+
+        Those that cannot be used, or that the run has already, are left out.
+        """
+
+    def estimate(self, problems: list[Any]) -> np.ndarray:
+        """[n] float, the value network's number for what the policy sees first; NaN if unknown."""
+
+    def add(self, problems: list[Any]) -> None:
+        """Adds problems behind those that there are, from row ``rows`` on."""
+
+
+def no_counts(state: Any) -> dict[str, float]:
+    """Nothing to report."""
+    return {}
+
+
+class Between(NamedTuple):
+    """What a curriculum does on the host as a round of steps begins.
+
+    With it ``choose`` and ``update`` are not compiled: they may use NumPy, and the state's arrays
+    may grow. A checkpoint holds the state and the problems that were added.
+
+    Attributes:
+      every: training steps of a round; the first round begins with the run.
+      run: (state, tools) -> state, before the first step of the round draws.
+      counts: state -> numbers by name, which every step of the round reports.
+      uses: those of "draw", "write" and "estimate" that ``run`` calls.
+    """
+
+    every: int
+    run: Callable[[Any, RoundTools], Any]
+    counts: Callable[[Any], dict[str, float]] = no_counts
+    uses: frozenset[str] = frozenset()
+
+
 class Curriculum(NamedTuple):
     """The choice of a run's problems.
 
@@ -120,12 +174,19 @@ class Curriculum(NamedTuple):
       choose: (state, query) -> (choice, state).
       update: (state, outcome) -> state, once a training step.
       pool: problems of a procedural task, which has no end of them, that the table has.
+      between: what runs on the host as a round of steps begins; None for nothing.
     """
 
     init: Callable[[Table], Any]
     choose: Callable[[Any, Query], tuple[Selection, Any]]
     update: Callable[[Any, Outcome], Any] = unchanged
     pool: int = 1024
+    between: Between | None = None
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """What ``between`` needs of a run."""
+        return frozenset() if self.between is None else self.between.uses
 
 
 # ---------------------------------------------------------------- pieces

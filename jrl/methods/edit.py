@@ -69,6 +69,20 @@ def edit_of(apply: Callable[[Any, EditView], Any]) -> Edit:
     return Edit(Stateless(), lambda state, groups, view: (apply(groups, view), state))
 
 
+def of_parts(apply: Callable[[Array, Any], Array]) -> Callable[[Any, StepView], Any]:
+    """A ``Method.rewards`` that rewrites the reward parts of each member.
+
+    Args:
+      apply: (parts [m, M, R] float32 points, rollout) -> parts.
+    """
+
+    def rewards(groups: Any, view: StepView) -> Any:
+        parts = apply(jnp.asarray(groups.rewards), groups.rollout)
+        return groups.replace(rewards=parts.astype(jnp.float32))
+
+    return rewards
+
+
 def only(groups: Any, keep: Array) -> Any:
     """The groups without the members that are not in ``keep`` ([m, M] or [m, 1] bool)."""
     return groups.replace(kept=groups.kept & keep)

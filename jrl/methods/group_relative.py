@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import numpy as np
+import jax.numpy as jnp
 
 from jrl.errors import UserError
 from jrl.methods.base import CENTRED, Method, against_others, kl_term, normalised
@@ -29,11 +29,11 @@ from jrl.methods.domains import (
     Tokens,
     is_zero,
 )
-from jrl.methods.edit import refill
+from jrl.methods.edit import of_parts, refill
 from jrl.objectives import aggregates, normalizers, regularizers, transforms
 from jrl.objectives.corrections import named_correction
 from jrl.objectives.ratios import clip, ratio_loss, token
-from jrl.types import Rollout
+from jrl.types import Array, Rollout
 
 
 @published
@@ -170,18 +170,16 @@ def gdpo(base: Method, eps: Positive, ddof: Ddof) -> Method:
 # ---------------------------------------------------------------- rewards of agents
 
 
-def reward_parts(
-    method: str, rewards: np.ndarray, count: int, names: str
-) -> tuple[np.ndarray, ...]:
+def reward_parts(method: str, parts: Array, count: int, names: str) -> tuple[Array, ...]:
     """The reward parts [N, G] one by one; their number is that of the names, or it is refused."""
-    if rewards.shape[2] != count:
-        raise UserError(f"{method} with {rewards.shape[2]} reward parts; give {count}: {names}")
-    return tuple(np.moveaxis(np.asarray(rewards, np.float32), 2, 0))
+    if parts.shape[2] != count:
+        raise UserError(f"{method} with {parts.shape[2]} reward parts; give {count}: {names}")
+    return tuple(jnp.moveaxis(parts, 2, 0))
 
 
-def as_first(score: np.ndarray, shape_source: np.ndarray) -> np.ndarray:
+def as_first(score: Array, shape_source: Array) -> Array:
     """Parts [N, G, R]: the score, then zeros."""
-    return np.stack([score, *[np.zeros_like(score)] * (shape_source.shape[2] - 1)], axis=2)
+    return jnp.stack([score, *[jnp.zeros_like(score)] * (shape_source.shape[2] - 1)], axis=2)
 
 
 @variant(grpo)
@@ -194,17 +192,17 @@ def car(base: Method) -> Method:
         r = c - (c - p)^2
 
     Two reward parts are read, c and p, in that order; the reward function "confidence" gives p.
-    Give the first a weight of 1. An environment gives both as its reward parts. Departures: this is
-    the quadratic score, one of the rewards that the paper compares; its own, which separates the
-    ranges of right and wrong answers, is not known to us.
+    Give the first a weight of 1. In episodes both may be parts of the environment, or functions
+    beside it. Departures: this is the quadratic score, one of the rewards that the paper compares;
+    its own, which separates the ranges of right and wrong answers, is not known to us.
     """
 
-    def calibrated(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
-        right, confidence = reward_parts("car", rewards, 2, "right, confidence")
-        return as_first(right - np.square(right - confidence), rewards)
+    def calibrated(parts: Array, rollout: Rollout) -> Array:
+        right, confidence = reward_parts("car", parts, 2, "right, confidence")
+        return as_first(right - jnp.square(right - confidence), parts)
 
     lacking = "the paper's own reward, which is not known; it is the quadratic score"
-    return base.with_(rewards=calibrated, lacks=lacking)
+    return base.with_(rewards=of_parts(calibrated), lacks=lacking)
 
 
 @variant(grpo)
@@ -221,19 +219,18 @@ def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
     as the released code has it. What tools return is read and not trained on. The paper starts from
     supervised training, and ends with DPO on pairs of the policy's own (``online_iterative_dpo``).
     Departures: no environment with search and Python together comes with the library; one of your
-    own gives the three parts (``HostEnv(parts=("form", "answer", "tools"))``).
+    own gives the three parts (``HostEnv(parts=("form", "answer", "tools"))``), or functions beside
+    it do.
     """
 
-    def ordered(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
-        form, score, used = reward_parts("tool_star", rewards, 3, "form, answer, tools used")
-        correct_scores = np.where(score > 0, score + bonus * (used > 0), score * 0)
-        return as_first(
-            np.where(form > 0, correct_scores, np.where(np.isnan(form + score), np.nan, -1)),
-            rewards,
-        )
+    def ordered(parts: Array, rollout: Rollout) -> Array:
+        form, score, used = reward_parts("tool_star", parts, 3, "form, answer, tools used")
+        correct_scores = jnp.where(score > 0, score + bonus * (used > 0), score * 0)
+        broken = jnp.where(jnp.isnan(form + score), jnp.nan, -1)
+        return as_first(jnp.where(form > 0, correct_scores, broken), parts)
 
     lacking = "an environment with search and Python that pays form, answer and use of both"
-    return base.with_(rewards=ordered, lacks=lacking)
+    return base.with_(rewards=of_parts(ordered), lacks=lacking)
 
 
 @variant(grpo, kl_coef=0.001)

@@ -11,9 +11,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jrl.methods.base import CENTRED, Method, kl_penalty, same_rewards
+from jrl.methods.base import CENTRED, Method, kl_penalty
+from jrl.methods.curriculum import unchanged
 from jrl.methods.definition import variant
 from jrl.methods.domains import (
     AboveOne,
@@ -27,6 +27,7 @@ from jrl.methods.domains import (
     Positive,
     check_band,
 )
+from jrl.methods.edit import of_parts
 from jrl.methods.group_relative import as_first, grpo, reward_parts
 from jrl.objectives import prompt_table, ratios, segments, transforms
 from jrl.objectives.advantages import group_mean_std
@@ -466,15 +467,15 @@ def drop_outliers(limit: float = 3.0) -> Transform:
     return stateless(lambda values, batch: (jnp.where(abs(values) > limit, 0, values), batch))
 
 
-def consistent_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
+def consistent_rewards(parts: Array, rollout: Rollout) -> Array:
     """Right answers count half as much again when the reasoning agrees, and form adds one half.
 
-    >>> consistent_rewards(np.ones((1, 1, 3)), None).tolist()
+    >>> consistent_rewards(jnp.ones((1, 1, 3)), None).tolist()
     [[[2.0, 0.0, 0.0]]]
     """
     names = "result, consistency, format"
-    result, consistency, form = reward_parts("stable_reinforce.composed", rewards, 3, names)
-    return as_first(result * (1 + 0.5 * consistency) + 0.5 * form, rewards)
+    result, consistency, form = reward_parts("stable_reinforce.composed", parts, 3, names)
+    return as_first(result * (1 + 0.5 * consistency) + 0.5 * form, parts)
 
 
 @variant(grpo, without=("eps", "ddof", "kl_coef", "kl_kind"))
@@ -508,6 +509,6 @@ def stable_reinforce(
     return base.with_(
         advantage=transforms.chain(*kl_penalty(kl_kind, kl_coef, "sequence"), *steps),
         ratio=ratios.held(ratio_limit),
-        rewards=consistent_rewards if composed else same_rewards,
+        rewards=of_parts(consistent_rewards) if composed else unchanged,
         group=1,
     )

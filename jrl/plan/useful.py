@@ -12,12 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jrl.episodes import Env
 from jrl.mesh import batch_shards
 from jrl.models.flops import Lengths, forward_flops
 from jrl.plan.topology import Topology
 from jrl.sampling.params import MOST_HALVINGS
-from jrl.sampling.queue import CHUNK
 from jrl.train import build
 from jrl.train.gather import gathers, sampler_bytes, slots_on_chip, token_bytes
 from jrl.train.utilisation import rows_of_a_prompt, training_passes
@@ -111,9 +109,7 @@ def loop_trips(run: build.Run, mesh: Mesh, name: str) -> dict[str, int]:
     whole = gathers(run.config, run.shape, mesh)
     slots = min(rows, slots_on_chip(run.config.sampling.slots, mesh.shape, whole) or rows)
     trips |= {"queue": -(-rows // slots), "refill": slots}
-    if isinstance(run.task, Env):  # decodes a fixed number of steps between two answers
-        return trips | {"answers": 1, "turns": run.task.turns * -(-run.task.turn_tokens // CHUNK)}
-    return trips | {"decode": sizes.new}
+    return trips | run.kind.decode_trips
 
 
 def floor_seconds(run: build.Run, mesh: Mesh, topology: Topology, name: str) -> float:

@@ -28,7 +28,7 @@ import numpy as np
 
 from jrl.config import Config, as_tree, build_config
 from jrl.config.tables import ValueTable
-from jrl.episodes import ENVS, Env
+from jrl.episodes import ENVS
 from jrl.errors import UserError
 from jrl.methods import find_method
 from jrl.models import hf
@@ -263,7 +263,7 @@ class _Start:
 
         def measured(key: Array, policy: Params) -> dict[str, Array]:
             groups = evaluate(key, policy)
-            turns = {"turns": groups.ids["stratum"].mean()} if isinstance(task, Env) else {}
+            turns = {"turns": groups.ids["stratum"].mean()} if run.kind.episode_columns else {}
             return {"accuracy": groups.rewards[..., 0].mean()} | turns
 
         self.measure = jax.jit(jax.vmap(measured))

@@ -21,10 +21,9 @@ from jrl.train import programs
 from jrl.train.batches import training_batches
 from jrl.train.build import Run
 from jrl.train.collect import Batches
-from jrl.train.collect_notes import packed, unpacked
 from jrl.train.compiled import Iteration, iterate
 from jrl.train.loop import train_steps
-from jrl.train.plan import CollectState
+from jrl.train.plan import CollectState, packed, unpacked
 from jrl.train.sources import Groups
 from jrl.train.step import Metrics
 from jrl.train.tree_search import drawn_weights
@@ -149,7 +148,8 @@ class HostLoop:
         self._batches.learn(done - 1, advantages)
         records.note_failure(groups.failure)
         with waiting("training", of=f"step {done}"):
-            record = records.after_step(done, state, metrics | groups.counts, cursor)
+            further = groups.counts | records.rewards_by(groups)
+            record = records.after_step(done, state, metrics | further, cursor)
         self._progress.step(done, record)
         for line in records.check(done, record):
             self._progress.note(f"warning: {line}")

@@ -19,6 +19,7 @@ from jrl.evaluate.samples import samples_of
 from jrl.rewards.pool import RewardPool
 from jrl.run.contents import check_contents, contents_of
 from jrl.run.metric_names import asked_of_evaluations
+from jrl.run.reward_metrics import rewards_by
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.integrity import first_nonfinite
 from jrl.storage.lock import is_replaced, moved_to, run_lock
@@ -183,7 +184,7 @@ class RunRecords:
             check_base(self.config, state.frozen["base"], extra["base"])
         self._compiled = self._compiles.count
         notes: dict[str, Any] = {}
-        for name in ("carried", "packing", "collect", "curriculum"):
+        for name in ("carried", "packing", "collect"):
             if name in extra:
                 notes[name] = extra.pop(name)
         unwritten = extra.pop("unwritten", {})
@@ -469,6 +470,11 @@ class RunRecords:
         if self._full:
             raise StorageError(f"step {int(state.step)}: {self._full}; free disk space")
         raise RunStopped(f"{self._reasons[0]}; stopped by the limit of [watch], and {self._kept()}")
+
+    def rewards_by(self, groups: Groups) -> dict[str, float]:
+        """Means of rewards by the column ``log.by``; {} where none is named."""
+        column = self.config.log.by
+        return rewards_by(groups, self.run.rewards.weights, column) if column else {}
 
     def _saved_elsewhere(self, state: TrainState) -> str:
         """Saves the state where the run directory was moved to; says what is saved and where."""

@@ -14,22 +14,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.data.tasks import Task
 from jrl.episodes.transcript import RowShape
 from jrl.mesh import replicated
 from jrl.methods.curriculum import Curriculum, Table
-from jrl.methods.plan import Plan
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.system.signals import Stopping
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.collect import Batches, Collector
-from jrl.train.curriculum import has_rounds, rounds_of
+from jrl.train.curriculum import HostRounds, host_tools, with_problems
 from jrl.train.disjoint import draw_ahead, restored
 from jrl.train.host_episodes import host_source
 from jrl.train.kinds import (
     AskedKind,
+    DialogueKind,
     EnvKind,
     EpisodeKind,
     PairKind,
@@ -45,32 +44,26 @@ from jrl.train.recorded import RECORDED_REWARD, RecordedSource
 from jrl.train.resharding import ReshardedSampler
 from jrl.train.reward_stages import judged_parts
 from jrl.train.run_rows import line_ends
-from jrl.train.sources import Source
+from jrl.train.sources import Source, epoch_order
 from jrl.train.sources_own import Sampler, make_own_source
 from jrl.train.sources_task import EnvSource, TaskSource
 from jrl.train.sources_text import TextSampler, TextSource
 from jrl.train.tree_search import search_source, undrawn_text
 
 
-def run_source(
-    run: Run, pool: RewardPool | None, notes: Mapping[str, Any], split: str = "train"
-) -> Source:
+def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Source:
     """What draws the groups of a run, and what wraps it, from the inside out.
 
     Args:
       run: from ``build.setup``.
       pool: the reward functions on the host; None where nothing on the host judges.
-      notes: of a checkpoint; {} for a new run.
-      split: "train" or "eval"; an evaluation has neither rounds nor a replay.
+      split: "train" or "eval".
     """
     if split == "eval":
         source = HELD_OUT[type(run.kind)](run, pool)
         judged = pool is not None and not run.kind.eval_parts
         return judged_parts(run, source, pool, split) if judged else source
-    if has_rounds(run.method):
-        source = rounds_of(run, pool, notes.get("curriculum"))
-    else:
-        source = SOURCES[type(run.kind)](run, pool)
+    source = SOURCES[type(run.kind)](run, pool)
     searched = run.method.draw.search is not None and not run.config.data.plays
     return source if searched else judged_parts(run, source, pool)  # a search goes by all parts
 
@@ -83,21 +76,13 @@ def check_sources(run: Run) -> None:
 
 def table_of(run: Run, curriculum: Curriculum) -> Table:
     """The problems that a run's curriculum chooses from."""
-    own = run.kind.task is not None  # a task makes its problems
-    rows = curriculum.pool if own else len(run.data.prompts["train"])
+    rows = run.kind.problems(run.data, curriculum.pool)
     return Table(rows, 1, jnp.zeros(rows, jnp.int32))
 
 
-def tools_of(run: Run, source: Source) -> Callable[[Any], Any] | None:
+def tools_of(run: Run) -> Callable[[Any], Any] | None:
     """What the data of a run offers to plans."""
-    if isinstance(run.kind.task, Task):
-        return partial(TaskTools, run.kind.task)
-    if run.kind.task is not None or run.config.data.given:
-        return None
-    sizes = run.data.prompts["train"], run.config.sampling.max_new_tokens
-    hinted = Hinter(run) if in_text(run) else None
-    tools = TextTools(*sizes, hinted, source.prompts)
-    return lambda key: tools
+    return TOOLS[type(run.kind)](run)
 
 
 def in_text(run: Run) -> bool:
@@ -122,9 +107,9 @@ def training_batches(
     if packer is not None and "packing" in notes:
         packer.resume(notes["packing"])
     curriculum = run.method.curriculum
-    # Where completions are given, nothing is sampled, whatever a plan says.
-    method = run.method._replace(plan=Plan()) if run.config.data.given else run.method
-    source = run_source(run, pool, notes)
+    method = run.method._replace(plan=run.kind.played(run.method.plan))
+    run, problems = with_problems(run)
+    source = run_source(run, pool)
     collector = Collector(
         source=source,
         prompts=run.config.train.prompts,
@@ -135,9 +120,11 @@ def training_batches(
         sampled=not run.config.data.scored,
         group=run.config.sampling.group,
         judge=run.rewards.judged,
-        tools=tools_of(run, source),
-        table=table_of(run, curriculum) if isinstance(curriculum, Curriculum) else None,
+        tools=tools_of(run),
+        table=None if curriculum is None else table_of(run, curriculum),
         contexts=in_text(run),
+        in_order=partial(epoch_order, run.config.data.order_seed(run.config.seed)),
+        rounds=HostRounds(source, problems, host_tools(run, source)),
         notes=notes,
     )
     if run.rollout_mesh is None:
@@ -233,6 +220,7 @@ SOURCES: Mapping[type[TextKind], MakeSource] = {
     EnvKind: env_source,
     EpisodeKind: episode_source,
     RecordedKind: recorded_source,
+    DialogueKind: recorded_source,
     SourceKind: own_source,
     PairKind: pair_source,
     TaskPairKind: pair_source,
@@ -285,11 +273,77 @@ HELD_OUT: Mapping[type[TextKind], MakeSource] = {
     EnvKind: held_out_task,
     EpisodeKind: held_out_episodes,
     RecordedKind: held_out_text,
+    DialogueKind: held_out_text,
     SourceKind: held_out_own,
     PairKind: held_out_text,
     TaskPairKind: held_out_task,
 }
 """Kind of data -> its source of held-out groups; of a run from ``programs.as_evaluated``."""
+
+
+def undrawn_source(run: Run, pool: RewardPool | None, split: str) -> Source:
+    """What has the problems of a split and judges completions of them, but draws none.
+
+    Args:
+      run: on a task, or on prompts in text.
+      pool: the reward functions of a run on text.
+      split: "train" or "eval".
+    """
+    return UNDRAWN.get(type(run.kind), _undrawn_prompts)(run, pool, split)
+
+
+def _undrawn_prompts(run: Run, pool: RewardPool | None, split: str) -> Source:
+    return undrawn_text(run, pool, None, split)
+
+
+def _undrawn_task(run: Run, pool: RewardPool | None, split: str) -> Source:
+    return TaskSource(run.kind.task, tuple(run.kind.eval_parts), None, split=split)
+
+
+UNDRAWN: Mapping[type[TextKind], Callable[[Run, RewardPool | None, str], Source]] = {
+    TaskKind: _undrawn_task,
+    TaskPairKind: _undrawn_task,
+}
+"""Kind of data -> its problems; of all others prompts in text."""
+
+
+def task_tools(run: Run) -> Callable[[Any], Any]:
+    """Solutions and hints of a task."""
+    task: Any = run.kind.task
+    return partial(TaskTools, task)
+
+
+def text_tools(run: Run) -> Callable[[Any], Any]:
+    """Solutions and hints of prompts in text."""
+    return _of_text(run, Hinter(run))
+
+
+def solution_tools(run: Run) -> Callable[[Any], Any]:
+    """Solutions of prompts that hints have no place in."""
+    return _of_text(run, None)
+
+
+def no_tools(run: Run) -> None:
+    """Nothing: no plan is played."""
+
+
+def _of_text(run: Run, hinted: Hinter | None) -> Callable[[Any], Any]:
+    tools = TextTools(run.data.prompts["train"], run.config.sampling.max_new_tokens, hinted)
+    return lambda key: tools
+
+
+TOOLS: Mapping[type[TextKind], Callable[[Run], Callable[[Any], Any] | None]] = {
+    TextKind: text_tools,
+    TaskKind: task_tools,
+    EnvKind: no_tools,
+    EpisodeKind: solution_tools,
+    RecordedKind: no_tools,
+    DialogueKind: no_tools,
+    SourceKind: solution_tools,
+    PairKind: no_tools,
+    TaskPairKind: no_tools,
+}
+"""Kind of data -> what it offers to plans: (root key) -> tools, or None."""
 
 
 def _evaluation(run: Run) -> tuple[Any, SamplingParams]:

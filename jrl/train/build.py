@@ -173,7 +173,8 @@ def bare_run(
         network = trained_network(config, model, policy_network(config, model, mesh))
     one, network = network, method.network(network)
     if trains:
-        check_features(features_of(config, method, network=network, model=model, task=kind.task))
+        data = kind.features
+        check_features(features_of(config, method, network=network, model=model, data=data))
     check_vocabularies(network, networks)
     new_tokens = kind.new_tokens
     for each in (network, *networks.values()):
@@ -209,7 +210,8 @@ def bare_run(
 
 def run_features(run: Run) -> Features:
     """What ``check_features`` compares."""
-    return features_of(run.config, run.method, network=run.network, model=run.model, task=run.task)
+    data = run.kind.features
+    return features_of(run.config, run.method, network=run.network, model=run.model, data=data)
 
 
 def sampler_of(run: Run, network: Network | None = None) -> Network:

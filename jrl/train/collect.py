@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jrl.methods.base import Method, same_rewards
-from jrl.methods.curriculum import Table
-from jrl.train.collect_notes import packed, unpacked
+from jrl.methods.base import Method
+from jrl.methods.curriculum import Table, unchanged
+from jrl.train.curriculum import HostRounds
 from jrl.train.edit import edit_counts, edited, learned, mean_sizes, outcome_of
 from jrl.train.groups import PlacedGroups, to_batch
 from jrl.train.packing import Packer
@@ -30,7 +30,9 @@ from jrl.train.plan import (
     first_asks,
     host_rounds,
     new_collected,
+    packed,
     rest_of_step,
+    unpacked,
 )
 from jrl.train.sources import Groups, Source, take_groups, to_host
 from jrl.train.step import place_batch
@@ -94,6 +96,8 @@ class Collector:
       tools: (root key) -> what the data offers to plans; None where it offers nothing.
       table: the problems, for a curriculum.
       contexts: whether asks may have contexts that are trained under.
+      in_order: as in ``Setting``.
+      rounds: begins the rounds of the curriculum; None for what needs nothing but the source.
       notes: of a checkpoint; {} for a new run.
     """
 
@@ -112,10 +116,12 @@ class Collector:
         tools: Callable[[Any], Any] | None = None,
         table: Table | None = None,
         contexts: bool = False,
+        in_order: Callable[[Any, int], Any] | None = None,
+        rounds: HostRounds | None = None,
         notes: Mapping[str, Any] = NOTHING,
     ) -> None:
         sizes = prompts, group, np.asarray(reward_weights, np.float32)
-        setting = Setting(method, *sizes, judge, source.order, tools, table, contexts)
+        setting = Setting(method, *sizes, judge, source.order, tools, table, contexts, in_order)
         self.source, self.mesh = source, mesh
         self.pack, self.sampled = pack, sampled
         self.collected = new_collected(setting)
@@ -123,9 +129,12 @@ class Collector:
             self.collected = unpacked(self.collected, notes["collect"])
         self._next = self.collected
         self._outcome: tuple[PlacedGroups, PlacedGroups] | None = None
-        curriculum = setting.curriculum
-        self._plain = not (method.plan.next or method.edits or curriculum)
-        if curriculum is not None:  # as one program each, the same numbers as in a compiled run
+        self._rounds = HostRounds(source) if rounds is None else rounds
+        curriculum = method.curriculum
+        rewrites = method.rewards is not unchanged
+        self._plain = not (method.plan.next or method.edits or curriculum or rewrites)
+        if curriculum is not None and curriculum.between is None:
+            # As one program each, for the same numbers as in a compiled run.
             curriculum = curriculum._replace(
                 choose=jax.jit(curriculum.choose), update=jax.jit(curriculum.update)
             )
@@ -143,9 +152,10 @@ class Collector:
           step: training steps done; the policy's version.
           cursor: tickets issued so far; every round continues where the last one ended.
         """
-        now, first = self._first(key, step, cursor)
-        request = self.request(key, weights, step, first.asks)
+        request = self.request(key, weights, step)
         with self._drawing():
+            now, first = self._first(request, cursor)
+            request = request.replace(asks=first.asks)
             # The first draw is asked for here, and not in ``_further``, to keep stack traces short.
             groups = self.source.draw(request)
             drawn = self._further(groups, first, request, now)
@@ -171,19 +181,22 @@ class Collector:
           groups_kept (fraction of those sampled) and groups_missing (places left without a group to
           train on when the rounds ran out; a dropped one stands there).
         """
-        now, first = self._first(key, step, cursor)
-        request = self.request(key, weights, step, first.asks, version, newer)
+        request = self.request(key, weights, step, version, newer)
         with self._drawing():
+            now, first = self._first(request, cursor)
+            request = request.replace(asks=first.asks)
             drawn = self._further(self.source.draw(request), first, request, now)
         self.collected = self._next
         return drawn
 
-    def _first(self, key: Array, step: int, cursor: int) -> tuple[Now, First]:
-        """The step, and what it samples first."""
-        now = Now(key, np.int32(step))
+    def _first(self, request: DrawRequest, cursor: int) -> tuple[Now, First]:
+        """The step, and what it samples first; a round of the curriculum may begin with it."""
+        key: Any = request.key
         if not self._plain:
-            now = Now(np.asarray(jax.random.key_data(key) if _typed(key) else key), now.step)
-        collected = self.collected.replace(cursor=np.int32(cursor))
+            key = np.asarray(jax.random.key_data(key) if _typed(key) else key)
+        now, collected = Now(key, request.step), self.collected.replace(cursor=np.int32(cursor))
+        if self.setting.method.curriculum is not None:
+            collected = self._rounds.begun(collected, request, self.setting)
         with on_host():
             first = first_asks(collected, now, self.setting)
         return now, first._replace(asks=_host_asks(first.asks))
@@ -193,21 +206,19 @@ class Collector:
         key: Array,
         weights: Mapping[str, Params],
         step: int,
-        asks: Asks,
         version: int | None = None,
         newer: Callable[[], Any] | None = None,
     ) -> DrawRequest:
-        """What a draw asks for; ``version`` is the weights', None for the step."""
+        """A request without asks; ``version`` is the weights', None for the step."""
         versions = dict.fromkeys(weights, np.int32(step if version is None else version))
         for policy in self.setting.method.plan.policies:
             versions[policy.name] = np.int32(policy.version(step))
-        return DrawRequest(key, weights, versions, np.int32(step), asks, newer=newer)
+        return DrawRequest(key, weights, versions, np.int32(step), (), newer=newer)
 
     def _further(self, drawn: Groups, first: First, request: DrawRequest, now: Now) -> StepGroups:
         """The first draw's groups behind the plan's rounds and the edits."""
         if first.order is not None:
             drawn = take_groups(to_host(drawn), first.order)
-        drawn = self._edit(drawn)
         self._next = first.collected
         if self._plain and not (first.origin.use == ASIDE).any():
             cursor = int(first.collected.cursor)
@@ -218,7 +229,7 @@ class Collector:
 
         def draw(asks: Asks) -> Groups:
             with jax.default_device(None):  # sampling stays where the weights are
-                more = to_host(self._edit(self.source.draw(request.replace(asks=asks))))
+                more = to_host(self.source.draw(request.replace(asks=asks)))
             about.update(_by_ticket(asks[0].ticket, more.subject))
             return more
 
@@ -231,8 +242,11 @@ class Collector:
                 more = edit_counts(groups, trained, share, self.setting)
         groups, trained, more = jax.device_get((groups, trained, more))
         counts = counts | {name: float(x) for name, x in more.items()}
+        curriculum = self.setting.method.curriculum
+        if curriculum is not None and curriculum.between is not None:
+            counts |= curriculum.between.counts(collected.curriculum)
         self._next = collected
-        self._outcome = None if self.setting.curriculum is None else (groups, trained)
+        self._outcome = None if curriculum is None else (groups, trained)
         kept = np.asarray(trained.members())
         subject, _ = self.source.prompts(request.key, trained.row)
         if isinstance(subject, list):  # a source may have other prompts in its rows by now
@@ -246,7 +260,7 @@ class Collector:
 
     def learn(self, step: int, advantages: Any) -> None:
         """As ``Batches.learn``."""
-        if (curriculum := self.setting.curriculum) is None or self._outcome is None:
+        if (curriculum := self.setting.method.curriculum) is None or self._outcome is None:
             return
         (groups, trained), table = self._outcome, self.setting.table
         assert table is not None
@@ -289,18 +303,10 @@ class Collector:
             batch = self.pack(batch)
         return drawn, place_batch(batch, self.mesh)
 
-    def _edit(self, groups: Groups) -> Groups:
-        """The method's own edit of the reward parts."""
-        rewards = self.setting.method.rewards
-        if rewards is same_rewards:
-            return groups
-        groups = to_host(groups)
-        return groups._replace(rewards=rewards(groups.rewards, groups.rollout))
-
     def notes(self) -> dict[str, Any]:
         """As ``Batches.notes``."""
         notes = {} if self.pack is None else {"packing": self.pack.notes()}
-        if self.setting.curriculum is not None or self.setting.method.edits:
+        if self.setting.method.curriculum is not None or self.setting.method.edits:
             notes["collect"] = packed(self.collected)
         return notes | self.source.notes()
 

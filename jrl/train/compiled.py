@@ -24,14 +24,14 @@ from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.methods import get_method
 from jrl.methods.base import Method
-from jrl.methods.curriculum import Curriculum, Table
+from jrl.methods.curriculum import Table
 from jrl.rewards.combine import Combined
 from jrl.rewards.combine import combined as combined_points
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
 from jrl.system.compile_reports import report_traced_run
 from jrl.train.edit import edit_counts, edited, learned, mean_sizes, outcome_of
-from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
+from jrl.train.episodes import on_device, solution_batch
 from jrl.train.features import check_features, method_features
 from jrl.train.groups import PlacedGroups, batch_of, counted, widened
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
@@ -43,7 +43,6 @@ from jrl.train.plan import (
     sample_step,
     traced_rounds,
 )
-from jrl.train.plan_tools import TaskTools
 from jrl.train.score import drawn_trees, policy_of
 from jrl.train.sources import Groups, simple_request
 from jrl.train.state import init_state
@@ -51,7 +50,6 @@ from jrl.train.step import Metrics, Step, check_value, make_step, with_slot_use
 from jrl.types import (
     NOTHING,
     Array,
-    Batch,
     Network,
     Params,
     TrainState,
@@ -119,7 +117,7 @@ class Iteration(NamedTuple):
             more = edit_counts(groups, trained, share, setting)
         batch = batch_of(trained, own=method.draw.own)
         state, metrics = self.train(state, batch, sampling_params)
-        if (curriculum := setting.curriculum) is not None:
+        if (curriculum := setting.method.curriculum) is not None:
             assert setting.table is not None
             sizes = mean_sizes(metrics.pop("advantages"), batch.mask)
             outcome = outcome_of(groups, trained, sizes, done, setting.table)
@@ -162,9 +160,8 @@ def make_iteration(
       UserError: the method has work for a host.
     """
     features = method_features(method) | {"compiled": "train.mode = 'compiled'"}
-    if isinstance(task, Env):
-        features["device environment"] = f"the environment {task.name!r}"
-    check_features(features)
+    device = on_device(task)
+    check_features(features | device.features(task))
     if (tree := method.draw.tree) is not None:
         tree = check_branching(tree, group, slots)
         method = method._replace(plan=method.plan._replace(tree=tree))
@@ -176,14 +173,14 @@ def make_iteration(
         weights=jnp.array(list(weights.values()), jnp.float32),
         judge=judge,
         order=lambda tickets: tickets,
-        tools=partial(TaskTools, task) if isinstance(task, Task) else None,
-        table=pool_table(curriculum.pool) if isinstance(curriculum, Curriculum) else None,
+        tools=device.tools(task),
+        table=None if curriculum is None else pool_table(curriculum.pool),
     )
     drawing = network if sampler is None else sampler
     made = {part.name for part in combined}
     paid = {name: weight for name, weight in weights.items() if name not in made}
     how: dict[str, Any] = {"task": task, "parts": paid, "network": drawing}
-    rollout = partial(rollout_of(task), slots=slots, chunk=chunk, **how)
+    rollout = partial(device.rollout, slots=slots, chunk=chunk, **how)
     if combined:
         rollout = partial(_with_combined, rollout, tuple(paid), tuple(combined), tuple(weights))
     return Iteration(step, setting, drawing, rollout)
@@ -206,7 +203,7 @@ def _with_combined(
 
 def shown_in_compiled(method: Method, prompts: int) -> int:
     """Groups whose advantages a compiled run's step returns: all, for a curriculum, or none."""
-    if not isinstance(method.curriculum, Curriculum):
+    if method.curriculum is None:
         return 0
     return prompts + sum(edit.extra(prompts) for edit in method.edits)
 
@@ -231,28 +228,6 @@ def iterate(
 
     (state, collected), metrics = jax.lax.scan(one, (state, collected), length=steps)
     return state, collected, metrics
-
-
-def solution_batch(key: Array, *, task: Task | Env, count: int) -> Batch:
-    """Supervised examples: ``count`` training problems with a right completion each, G = 1."""
-    if isinstance(task, Env):
-        return scripted_batch(key, env=task, count=count)
-    problems = jax.vmap(lambda k: task.generate(k, "train"))(jax.random.split(key, count))
-    tokens, lengths = jax.vmap(task.solution)(problems)
-    mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    ones = jnp.ones((count, 1), bool)
-    return Batch(
-        prompt_tokens=problems.tokens,
-        prompt_lengths=problems.length,
-        tokens=tokens[:, None],
-        lengths=lengths[:, None],
-        mask=mask[:, None],
-        rewards=jnp.zeros((count, 1, 1), jnp.float32),
-        reward_weights=jnp.ones(1, jnp.float32),
-        members=ones,
-        baseline=~ones,
-        truncated=~ones,
-    )
 
 
 def warm_start(
@@ -341,11 +316,12 @@ def held_out(
     tickets = jnp.arange(problems, dtype=jnp.int32)
     policy = {"policy": params}
     request = simple_request(key, policy, jnp.int32(0), tickets, samples, split="eval")
-    return rollout_of(task)(
+    device = on_device(task)
+    return device.rollout(
         request,
         sampling_params=sampling_params,
         task=task,
-        parts=eval_parts(task),
+        parts=device.eval_parts,
         network=network,
     )
 

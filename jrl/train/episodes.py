@@ -1,12 +1,13 @@
 """Hops 2 to 4 in an environment: groups of whole episodes, the twin of ``task_rollout``.
 
-A run on a procedural task and one in an environment differ in the functions chosen here alone.
+What runs on the device alone need of a procedural task, or of an environment, is ``on_device``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +19,14 @@ from jrl.episodes.device_self_play import rows_of_players
 from jrl.errors import UserError, unknown_choice
 from jrl.sampling.params import SamplingParams
 from jrl.train.members import flagged, members_of
+from jrl.train.plan_tools import TaskTools
 from jrl.train.sources import Groups, entries
-from jrl.train.sources_task import SAMPLE_STREAMS, task_problems, task_rollout
+from jrl.train.sources_task import sample_stream, task_problems, task_rollout
 from jrl.types import Array, Batch, Network, stream
 from jrl.types.asks import Asks, DrawRequest
 
 EPISODE_REWARDS = ("reward", "success")
 """Reward parts of an episode: the points that the environment paid, and 1 where it ended well."""
-
-
-def rollout_of(task: Task | Env) -> Callable[..., Groups]:
-    """What draws groups: ``episode_rollout`` in an environment, else ``task_rollout``."""
-    return episode_rollout if isinstance(task, Env) else task_rollout
-
-
-def held_out_rollout(request: DrawRequest, *, task: Task | Env, **how: Any) -> Groups:
-    """What ``rollout_of(task)`` draws for an evaluation, which is a program of its own name."""
-    return rollout_of(task)(request, task=task, **how)
-
-
-def eval_parts(task: Task | Env | None) -> dict[str, float]:
-    """Reward part -> weight in an evaluation; the first part says what is right."""
-    return {"verify": 1.0} if isinstance(task, Task) else {"success": 1.0, "reward": 0.0}
 
 
 def episode_rollout(
@@ -78,7 +65,7 @@ def episode_rollout(
     own_policies = split == "train" and network.extras.stack is not None
     drawing = request.asks[0].policy
     played, slot_steps = play(
-        stream(request.key, SAMPLE_STREAMS[split], request.step),
+        stream(request.key, sample_stream(request), request.step),
         request.weights[drawing],
         starts,
         sampling_params,
@@ -180,3 +167,75 @@ def scripted_batch(key: Array, *, env: Env, count: int) -> Batch:
         baseline=~ones,
         truncated=~ones,
     )
+
+
+# ---------------------------------------------------------------- a task, or an environment
+
+
+class OnDevice(NamedTuple):
+    """What a run on the device alone needs of a task, or of an environment.
+
+    Attributes:
+      rollout: (request, ...) -> groups.
+      eval_parts: reward part -> weight in an evaluation; the first part says what is right.
+      examples: (key, task, count) -> supervised examples, G = 1.
+      tools: (task) -> what plans are offered, by the root key; None for nothing.
+      features: (task) -> what it brings to a run, as in ``features.TABLE``.
+    """
+
+    rollout: Callable[..., Groups]
+    eval_parts: Mapping[str, float]
+    examples: Callable[[Array, Any, int], Batch]
+    tools: Callable[[Any], Callable[[Any], Any] | None]
+    features: Callable[[Any], dict[str, str]]
+
+
+def on_device(task: Task | Env) -> OnDevice:
+    """Which of the two it is; asked here and nowhere else in runs on the device alone."""
+    return _ENV if isinstance(task, Env) else _TASK
+
+
+def held_out_rollout(request: DrawRequest, *, task: Task | Env, **how: Any) -> Groups:
+    """What ``on_device(task).rollout`` draws for an evaluation: a program of its own name."""
+    return on_device(task).rollout(request, task=task, **how)
+
+
+def solution_batch(key: Array, *, task: Task | Env, count: int) -> Batch:
+    """Supervised examples: ``count`` training problems with a right completion each, G = 1."""
+    return on_device(task).examples(key, task, count)
+
+
+def _solved_batch(key: Array, task: Task, count: int) -> Batch:
+    """Solutions of a task as supervised examples."""
+    problems = jax.vmap(lambda k: task.generate(k, "train"))(jax.random.split(key, count))
+    tokens, lengths = jax.vmap(task.solution)(problems)
+    mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+    ones = jnp.ones((count, 1), bool)
+    return Batch(
+        prompt_tokens=problems.tokens,
+        prompt_lengths=problems.length,
+        tokens=tokens[:, None],
+        lengths=lengths[:, None],
+        mask=mask[:, None],
+        rewards=jnp.zeros((count, 1, 1), jnp.float32),
+        reward_weights=jnp.ones(1, jnp.float32),
+        members=ones,
+        baseline=~ones,
+        truncated=~ones,
+    )
+
+
+_TASK = OnDevice(
+    task_rollout,
+    {"verify": 1.0},
+    _solved_batch,
+    lambda task: partial(TaskTools, task),
+    lambda task: {},
+)
+_ENV = OnDevice(
+    episode_rollout,
+    {"success": 1.0, "reward": 0.0},
+    lambda key, env, count: scripted_batch(key, env=env, count=count),
+    lambda env: None,
+    lambda env: {"device environment": f"the environment {env.name!r}"},
+)

@@ -16,18 +16,14 @@ from typing import NamedTuple
 import jax
 
 from jrl.config import Config
-from jrl.config.unions import DialogueData, RecordedData
-from jrl.data.tasks import Task
-from jrl.episodes import Env
 from jrl.episodes.host import HostEnv
 from jrl.errors import UserError
-from jrl.methods.base import HardProblems, Method, Schedule, WrittenProblems
-from jrl.methods.curriculum import Curriculum
+from jrl.methods.base import Method, Schedule
 from jrl.methods.edit import Stateless
 from jrl.methods.stores import is_by_prompt
 from jrl.models.config import ModelConfig
 from jrl.train.reward_parts import parts_of
-from jrl.types import NOTHING, Network, Objective
+from jrl.types import NOTHING, Branching, Network, Objective, Search
 
 Features = dict[str, str]
 """Features that a run has, by name, and how the configuration names each."""
@@ -59,8 +55,8 @@ def _forbids(name: str, others: str, why: str) -> Feature:
 
 TABLE: tuple[Feature, ...] = (
     # -- the mode of a run
-    _forbids("compiled", "host edits", "they run between the two programs"),
     _forbids("compiled", "search", "a search takes a host"),
+    _forbids("compiled", "rounds", "what it does between rounds takes a host"),
     _forbids("compiled", "own reward", "it judges on the host, between the two programs"),
     _forbids("compiled", "reward model", "it scores between the two programs"),
     _forbids("compiled", "row rewards", "it reads a column of the data, and a task has none"),
@@ -83,7 +79,8 @@ TABLE: tuple[Feature, ...] = (
     ),
     _forbids("tree", "router replay", "a branch has no record of its past's experts"),
     _forbids("tree", "group loss", "what members share is in one of them alone"),
-    _forbids("tree", "greedy members, demonstrations, nothing drawn", "they are on no branch"),
+    _forbids("tree", "greedy members, demonstrations", "they are on no branch"),
+    _needs("asked tree", "tree", "no member that the method samples is on a branch"),
     _forbids("tree", "several players", "episodes of several players do not branch"),
     _needs("host tree", "fork", "episodes branch with a copy of the environment's state"),
     _forbids("search", "several processes", "a search runs in one process"),
@@ -108,12 +105,10 @@ TABLE: tuple[Feature, ...] = (
     _forbids("further draws", "router replay", "their experts are not on record"),
     _forbids("episodes", "further members", "they are played for whole groups"),
     _forbids("search", "further members", "its members are the leaves of one tree"),
-    _needs("hard problems", "records", "those of a procedural task are never the same"),
-    _needs("hard problems", "text", "problems are tested as text"),
-    _needs("hard problems", "search", "problems are chosen for a search"),
+    _forbids("tests between rounds", "branches", "problems are tested by members drawn apart"),
     _needs("written problems", "episodes", "problems are written for an environment on the host"),
     _needs("host written problems", "writer", "nobody writes them"),
-    _forbids("written problems", "placement", "problems join the data between two rounds"),
+    _needs("estimates between rounds", "value network", "its numbers are read"),
     # -- what is drawn, and what the data hold
     _forbids("placement", "nothing drawn", "its devices are for a rollout"),
     _forbids("router replay", "nothing drawn, given completions", "nothing is sampled"),
@@ -160,7 +155,6 @@ WITHOUT: Mapping[str, str] = {
     "greedy members": "choose another method",
     "group loss": "choose another method",
     "held copies": "choose a method that copies no policy",
-    "host edits": "choose another method",
     "in flight": "set train.mode to 'host'",
     "int8": "set sampling.int8 to []",
     "lora": "remove [lora]",
@@ -184,9 +178,8 @@ WITHOUT: Mapping[str, str] = {
     "several policies": "set objective.policies to 1",
     "several processes": "use one host",
     "tree": "set tree.kind to 'none'",
-    "hard problems": "set objective.round_steps to 0",
-    "written problems": "set objective.written to 0",
-    "host written problems": "set objective.written to 0",
+    "asked tree": "set tree.kind to 'none'",
+    "rounds": "choose another method",
 }
 """What takes a feature away; of others the key that names it is removed."""
 
@@ -195,9 +188,8 @@ WITH: Mapping[str, tuple[str, str]] = {
     "experts": ("routed experts", "choose another model"),
     "fork": ("HostEnv.fork", "use an environment whose state can be copied"),
     "records": ("data.train", "give it, with data.env = FILE.py:function for episodes"),
-    "search": ("a search", "set tree.kind to 'search'"),
+    "tree": ("sampled members", "choose a method that draws its own completions"),
     "shared rows": ("a network that takes such rows", "use one of jrl.models.transformer"),
-    "text": ("text", "remove data.env"),
     "value network": (
         "a method with a value network",
         "remove it, or choose such a method, as ppo is",
@@ -244,7 +236,7 @@ def features_of(
     *,
     network: Network,
     model: ModelConfig | None,
-    task: Task | Env | None,
+    data: Features,
 ) -> Features:
     """Features of a run, all but those of an environment on the host (``host_features``).
 
@@ -253,12 +245,12 @@ def features_of(
       method: its method.
       network: the policy, as the method trains it.
       model: its shape; None for a network of one's own.
-      task: the procedural task, or the environment on the device.
+      data: what the data bring, ``kinds.TextKind.features``.
     """
     named = f"method = {config.method!r}"
     if config.rewards and not any(parts_of(config).weights.values()):
         _warn_unpaid(tuple(config.rewards))
-    found = _config_features(config) | _data_features(config, task)
+    found = _config_features(config) | data
     found |= method_features(method, named) | _network_features(network, named)
     if config.tree.model_fields_set == {"kind"}:  # its other keys are the method's
         trees = {"tree", "search", "guided search", "branches"} & found.keys()
@@ -294,6 +286,7 @@ def _config_features(config: Config) -> Features:
     losses = [key for key in ("router_balance", "router_z") if objective.get(key)]
     rewards = parts_of(config)
     models, by_row = rewards.given_by("model"), [p.name for p in rewards.combined if p.column]
+    own = rewards.given_by("function") if config.rewards else ()
     items = {
         "lora": (config.lora, "[lora]"),
         "placement": (config.placement, "[placement]"),
@@ -308,35 +301,13 @@ def _config_features(config: Config) -> Features:
         "value network kind": (config.value.kind != "head", f"value.kind = {config.value.kind!r}"),
         "reward model": (models, f"[rewards.{models[0]}]" if models else ""),
         "row rewards": (by_row, f"rewards.{by_row[0]}" if by_row else ""),
+        "own reward": (own, f"rewards.{own[0]}" if own else ""),
         "several processes": (jax.process_count() > 1, f"{jax.process_count()} processes"),
     }
     modes = {"compiled": "compiled", "packed": "packed", "in flight": "in_flight"}
     return _present(items) | {
         name: f"train.mode = {mode!r}" for name, value in modes.items() if value == mode
     }
-
-
-def _data_features(config: Config, task: Task | Env | None) -> Features:
-    """Features that the data bring, and rewards that depend on them."""
-    own = parts_of(config).given_by("function") if config.rewards else ()
-    data, completions = config.data, config.data.given
-    named = "" if task is None else f"{data.kind} = {data.name!r}"
-    players = task.players if isinstance(task, Env) else 1
-    return _present(
-        {
-            "given completions": (completions, completions or ""),
-            "recorded": (isinstance(data, RecordedData), completions or ""),
-            "dialogues": (isinstance(data, DialogueData), completions or ""),
-            "pairs": (completions == "data.pairs", "data.pairs"),
-            "episodes": (data.plays, "data.env with data.train"),
-            "device environment": (isinstance(task, Env), named),
-            "records": (task is None, "data.train"),
-            "text": (task is None and not data.plays, "data.train"),
-            "several groups": (players > 1, f"{named}, of {players} players,"),
-            "own reward": (own, f"rewards.{own[0]}" if own else ""),
-            "own reward of a task": (own and task is not None, f"rewards.{own[0]}" if own else ""),
-        }
-    )
 
 
 def method_features(method: Method, named: str = "the method") -> Features:
@@ -346,24 +317,24 @@ def method_features(method: Method, named: str = "the method") -> Features:
       method: with the tree that the configuration asks for.
       named: how messages name it.
     """
-    draw, objective, rounds = method.draw, method.objective, method.curriculum
-    edits = sorted({"rewards"} & set(method.seams))
+    draw, objective, curriculum = method.draw, method.objective, method.curriculum
     replays = any(is_by_prompt(edit) for edit in method.edits)
     stores = any(not isinstance(edit.init, Stateless) for edit in method.edits)
-    chooses = isinstance(rounds, Curriculum)
+    chooses = curriculum is not None
+    uses = frozenset() if curriculum is None else curriculum.uses
     # A curriculum chooses from a pool, whose problems come again.
     replays = replays and not chooses
-    tree = f"tree.by = {draw.search.by!r}" if draw.search else ""
-    tree = f"tree.at = {draw.tree.at!r}" if draw.tree else tree
+    asked = method.plan.tree
+    tree = f"tree.by = {asked.by!r}" if isinstance(asked, Search) else ""
+    tree = f"tree.at = {asked.at!r}" if isinstance(asked, Branching) else tree
     expert = bool(method.plan.policies)
-    hard = rounds.steps if isinstance(rounds, HardProblems) else 0
-    written = rounds.problems if isinstance(rounds, WrittenProblems) else 0
+    between = curriculum is not None and curriculum.between
     attention = any(statistic.over == "attention" for statistic in objective.statistics)
     draws = f"{named}, which learns from what a policy drew,"
     return _present(
         {
-            "host edits": (edits, f"{named}, which edits {', '.join(edits)} on the host,"),
             "tree": (draw.shares, tree),
+            "asked tree": (asked, tree),
             "search": (draw.search, tree),
             "guided search": (draw.search and method.plan.estimate, tree),
             "branches": (draw.tree, tree),
@@ -391,8 +362,10 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "further draws": (method.plan.next is not None, f"{named}, which draws again,"),
             "replay": (replays, f"{named}, which keeps completions by prompt,"),
             "expert": (expert, f"{named}, whose completions another policy draws,"),
-            "hard problems": (hard, f"objective.round_steps = {hard}"),
-            "written problems": (written, f"objective.written = {written}"),
+            "rounds": (between, f"{named}, which chooses problems anew in rounds,"),
+            "tests between rounds": ("draw" in uses, f"{named}, which tests problems in rounds,"),
+            "written problems": ("write" in uses, f"{named}, which has problems written,"),
+            "estimates between rounds": ("estimate" in uses, f"{named}, which estimates problems,"),
         }
     )
 

@@ -34,19 +34,25 @@ from jrl.episodes.world import HostWorld, gather, host_world
 from jrl.errors import UserError
 from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import Tokenizer
-from jrl.rewards import REWARDS
+from jrl.rewards import FUNCTION_NAMES
 from jrl.sampling.places import entropy
 from jrl.sampling.slots import Measure
 from jrl.train.build import Run, run_features
 from jrl.train.features import check_features, host_features
 from jrl.train.judging import answer_number
-from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.reward_parts import SUCCESS, reward_tables
-from jrl.train.run_rows import RunRows, run_rows
+from jrl.train.run_rows import RunRows, prompt_seeds, run_rows
 from jrl.train.sources import Groups, all_entries, drawing, epoch_order
 from jrl.train.sources_text import root_key
 from jrl.train.state import check_division
-from jrl.train.tree_search import Estimate, drawn_alone, estimates, plan_of, run_estimate
+from jrl.train.tree_search import (
+    Estimate,
+    drawn_alone,
+    estimates,
+    group_of,
+    plan_of,
+    run_estimate,
+)
 from jrl.types import Params, Prompt, Rollout, Search
 from jrl.types.asks import DrawRequest
 
@@ -72,11 +78,10 @@ class HostEpisodes:
       prompts: all problems, in the source's order; their text is what the environment reads.
       seed: of the order, or None for the source's own order.
       tokenizer: the policy's.
-      group: G.
       weights: reward part -> weight, of the environment's parts and "success"; its names are those
         of the rewards' columns.
       speaks: whether ``Groups.spoken`` holds what was said, for reward functions.
-      sample: stream of the run's keys that draws are keyed by: "sample" or "eval".
+      split: "train" or "eval".
       branches: how the members of a group branch off one another; then ids gain "node", as
         ``sampling.tree`` has it. None to play each by itself.
       search: how a group is searched, so that its members are leaves; None to search none.
@@ -84,8 +89,8 @@ class HostEpisodes:
         are; ``draw`` then reads the weights "value" too. None to go by leaves alone.
 
     Raises:
-      UserError: a reward part that the environment does not have, fewer episodes at once than
-        members, or branches where the environment's state cannot be copied.
+      UserError: a reward part that the environment does not have, or branches where the
+        environment's state cannot be copied.
     """
 
     def __init__(
@@ -97,9 +102,8 @@ class HostEpisodes:
         prompts: Sequence[Prompt],
         seed: int | None,
         tokenizer: Tokenizer,
-        group: int,
         weights: Mapping[str, float],
-        sample: str = "sample",
+        split: str = "train",
         branches: EpisodeBranches | None = None,
         search: Search | None = None,
         estimate: Estimate | None = None,
@@ -107,18 +111,17 @@ class HostEpisodes:
     ) -> None:
         self._speaks = speaks
         _check_parts(env, weights)
-        _check_group(env, group)
         if branches is not None or search is not None:
             _check_fork(env, "[tree]")
         self._branches, self._estimate = branches, estimate
-        self._plan = None if search is None else plan_of(search, group)
+        self._search = search
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
-        self._all, self._seed, self._group, self._sample = prompts, seed, group, sample
+        self._all, self._seed, self._split = prompts, seed, split
         self._weights = dict(weights)
         sizes = rows.rows.prompt_tokens, rows.rows.max_new_tokens
         named = env.extras.labels, env.extras.token_labels
-        self._shape = RowShape(group, *sizes, len(env.parts), env.limits.contexts, *named)
-        self._asks = env.extras.asks if sample == "sample" else 1
+        self._shape = RowShape(0, *sizes, len(env.parts), env.limits.contexts, *named)
+        self._asks = env.extras.asks if split == "train" else 1
         self._calls: Calls | None = None
         self._opened = False  # any episode yet
 
@@ -159,25 +162,30 @@ class HostEpisodes:
         name = drawing(request)
         step, version = int(request.step), int(request.versions[name])
         tickets, order = all_entries(request)
-        self._env.lifecycle.begin(step, "eval" if self._sample == "eval" else "train")
+        self._env.lifecycle.begin(step, self._split)
+        stream = "eval" if self._split == "eval" else request.stream
+        _check_group(self._env, group := group_of(request))
         problems, _ = self.prompts(request.key, order)
         chosen = [self._asked(prompt, k) for prompt in problems for k in range(self._asks)]
         score = self._scorer(request.weights)
         with self._rows.loaded(root_key(request), request.weights[name], version) as key:
             seeds = partial(
-                self._seeds_of, partial(prompt_seeds, key, self._sample, request.step, tickets)
+                self._seeds_of, partial(prompt_seeds, key, stream, request.step, tickets)
             )
             newer, policy_of = request.newer or keep_weights, self._rows.policy_of(step)
             device = Device(self._rows.rows, newer, policy_of=policy_of)
-            play = partial(self._play, device)
-            if self._plan is not None:
+            play = partial(self._play, device, group)
+            if self._search is not None:
                 alone = np.repeat(drawn_alone(request), self._asks)
                 unsearched = {p.id for p, is_alone in zip(chosen, alone, strict=True) if is_alone}
-                play = partial(self._searched, device, self._plan, score, unsearched)
-            groups, counts = self._until_alive(chosen, partial(self._seeds_of, seeds), play)
+                plan = plan_of(self._search, group)
+                play = partial(self._searched, device, plan, score, unsearched)
+            of_attempt = partial(self._seeds_of, seeds)
+            groups, counts = self._until_alive(chosen, of_attempt, play, min(2, group))
         failure = _report(groups)
         self._check_opened(groups, failure)
-        return self._as_groups(groups, chosen, counts)._replace(failure=failure or None)
+        made = self._as_groups(groups, chosen, counts, group)
+        return made._replace(failure=failure or None)
 
     def _check_opened(self, groups: Sequence[Sequence[Transcript]], failure: str) -> None:
         """Raises UserError where no episode of the first draw opened, tried ``_ROUNDS`` times.
@@ -264,11 +272,19 @@ class HostEpisodes:
         chosen: Sequence[Prompt],
         seeds_of: Callable[[int], Any],
         play: Callable[[Sequence[Prompt], Sequence[int]], Played],
+        least: int,
     ) -> tuple[list[list[Transcript]], dict[str, float]]:
-        """Transcripts by group, and counts; ``seeds_of`` gives those of the n-th attempt."""
+        """Transcripts by group, and counts.
+
+        Args:
+          chosen: a prompt of each group.
+          seeds_of: (n) -> the seeds of the n-th attempt.
+          play: plays some groups.
+          least: members of a group that must be alive; else it is played again.
+        """
         groups: list[list[Transcript]] = [[] for _ in chosen]
         counts: dict[str, float] = {"groups_redrawn": 0.0}
-        todo, least = list(range(len(chosen))), min(2, self._group)
+        todo = list(range(len(chosen)))
         for attempt in range(_ROUNDS):
             seeds = seeds_of(attempt)
             played = play([chosen[i] for i in todo], [seeds[i] for i in todo])
@@ -282,9 +298,11 @@ class HostEpisodes:
             counts["groups_redrawn"] += redrawn
         return groups, counts
 
-    def _play(self, device: Device, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Played:
+    def _play(
+        self, device: Device, group: int, prompts: Sequence[Prompt], seeds: Sequence[int]
+    ) -> Played:
         world, branches = self._world(), self._branches
-        return play_episodes(device, world, prompts, seeds, group=self._group, branches=branches)
+        return play_episodes(device, world, prompts, seeds, group=group, branches=branches)
 
     def _world(self) -> HostWorld:
         return host_world(self._open_calls(), self._env, self._chat, self._tokenizer)
@@ -301,9 +319,7 @@ class HostEpisodes:
         """Groups that are the leaves of a search; ``Segment.node`` numbers the turns of a tree."""
         world = self._world()
         rounds = [0 if prompt.id in unsearched else plan.rounds for prompt in prompts]
-        return leaves_played(
-            play_search(device, world, prompts, seeds, plan, score, rounds), plan, self._group
-        )
+        return leaves_played(play_search(device, world, prompts, seeds, plan, score, rounds), plan)
 
     def _scorer(self, weights: Mapping[str, Params]) -> EpisodeScorer:
         if self._estimate is None:
@@ -313,25 +329,30 @@ class HostEpisodes:
         return episode_scorer(self._env.parts, self._weights, estimate)
 
     def _as_groups(
-        self, groups: list[list[Transcript]], chosen: list[Prompt], counts: dict[str, float]
+        self,
+        groups: list[list[Transcript]],
+        chosen: list[Prompt],
+        counts: dict[str, float],
+        group: int,
     ) -> Groups:
         worth = [self._weights.get(name, 0.0) for name in self._env.parts]
         for transcript in (t for g in groups for t in g if t.alive):
             for name, value in transcript.metrics.items():
                 if name != SUCCESS:
                     counts[f"env/{name}"] = counts.get(f"env/{name}", 0.0) + value
-        if self._env.players > 1 and self._sample == "sample":
+        if self._env.players > 1 and self._split == "train":
             groups = rows_of_players(groups, self._env.players)
             chosen = [prompt for prompt in chosen for _ in range(self._env.players)]
         asks = {}
         if self._env.extras.asks > 1:
             asks = {"ask": np.array([p.meta["ask"] for p in chosen], np.int32)}
-        rows = to_rollout(groups, self._shape, worth)
+        rows = to_rollout(groups, self._shape._replace(group=group), worth)
         success = [[t.metrics.get(SUCCESS, 0.0) * t.alive for t in g] for g in groups]
         paid = {name: rows.rewards[:, :, i] for i, name in enumerate(self._env.parts)}
         paid[SUCCESS] = np.array(success, np.float32)
         columns = [paid[name] for name in self._weights]
         turns = np.where(rows.rollout.mask, rows.ids["turn"] + 1, 0).max(axis=2)
+        values = {} if self._search is None else {"node_value": rows.values}
         return Groups(
             rollout=rows.rollout,
             rewards=np.stack(columns, axis=2) if columns else rows.rewards[:, :, :0],
@@ -344,7 +365,7 @@ class HostEpisodes:
                 "answer": np.array([[self._answer(t) for t in g] for g in groups], np.int32),
                 **rows.ids,
             },
-            stats={"paid": rows.paid} | ({} if self._plan is None else {"node_value": rows.values}),
+            stats={"paid": rows.paid} | values,
             spoken=[[self._spoken(t) for t in g] for g in groups] if self._speaks else None,
         )
 
@@ -394,7 +415,8 @@ def _check_parts(env: HostEnv, names: Iterable[str]) -> None:
         if name not in known:
             raise UserError(
                 f"rewards.{name}: the environment pays {', '.join(known)}, and reward functions are"
-                f" {', '.join(REWARDS)} and those of your own (FILE.py:function); choose from those"
+                f" {', '.join(FUNCTION_NAMES)} and those of your own (FILE.py:function); choose"
+                " from those"
             )
 
 
@@ -474,6 +496,7 @@ def host_source(
       width: of a search at evaluation; 0 for none.
     """
     sampling, env = run.config.sampling, _env(run)
+    _check_group(env, group)
     evaluates = split == "eval"
     tree = None if evaluates else run.method.draw.tree
     search = None if evaluates else run.method.draw.search
@@ -497,10 +520,9 @@ def host_source(
         prompts=prompts,
         seed=None if evaluates else run.config.data.order_seed(run.config.seed),
         tokenizer=run.tokenizer,
-        group=group,
         weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else paid,
         speaks=bool(run.rewards.given_by("function")) and not evaluates,
-        sample="eval" if evaluates else "sample",
+        split=split,
         branches=branches,
         search=search,
         estimate=None if search is None else run_estimate(run),
@@ -537,15 +559,14 @@ def episode_scorer(
     return score
 
 
-def leaves_played(searched: Searched, plan: SearchPlan, group: int) -> Played:
+def leaves_played(searched: Searched, plan: SearchPlan) -> Played:
     """The groups of a search: the first leaves of each tree, all failed where it has none.
 
     Args:
       searched: until each tree had as many leaves.
-      plan: of the search.
-      group: G.
+      plan: of the search, whose ``leaves`` are G.
     """
-    groups, shared = [], 0
+    groups, shared, group = [], 0, plan.leaves
     for root, tree in zip(searched.roots, searched.trees, strict=True):
         leaves = tree.leaves()[:group]
         live = [step.episode.transcript().alive for step in map(tree.step, leaves)]

@@ -37,8 +37,11 @@ from jrl.episodes.device_play import check_room
 from jrl.episodes.transcript import Transcript
 from jrl.errors import UserError
 from jrl.methods.base import Method
+from jrl.methods.plan import Plan
+from jrl.sampling.queue import CHUNK
 from jrl.sampling.slots import check_length
 from jrl.train.recorded import KeptCounts, recorded_groups
+from jrl.train.reward_parts import parts_of
 from jrl.types import Network, Prompt
 
 Opened = Callable[..., Rows]
@@ -125,6 +128,24 @@ class TextKind:
         """Contexts of a completion at most, each as long as one."""
         return 1
 
+    @property
+    def features(self) -> dict[str, str]:
+        """What the data bring to a run, by name as in ``features.TABLE``, and the words for it."""
+        return {"records": "data.train"}
+
+    @property
+    def decode_trips(self) -> dict[str, int]:
+        """The most iterations of the sampler's loops over tokens, by their ``jax.named_scope``."""
+        return {"decode": self.new_tokens}
+
+    def problems(self, data: RunData, pool: int, split: str = "train") -> int:
+        """How many problems a split has; ``pool`` where there is no end of them."""
+        return len(data.prompts.get(split, ()))
+
+    def played(self, plan: Plan) -> Plan:
+        """A method's plan, as it is played on this kind of data."""
+        return plan
+
     def width(self, data: RunData) -> int:
         """P: the longest prompt, rounded up so that a few more rows change no program."""
         lengths = [len(p.tokens) for listed in data.prompts.values() for p in listed]
@@ -194,6 +215,11 @@ class EpisodeKind(TextKind):
     known_metrics = False
 
     @property
+    def features(self) -> dict[str, str]:
+        """Episodes."""
+        return super().features | {"episodes": "data.env with data.train"}
+
+    @property
     def contexts(self) -> int:
         """Contexts of an episode at most."""
         data: Any = self.config.data
@@ -205,11 +231,35 @@ class EpisodeKind(TextKind):
         return self.config.data.longest_prompt
 
 
-class RecordedKind(TextKind):
-    """Sessions that a server recorded, or dialogues; nothing is sampled."""
+class GivenKind(TextKind):
+    """Completions that the data hold; nothing is sampled."""
 
     reported = False
     known_metrics = False
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Given completions."""
+        return super().features | {"given completions": self.config.data.given or ""}
+
+    def played(self, plan: Plan) -> Plan:
+        """No plan: what is trained on is there already."""
+        return Plan()
+
+
+class RecordedKind(GivenKind):
+    """Sessions that a server recorded.
+
+    Attributes:
+      form: the feature of these data.
+    """
+
+    form = "recorded"
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Given completions of this form."""
+        return super().features | {self.form: self.config.data.given or ""}
 
     def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
         """The groups of recorded rows, each with its prompt."""
@@ -218,12 +268,21 @@ class RecordedKind(TextKind):
         return RunData({"train": prompts, "eval": []}, {}, {"train": counts}, groups)
 
 
-class PairKind(TextKind):
-    """Judged completions from files; nothing is sampled."""
+class DialogueKind(RecordedKind):
+    """Dialogues that nobody sampled."""
 
-    reported = False
-    known_metrics = False
+    form = "dialogues"
+
+
+class PairKind(GivenKind):
+    """Judged completions from files."""
+
     rows: int | None = 2
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Pairs."""
+        return super().features | {"pairs": "data.pairs"}
 
     def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
         """Training and held-out judged completions, tokenized."""
@@ -243,6 +302,21 @@ class TaskKind(TextKind):
 
     def _make(self, name: str, options: Mapping[str, Any]) -> Any:
         return get_task(name, **options)
+
+    @property
+    def named(self) -> str:
+        """The task or environment, as the configuration names it."""
+        return f"{self.config.data.kind} = {self.config.data.name!r}"
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Reward functions of one's own, beside those of the task."""
+        own = parts_of(self.config).given_by("function") if self.config.rewards else ()
+        return {"own reward of a task": f"rewards.{own[0]}"} if own else {}
+
+    def problems(self, data: RunData, pool: int, split: str = "train") -> int:
+        """As many as are asked for: they are made from keys."""
+        return pool
 
     @property
     def tokenizer(self) -> Any:
@@ -288,16 +362,8 @@ class TaskKind(TextKind):
         return HeldOut(config.eval.problems, config.eval.problems)
 
 
-class TaskPairKind(TaskKind):
+class TaskPairKind(PairKind, TaskKind):
     """Judged completions of a procedural task, which gives tokenizer and lengths."""
-
-    reported = False
-    known_metrics = False
-    rows: int | None = 2
-
-    def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
-        """Training and held-out judged completions, tokenized."""
-        return read_pairs(self, tokenizer, opened)
 
 
 class EnvKind(TaskKind):
@@ -305,6 +371,19 @@ class EnvKind(TaskKind):
 
     eval_parts: Mapping[str, float] = {"success": 1.0, "reward": 0.0}
     episode_columns = True
+
+    @property
+    def features(self) -> dict[str, str]:
+        """The environment, and its players."""
+        brought = super().features | {"device environment": self.named}
+        if self.task.players == 1:
+            return brought
+        return brought | {"several groups": f"{self.named}, of {self.task.players} players,"}
+
+    @property
+    def decode_trips(self) -> dict[str, int]:
+        """Turns, in chunks: a fixed number of steps is decoded between two answers."""
+        return {"answers": 1, "turns": self.task.turns * -(-self.task.turn_tokens // CHUNK)}
 
     def _make(self, name: str, options: Mapping[str, Any]) -> Any:
         return get_env(name, **options)
@@ -387,7 +466,7 @@ KINDS: Mapping[type, type[TextKind]] = {
     PairData: PairKind,
     TaskPairs: TaskPairKind,
     RecordedData: RecordedKind,
-    DialogueData: RecordedKind,
+    DialogueData: DialogueKind,
 }
 """Table of the configuration -> its kind."""
 

@@ -222,7 +222,7 @@ def behind_prefix(rollout: Rollout, prefix: Tokens) -> Rollout:
 
 
 def given_rollout(prompts: Tokens, ask: Ask, limit: int) -> Rollout:
-    """Demonstrations as members that no policy sampled: their versions are -1.
+    """The demonstrations of an ask as members.
 
     Args:
       prompts: N of them.
@@ -231,26 +231,51 @@ def given_rollout(prompts: Tokens, ask: Ask, limit: int) -> Rollout:
     """
     assert ask.prefix is not None
     xp: Any = np if isinstance(ask.prefix.ids, np.ndarray) else jnp
-    ids, lengths = ask.prefix.ids, ask.prefix.lengths
-    ids = (
-        ids[:, :limit] if ids.shape[1] > limit else xp.pad(ids, ((0, 0), (0, limit - ids.shape[1])))
+    ids, lengths = ask.prefix.ids[:, :limit], ask.prefix.lengths
+    ids = xp.pad(ids, ((0, 0), (0, limit - ids.shape[1]))).astype(np.int32)
+    cut = xp.minimum(lengths, limit).astype(np.int32)
+    rollout = demonstration_rollout(
+        prompts.ids, prompts.lengths, ids, cut, lengths <= limit, ask.width
     )
-    n, w = lengths.shape[0], ask.width
     _, live = _numbers(ask)
-    complete = (lengths <= limit)[:, None]
+    return rollout.replace(
+        lengths=xp.where(live, rollout.lengths, 0),
+        mask=rollout.mask & live[:, :, None],
+        stop=xp.where(live, rollout.stop, np.int32(StopReason.ABSENT)),
+    )
+
+
+def demonstration_rollout(
+    prompt_tokens: Any, prompt_lengths: Any, tokens: Any, lengths: Any, complete: Any, count: int
+) -> Rollout:
+    """Completions from the data as a rollout that no policy sampled: their versions are -1.
+
+    Args:
+      prompt_tokens: [N, P] int32.
+      prompt_lengths: [N] int32.
+      tokens: [N, T] int32, on the host or the device.
+      lengths: [N] int32, tokens.
+      complete: [N] bool, False where the completion had to be cut.
+      count: members of each group, all alike.
+    """
+    # Those of a task are made inside the sampling program, those in text on the host.
+    xp: Any = np if isinstance(tokens, np.ndarray) else jnp
+    n, t = tokens.shape
+
+    def members(x: Any) -> Any:
+        return xp.repeat(x[:, None], count, axis=1)
+
     stop = xp.where(complete, int(StopReason.STOP_TOKEN), int(StopReason.LENGTH))
-    stop = xp.where(live, stop, int(StopReason.ABSENT)).astype(np.int32)
-    size = xp.where(live, xp.minimum(lengths, limit)[:, None], 0).astype(np.int32)
     return Rollout(
-        prompt_tokens=prompts.ids,
-        prompt_lengths=prompts.lengths,
-        tokens=xp.broadcast_to(ids[:, None], (n, w, limit)).astype(np.int32),
-        lengths=size,
-        mask=xp.arange(limit)[None, None] < size[:, :, None],
-        sampler_logprobs=xp.zeros((n, w, limit), np.float32),
-        versions=xp.full((n, w, limit), -1, np.int32),
-        stop=stop,
-        baseline=xp.zeros((n, w), bool),
+        prompt_tokens=prompt_tokens,
+        prompt_lengths=prompt_lengths,
+        tokens=members(tokens),
+        lengths=members(lengths),
+        mask=members(xp.arange(t)[None] < lengths[:, None]),
+        sampler_logprobs=xp.zeros((n, count, t), np.float32),
+        versions=xp.full((n, count, t), -1, np.int32),
+        stop=members(stop.astype(np.int32)),
+        baseline=xp.zeros((n, count), bool),
     ).check()
 
 

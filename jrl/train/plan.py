@@ -19,8 +19,9 @@ import numpy as np
 from flax import struct
 
 from jrl.methods.base import Method
-from jrl.methods.curriculum import Curriculum, Query, Selection, Table, unchanged
+from jrl.methods.curriculum import Query, Selection, Table, unchanged
 from jrl.methods.plan import StepView
+from jrl.methods.stores import HostStore
 from jrl.train.contexts import in_common
 from jrl.train.groups import Origin, PlacedGroups, place, put_members, widened
 from jrl.train.members import numbers, uses
@@ -38,11 +39,13 @@ class CollectState(struct.PyTreeNode):
       cursor: [] int32, tickets issued.
       curriculum: the curriculum's state, arrays of fixed shapes.
       edits: the states of the method's edits; on the host their stores have no bounds.
+      added: static, rows of the problems that the curriculum added; on the host alone.
     """
 
     cursor: Array
     curriculum: Any = ()
     edits: tuple[Any, ...] = ()
+    added: tuple[Any, ...] = struct.field(pytree_node=False, default=())
 
 
 class Tools(Protocol):
@@ -59,7 +62,7 @@ class Setting(NamedTuple):
     """What stays the same through a run's steps.
 
     Attributes:
-      method: what is trained with; its curriculum, plan and edits are used here.
+      method: what is trained with; its curriculum, plan, rewards and edits are used here.
       prompts: N.
       group: G.
       weights: [R] float32, of the reward parts.
@@ -68,6 +71,8 @@ class Setting(NamedTuple):
       tools: (root key) -> what the data offers to plans; None where it offers nothing.
       table: the problems, for a curriculum.
       contexts: whether asks may have contexts that are trained under, which takes a host.
+      in_order: (tickets [n], size) -> [n] int32 in [0, size): the data's own order of so many
+        problems, for a curriculum on the host; None where there is none.
     """
 
     method: Method
@@ -79,12 +84,7 @@ class Setting(NamedTuple):
     tools: Callable[[Any], Any] | None = None
     table: Table | None = None
     contexts: bool = False
-
-    @property
-    def curriculum(self) -> Curriculum | None:
-        """The method's curriculum."""
-        rule = self.method.curriculum
-        return rule if isinstance(rule, Curriculum) else None
+    in_order: Callable[[Any, int], Any] | None = None
 
 
 class Now(NamedTuple):
@@ -155,14 +155,16 @@ def rest_of_step(
       rounds: ``host_rounds`` or ``traced_rounds``.
 
     Returns:
-      (groups, what is carried, counts). With ``Plan.next`` the places and columns are the bounds in
-      a compiled run, and what was asked for on the host.
+      (groups with the method's rewards, what is carried, counts). With ``Plan.next`` the places and
+      columns are the bounds in a compiled run, and what was asked for on the host.
     """
     groups = place(drawn, first.origin, setting.weights, setting.judge)
     if setting.method.plan.next is None:
-        return groups, first.collected, drawn.counts
+        view = view_of(0, first.collected, now, setting)
+        return setting.method.rewards(groups, view), first.collected, drawn.counts
     state = drawn.counts, first.collected, base, first.used, now, setting
     groups, collected, counts, done = rounds(draw, groups, *state)
+    groups = setting.method.rewards(groups, view_of(done, collected, now, setting))
     return groups, collected, counts | {"rounds": done + 1.0}
 
 
@@ -202,7 +204,7 @@ def issue(
     Returns:
       (tickets, what is carried, rows used in this step).
     """
-    curriculum = setting.curriculum
+    curriculum = setting.method.curriculum
     xp: Any = np if isinstance(collected.cursor, int | np.integer | np.ndarray) else jnp
     tickets = (collected.cursor + xp.arange(entries)).astype(np.int32)
     after = collected.replace(cursor=xp.asarray(collected.cursor + count, np.int32))
@@ -211,7 +213,7 @@ def issue(
     assert setting.table is not None
     used = jnp.zeros(setting.table.rows, bool) if used is None else used
     key = jax.random.fold_in(stream(now.key, "curriculum", now.step), tickets[0])
-    query = Query(key, tickets, jnp.int32(count), jnp.int32(now.step), used)
+    query = Query(key, tickets, jnp.int32(count), jnp.int32(now.step), used, setting.in_order)
     choice, state = curriculum.choose(collected.curriculum, query)
     at = jnp.where(query.live(), choice.row, setting.table.rows)
     used = used.at[at].set(True, mode="drop")
@@ -315,7 +317,8 @@ def traced_rounds(
 
     def one(carry: Any) -> Any:
         number, _, groups, counts, collected, used = carry
-        asks = plan.next(groups, view_of(number, collected, now, setting))
+        view = view_of(number, collected, now, setting)
+        asks = plan.next(setting.method.rewards(groups, view), view)
         goes = asked(asks)
 
         # A round that asks for nothing costs a test and no prefill; under ``vmap`` both are paid.
@@ -377,7 +380,8 @@ def host_rounds(
     tokens = plan.tokens if setting.contexts else 0
     groups, counts = widened(groups, groups.use.shape[0], columns, tokens), dict(counts)
     for number in range(1, plan.rounds + 1):
-        asks = plan.next(groups, view_of(number, collected, now, setting))
+        view = view_of(number, collected, now, setting)
+        asks = plan.next(setting.method.rewards(groups, view), view)
         if not asks or not bool(asked(asks)):
             return groups, collected, counts, number - 1
         for part in requests(asks):
@@ -418,10 +422,40 @@ def new_collected(setting: Setting, shapes: Any = None) -> CollectState:
     """What is carried at the start of a run; ``shapes`` of a step's groups in a compiled run."""
     method = setting.method
     state: Any = ()
-    if (curriculum := setting.curriculum) is not None:
+    if (curriculum := method.curriculum) is not None:
         assert setting.table is not None
         state = curriculum.init(setting.table)
     cursor: Any = np.int32(0) if shapes is None else jnp.int32(0)
     return CollectState(
         cursor, state, tuple(edit.init(shapes, setting.prompts) for edit in method.edits)
     )
+
+
+# ---------------------------------------------------------------- in a checkpoint
+
+
+def packed(collected: CollectState) -> dict[str, Any]:
+    """Arrays by name: each leaf of the states under its number, stores with rows end to end."""
+    leaves, _ = jax.tree.flatten(collected, is_leaf=_is_store)
+    notes = {str(i): x.packed() if _is_store(x) else np.asarray(x) for i, x in enumerate(leaves)}
+    return notes | ({"added": list(collected.added)} if collected.added else {})
+
+
+def unpacked(like: CollectState, notes: Mapping[str, Any]) -> CollectState:
+    """What ``packed`` was given; ``like`` is what the run began with."""
+    leaves, structure = jax.tree.flatten(like, is_leaf=_is_store)
+    values = [notes[str(i)] for i in range(len(leaves))]
+    made = [_like(x, v) for x, v in zip(leaves, values, strict=True)]
+    collected: CollectState = jax.tree.unflatten(structure, made)
+    return collected.replace(added=tuple(notes.get("added", ())))
+
+
+def _like(x: Any, value: Any) -> Any:
+    """What a checkpoint says, of the kind that the run began with."""
+    if _is_store(x):
+        return x.unpacked(value)
+    return jnp.asarray(value) if isinstance(x, jax.Array) else np.asarray(value)
+
+
+def _is_store(x: Any) -> bool:
+    return isinstance(x, HostStore)

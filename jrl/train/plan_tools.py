@@ -13,7 +13,6 @@ import numpy as np
 from jrl.data.tasks import Task
 from jrl.errors import UserError
 from jrl.train.build import Run, question_prompts
-from jrl.train.demonstrations import task_solution
 from jrl.types import Array, Prompt, stream
 from jrl.types.asks import Asks, Tokens
 
@@ -64,6 +63,17 @@ def _task_solutions(task: Task, key: Array, rows: Array) -> Tokens:
     return Tokens(ids, lengths + ~complete)
 
 
+def task_solution(task: Task, problem: Any) -> tuple[Array, Array, Array]:
+    """ONE problem's solution: tokens [T], length [] with the stop token, whether it has one."""
+    tokens, length = task.solution(problem)
+    at = jnp.arange(tokens.shape[0])
+    # Without its stop token a solution teaches the policy never to end.
+    bare = (tokens[length - 1] != task.stop_id) & (length < tokens.shape[0])
+    tokens = jnp.where(bare & (at == length), task.stop_id, tokens)
+    length = (length + bare).astype(jnp.int32)
+    return tokens, length, tokens[length - 1] == task.stop_id
+
+
 class TextTools(NamedTuple):
     """Solutions and hints of prompts in text.
 
@@ -72,14 +82,12 @@ class TextTools(NamedTuple):
       limit: T, the most tokens of a completion.
       hinted: (prompt, hint) -> the token ids of the prompt with the hint in it; None where the data
         has none.
-      current: as ``Source.prompts``, of a source whose rows change; None where they do not.
       key_of_hints: the field of a prompt's ``meta`` that holds its hints, a list of texts.
     """
 
     prompts: Sequence[Prompt]
     limit: int
     hinted: Callable[[Prompt, str], np.ndarray] | None = None
-    current: Callable[[Any, np.ndarray], tuple[Any, list[Prompt]]] | None = None
     key_of_hints: str = "hints"
 
     def solutions(self, asks: Asks) -> Tokens:
@@ -130,11 +138,8 @@ class TextTools(NamedTuple):
         return {"context": padded(contexts), "keep": True}
 
     def prompt_ids(self, rows: Any) -> np.ndarray:
-        """The identity of the problem in each row, as the source has them now."""
-        rows = np.asarray(rows)
-        listed = [self.prompts[i] for i in rows.tolist()]
-        prompts = listed if self.current is None else self.current(None, rows)[1]
-        return np.array([prompt.id for prompt in prompts], np.int32)
+        """The identity of the problem in each row."""
+        return np.array([self.prompts[i].id for i in np.asarray(rows).tolist()], np.int32)
 
 
 class Hinter:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
-from jrl.methods.curriculum import Curriculum
+from jrl.methods.curriculum import unchanged
 from jrl.models import hf
 from jrl.sampling.generate import generate
 from jrl.sampling.tree import generate_tree
@@ -22,12 +22,13 @@ from jrl.train.adapters import put_policy, trained_network
 from jrl.train.build import Run, policy_network, run_features, sampler_of
 from jrl.train.compiled import Iteration, make_iteration, shown_in_compiled
 from jrl.train.compiler import compiler_options
-from jrl.train.episodes import held_out_rollout, rollout_of
+from jrl.train.episodes import held_out_rollout, on_device
 from jrl.train.features import check_features
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.gather import GIB, device_memory, prepared_bytes
 from jrl.train.host_episodes import check_host
 from jrl.train.kinds import (
+    DialogueKind,
     EnvKind,
     EpisodeKind,
     PairKind,
@@ -85,9 +86,9 @@ def check_trainable(run: Run) -> None:
 def _check_pool(run: Run) -> None:
     """Raises UserError where a curriculum has fewer problems than a step uses."""
     curriculum, prompts = run.method.curriculum, run.config.train.prompts
-    if not isinstance(curriculum, Curriculum):
+    if curriculum is None:
         return
-    rows = len(run.data.prompts["train"]) if run.kind.task is None else curriculum.pool
+    rows = run.kind.problems(run.data, curriculum.pool)
     if rows < prompts:
         raise UserError(
             f"method = {run.config.method!r} chooses its problems, and train.prompts = {prompts}"
@@ -173,6 +174,7 @@ CHECKS: Mapping[type[TextKind], Callable[[Run], None]] = {
     EnvKind: _check_env,
     EpisodeKind: _check_episodes,
     RecordedKind: _check_recorded,
+    DialogueKind: _check_recorded,
     SourceKind: _check_own,
     PairKind: _check_pairs,
     TaskPairKind: _check_pairs,
@@ -359,7 +361,7 @@ def sampler_program(
         named = {name: weights[name] for name in run.rewards.given_by("data")}
         parts = run.kind.eval_parts if split == "eval" else named
         draw: Any = partial(
-            rollout_of(task) if split == "train" else held_out_rollout,
+            on_device(task).rollout if split == "train" else held_out_rollout,
             task=task,
             parts=parts,
             slots=sampling.slots if split == "train" else 0,
@@ -432,7 +434,8 @@ def shown_groups(run: Run) -> int:
     draw, group = run.method.draw, run.config.sampling.group
     if run.config.data.scored:
         return 0
-    if isinstance(run.method.curriculum, Curriculum):  # which learns from all of them
+    curriculum = run.method.curriculum
+    if curriculum is not None and curriculum.update is not unchanged:  # it learns from all of them
         extra = sum(edit.extra(run.config.train.prompts) for edit in run.method.edits)
         return run.config.train.prompts + extra
     if not run.config.log.samples_every:

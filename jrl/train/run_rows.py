@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jrl.mesh import replicated
@@ -21,7 +22,7 @@ from jrl.sampling.slots import Measure
 from jrl.train.build import Run, sampler_of
 from jrl.train.placement import sampler_mesh
 from jrl.train.resharding import drawn_from_prepared, network_on, weights_program
-from jrl.types import Array, Params, Stack
+from jrl.types import Array, Params, Stack, stream
 
 _SLOTS, _CHUNK = 64, 16
 """Slots where the configuration names none, and the most decode steps between two looks at the
@@ -136,3 +137,30 @@ def step_ends(run: Run, *, whole: bool = False) -> tuple[int, ...]:
 def line_ends(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     """The ids whose text ends a line."""
     return tuple(i for i in range(vocab_size) if "\n" in tokenizer.decode([i]))
+
+
+# ---------------------------------------------------------------- seeds
+
+
+def prompt_seeds(key: Any, name: str, step: Any, positions: Any, attempt: int = 0) -> list[int]:
+    """A number below 2**64 for each prompt: its raw key, at the first attempt that of ``generate``.
+
+    Args:
+      key: the run's root key.
+      name: of the stream, "sample" or "eval".
+      step: of training.
+      positions: [N] int, in the run's order.
+      attempt: how often the prompts were drawn in this step before.
+    """
+    raw = np.asarray(_raw_keys(key, name, step, np.asarray(positions), attempt))
+    return [(int(hi) << 32) + int(lo) for hi, lo in raw]
+
+
+@partial(jax.jit, static_argnums=1)
+def _raw_keys(key: Any, name: str, step: Any, positions: Any, attempt: Any) -> Any:
+    """[N, 2] uint32."""
+    root = stream(key, name, step)
+    again = jax.random.key_data(jax.random.fold_in(root, attempt))
+    raw = jax.numpy.where(attempt > 0, again, jax.random.key_data(root))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.wrap_key_data(raw), positions)
+    return jax.random.key_data(keys)

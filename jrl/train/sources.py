@@ -248,6 +248,11 @@ class Around:
         return self.source.notes()
 
 
+def innermost(source: Source) -> Source:
+    """The source that wrappers stand around."""
+    return innermost(source.source) if isinstance(source, Around) else source
+
+
 # ---------------------------------------------------------------- groups as values
 
 

@@ -58,7 +58,7 @@ def task_rollout(
     """
     tickets, rows = entries(request)
     problems = task_problems(task, request.key, rows, request.split)
-    key = stream(request.key, SAMPLE_STREAMS[request.split], request.step)
+    key = stream(request.key, sample_stream(request), request.step)
 
     how: dict[str, Any] = {"network": network, "slots": slots, "stop_tokens": (task.stop_id,)}
     how |= {"max_new_tokens": task.completion_tokens}
@@ -104,8 +104,11 @@ def task_rollout(
 
 DATA_STREAMS = {"train": "data", "eval": "eval_data"}
 """Split -> stream of the run's keys that problems are made from."""
-SAMPLE_STREAMS = {"train": "sample", "eval": "eval"}
-"""Split -> stream of the run's keys that members are drawn with."""
+
+
+def sample_stream(request: DrawRequest) -> str:
+    """The stream of the run's keys that members of a task or in an environment are drawn with."""
+    return "eval" if request.split == "eval" else request.stream
 
 
 def task_problems(task: Task | Env, key: Array, rows: Array, split: str) -> Any:
@@ -200,7 +203,8 @@ class TaskSource:
         """As ``Source.judge``, by the task's own judges."""
         n = len(prompts)
         some = np.arange(1 << (n - 1).bit_length()) % n  # few shapes, hence few programs
-        rows = jax.tree.map(lambda x: x[some], (subject, rollout.tokens, rollout.lengths))
+        lengths = np.maximum(rollout.lengths, 1)  # a path of a search may still be empty
+        rows = jax.tree.map(lambda x: x[some], (subject, rollout.tokens, lengths))
         ids = {"prompt": np.array([prompt.id for prompt in prompts], np.int32)}
         return Groups(rollout, np.asarray(self._judge(*rows))[:n], subject, {}, ids)
 

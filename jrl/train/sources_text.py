@@ -48,7 +48,7 @@ class TextSampler(NamedTuple):
     ) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
         """(rollout on the host, labels, counts) of N prompts; ``limit`` cuts a demonstration."""
         tickets, _ = entries(request)
-        key = compiled_stream(root_key(request), "sample", request.step)
+        key = compiled_stream(root_key(request), request.stream, request.step)
 
         def sample(prompts: Tokens, members: Members, ask: Ask) -> tuple[Any, ...]:
             assert self.program is not None

@@ -22,15 +22,13 @@ from jrl.episodes.search import Searched, episode_at, leaf_rows, play_search
 from jrl.episodes.transcript import RowShape, to_rollout
 from jrl.episodes.tree import SEARCHES, SearchPlan, Tree, search_plan
 from jrl.episodes.world import TextWorld
-from jrl.methods.base import WrittenProblems
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.places import entropy
 from jrl.train.build import Run
-from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.groups import counted
-from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.members import demonstration_rollout
 from jrl.train.reward_stages import judged_parts
-from jrl.train.run_rows import RunRows, completion_ends, run_rows, step_ends
+from jrl.train.run_rows import RunRows, completion_ends, prompt_seeds, run_rows, step_ends
 from jrl.train.score import drawn_trees
 from jrl.train.sources import Around, Groups, Source, all_entries, drawing
 from jrl.train.sources_text import TextSource
@@ -88,12 +86,10 @@ class TreeSearch(Around):
       search: how.
       source: whose problems are searched, and which judges the leaves.
       weights: [R] float, of the reward parts.
-      group: G.
       width: P, tokens.
       ends: ids that end a completion.
       estimate: points of paths that have not ended, backed up as those of leaves are; ``draw`` then
         reads the weights "value" too. None to go by leaves alone.
-      sample: stream of the run's keys that draws are keyed by.
 
     Attributes:
       trees: of the last draw, one a prompt.
@@ -106,28 +102,26 @@ class TreeSearch(Around):
         source: Source,
         weights: np.ndarray,
         *,
-        group: int,
         width: int,
         ends: Sequence[int],
         estimate: Estimate | None = None,
-        sample: str = "sample",
     ) -> None:
         super().__init__(source)
-        self._rows, self._plan, self._weights = rows, plan_of(search, group), weights
-        self._step_tokens = 0 if self._plan.whole else search.tokens
-        self._estimate, self._sample = estimate, sample
-        self._group, self._ends = group, ends
+        self._rows, self._search, self._weights = rows, search, weights
+        self._step_tokens = 0 if SEARCHES[search.by].whole else search.tokens
+        self._estimate, self._ends = estimate, ends
         self.trees: list[Tree] = []
-        self._shape = RowShape(group, width, rows.rows.max_new_tokens)
+        self._sizes = width, rows.rows.max_new_tokens
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``; entries that ask for no tree are drawn without search."""
         # Every entry of the request, whether it is searched or not, so that the groups come back in
         # its order.
         tickets, rows = all_entries(request)
+        plan = plan_of(self._search, group_of(request))
         subject, prompts = self.source.prompts(request.key, rows)
         estimate = None if self._estimate is None else partial(self._estimate, request.weights)
-        leaves = Leaves(self.source, self._weights, subject, prompts, self._shape, estimate)
+        leaves = Leaves(self.source, self._weights, subject, prompts, self._sizes, estimate)
         name = drawing(request)
         version = int(request.versions[name])
         with self._rows.loaded(request.key, request.weights[name], version) as key:
@@ -135,30 +129,36 @@ class TreeSearch(Around):
                 Device(self._rows.rows),
                 TextWorld(self._ends, self._step_tokens),
                 prompts,
-                prompt_seeds(key, self._sample, request.step, tickets),
-                self._plan,
+                prompt_seeds(key, request.stream, request.step, tickets),
+                plan,
                 leaves.score,
                 # No rounds: open nodes are continued to an end at once, which is a plain sample of
                 # the group.
-                [0 if alone else self._plan.rounds for alone in drawn_alone(request)],
+                [0 if alone else plan.rounds for alone in drawn_alone(request)],
             )
         self.trees = searched.trees
-        return self._as_groups(searched, leaves, subject, prompts)
+        return self._as_groups(searched, leaves, subject, prompts, plan)
 
     def _as_groups(
-        self, searched: Searched, judged: Leaves, subject: Any, prompts: list[Prompt]
+        self,
+        searched: Searched,
+        judged: Leaves,
+        subject: Any,
+        prompts: list[Prompt],
+        plan: SearchPlan,
     ) -> Groups:
+        group = plan.leaves
         groups, points, known = [], [], []
         for tree in searched.trees:
             # In the order drawn, not the best ones: choosing by score would bias the group's
             # baseline.
-            leaves = tree.leaves()[: self._group]
+            leaves = tree.leaves()[:group]
             found = [judged.points[episode_at(tree, leaf)] for leaf in leaves]
             points.append([each for each, _ in found])
             known.append([is_known for _, is_known in found])
             # A leaf that nobody could judge would keep what it shares from being trained.
-            groups.append(leaf_rows(tree, leaves, known[-1], self._plan.value)[0])
-        rows = to_rollout(groups, self._shape)
+            groups.append(leaf_rows(tree, leaves, known[-1], plan.value)[0])
+        rows = to_rollout(groups, RowShape(group, *self._sizes))
         # ABORTED leaves the group: its points are not 0, they are unknown.
         stop = np.where(known, rows.rollout.stop, np.int32(StopReason.ABORTED))
         node = rows.ids["node"]
@@ -199,12 +199,12 @@ class Leaves:
         weights: np.ndarray,
         subject: Any,
         prompts: list[Prompt],
-        shape: RowShape,
+        sizes: tuple[int, int],
         estimate: Callable[[np.ndarray, np.ndarray], Any] | None,
     ) -> None:
         self._source, self._weights = source, weights
         self._subject, self._prompts = subject, prompts
-        self._shape, self._estimate = shape, estimate
+        (self._width, self._limit), self._estimate = sizes, estimate
         self.points: dict[Episode, tuple[np.ndarray, bool]] = {}
         self.counts: dict[str, float] = {}
 
@@ -220,13 +220,13 @@ class Leaves:
             whole = [np.concatenate([e.opening, e.past()]) for e in paths]
             # Of one width, whatever the paths' lengths, so that only the number of paths makes a
             # program.
-            most = self._shape.prompt_tokens + self._shape.completion_tokens
+            most = self._width + self._limit
             scores |= dict(zip(paths, estimates(self._estimate, most, whole), strict=True))
         return [scores.get(episode) for episode in episodes]
 
     def _judge(self, leaves: Sequence[Episode]) -> dict[Episode, float]:
         """The score of leaves, each judged once; none where it is not known."""
-        tokens = np.zeros((len(leaves), self._shape.completion_tokens), np.int32)
+        tokens = np.zeros((len(leaves), self._limit), np.int32)
         lengths = np.array([leaf.at.length for leaf in leaves], np.int32)
         for row, leaf in zip(tokens, leaves, strict=True):
             row[: leaf.at.length] = leaf.past()
@@ -234,7 +234,7 @@ class Leaves:
         complete = np.array([leaf.stop == StopReason.STOP_TOKEN for leaf in leaves])
         whose = np.array([leaf.problem.group for leaf in leaves])
         prompts = [self._prompts[i] for i in whose]
-        asked = pad_prompts(prompts, self._shape.prompt_tokens)
+        asked = pad_prompts(prompts, self._width)
         about = prompts
         # Problems of a procedural task are arrays with a leading axis; prompts of text a list.
         if not isinstance(self._subject, list):
@@ -271,44 +271,22 @@ def search_rows(run: Run, search: Search) -> RunRows:
     )
 
 
-def search_source(
-    run: Run, search: Search, problems: Source, rows: RunRows | None = None
-) -> TreeSearch:
+def search_source(run: Run, search: Search, problems: Source) -> TreeSearch:
     """The search of a run on text, or on a procedural task.
 
     Args:
       run: that draws its completions.
       search: how.
       problems: the source that has and judges them.
-      rows: of ``search_rows``; None for its own.
     """
     return TreeSearch(
-        search_rows(run, search) if rows is None else rows,
+        search_rows(run, search),
         search,
         problems,
         np.array(list(run.rewards.weights.values()), np.float64),
-        group=run.config.sampling.group,
         width=run.width,
         ends=completion_ends(run),
         estimate=run_estimate(run),
-    )
-
-
-def attempts_source(
-    run: Run, search: Search, pool: RewardPool | None, rows: RunRows, attempts: int
-) -> TreeSearch:
-    """Groups of ``attempts`` completions, drawn apart, of rows of ``data.train``."""
-    return TreeSearch(
-        rows,
-        # The rows and judges of the search, without a search: further attempts at problems cost no
-        # second set of slots.
-        search._replace(rounds=0),
-        undrawn_text(run, pool, None),
-        np.array(list(run.rewards.weights.values()), np.float64),
-        group=attempts,
-        width=run.width,
-        ends=completion_ends(run),
-        sample="curriculum",
     )
 
 
@@ -334,8 +312,9 @@ class DrawnWeights:
 
 def drawn_weights(run: Run) -> DrawnWeights:
     """What the source of a run draws with."""
-    written = isinstance(run.method.curriculum, WrittenProblems)
-    value = run_estimate(run) is not None or written
+    curriculum = run.method.curriculum
+    asked = curriculum is not None and "estimate" in curriculum.uses
+    value = run_estimate(run) is not None or asked
     return DrawnWeights(run.network, value, run.method.plan.policies)
 
 
@@ -369,24 +348,34 @@ def value_estimate(run: Run, points: Callable[[Any], Any]) -> Estimate:
     return estimate
 
 
-def undrawn_text(run: Run, pool: RewardPool | None, seed: int | None) -> Source:
-    """The training prompts of a run on text with their judges; a search draws from them.
+def undrawn_text(
+    run: Run, pool: RewardPool | None, seed: int | None, split: str = "train"
+) -> Source:
+    """The prompts of a run on text with their judges; a search draws from them.
 
     Args:
       run: on text.
       pool: the reward functions.
       seed: of the order, or None for the data's own.
+      split: "train" or "eval".
     """
     source = TextSource(
-        all_prompts=run.data.prompts["train"],
+        all_prompts=run.data.prompts[split],
         width=run.width,
         seed=seed,
         program=None,
         sampling_params=None,
         pool=pool,
         tokenizer=run.tokenizer,
+        name=split,
     )
-    return judged_parts(run, source, pool)
+    return judged_parts(run, source, pool, split)
+
+
+def group_of(request: DrawRequest) -> int:
+    """G: the members of each group of a request whose asks all have room for as many."""
+    (group,) = {ask.width for ask in request.asks}
+    return group
 
 
 def drawn_alone(request: DrawRequest) -> list[bool]:

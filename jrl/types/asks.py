@@ -93,6 +93,8 @@ class DrawRequest(struct.PyTreeNode):
       step: [] int32, the training step that the members are for.
       asks: with all tickets issued; all of the same tickets and rows.
       split: static, "train" or "eval".
+      stream: static, of the run's keys that training members are drawn with: "sample", or
+        "curriculum" for what a curriculum draws between rounds. An evaluation has one of its own.
       newer: static, () -> newer weights, or None, for rollouts that change weights between chunks.
     """
 
@@ -102,6 +104,7 @@ class DrawRequest(struct.PyTreeNode):
     step: Any
     asks: Asks
     split: Literal["train", "eval"] = struct.field(pytree_node=False, default="train")
+    stream: Literal["sample", "curriculum"] = struct.field(pytree_node=False, default="sample")
     newer: Callable[[], Any] | None = struct.field(pytree_node=False, default=None)
 
 

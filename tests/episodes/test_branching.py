@@ -407,7 +407,6 @@ def source(env, tree=EVEN):
         prompts=prompts(4),
         seed=None,
         tokenizer=TOKENIZER,
-        group=4,
         weights={"reward": 1.0},
         branches=EpisodeBranches(tree, 4, 0),
     )
@@ -416,9 +415,8 @@ def source(env, tree=EVEN):
 def test_a_shared_token_has_the_mean_advantage_of_those_that_go_through_it():
     drawn = source(counting_env())
     try:
-        groups = drawn.draw(
-            simple_request(jax.random.key(2), {"policy": params()}, 0, np.arange(2, dtype=np.int32))
-        )
+        tickets = np.arange(2, dtype=np.int32)
+        groups = drawn.draw(simple_request(jax.random.key(2), {"policy": params()}, 0, tickets, 4))
     finally:
         drawn.close()
     batch = to_batch(

@@ -15,8 +15,8 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build, programs
-from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.kinds import kind_of
+from jrl.train.members import demonstration_rollout
 from jrl.train.reward_model import model_of
 from jrl.types import Prompt
 

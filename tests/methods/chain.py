@@ -15,7 +15,6 @@ import numpy as np
 import optax
 from table import EVERYONE, LANES, NAMES, G, N, T, as_float32, draws, example, fresh_state, program
 
-from jrl.methods.base import same_rewards
 from jrl.methods.edit import EditView, Stateless
 from jrl.sampling.params import make_sampling_params
 from jrl.train.groups import PlacedGroups
@@ -153,19 +152,22 @@ def rollout_of(method, step, table, parts=1):
         baseline=np.broadcast_to(kind == 1, mask.shape[:2]),
     )
     rewards = np.repeat(good[..., None], parts, axis=2).astype(np.float32)
-    if method.rewards is not same_rewards:
-        rewards = np.asarray(method.rewards(rewards, rollout), np.float32)
+    rewards = np.asarray(method.rewards(placed(rollout, rewards), None).rewards, np.float32)
     return rollout, rewards.sum(2, keepdims=True), places, kind == 2
+
+
+def placed(rollout, rewards):
+    """Groups of the members of a rollout, all of them sampled for training."""
+    zeros, numbers = np.zeros(rollout.baseline.shape, np.int32), np.arange(len(rewards))
+    ones = np.ones(rewards.shape[2], np.float32)
+    labels = {}, {}, {}, numbers, numbers, zeros, zeros == 0, zeros
+    return PlacedGroups(rollout, rewards, ones, *labels)
 
 
 def left_by(edit, rollout, rewards):
     """[B, G] bool: the members that an edit leaves in their groups."""
-    zeros, numbers = np.zeros(rollout.baseline.shape, np.int32), np.arange(len(rewards))
-    ones = np.ones(1, np.float32)
-    labels = {}, {}, {}, numbers, numbers, zeros, zeros == 0, zeros
-    groups = PlacedGroups(rollout, rewards, ones, *labels)
-    keys = jax.random.split(jax.random.key(0), len(rewards))
-    made, _ = edit.apply((), groups, EditView(0, keys[0], keys, numbers < 0))
+    keys, numbers = jax.random.split(jax.random.key(0), len(rewards)), np.arange(len(rewards))
+    made, _ = edit.apply((), placed(rollout, rewards), EditView(0, keys[0], keys, numbers < 0))
     return np.asarray(made.members())
 
 

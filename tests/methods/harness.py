@@ -52,6 +52,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.objectives import combine_terms, compute_advantages, policy_loss
+from jrl.train.groups import PlacedGroups
 from jrl.types import Batch
 
 LIVE = ("logprobs", "entropy", "values")
@@ -258,6 +259,15 @@ def assert_matches(method, reference, d, wrt=("logprobs",)):
 
 
 # ---------------------------------------------------------------- for the loops of references
+
+
+def rewritten(method, parts, rollout=None):
+    """The reward parts [N, G, R] as a method's ``rewards`` leaves them."""
+    n, g, r = np.shape(parts)
+    zeros, numbers = np.zeros((n, g), np.int32), np.arange(n)
+    labels = {}, {}, {}, numbers, numbers, zeros, zeros == 0, zeros
+    groups = PlacedGroups(rollout, np.asarray(parts, np.float32), np.ones(r, np.float32), *labels)
+    return np.asarray(method.rewards(groups, None).rewards)
 
 
 def members_of(d, n):

@@ -13,6 +13,7 @@ from harness import (
     numbers,
     ragged,
     ratio,
+    rewritten,
     run,
     sequences,
 )
@@ -360,9 +361,11 @@ def test_ppo_of_text_games_pays_at_the_end_of_each_turn():
 
 
 def test_retool_pays_for_right_answers_alone():
-    edit = get_method("retool", correct=0.5).rewards
     rewards = np.array([[[1.0, 7.0], [0.25, 7.0], [np.nan, 7.0]]], np.float32)
-    np.testing.assert_array_equal(edit(rewards, None), [[[1.0, 7.0], [-1.0, 7.0], [np.nan, 7.0]]])
+    np.testing.assert_array_equal(
+        rewritten(get_method("retool", correct=0.5), rewards),
+        [[[1.0, 7.0], [-1.0, 7.0], [np.nan, 7.0]]],
+    )
 
 
 def dsp_loss(d, frozen):

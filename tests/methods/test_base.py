@@ -162,6 +162,6 @@ def test_refill_compares_the_deviation_with_its_bound():
 
 def test_hooks_that_are_not_filled_do_nothing():
     method = Method(PLAIN)
-    rewards = np.ones((3, 2, 1), np.float32)
-    assert method.rewards(rewards, None) is rewards
+    groups = placed(np.ones((3, 2)), np.ones((3, 2), bool))
+    assert method.rewards(groups, None) is groups
     assert method.seams == ("objective",)

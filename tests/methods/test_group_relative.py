@@ -5,6 +5,7 @@ them that stands wherever the paper stops the gradient; the gradient is a centra
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from harness import (
     members_of,
     numbers,
     ragged,
+    rewritten,
     sequences,
     standard_score,
 )
@@ -418,23 +420,22 @@ def test_coefficients_may_be_traced(make_ragged, make_batch):
 
 
 def test_car_pays_for_being_right_and_for_knowing_it():
-    edit = get_method("car").rewards
+    edit = partial(rewritten, get_method("car"))
     parts = np.array([[[1, 1.0], [1, 0.5], [0, 0.0], [0, 1.0], [np.nan, 1.0]]], np.float32)
-    paid = edit(parts, None)
+    paid = edit(parts)
     np.testing.assert_allclose(paid[0, :, 0], [1.0, 0.75, 0.0, -1.0, np.nan])
     assert not paid[..., 1].any()
     # The expected reward of an answer that is right with chance q is greatest at p = q.
     for q in (0.2, 0.7):
         p = np.linspace(0, 1, 101)
         both = np.stack([np.ones_like(p), p], -1)[None], np.stack([0 * p, p], -1)[None]
-        expected = q * edit(both[0], None)[0, :, 0] + (1 - q) * edit(both[1], None)[0, :, 0]
+        expected = q * edit(both[0])[0, :, 0] + (1 - q) * edit(both[1])[0, :, 0]
         assert p[np.argmax(expected)] == pytest.approx(q)
 
 
 def test_tool_star_pays_in_order():
-    edit = get_method("tool_star").rewards
     parts = [[0, 1, 1], [1, 0, 1], [1, 0.5, 0], [1, 0.5, 1], [1, 1, 1], [1, np.nan, 0]]
-    paid = edit(np.array([parts], np.float32), None)[0]
+    paid = rewritten(get_method("tool_star"), np.array([parts], np.float32))[0]
     np.testing.assert_allclose(paid[:, 0], [-1, 0, 0.5, 0.6, 1.1, np.nan], rtol=1e-6)
     assert not paid[:, 1:].any()
 
@@ -442,4 +443,4 @@ def test_tool_star_pays_in_order():
 @pytest.mark.parametrize(("name", "parts"), [("car", 1), ("tool_star", 2)])
 def test_methods_of_several_reward_parts_name_what_is_missing(name, parts):
     with pytest.raises(UserError, match=rf"{name} with {parts} reward parts; give [23]: "):
-        get_method(name).rewards(np.zeros((1, 1, parts), np.float32), None)
+        rewritten(get_method(name), np.zeros((1, 1, parts), np.float32))

@@ -17,6 +17,7 @@ from harness import (
     numbers,
     ragged,
     ratio,
+    rewritten,
     run,
     sequences,
     standard_score,
@@ -627,6 +628,6 @@ def test_stable_reinforce_without_outliers_is_the_clipped_loss_on_whitened_rewar
 
 def test_the_composed_reward_counts_consistency_only_where_the_result_is_right():
     parts = np.array([[[1, 1, 1], [1, 0, 0], [0, 1, 1]]], np.float32)
-    assert stable_reinforce(composed=True).rewards(parts, None)[..., 0].tolist() == [[2, 1, 0.5]]
+    assert rewritten(stable_reinforce(composed=True), parts)[..., 0].tolist() == [[2, 1, 0.5]]
     with pytest.raises(UserError, match="composed with 1 reward parts"):
         consistent_rewards(parts[..., :1], None)

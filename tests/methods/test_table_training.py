@@ -76,7 +76,7 @@ def representatives():
     found = {}
     for name in NAMES:
         method = example(name)
-        on_host = {"prompts", "rewards", "groups", "replay"} & set(method.seams)
+        on_host = {"prompts", "groups", "replay"} & set(method.seams)
         alone = not on_host and method.objective.frozen <= {"ref"}
         if method.draw.own and alone and not out_of_reach(name):
             found.setdefault(all_methods()[name].family, name)

@@ -11,9 +11,10 @@ from jrl.methods.edit import edit_of
 from jrl.objectives.advantages import mean_centred
 from jrl.train.collect import Collector
 from jrl.train.groups import to_batch
+from jrl.train.judging import answer_number
 from jrl.train.sources import Groups, entries, simple_request
 from jrl.train.sources_task import completion_number
-from jrl.train.sources_text import TextSource, answer_number
+from jrl.train.sources_text import TextSource
 from jrl.train.step import with_slot_use
 from jrl.types import Prompt, Rollout, StopReason
 
@@ -205,16 +206,16 @@ def test_an_edit_sees_weighted_scores():
 def test_the_rewards_seam(changes):
     seen = []
 
-    def rewards(parts, rollout):
-        seen.append(rollout.tokens[:, 0, 0].tolist())
-        assert isinstance(parts, np.ndarray)
-        edited = parts.copy()
+    def rewards(groups, view):
+        seen.append(groups.rollout.tokens[:, 0, 0].tolist())
+        edited = np.array(groups.rewards)
         edited[:, 1, 0] = 5.0  # now every group has a spread
-        return edited
+        return groups.replace(rewards=edited)
 
     method = editing(changes)._replace(rewards=rewards)
     batch, groups, _ = collected(Script(good=()), method)
-    assert seen == [[100, 101, 102, 103]]
+    # Also before a plan's round, which then draws nothing more.
+    assert seen == [[100, 101, 102, 103]] * (1 + bool(changes))
     assert np.asarray(batch.rewards)[:, 1, 0].tolist() == [5.0] * 4
     assert np.asarray(groups.rewards)[:, 1, 0].tolist() == [5.0] * 4
     assert bool(batch.members.all())

@@ -181,7 +181,7 @@ def sampling_params(config):
 def eval_sampling_params(config):
     """The same in evaluation."""
     logits = jnp.array([[0.0, 1.0, 2.0, 3.0, -4.0]])
-    source = run_source(build.setup(config), None, {}, split="eval")
+    source = run_source(build.setup(config), None, split="eval")
     params = source.draw.keywords["sampling_params"]
     return np.asarray(sampling_logprobs(logits, params)).tolist()
 

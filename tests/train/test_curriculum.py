@@ -11,99 +11,152 @@ from jrl.config import load_config
 from jrl.episodes.host import EnvError
 from jrl.episodes.play import BY_TIMING
 from jrl.errors import UserError
+from jrl.mesh import make_mesh
 from jrl.methods import get_method
-from jrl.methods.base import HardProblems, WrittenProblems
+from jrl.methods.curriculum import Table
 from jrl.run import run as running
 from jrl.run.run import train
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train.build import setup
-from jrl.train.curriculum import CurrentPrompts, HardRounds, WrittenRounds
+from jrl.train.collect import Collector
+from jrl.train.curriculum import HostRounds, HostTools, Problems
 from jrl.train.programs import check_trainable
-from jrl.train.sources import Groups, entries, simple_request
-from jrl.types import Prompt, StopReason
+from jrl.train.sources import Groups, entries
+from jrl.types import Prompt, Rollout, StopReason
+from jrl.zoo.methods.rounds import hard_problems, written_problems
 
 PROMPTS = [Prompt(10 + i, f"q{i}", np.array([3], np.int32), "") for i in range(7)]
-RULE = HardProblems(steps=4, attempts=4, most=0.25, above=0.5)
+KEY = jax.random.key(0)
+
+
+def rollout_of(stop):
+    """Completions of two tokens that have stopped like this, [N, G]."""
+    n, g = stop.shape
+    return Rollout(
+        prompt_tokens=np.full((n, 1), 3, np.int32),
+        prompt_lengths=np.ones(n, np.int32),
+        tokens=np.ones((n, g, 2), np.int32),
+        lengths=np.full((n, g), 2, np.int32),
+        mask=np.ones((n, g, 2), bool),
+        sampler_logprobs=np.zeros((n, g, 2), np.float32),
+        versions=np.zeros((n, g, 2), np.int32),
+        stop=stop.astype(np.int32),
+        baseline=np.zeros((n, g), bool),
+    )
+
+
+class Run:
+    """Steps of a run on some prompts whose completions ``draw`` judges."""
+
+    def __init__(self, curriculum, draw, weights, judge=None, problems=None, host=HostTools()):  # noqa: B008
+        self.curriculum, self.judge = curriculum, judge
+        self.weights, self.problems = np.array(weights, np.float32), problems
+        prompts = PROMPTS if problems is None else problems
+        subjects = lambda key, rows: ([prompts[i] for i in rows],) * 2  # noqa: E731
+        rest = {"finish": lambda complete: None, "notes": dict, "order": None}
+        self.source = SimpleNamespace(draw=draw, prompts=subjects, **rest)
+        self.rounds = HostRounds(self.source, problems, host)
+        self.resume({})
+
+    def resume(self, notes):
+        """Goes on from the notes of a checkpoint."""
+        data = 7 if self.problems is None else 4
+        self.collector = Collector(
+            self.source,
+            3,
+            self.weights,
+            get_method("reinforce").with_(curriculum=self.curriculum),
+            make_mesh({}, jax.devices()[:1]),
+            judge=self.judge,
+            table=Table(data, 1, np.zeros(data, np.int32)),
+            in_order=lambda tickets, size: np.asarray(tickets) % size,
+            rounds=self.rounds,
+            notes=notes,
+        )
+
+    def notes(self):
+        """What a checkpoint holds, written and read again."""
+        return json.loads(json.dumps(self.collector.notes(), default=lambda x: x.tolist()))
+
+    def step(self, number, cursor=0):
+        """The counts of a step and the problems that it draws."""
+        _, groups, _ = self.collector.collect(
+            KEY, {"policy": "policy", "value": "value"}, step=number, cursor=cursor
+        )
+        self.collector.learn(number, None)
+        return groups
+
+
+# ---------------------------------------------------------------- problems that are tested
 
 
 class World:
     """Problem i is solved by ``skill[i]`` of four attempts; what is drawn says of which."""
 
-    def __init__(self, skill):
+    def __init__(self, skill, curriculum=None):
         self.skill, self.tested, self.dead = skill, [], ()
+        rule = hard_problems(steps=4, attempts=4, most=0.25, above=0.5)
+        self.run = Run(curriculum or rule, self.draw, [1.0, 0.0], judge=1)
 
     def draw(self, request):
         _, rows = entries(request)
-        self.tested.append((int(request.step), list(rows)))
-        right = np.arange(4) < np.array([self.skill[i] for i in rows])[:, None]
+        (ask,) = request.asks
+        if request.stream == "curriculum":
+            assert ask.width == 4
+            self.tested.append((int(request.step), list(rows)))
+        right = np.arange(ask.width) < np.array([self.skill[i] for i in rows])[:, None]
         stop = np.full(right.shape, StopReason.STOP_TOKEN)
         for i, row in enumerate(rows):
-            stop[i, list(self.dead) if row == 2 else []] = StopReason.ABORTED
-        rollout = SimpleNamespace(stop=stop, baseline=np.zeros(right.shape, bool))
+            stop[i, [j for j in self.dead if row == 2 and j < ask.width]] = StopReason.ABORTED
         points = np.stack([np.ones_like(right), right], axis=2).astype(np.float32)
-        return Groups(rollout, points, None, {}, {})
+        subject = [PROMPTS[i] for i in rows]
+        ids = {"prompt": np.array([p.id for p in subject], np.int32)}
+        return Groups(rollout_of(stop), points, subject, {}, ids)
 
-    def rounds(self, notes=None):
-        judged = lambda rewards: rewards[:, :, 1]  # noqa: E731
-        current = CurrentPrompts(PROMPTS)
-        source = SimpleNamespace(order=lambda tickets: tickets, notes=dict)
-        return HardRounds(RULE, current, source, self, judged, at_once=3, notes=notes)
-
-
-def asked(step, **weights):
-    return simple_request(jax.random.key(0), weights, np.int32(step), np.zeros(1, np.int32))
-
-
-def step_of(rounds, step):
-    """The problems that a step finds."""
-
-    def draw(request):
-        assert request.newer == "passed through"
-        return Groups(None, None, [p.id for p in rounds.current], {"other": 1.0}, {})
-
-    rounds.source.draw = draw
-    found = rounds.draw(asked(step).replace(newer="passed through"))
-    assert found.counts == {"other": 1.0, "hard_problems": float(len(found.subject))}
-    return found.subject
+    def problems(self, step):
+        """All problems of the round that a step is in, by steps from different tickets."""
+        size = int(self.run.step(step).counts["hard_problems"])
+        drawn = [self.run.step(step, cursor=i).subject[0].id for i in range(size)]
+        return drawn
 
 
 def test_problems_that_are_mostly_failed_are_drawn_until_the_next_round():
     world = World([0, 1, 2, 4, 0, 1, 3])
-    rounds = world.rounds()
-    assert rounds.notes() == {}
-    assert step_of(rounds, 0) == [10, 11, 14, 15]  # up to a quarter is right
+    groups = world.run.step(0)
+    assert [p.id for p in groups.subject] == [10, 11, 14]  # up to a quarter is right
+    assert groups.counts["hard_problems"] == 4.0
     assert world.tested == [(0, [0, 1, 2]), (0, [3, 4, 5]), (0, [6])]
     world.skill = [2, 0, 0, 0, 0, 4, 0]
-    assert step_of(rounds, 3) == [10, 11, 14, 15]
+    assert world.problems(3) == [10, 11, 14, 15]
     assert len(world.tested) == 3
     # What was left out is not tested again, though it would be failed now.
-    assert step_of(rounds, 4) == [11, 14]
-    assert world.tested[3:] == [(4, [0, 1, 4]), (4, [5])]
+    assert world.problems(4) == [11, 14]
+    assert world.tested[3:5] == [(4, [0, 1, 4]), (4, [5])]
     world.skill = [4] * 7
-    assert step_of(rounds, 8) == [11, 14]  # where nothing is hard the round has what there is
+    assert world.problems(8) == [11, 14]  # where nothing is hard the round has what there is
 
 
 def test_a_resumed_run_has_the_problems_of_its_round():
     world = World([0, 1, 2, 4, 0, 1, 3])
-    rounds = world.rounds()
-    step_of(rounds, 5)
-    (note,) = rounds.notes().values()
-    assert (note["round"], note["rows"].tolist()) == (1, [0, 1, 4, 5])
+    world.run.step(4)
+    notes = world.run.notes()
+    assert [0, 1, 4, 5] in notes["collect"].values()
     world.tested.clear()
-    again = world.rounds(note)
-    assert step_of(again, 6) == [10, 11, 14, 15]
-    assert not world.tested
-    assert step_of(again, 8) == [10, 11, 14, 15]
-    assert world.tested == [(8, [0, 1, 4]), (8, [5])]
+    again = World(world.skill)
+    again.run.resume(notes)
+    assert again.problems(6) == [10, 11, 14, 15]
+    assert not again.tested
+    again.run.step(8)
+    assert again.tested == [(8, [0, 1, 4]), (8, [5])]
 
 
 def test_a_problem_of_which_nothing_is_known_stays():
     world = World([4, 4, 4, 4, 4, 4, 0])
     world.dead = (0, 1, 2, 3)
-    assert step_of(world.rounds(), 0) == [12, 16]
-    world.dead = (0, 1)
-    world.skill[2] = 2  # both that are known are wrong
-    assert step_of(world.rounds(), 0) == [12, 16]
+    assert world.problems(0) == [12, 16]
+    world = World([4, 4, 2, 4, 4, 4, 0])
+    world.dead = (0, 1)  # both that are known are wrong
+    assert world.problems(0) == [12, 16]
 
 
 # ---------------------------------------------------------------- problems that are written
@@ -115,6 +168,10 @@ class Village:
     def __init__(self, write=None):
         self.lost, self.asked = {"q1", "q3"}, []
         self._write = write or (lambda failed, count, seed: [f"{f}+0.5" for f in failed])
+        self.prompts = Problems(PROMPTS[:4], self.make)
+        rule = written_problems(steps=3, problems=5, low=0.05, high=0.75)
+        host = HostTools(self.write, self.logits)
+        self.run = Run(rule, self.draw, [0.0, 2.0], problems=self.prompts, host=host)
 
     def write(self, failed, count, seed):
         self.asked.append((list(failed), count, seed))
@@ -124,33 +181,26 @@ class Village:
         text = row["question"] if isinstance(row, dict) else row
         return None if "unusable" in text else Prompt(0, text, np.array([3], np.int32), "")
 
-    def chances(self, params, prompts, seeds):
+    def logits(self, params, prompts, seeds):
         assert params["value"] == "value"
         assert len(set(seeds)) == len(prompts)
-        return np.array([float(p.text.rpartition("+")[2]) for p in prompts])
+        chances = np.array([float(p.text.rpartition("+")[2]) for p in prompts])
+        return np.log(chances / (1 - chances))
 
-    def rounds(self, notes=None):
-        rule, weights = WrittenProblems(3, 5, 0.05, 0.75), np.array([0.0, 2.0])
-        given = (self.write, self.make, self.chances, weights)
-        self.prompts = CurrentPrompts(PROMPTS[:4])
-        source = SimpleNamespace(order=lambda tickets: tickets, notes=dict)
-        return WrittenRounds(rule, self.prompts, source, *given, notes=notes)
+    def draw(self, request):
+        subject = [self.prompts[i] for i in entries(request)[1]]
+        right = np.array([[p.text not in self.lost] for p in subject])
+        points = np.stack([np.ones_like(right), right], axis=2).astype(np.float32)
+        ids = {"prompt": np.array([p.id for p in subject], np.int32)}
+        return Groups(rollout_of(np.ones(right.shape)), points, subject, {}, ids)
 
-    def step(self, rounds, number):
-        """The texts of the problems of a step, each of which is drawn."""
-
-        def draw(request):
-            assert request.weights["policy"] == "policy"
-            subject = list(self.prompts)
-            right = np.array([[p.text not in self.lost, False] for p in subject])
-            rollout = SimpleNamespace(stop=np.ones(right.shape), baseline=np.zeros_like(right))
-            points = np.stack([np.ones_like(right), right], axis=2).astype(np.float32)
-            return Groups(rollout, points, subject, {}, {})
-
-        rounds.source.draw = draw
-        found = rounds.draw(asked(number, policy="policy", value="value"))
-        assert found.counts == {"written_problems": len(self.prompts) - 4.0}
-        return [p.text for p in found.subject]
+    def step(self, number):
+        """The texts of the problems, each of which is drawn in the step or one like it."""
+        for cursor in range(0, len(self.prompts), 3):
+            groups = self.run.step(number, cursor)
+            if cursor == 0:
+                assert groups.counts["written_problems"] == len(self.prompts) - 4.0
+        return [p.text for p in self.prompts]
 
 
 DATA = ["q0", "q1", "q2", "q3"]
@@ -158,47 +208,60 @@ DATA = ["q0", "q1", "q2", "q3"]
 
 def test_problems_like_the_failed_ones_join_those_of_the_data():
     village = Village()
-    rounds = village.rounds()
-    assert village.step(rounds, 0) == village.step(rounds, 2) == DATA
+    assert village.step(1) == village.step(2) == DATA
     assert not village.asked
     village.lost = {"q1"}  # nobody asks about the last phase any more
-    assert village.step(rounds, 3) == [*DATA, "q1+0.5", "q3+0.5"]
+    assert [p.text for p in village.run.step(3, cursor=3).subject] == ["q3", "q1+0.5", "q3+0.5"]
     ((failed, count, seed),) = village.asked
     assert (failed, count) == (["q1", "q3"], 5)
     assert [p.id for p in village.prompts] == [10, 11, 12, 13, 14, 15]
     village.lost = {"q3+0.5"}
-    village.step(rounds, 5)
-    assert village.step(rounds, 6) == [*DATA, "q1+0.5", "q3+0.5", "q3+0.5+0.5"]
+    village.step(5)
+    village.run.step(6)
+    assert [p.text for p in village.prompts] == [*DATA, "q1+0.5", "q3+0.5", "q3+0.5+0.5"]
     assert village.asked[1][0] == ["q3+0.5"]
     assert village.asked[1][2] != seed
     village.lost = set()
-    village.step(rounds, 6)
-    village.step(rounds, 9)  # nothing was failed
+    village.step(7)
+    village.step(9)  # nothing was failed
     assert len(village.asked) == 2
 
 
 def test_what_is_hopeless_easy_unusable_or_there_already_is_left_out():
-    rows = ["a+0.04", "b+0.05", "c+0.75", "d+0.76", "e+nan", "unusable+0.5", "q2", "b+0.05"]
+    rows = ["a+0.04", "b+0.0501", "c+0.7499", "d+0.76", "e+nan", "unusable+0.5", "q2", "b+0.0501"]
     village = Village(lambda *asked: [*rows, {"question": "f+0.3", "answer": "1"}])
-    rounds = village.rounds()
-    village.step(rounds, 0)
-    assert village.step(rounds, 3) == [*DATA, "b+0.05", "c+0.75", "f+0.3"]
+    village.step(1)
+    village.run.step(3)
+    assert [p.text for p in village.prompts] == [*DATA, "b+0.0501", "c+0.7499", "f+0.3"]
     assert [p.id for p in village.prompts][4:] == [14, 15, 16]
 
 
 def test_a_resumed_run_has_what_was_written_and_what_was_failed():
-    village = Village()
-    rounds = village.rounds()
-    village.step(rounds, 0)
-    village.step(rounds, 3)
-    (note,) = json.loads(json.dumps(rounds.notes())).values()
-    again = Village()
-    resumed = again.rounds(note)
-    assert again.step(resumed, 4) == [*DATA, "q1+0.5", "q3+0.5"]
+    village, again = Village(), Village()
+    village.step(1)
+    village.run.step(3, cursor=0)
+    again.run.resume(village.run.notes())
+    village.run.step(4, cursor=3)
+    again.run.step(4, cursor=3)
+    assert [p.text for p in again.prompts] == [*DATA, "q1+0.5", "q3+0.5"]
     assert not again.asked
-    assert village.step(rounds, 6) == again.step(resumed, 6)
+    for each in (village, again):
+        each.run.step(6)
     assert village.asked[1] == again.asked[0]
-    assert [p.id for p in village.prompts] == [p.id for p in again.prompts]
+    assert [(p.id, p.text) for p in village.prompts] == [(p.id, p.text) for p in again.prompts]
+
+
+def test_a_step_that_fails_leaves_nothing_written():
+    village = Village()
+    village.step(1)
+    draw, village.run.source.draw = village.run.source.draw, None
+    with pytest.raises(TypeError):
+        village.run.step(3)
+    assert len(village.prompts) == 6
+    assert "added" not in village.run.notes()["collect"]
+    village.run.source.draw = draw
+    village.run.step(4)
+    assert len(village.prompts) == 4
 
 
 def test_a_writer_that_fails_ends_nothing(caplog):
@@ -206,9 +269,8 @@ def test_a_writer_that_fails_ends_nothing(caplog):
         raise EnvError("no server")
 
     village = Village(fails)
-    rounds = village.rounds()
-    village.step(rounds, 0)
-    assert village.step(rounds, 3) == DATA
+    village.step(1)
+    assert village.step(3) == DATA
     assert "nothing was written: no server" in caplog.text
 
 
@@ -271,36 +333,25 @@ def test_a_run_searches_hard_problems_and_trains_on_what_it_found(
     assert parts[0] == parts[1]
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("data.task=chain",), "needs data.train: those of a procedural task are never"),
-        (
-            ("data.env=guess_number",),
-            "needs data.train: those of a procedural task are never",
-        ),
-    ],
-)
-def test_runs_whose_problems_cannot_be_chosen_are_refused(more, said):
+def test_rounds_take_a_host_and_branches_take_no_tests():
     small = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
-    rounds = ("method=deepsearch", "objective.round_steps=3", "tree.kind=none", "run.dir=unused")
-    with pytest.raises(UserError, match=said):
-        check_trainable(setup(load_config(None, [small, *more, *rounds])))
-
-
-def test_text_without_a_search_has_no_rounds(tmp_path, letters_model):
-    rounds = "objective.round_steps=3"
-    config = settings(tmp_path, letters_model, "run", rounds, "tree={kind='none'}")
-    with pytest.raises(
-        UserError,
-        match="needs a search: .*; set tree.kind to 'search', or set objective.round_steps to 0",
-    ):
-        check_trainable(setup(config))
+    rounds = (
+        "data.task=sequence",
+        "method=deepsearch",
+        "objective.round_steps=3",
+        "run.dir=unused",
+    )
+    for more, message in {
+        ("train.mode=compiled", "tree.kind=none"): "in rounds: .*or set train.mode to 'host'",
+        ("tree={kind='branch', at='even', roots=2}",): "tests problems .* members drawn apart",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            check_trainable(setup(load_config(None, [small, *rounds, *more])))
 
 
 def test_coefficients_reach_the_rules():
     method = get_method("deepsearch", round_steps=7, hard=0.4, attempts=5, above=0.1, each=3)
-    assert method.curriculum == HardProblems(7, 5, 0.4, 0.1)
+    assert method.curriculum == hard_problems(7, 5, 0.4, 0.1)
     points, members = np.array([[1.0, 0, 0], [1, 1, 0], [0.1, 0, 0]]), np.ones((3, 3), bool)
     (rule,) = method.edits
     keep, replace = (cell.cell_contents for cell in rule.apply.__closure__[1:])

@@ -19,8 +19,8 @@ from jrl.methods.plan import also
 from jrl.objectives.transforms import completion_tokens, overlong_penalty, paid
 from jrl.sampling.params import make_sampling_params
 from jrl.train.collect import Collector
-from jrl.train.compiled import held_out, iterate, make_iteration, make_run, solution_batch
-from jrl.train.episodes import episode_rollout
+from jrl.train.compiled import held_out, iterate, make_iteration, make_run
+from jrl.train.episodes import episode_rollout, solution_batch
 from jrl.train.features import check_features, features_of
 from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
@@ -257,7 +257,7 @@ def test_a_method_that_drops_groups_cannot_have_players_in_them(network):
     )
 
     def check(config, method):
-        given = {"network": network, "model": None, "task": kind_of(config).task}
+        given = {"network": network, "model": None, "data": kind_of(config).features}
         check_features(features_of(config, method, **given))
 
     with pytest.raises(UserError, match="'nim', of 2 players, does .* keeps some groups and drops"):

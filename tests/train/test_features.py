@@ -6,6 +6,7 @@ from jrl.config import load_config
 from jrl.episodes.host import HostEnv, Limits
 from jrl.errors import UserError
 from jrl.methods import all_methods, get_method
+from jrl.methods.plan import Plan
 from jrl.train import features
 from jrl.train.features import TABLE, WITH, WITHOUT, check_features, features_of, host_features
 from jrl.train.kinds import kind_of
@@ -14,7 +15,20 @@ from jrl.train.kinds import kind_of
 def of_config(network, *lines):
     config = load_config(None, list(lines))
     method = get_method(config.method)
-    return features_of(config, method, network=network, model=None, task=kind_of(config).task)
+    return features_of(config, method, network=network, model=None, data=kind_of(config).features)
+
+
+EACH_KIND = (
+    ("data.task=sequence", "rewards={'own.py:right'={}}"),
+    ("data={env='nim', opponent='self'}",),
+    ("data.train=x.jsonl",),
+    ("data.train=x.jsonl", "data.env=own.py:env"),
+    ("data.train=recorded:x.jsonl",),
+    ("data.train=dialogues:x.jsonl",),
+    ("data.pairs=x.jsonl", "method=dpo"),
+    ("data.pairs=x.jsonl", "data.task=sequence", "method=dpo"),
+)
+"""Configurations of each kind of data, and of several players and rewards of one's own."""
 
 
 @pytest.fixture
@@ -27,6 +41,8 @@ def found_names(network, monkeypatch):
     monkeypatch.setattr(features, "_present", lambda items: {name: name for name in items})
     env = HostEnv(init=None, step=None, limits=Limits(turns=1))
     names = set(host_features(env, of_config(network, "data.task=sequence")))
+    for line in EACH_KIND:
+        names |= set(kind_of(load_config(None, [*line])).features)
     return names | {"experts", "compiled", "packed", "in flight"}
 
 
@@ -83,6 +99,13 @@ def test_a_plain_run_of_each_kind_lacks_nothing(network):
     check_features(of_config(network, "data.pairs=x.jsonl", "method=dpo"))
 
 
+def test_data_that_give_completions_play_no_plan():
+    plan = get_method("dars").plan
+    played = [kind_of(load_config(None, [*line])).played(plan) for line in EACH_KIND]
+    assert [each == plan for each in played] == [True] * 4 + [False] * 4
+    assert all(each == Plan() for each in played[4:])
+
+
 def test_the_needs_of_methods_are_known():
     """A size of a group, what no run has yet, or places where prefixes of prompts may end."""
     for name, published in all_methods().items():
@@ -100,7 +123,7 @@ def test_rewards_that_pay_nothing_and_a_value_network_for_nobody_are_said(networ
         config = load_config(None, [*task, *more])
         method = get_method(config.method)
         run_features = features_of(
-            config, method, network=network, model=None, task=kind_of(config).task
+            config, method, network=network, model=None, data=kind_of(config).features
         )
         check_features(run_features)
 

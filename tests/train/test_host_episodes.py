@@ -75,7 +75,6 @@ def source(env, **weights):
         prompts=PROMPTS,
         seed=None,
         tokenizer=TOKENIZER,
-        group=G,
         weights=weights or {"reward": 1.0, "success": 0.0},
     )
 
@@ -176,7 +175,7 @@ def test_an_environment_is_told_the_step_and_the_split(made, params):
 
 def test_a_group_that_could_never_be_open_is_named(made):
     with pytest.raises(UserError, match=r"opens 3 episodes at once, fewer than the 4 members"):
-        made(digits_env()._replace(lifecycle=Lifecycle(at_once=3)))
+        made(digits_env()._replace(lifecycle=Lifecycle(at_once=3))).draw(asked(None, 0, 1))
 
 
 def test_parts_that_the_environment_does_not_pay_are_named(made):
@@ -190,7 +189,7 @@ def train(made, params, steps, fails=lambda prompt: False):
     step = jax.jit(make_step(**parts))
     state, cursor, curve = init_state(KEY, params, **parts, value=None), 0, []
     mesh, weights = make_mesh({}, jax.devices()[:1]), np.array([1.0, 0.0], np.float32)
-    collector = Collector(made(digits_env(fails)), 4, weights, method, mesh)
+    collector = Collector(made(digits_env(fails)), 4, weights, method, mesh, group=G)
     for i in range(steps):
         batch, _, cursor = collector.collect(KEY, policy_weights(state), step=i, cursor=cursor)
         state, metrics = step(state, batch, make_sampling_params())

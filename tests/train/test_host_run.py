@@ -33,7 +33,7 @@ from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train.build import setup
 from jrl.train.host_episodes import host_source, leaves_played
-from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.run_rows import prompt_seeds
 from jrl.train.sources import simple_request
 from jrl.train.tree_search import plan_of
 
@@ -491,6 +491,21 @@ def test_tasks_are_written_at_the_start_of_a_phase(place, tmp_path, monkeypatch)
     assert untimed(whole) == untimed(parts)
 
 
+@pytest.mark.slow
+def test_episodes_test_problems_between_rounds(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
+    rounds = "objective={round_steps=2, attempts=3, hard=0.5, above=0.0}"
+    more = ("method=deepsearch", rounds, "rewards={success={}}", "data.eval=", "tree.kind=none")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(settings(place, whole, "lucky", *more, "train.steps=4"), echo=lambda line: None)
+    hard = [r["hard_problems"] for r in records_of(whole)]
+    assert hard[0] == hard[1] >= hard[2] == hard[3] >= 1
+    for steps in (2, 4):
+        config = settings(place, parts, "lucky", *more, f"train.steps={steps}")
+        train(config, echo=lambda line: None)
+    assert untimed(whole) == untimed(parts)
+
+
 def test_written_tasks_need_a_writer(place, tmp_path):
     config = settings(place, tmp_path / "run", "lucky", *WRITTEN)
     with pytest.raises(
@@ -633,13 +648,16 @@ def test_a_search_at_evaluation_samples_what_training_samples(place, tmp_path, e
         with contextlib.closing(host_source(run, run.data.prompts["train"], 4)) as source:
             asked = simple_request(key, {"policy": params}, 3, positions.astype(np.int32), 4)
             searched_too = asked.asks[0].replace(tree=run.method.draw.search)
-            groups, shape = source.draw(asked.replace(asks=(searched_too,))), source._shape
+            groups, shape = (
+                source.draw(asked.replace(asks=(searched_too,))),
+                source._shape._replace(group=4),
+            )
         seeds = prompt_seeds(key, "sample", 3, positions)
         prompts = groups.subject[:: run_players(groups)]
         evaluated = searched_run(config, 2)
         with searcher_of(evaluated, key, params, 3, width=2, split="train") as search:
             searched = opened(search(prompts, seeds, plan, by_path(by_likelihood)))
-    members = leaves_played(searched, plan, 4).groups
+    members = leaves_played(searched, plan).groups
     if env == "two":
         members = rows_of_players(members, 2)
         first = {s.player for row in members[0] for s in row.segments}

@@ -9,10 +9,9 @@ import pytest
 
 from jrl.methods.base import Method
 from jrl.methods.curriculum import Curriculum, Selection, Table, put_rows, top_rows
-from jrl.methods.edit import Edit, edit_of, fill, fill_groups, only, rank
+from jrl.methods.edit import Edit, edit_of, fill, fill_groups, of_parts, only, rank
 from jrl.methods.plan import Plan, also, more, new
 from jrl.methods.stores import group_store, member_store
-from jrl.train.collect_notes import packed, unpacked
 from jrl.train.edit import edited, learned, mean_sizes, outcome_of
 from jrl.train.groups import batch_of
 from jrl.train.members import numbers, widths
@@ -21,8 +20,10 @@ from jrl.train.plan import (
     Setting,
     host_rounds,
     new_collected,
+    packed,
     sample_step,
     traced_rounds,
+    unpacked,
 )
 from jrl.train.sources import Groups
 from jrl.types import Rollout, StopReason, stream
@@ -139,6 +140,16 @@ best_and_worst = edit_of(
 )
 kept_mixed = edit_of(lambda groups, view: only(groups, mixed(groups)[:, None]))
 
+
+def shaped(groups, view):
+    """Points by member, group, batch and step: more where others fail, none where none does."""
+    drawn = groups.drawn()
+    share = jnp.where(drawn, groups.rewards[:, :, 0], 0).sum() / drawn.sum()
+    points = groups.rewards[:, :, 0] * (2 - share) - 0.1 * view.step
+    points = jnp.where(groups.rate()[:, None] < 1, points, 0)
+    return groups.replace(rewards=points[:, :, None].astype(jnp.float32))
+
+
 METHODS = {
     "plain": Method(None),
     "thompson": Method(None, curriculum=thompson()),
@@ -164,6 +175,9 @@ METHODS = {
     "best_and_worst": Method(None, edits=(best_and_worst,)),
     "fifo": Method(None, curriculum=thompson(), edits=(fifo(),)),
     "groups": Method(None, edits=(replayed_groups(),)),
+    "rewards": Method(
+        None, rewards=shaped, plan=Plan(next=extra, rounds=2, members=lambda g: 4), edits=(fifo(),)
+    ),
     "by_prompt": Method(None, edits=(by_prompt(),)),
 }
 
@@ -184,7 +198,7 @@ def one_step(collected, key, step, setting, rounds):
     size = mean_sizes(batch.tokens * batch.score()[:, :, None], batch.mask)
     if setting.method.curriculum is not None:
         outcome = outcome_of(groups, trained, size, step, TABLE)
-        collected = learned(setting.curriculum, collected, outcome)
+        collected = learned(setting.method.curriculum, collected, outcome)
     return collected, batch
 
 
@@ -284,6 +298,33 @@ def test_a_thompson_sampler_learns_which_problems_are_half_right():
     late = np.asarray(batches.prompt_tokens)[:, 40:, :, 0]
     distance = np.abs((late + 1) / (ROWS + 1) - 0.5)
     assert distance.mean() < 0.15 < np.abs((np.arange(ROWS) + 1) / (ROWS + 1) - 0.5).mean()
+
+
+def test_rewards_are_edited_by_member_group_batch_and_step():
+    plain, _ = on_host(METHODS["plain"], KEY, 3)
+    edited_too, _ = on_host(Method(None, rewards=shaped), KEY, 3)
+    for step, (before, after) in enumerate(zip(plain, edited_too, strict=True)):
+        right = before["rewards"].astype(np.float64)
+        points = right * (2 - right.mean()) - 0.1 * step
+        points = np.where(right.mean(axis=1, keepdims=True) < 1, points, 0)
+        np.testing.assert_allclose(after["rewards"], points, atol=1e-6)
+        np.testing.assert_array_equal(after["tokens"], before["tokens"])
+
+
+def test_plans_see_the_rewards_that_the_method_pays():
+    shown = []
+
+    def next_asks(groups, view):
+        shown.append(np.asarray(groups.rewards))
+        return ()
+
+    doubled = of_parts(lambda parts, rollout: 2 * parts + rollout.lengths[:, :, None])
+    method = Method(None, rewards=doubled, plan=Plan(next=next_asks, rounds=1))
+    setting, draw = setting_of(method), partial(draw_toy, key=KEY, step=np.int32(0))
+    state = new_collected(setting), Now(KEY, np.int32(0)), setting, host_rounds
+    groups, *_ = sample_step(draw, *state)
+    np.testing.assert_array_equal(groups.rewards, shown[0])
+    assert set(np.unique(shown[0])) <= {T, T + 2}
 
 
 def test_members_are_numbered_over_all_asks():

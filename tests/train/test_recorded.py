@@ -135,7 +135,7 @@ def test_a_run_trains_on_what_was_drawn(method, model, sessions, tmp_path, monke
 def test_the_batch_is_what_is_on_disk(model, sessions):
     run = build.setup(config_of(model, sessions, "sampling.group=8", "data.shuffle=false"))
     programs.check_trainable(run)
-    source = run_source(run, None, {})
+    source = run_source(run, None)
     groups = source.draw(simple_request(None, {}, 0, TICKET, rows=source.order(TICKET)))
     written = rewarded(sessions)
     mask = groups.rollout.mask

@@ -91,7 +91,7 @@ def test_completions_are_the_experts(place, on_host):
     state = state.replace(
         frozen=state.frozen | {"expert": jax.tree.map(lambda x: 1.3 * x, state.frozen["expert"])}
     )
-    source = run_source(run, None, {})
+    source = run_source(run, None)
     collector = Collector(
         source, 4, np.ones(1, np.float32), run.method, run.mesh, group=run.config.sampling.group
     )

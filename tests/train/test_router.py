@@ -18,9 +18,8 @@ from jrl.models.routing import record_dtype, recording
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.groups import to_batch
-from jrl.train.members import join_members
+from jrl.train.members import demonstration_rollout, join_members
 from jrl.train.packing import Packer
 from jrl.train.router import RouterTraining
 from jrl.train.score import score, shared_rows, undivided

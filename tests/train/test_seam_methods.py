@@ -22,12 +22,14 @@ from jrl.train.compiled import iterate, make_iteration, pool_table
 from jrl.train.groups import PlacedGroups
 from jrl.train.loop import policy_weights
 from jrl.train.plan_tools import TaskTools, TextTools
+from jrl.train.sources import epoch_order
 from jrl.train.sources_task import TaskSource, task_rollout
 from jrl.train.sources_text import TextSource
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Prompt, Rollout, StopReason
 from jrl.zoo.methods.filters import by_rank
+from jrl.zoo.methods.rounds import hard_problems
 from jrl.zoo.methods.sampling import further_members, least_hinted
 
 N, G, STEPS = 3, 4, 4
@@ -250,6 +252,52 @@ def live_tokens(batch):
     members = np.asarray(batch.members)
     tokens = np.where(np.asarray(batch.mask), np.asarray(batch.tokens), 0)
     return members, tokens, np.where(members, np.asarray(batch.score()), 0)
+
+
+def test_problems_of_a_task_are_tested_between_rounds(network, first_letter, quick_jit):
+    """By members of their own keys, and as a restored run has them."""
+    rule, task = hard_problems(2, 3, 0.4, 0.5)._replace(pool=8), first_letter
+    method = get_method("grpo").with_(curriculum=rule)
+    draw = quick_jit(
+        partial(
+            task_rollout, sampling_params=SAMPLING, task=task, parts=("verify",), network=network
+        )
+    )
+    tested = []
+
+    def drawn(request, **how):
+        groups = draw(request, **how)
+        if request.stream == "curriculum":
+            tested.append((int(request.step), np.asarray(groups.rewards)[..., 0]))
+        return groups
+
+    def collector_of(notes):
+        return Collector(
+            source=TaskSource(task, ("verify",), drawn),
+            prompts=N,
+            reward_weights=np.ones(1, np.float32),
+            method=method,
+            mesh=MESH,
+            group=G,
+            judge=0,
+            table=pool_table(8),
+            in_order=partial(epoch_order, None),
+            notes=notes,
+        )
+
+    batches, _ = train_on_host(collector_of, network, method, quick_jit)
+    first = np.concatenate([right for step, right in tested if step == 0])
+    assert first.shape == (8, 3)
+    hard = np.flatnonzero(first.mean(axis=1) <= 0.4)
+    assert 0 < len(hard) < 8
+    assert {step for step, _ in tested} == {0, 2}
+    for step, (_, groups) in enumerate(batches[:2]):
+        assert groups.counts["hard_problems"] == len(hard)
+        expected = hard[(N * step + np.arange(N)) % len(hard)]
+        np.testing.assert_array_equal(groups.ids["prompt"], expected)
+    again, _ = train_on_host(collector_of, network, method, quick_jit, restored_at=3)
+    for (one, _), (other, _) in zip(batches, again, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, live_tokens(one), live_tokens(other))
 
 
 @pytest.mark.parametrize("name", NAMES)

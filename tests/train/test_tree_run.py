@@ -199,7 +199,9 @@ BAD = {
     "tree.at = 'gap' does not go with method = 'online_dpo', which compares whole completions": [
         *(GAP, "method=online_dpo")
     ],
-    "tree.at = 'gap' does not go with method = 'sft', which draws nothing": [GAP, "method=sft"],
+    "tree.at = 'gap' needs sampled members: no member that the method samples is on a": [
+        *(GAP, "method=sft")
+    ],
     "go with objective.router_replay = true: a branch has no record of its past's experts": [
         *("method=arpo", "objective.router_replay=true")
     ],
@@ -209,11 +211,11 @@ BAD = {
 @pytest.mark.parametrize("said", BAD)
 def test_what_grows_no_tree_is_named_before_anything_compiles(said, network):
     config = load_config(None, [*TASK, *BAD[said]])
-    task = kind_of(config).task
+    kind = kind_of(config)
 
     def check():
-        more = {"network": network, "model": None, "task": task}
-        check_features(features_of(config, method_of(config, task), **more))
+        more = {"network": network, "model": None, "data": kind.features}
+        check_features(features_of(config, method_of(config, kind.task), **more))
 
     with pytest.raises(UserError) as caught:
         check()

@@ -38,8 +38,7 @@ from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
 from jrl.train.objective import method_of
 from jrl.train.plan_tools import TextTools
-from jrl.train.prompt_seeds import prompt_seeds
-from jrl.train.run_rows import RunRows
+from jrl.train.run_rows import RunRows, prompt_seeds
 from jrl.train.sources import Groups, simple_request
 from jrl.train.tree_search import TreeSearch, plan_of, run_estimate
 from jrl.types import Branching, Prompt, Search, StopReason
@@ -97,9 +96,9 @@ def problems(lost=lambda tokens: False):
 WEIGHTS = np.array([1.0, 0.0])
 
 
-def request(step, search, weights):
+def request(step, search, weights, group=G):
     """What is asked for of all prompts, each of which is searched."""
-    asked = simple_request(jax.random.key(4), weights, step, np.arange(3, dtype=np.int32), G)
+    asked = simple_request(jax.random.key(4), weights, step, np.arange(3, dtype=np.int32), group)
     return asked.replace(asks=(asked.asks[0].replace(tree=search),))
 
 
@@ -107,9 +106,9 @@ def drawn(search, lost=lambda tokens: False, estimate=None, group=G, **sizes):
     """The groups of one draw, the source, and what was judged."""
     asked, judged = problems(lost)
     weights = {"policy": params(), **({} if estimate is None else {"value": "value"})}
-    how = {"group": group, "width": P, "ends": (END,), "estimate": estimate}
+    how = {"width": P, "ends": (END,), "estimate": estimate}
     source = TreeSearch(RunRows(rows(**sizes)), search, asked, WEIGHTS, **how)
-    groups = source.draw(request(5, search, weights))
+    groups = source.draw(request(5, search, weights, group))
     return groups, source, judged
 
 
@@ -332,7 +331,7 @@ def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
     """Kept: the even half. Later their prompts' members share nothing, and the first are kept."""
     asked, _ = problems()
     search = SEARCHED["frontier"]
-    source = TreeSearch(RunRows(rows()), search, asked, WEIGHTS, group=G, width=P, ends=(END,))
+    source = TreeSearch(RunRows(rows()), search, asked, WEIGHTS, width=P, ends=(END,))
     rule = replay_rare(0.5, 0.8, each=2, prompts=8)
     plan = Plan(stored_apart, tree=search)
     method = get_method("grpo")._replace(plan=plan, edits=(rule,))

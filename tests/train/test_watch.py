@@ -247,8 +247,8 @@ def go(tmp_path, monkeypatch):
             return self.faults.get(int(request.step) + 1, lambda g: g)(groups)
 
     def of(faults, *changes):
-        def source(run, pool, notes):
-            return Faulty(make(run, pool, notes), faults)
+        def source(run, pool):
+            return Faulty(make(run, pool), faults)
 
         monkeypatch.setattr(batches, "run_source", source)  # of training, not of evaluations
         directory = tmp_path / "run"

@@ -12,7 +12,6 @@ from typing import Annotated, Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jrl.methods.base import Method, Schedule, normalised, requires
 from jrl.methods.definition import published, variant
@@ -28,6 +27,7 @@ from jrl.methods.domains import (
     check_band,
     is_zero,
 )
+from jrl.methods.edit import of_parts
 from jrl.methods.group_relative import dr_grpo, grpo
 from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.preference import dpo, pair_method
@@ -396,19 +396,17 @@ def critique_grpo(
 # ---------------------------------------------------------------- expert iteration
 
 
-def _refusals(depth: float, slope: float) -> Callable[[np.ndarray, Rollout], np.ndarray]:
-    """The reward seam of Auto-CEI: right 1, wrong -1, a refusal by the depth of its reasoning."""
+def _refusals(depth: float, slope: float) -> Callable[[Array, Rollout], Array]:
+    """The reward parts of Auto-CEI: right 1, wrong -1, a refusal by the depth of its reasoning."""
 
-    def rewards(parts: np.ndarray, rollout: Rollout) -> np.ndarray:
+    def rewards(parts: Array, rollout: Rollout) -> Array:
         right = parts[..., 0]
-        scored = np.where(np.isnan(right), right, np.where(right > 0, 1.0, -1.0))
+        scored = jnp.where(jnp.isnan(right), right, jnp.where(right > 0, 1.0, -1.0))
         if parts.shape[-1] > 1:
-            steps = parts[..., 2] if parts.shape[-1] > 2 else np.asarray(rollout.mask).sum(-1)
-            abstention = np.tanh(slope * (steps - depth) / 2)  # 2 / (1 + exp(-x)) - 1
-            scored = np.where(parts[..., 1] > 0, abstention, scored)
-        out = np.zeros_like(parts)
-        out[..., 0] = scored
-        return out
+            steps = parts[..., 2] if parts.shape[-1] > 2 else jnp.asarray(rollout.mask).sum(-1)
+            abstention = jnp.tanh(slope * (steps - depth) / 2)  # 2 / (1 + exp(-x)) - 1
+            scored = jnp.where(parts[..., 1] > 0, abstention, scored)
+        return jnp.zeros_like(parts).at[..., 0].set(scored)
 
     return rewards
 
@@ -462,7 +460,7 @@ def auto_cei(
     """
     return Method(
         Objective(expert_weights(temperature), ratios.reinforce(), aggregates.sequence_mean),
-        rewards=_refusals(depth, slope),
+        rewards=of_parts(_refusals(depth, slope)),
         needs=requires(
             1,
             "a reward function that finds refusals and counts reasoning steps; the search "

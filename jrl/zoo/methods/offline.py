@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, Schedule, WrittenProblems
+from jrl.methods.base import Method, Schedule
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Count,
@@ -39,6 +39,7 @@ from jrl.types import (
     Surrogate,
     Transform,
 )
+from jrl.zoo.methods.rounds import written_problems
 from jrl.zoo.networks.token_values import TokenValues
 
 # What a network with token values shows of ONE token, by name, and the token -> a number.
@@ -382,5 +383,5 @@ def webrl(
         ),
         schedule=Schedule(after=refreshed(phase_steps)),
         edits=rule,
-        curriculum=WrittenProblems(phase_steps, written, low, high) if written else None,
+        curriculum=written_problems(phase_steps, written, low, high) if written else None,
     )

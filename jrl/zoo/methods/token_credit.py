@@ -14,7 +14,6 @@ from typing import Annotated
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jrl.methods.base import CENTRED, Method
 from jrl.methods.definition import variant
@@ -28,6 +27,7 @@ from jrl.methods.domains import (
     Positive,
     Tokens,
 )
+from jrl.methods.edit import of_parts
 from jrl.methods.group_relative import dapo, grpo
 from jrl.objectives import segments
 from jrl.objectives.aggregates import sequence_mean
@@ -183,16 +183,16 @@ def degrpo(
     supervised training first.
     """
 
-    def by_mode(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
-        right = rewards[..., 0] >= correct
-        long = np.asarray(rollout.tokens)[..., 0] == think_token
-        first = np.where(right, np.where(long, 1 - gamma, 1.0), -1.0)
-        first = np.where(np.isnan(rewards[..., 0]), rewards[..., 0], first)
-        return np.concatenate([first[..., None], rewards[..., 1:]], -1).astype(np.float32)
+    def by_mode(parts: Array, rollout: Rollout) -> Array:
+        right = parts[..., 0] >= correct
+        long = jnp.asarray(rollout.tokens)[..., 0] == think_token
+        first = jnp.where(right, jnp.where(long, 1 - gamma, 1.0), -1.0)
+        first = jnp.where(jnp.isnan(parts[..., 0]), parts[..., 0], first)
+        return jnp.concatenate([first[..., None], parts[..., 1:]], -1)
 
     kl = tuple(term._replace(aggregate=sequence_mean) for term in base.objective.regularizers)
     method = base.with_(advantage=CENTRED, aggregate=first_token_apart(alpha), regularizers=kl)
-    return method if think_token is None else method.with_(rewards=by_mode)
+    return method if think_token is None else method.with_(rewards=of_parts(by_mode))
 
 
 # ---------------------------------------------------------------- preplan and anchor

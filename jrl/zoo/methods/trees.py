@@ -12,7 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import HardProblems, Method
+from jrl.methods.base import Method
 from jrl.methods.curriculum import unchanged
 from jrl.methods.definition import variant
 from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole
@@ -24,6 +24,7 @@ from jrl.objectives.aggregates import token_mean
 from jrl.objectives.branches import branch_means, by_branch, through
 from jrl.objectives.transforms import over_branches, per_token, stateless, trained
 from jrl.types import Array, Batch, Branching, Search, Transform
+from jrl.zoo.methods.rounds import hard_problems
 
 # ---------------------------------------------------------------- the tree of prefixes
 
@@ -305,5 +306,5 @@ def deepsearch(
             tree=Search("frontier", width=8, rounds=64, tokens=256),
         ),
         edits=(replay_rare(above, hard, each, kept_prompts),) if in_rounds else (),
-        curriculum=HardProblems(round_steps, attempts, hard, above) if in_rounds else None,
+        curriculum=hard_problems(round_steps, attempts, hard, above) if in_rounds else None,
     )

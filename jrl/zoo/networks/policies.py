@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.errors import UserError
-from jrl.methods.base import Method, unchanged
+from jrl.methods.base import Method
+from jrl.methods.curriculum import unchanged
 from jrl.methods.schedule import After, AfterView, every
 from jrl.sampling.params import SamplingParams
 from jrl.train.state import STACKED, stacked, stacked_axes
@@ -135,7 +136,7 @@ def one_of(tree: Any, index: Any) -> Any:
 
 
 class Prepared(struct.PyTreeNode):
-    """What the policies' ``prepare`` returned: of all, or of the first alone."""
+    """Prepared weights of all policies, or of the first alone."""
 
     weights: tuple[Any, ...]
 

@@ -7,30 +7,27 @@ Death? Challenges and Solutions for Reproducible Reasoning" (arXiv:2506.09501).
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jrl.config import Config
-from jrl.data.tasks import Task
 from jrl.errors import UserError, unknown_choice
 from jrl.evaluate import load_policy
+from jrl.evaluate.search import points_of
 from jrl.mesh import AXES, make_mesh
 from jrl.models.config import DTYPES
-from jrl.rewards.base import Sample
 from jrl.sampling.engine import Engine
 from jrl.sampling.request import Completion, Request
 from jrl.serving.launch import ServedPolicy, served_policy
 from jrl.train import build
+from jrl.train.batches import undrawn_source
 from jrl.train.build import Run
 from jrl.train.memory_check import check_problems, check_slots
-from jrl.train.reward_parts import reward_pool
-from jrl.types import StopReason, stream
+from jrl.types import StopReason
 
 _CHUNK = 16
 
@@ -205,20 +202,17 @@ def measure_drift(
         del params  # it is loaded anew on each mesh
         problem_set = _Problems(run, key, problems)
     results: dict[str, dict[Setting, list[Drawn]]] = {"greedy": {}, "sampled": {}}
-    with reward_pool(config) as pool:
-        for mesh, dtype in itertools.product(meshes, dtypes):
-            policy = served_policy(_changed(config, sizes[mesh], dtype), checkpoint=checkpoint)
-            for batch in batches:
-                engine = _engine(policy, batch, run.width)
-                for kind, samples in results.items():
-                    completions = _draw(
-                        engine, policy, problem_set.prompts, _sampling(config, kind)
-                    )
-                    points = problem_set.points(completions, pool)
-                    samples[Setting(batch, mesh, dtype)] = [
-                        Drawn(c.tokens, logprobs, float(p))
-                        for (c, logprobs), p in zip(completions, points, strict=True)
-                    ]
+    for mesh, dtype in itertools.product(meshes, dtypes):
+        policy = served_policy(_changed(config, sizes[mesh], dtype), checkpoint=checkpoint)
+        for batch in batches:
+            engine = _engine(policy, batch, run.width)
+            for kind, samples in results.items():
+                completions = _draw(engine, policy, problem_set.prompts, _sampling(config, kind))
+                points = problem_set.points(completions)
+                samples[Setting(batch, mesh, dtype)] = [
+                    Drawn(c.tokens, logprobs, float(p))
+                    for (c, logprobs), p in zip(completions, points, strict=True)
+                ]
     summaries = [
         setting._asdict()
         | {
@@ -312,38 +306,16 @@ class _Problems:
     """Held-out problems of a run: their prompts, and who says what is right."""
 
     def __init__(self, run: Run, key: Any, count: int) -> None:
-        self._run, self._held_out = run, run.data.prompts["eval"][:count]
-        if isinstance(run.task, Task):
-            keys = jax.vmap(lambda i: stream(key, "eval_data", i))(jnp.arange(count))
-            self._problems = jax.vmap(functools.partial(run.task.generate, split="eval"))(keys)
-            tokens, lengths = jax.device_get((self._problems.tokens, self._problems.length))
-            self.prompts = [t[:n].tolist() for t, n in zip(tokens, lengths, strict=True)]
-        elif self._held_out:
-            self.prompts = [prompt.tokens.tolist() for prompt in self._held_out]
-        else:
+        self._run = run
+        rows = np.arange(min(count, run.kind.problems(run.data, count, "eval")))
+        if not len(rows):
             raise UserError("data.eval is missing; name a file of held-out prompts")
+        self._about, self._asked = undrawn_source(run, None, "eval").prompts(key, rows)
+        self.prompts = [prompt.tokens.tolist() for prompt in self._asked]
 
-    def points(self, completions: Sequence[tuple[Completion, Any]], pool: Any) -> np.ndarray:
+    def points(self, completions: Sequence[tuple[Completion, Any]]) -> np.ndarray:
         """[M] the rewards of the part that defines accuracy."""
-        task, tokenizer = self._run.task, self._run.tokenizer
-        if isinstance(task, Task):
-            tokens = np.zeros((len(completions), task.completion_tokens), np.int32)
-            lengths = np.array([len(c.tokens) for c, _ in completions], np.int32)
-            for row, (completion, _) in zip(tokens, completions, strict=True):
-                row[: len(completion.tokens)] = completion.tokens
-            return np.asarray(
-                jax.vmap(task.verify)(self._problems, *map(jnp.asarray, (tokens, lengths)))
-            )
-        samples = [
-            Sample(
-                prompt=prompt,
-                completion=tokenizer.decode(completion.tokens.tolist()),
-                tokens=completion.tokens,
-                stop=StopReason(completion.stop).name.lower(),
-            )
-            for prompt, (completion, _) in zip(self._held_out, completions, strict=True)
-        ]
-        names = list(self._run.rewards.weights)
-        judge = self._run.rewards.judge
-        points = pool.scores(samples, group=1).points
-        return points[:, names.index(judge) if judge in names else 0]
+        paths = [np.asarray(completion.tokens, np.int32) for completion, _ in completions]
+        ended = [StopReason(c.stop) == StopReason.STOP_TOKEN for c, _ in completions]
+        state = self._run, self._about, self._asked, np.arange(len(paths)), paths
+        return points_of(*state, np.array(ended))

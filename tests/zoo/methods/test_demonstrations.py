@@ -1,6 +1,7 @@
 """Demonstrations beside own samples against float64 references, and what papers state."""
 
 import types
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from harness import (
     numbers,
     ragged,
     ratio,
+    rewritten,
     run,
     sequences,
     standard_score,
@@ -167,7 +169,7 @@ def test_auto_cei_with_equal_rewards_is_sft():
 
 
 def test_auto_cei_rewards_a_refusal_by_the_reasoning_before_it():
-    rewards = get_method("auto_cei", depth=4.0, slope=0.5).rewards
+    rewards = partial(rewritten, get_method("auto_cei", depth=4.0, slope=0.5))
     rollout = types.SimpleNamespace(mask=np.arange(8) < np.array([[[4], [8], [2], [3]]]))
     right = np.array([[1.0, 0.0, 0.0, np.nan]])
     refused, steps = np.array([[0.0, 1.0, 0.0, 0.0]]), np.array([[9.0, 2.0, 9.0, 9.0]])

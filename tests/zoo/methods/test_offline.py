@@ -13,7 +13,7 @@ from harness import (
 from steps import earned, episodes, paid, steps_of
 
 from jrl.methods import get_method
-from jrl.methods.base import WrittenProblems
+from jrl.zoo.methods.rounds import written_problems
 
 
 def filtered_loss(d, frozen, keep=0.4):
@@ -184,6 +184,6 @@ def test_digirl_and_webrl_store_nothing_unless_asked_to():
 def test_webrls_tasks_are_written_once_a_phase():
     assert get_method("webrl").curriculum is None
     method = get_method("webrl", written=30, phase_steps=7, high=0.6)
-    assert method.curriculum == WrittenProblems(steps=7, problems=30, low=0.05, high=0.6)
+    assert method.curriculum == written_problems(steps=7, problems=30, low=0.05, high=0.6)
     assert [s for s in range(15) if method.schedule.after[0].due(s)] == [7, 14]
     assert "curriculum" in method.seams

@@ -17,6 +17,7 @@ from harness import (
     numbers,
     ragged,
     ratio,
+    rewritten,
     run,
     sequences,
     standard_score,
@@ -168,11 +169,11 @@ def test_at_one_length_degrpo_is_grpos_mean_scaled():
 def test_rewards_by_mode():
     rollout = types.SimpleNamespace(tokens=np.array([[[7, 1], [3, 7], [7, 2], [3, 3], [3, 3]]]))
     rewards = np.array([[[1, 5], [1, 6], [0, 7], [0, 8], [np.nan, 9]]], np.float32)
-    got = degrpo(think_token=7, gamma=0.25).rewards(rewards, rollout)
+    got = rewritten(degrpo(think_token=7, gamma=0.25), rewards, rollout)
     np.testing.assert_array_equal(got[0, :, 0], [0.75, 1.0, -1.0, -1.0, np.nan])
     np.testing.assert_array_equal(got[..., 1], rewards[..., 1])
     assert got.dtype == np.float32
-    assert degrpo().rewards(rewards, rollout) is rewards
+    assert degrpo().rewards is grpo().rewards
 
 
 # ---------------------------------------------------------------- preplan and anchor
