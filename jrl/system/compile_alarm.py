@@ -65,8 +65,9 @@ class AlarmFilter:
 def _stderr_on(descriptor: int, real: int) -> Any:
     """``sys.stderr`` where it was the descriptor's and now is ``real``'s; None if it was not."""
     stream: Any = sys.stderr
+    replaced = sys.stderr is not sys.__stderr__  # by a notebook or a test
     try:
-        if stream is not sys.__stderr__ or stream.fileno() != descriptor:
+        if stream is None or replaced or stream.fileno() != descriptor:
             return None
     except (AttributeError, OSError, ValueError):
         return None

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from tpu_programs import needs_libtpu
+from typer.testing import CliRunner
 
+from jrl.cli.app import app
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.plan import as_text, counted_plan, parse_topology
@@ -51,3 +53,12 @@ def test_a_mesh_for_another_slice_names_the_option():
 def test_the_time_of_compiling_follows_from_that_of_lowering():
     assert plan.compile_estimate("train_step", 4.0, 0.0) == "about 7 min"
     assert plan.compile_estimate("resharding", 0.1, -1.0) == "about 10 s"
+
+
+@needs_libtpu
+def test_the_command_counts_for_the_slice_of_the_file(monkeypatch):
+    monkeypatch.setattr(plan, "_compiled", None)
+    done = CliRunner().invoke(app, ["plan", str(CONFIGS / "pod_1.7b_v5e.toml"), "--quick"])
+    assert done.exit_code == 0, done.output
+    assert "on v5e:4x4, 16 chips" in done.output
+    assert "verdict: fits by this estimate" in done.output

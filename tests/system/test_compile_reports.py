@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from jrl.config import load_config
+from jrl.run.run import _compiles_sooner
 from jrl.system import compile_reports
 from jrl.system.compile_reports import CompileNotes, compile_run
 
@@ -171,3 +173,9 @@ def test_every_run_of_make_run_is_reported(monkeypatch):
     )
     jax.eval_shape(run, jax.random.key(0), {"learning_rate": jnp.float32(0.1)})
     assert calls == [2]
+
+
+def test_a_run_names_the_key_by_which_its_sampler_compiles_sooner():
+    known = _compiles_sooner(load_config(None, ["sampling.max_new_tokens=512"]))
+    assert known["generate"].startswith("sampling.max_new_tokens = 512; below 256")
+    assert _compiles_sooner(load_config(None, ["sampling.max_new_tokens=255"])) == {}

@@ -994,7 +994,7 @@ def test_episodes_that_never_open_end_a_run_before_its_programs_compile(place, t
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         with pytest.raises(
-            UserError, match="none of the 8 episodes of the first draw opened.*no s"
+            UserError, match="none of the [0-9]+ episodes of the first draw opened.*no s"
         ):
             train(settings(place, run, "broken", "train.steps=9"), echo=lambda line: None)
     finally:
