@@ -521,7 +521,7 @@ def host_source(
         seed=None if evaluates else run.config.data.order_seed(run.config.seed),
         tokenizer=run.tokenizer,
         weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else paid,
-        speaks=bool(run.rewards.given_by("function")) and not evaluates,
+        speaks=any(map(run.rewards.given_by, ("function", "judge"))) and not evaluates,
         split=split,
         branches=branches,
         search=search,
