@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from judge_server import judge_server
 from needs_extra import require
 
 from jrl.config import load_config
@@ -364,6 +365,35 @@ def test_dapo_draws_prompts_until_the_batch_is_full(place, quick):
     for first, last in zip(samples[::2], samples[1::2], strict=True):  # two kept of each group
         assert first["prompt"] == last["prompt"]
         assert first["member"] < last["member"]
+
+
+def test_a_judge_s_points_reach_the_reward(place, quick):
+    """Half of the verdicts cannot be read: those are counted, and the part is left out there."""
+
+    def answer(body, number):
+        text = body["messages"][-1]["content"]
+        return f"Score: {len(text) % 10}" if len(text) % 2 else "Well written!"
+
+    with judge_server(answer) as (url, bodies):
+        judge = f"{{function='judge', url='{url}', model='m', scale=[0, 10], weight=0.5}}"
+        _, records, samples = quick(
+            f"rewards={{{reward(place, 'letters')}={{}}, good={judge}}}", "data.overlong=drop"
+        )
+    first, *asked = [body["messages"][-1]["content"] for body in bodies]
+    assert first == "Answer with the word yes."  # before anything compiles
+    for text in asked:
+        assert "Ada has" in text
+        assert "<|turn|>" not in text.partition("Answer:")[0]  # the question as its row has it
+    assert finite(records, "reward/good", "judge_seconds", "judge_cached")
+    seen = {s["rewards"]["good"] for s in samples}
+    assert None in seen
+    assert len(seen) > 2
+    for s in samples:
+        (letters,) = (v for k, v in s["rewards"].items() if k.endswith(":letters"))
+        assert s["reward"] == pytest.approx(letters + 0.5 * (s["rewards"]["good"] or 0))
+    assert sum(r["judge_calls"] for r in records) == len(asked)
+    assert sum(r["judge_unreadable"] for r in records) > 0
+    assert not any(r["judge_failures"] or r["judge_timeouts"] for r in records)
 
 
 @pytest.mark.slow
