@@ -217,7 +217,7 @@ class JudgeClient:
             timeout=max(min(table.timeout, seconds), 0.001),
             most_bytes=_LARGEST,
         )
-        return speak(list(messages))  # type: ignore[arg-type]
+        return speak(list(messages))
 
     def _name(self, asked: Asked) -> str:
         """The sha256 of everything that a reply depends on."""

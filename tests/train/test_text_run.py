@@ -1,9 +1,11 @@
 """The main job end to end: a checkpoint that transformers wrote, questions in JSONL, and back."""
 
+import contextlib
 import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -394,6 +396,46 @@ def test_a_judge_s_points_reach_the_reward(place, quick):
     assert sum(r["judge_calls"] for r in records) == len(asked)
     assert sum(r["judge_unreadable"] for r in records) > 0
     assert not any(r["judge_failures"] or r["judge_timeouts"] for r in records)
+
+
+@contextlib.contextmanager
+def served(model, *more):
+    """``jrl serve`` of a checkpoint on loopback; yields its address."""
+    command = [sys.executable, "-m", "jrl", "serve", str(model), "--port", "0", *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            lines = iter(process.stdout.readline, "")
+            yield next(m[1] for x in lines if (m := re.match(r"serving \S+ at (http\S+)", x)))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+SCORE = (
+    "{type='json_schema', json_schema={name='verdict', strict=true, schema={type='object', "
+    "properties={score={enum=[0, 5, 10]}}, required=['score'], additionalProperties=false}}}"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.extra("serve")
+def test_a_served_model_judges(place, quick):
+    """A second model of this framework gives verdicts in a form that its server enforces."""
+    sizes = ("--slots", "4", "data.max_prompt_tokens=200", "sampling.max_new_tokens=40")
+    with served(place / "whole", *sizes) as url:
+        judge = (
+            f"{{function='judge', url='{url}', model='whole', scale=[0, 10], max_tokens=40,"
+            f" temperature=1.0, template='{{completion}}', fields={{response_format={SCORE}}}}}"
+        )
+        config, records, samples = quick(f"rewards={{good={judge}}}", "train.steps=1")
+    (record,) = records
+    assert record["judge_calls"] > 0
+    assert record["judge_failures"] == record["judge_timeouts"] == record["judge_unreadable"] == 0
+    points = {s["rewards"]["good"] for s in samples}
+    assert points <= {0.0, 0.5, 1.0}
+    assert len(points) > 1
+    assert len(list((pathlib.Path(config.run.dir) / "judge").rglob("*.json"))) > 1
 
 
 @pytest.mark.slow
