@@ -1,7 +1,9 @@
 """Installs each extra in an environment of its own, at its current versions, and runs its tests.
 
-    python .ci/extras.py                        # all of them; writes tests/last_extras_run.md
+    python .ci/extras.py                        # all of them
     python .ci/extras.py mcp textarena          # these alone
+
+writes their rows in tests/last_extras_run.md.
 
 `tests/extras.toml` says which tests belong to an extra. A skip for want of the extra is a failure,
 and so is an extra that cannot be installed; one without packages for this platform is listed as
@@ -111,67 +113,80 @@ def outcome_of(case: xml.etree.ElementTree.Element) -> dict[str, str]:
 
 def try_extra(extra: str, lines: list[str], entry: dict, args: argparse.Namespace) -> Row:
     """Installs an extra and runs its tests."""
-    began, where = time.monotonic(), args.where / extra
+    where = args.where / extra
     print(f"--- {extra}", flush=True)
     python = environment(args.where / "base", where)
     try:
         wanted = [*args.install, "-e", f".[{extra}]", *PYTEST, *entry.get("tools", ())]  # at once
         installed = pip(python, "install", "-q", "--no-compile", *wanted)
         said = installed.stdout + installed.stderr
-        spent = lambda: round(time.monotonic() - began)  # noqa: E731
         if "does not provide the extra" in said:  # pip installs the rest, and says no more
-            return Row(extra, "", 0, 0, 1, spent(), "pip finds no such extra")
+            return Row(extra, "", 0, 0, 1, 0, "pip finds no such extra")
         if installed.returncode:
             last = said.strip().splitlines()[-1]
             if extra in ELSEWHERE and NO_PACKAGE.search(said):
-                return Row(extra, "", 0, 0, 0, spent(), f"not installable here: {last}")
-            return Row(extra, "", 0, 0, 1, spent(), f"cannot be installed: {last}")
+                return Row(extra, "", 0, 0, 0, 0, f"not installable here: {last}")
+            return Row(extra, "", 0, 0, 1, 0, f"cannot be installed: {last}")
         versions = versions_of(python, lines)
+        began = time.monotonic()
         outcomes = run_tests(python, extra, entry, where)
+        seconds = round(time.monotonic() - began)
         counts = collections.Counter(one["outcome"] for one in outcomes)
         note = "" if counts["passed"] or counts["failed"] else "no test of it ran"
         failed = counts["failed"] + bool(note)
         for one in outcomes:
             if one["outcome"] == "failed":
                 print(f"failed: {one['name']}: {one['why']}", flush=True)
-        return Row(extra, versions, counts["passed"], counts["skipped"], failed, spent(), note)
+        return Row(extra, versions, counts["passed"], counts["skipped"], failed, seconds, note)
     finally:
         if not args.keep:
             shutil.rmtree(where, ignore_errors=True)
 
 
-def table(rows: list[Row]) -> list[str]:
-    """Rows as Markdown."""
-    lines = [
-        "| extra | versions | passed | skipped | failed | seconds |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        what = "; ".join(filter(None, (row.versions, row.note)))
-        counts = f"{row.passed} | {row.skipped} | {row.failed} | {row.seconds}"
-        lines.append(f"| `{row.extra}` | {what} | {counts} |")
-    return lines
+HEAD = [
+    "| extra | versions | passed | skipped | failed | seconds | tried |",
+    "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+]
 
 
-def record(rows: list[Row]) -> str:
-    """The page of a run over all extras."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
+def line_of(row: Row, tried: str) -> str:
+    """A row in Markdown."""
+    what = "; ".join(filter(None, (row.versions, row.note)))
+    counts = f"{row.passed} | {row.skipped} | {row.failed} | {row.seconds}"
+    return f"| `{row.extra}` | {what} | {counts} | {tried} |"
+
+
+def record(lines: dict[str, str], before: str) -> str:
+    """The page: the new rows, and of the other extras those that stand there.
+
+    Args:
+      lines: rows by extra, in the order of pyproject.toml; "" where it was not tried now.
+      before: the page as it is.
+    """
+    old = {m[1]: m[0] for m in re.finditer(r"^\| `([\w-]+)` .*$", before, flags=re.MULTILINE)}
+    rows = [line or old.get(extra, "") for extra, line in lines.items()]
     return "\n".join(
         [
             "# The last run of the tests of each extra",
             "",
-            f"`make extras-test` at {described.stdout.strip()} on {datetime.date.today()} (Python "
-            f"{platform.python_version()}, {platform.system()} {platform.machine()}): each extra "
-            "alone with the library in a new environment, at the versions that the package index "
-            "had. Seconds are those of installing and testing. Skipped are tests of other extras "
-            "in the same files, and those that this machine cannot run.",
+            "`make extras-test`: each extra alone with the library in a new environment, at the "
+            "newest version that the package index has. Seconds are those of testing. Skipped are "
+            "tests of other extras in the same files, and those that the machine cannot run.",
             "",
-            *table(rows),
+            *HEAD,
+            *filter(None, rows),
             "",
         ]
     )
+
+
+def now() -> str:
+    """Commit, day and Python of a run."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
+    python = platform.python_version()
+    return f"{described.stdout.strip()}, {datetime.date.today()}, Python {python}"
 
 
 def main() -> int:
@@ -187,16 +202,16 @@ def main() -> int:
     if unknown := set(args.extras) - set(declared):
         parser.error(f"no extra is called {', '.join(sorted(unknown))}")
     make_base(args.where / "base", args.install)
-    rows = [
-        try_extra(extra, declared[extra], entries[extra], args)
-        for extra in declared
-        if not args.extras or extra in args.extras
-    ]
+    rows, tried = [], now()
+    for extra in declared:
+        if not args.extras or extra in args.extras:
+            rows.append(try_extra(extra, declared[extra], entries[extra], args))
+            lines = dict.fromkeys(declared, "") | {row.extra: line_of(row, tried) for row in rows}
+            before = RECORD.read_text() if RECORD.exists() else ""
+            RECORD.write_text(record(lines, before))  # at once: a run that is ended keeps its rows
     if not args.keep:
         shutil.rmtree(args.where / "base", ignore_errors=True)
-    print("\n".join(table(rows)))
-    if not args.extras:
-        RECORD.write_text(record(rows))
+    print("\n".join([*HEAD, *filter(None, lines.values())]))
     return int(any(row.failed for row in rows))
 
 

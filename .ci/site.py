@@ -31,6 +31,7 @@ NAV: list[tuple[str, Any]] = [
         "Learn",
         [
             ("Get started", "docs/start.md"),
+            ("Gallery", "docs/gallery.md"),
             ("Concepts", "docs/concepts.md"),
             ("Recipes", "docs/recipes.md"),
             ("From Python", "docs/python.md"),

@@ -3,10 +3,11 @@
     python -m benchmarks.pods --only pod_8b_v6e --program sampler
     python -m benchmarks.pods                       # everything that pods.json does not have yet
 
-Each program is compiled for its slice as a run compiles it (``jrl plan --quick``: samplers from two
-programs of few layers, training steps whole), in a process of its own. Nothing is measured: times
-are the least that the chips' figures allow. Writes pods.json after every program, and pods.md; the
-table of ``configs/README.md`` is ``table`` of the same rows (``tests/plan/test_pods.py``).
+Each program is compiled for its slice as a run compiles it (``jrl plan --few-layers``: samplers
+from two programs of few layers, training steps whole), in a process of its own. Nothing is
+measured: times are the least that the chips' figures allow. Writes pods.json after every program,
+and pods.md; the table of ``configs/README.md`` is ``table`` of the same rows
+(``tests/plan/test_pods.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 OUT = Path(__file__).with_suffix("")
-SLICES = {
-    "pod_1.7b_v5e": "v5e:4x4",
-    "pod_8b_v6e": "v6e:8x8",
-    "pod_8b_v5e": "v5e:16x16",
-    "pod_32b_v5p": "v5p:4x4x8",
-    "pod_30b_a3b_v5p": "v5p:4x4x8",
-    "pod_405b_v5p": "v5p:8x8x16",
-    "pod_8b_long_v6e": "v6e:8x8",
-    "pod_8b_long_v5p": "v5p:4x4x4",
+NAMES = (
+    *("pod_1.7b_v5e", "pod_8b_v6e", "pod_8b_v5e", "pod_32b_v5p", "pod_30b_a3b_v5p"),
+    *("pod_405b_v5p", "pod_8b_long_v6e", "pod_8b_long_v5p"),
+)
+SLICES: Mapping[str, str] = {
+    name: tomllib.loads((CONFIGS / f"{name}.toml").read_text())["plan"]["topology"]
+    for name in NAMES
 }
 BEFORE = {
     "pod_1.7b_v5e": 15.0,

@@ -25,6 +25,7 @@ from jrl.run.reward_probe import check_reward_columns, probe_rewards
 from jrl.storage.metrics import check_run_dir
 from jrl.train import build, programs
 from jrl.train.batches import check_sources
+from jrl.train.reward_parts import reward_pool
 
 SIZES = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 TASK = ("data.task=sorting", f"model.config={SIZES}", "train.prompts=4", "eval.problems=4")
@@ -77,7 +78,7 @@ def set_up(place: pathlib.Path, overrides: Sequence[str], probe: bool = False) -
     check_reward_columns(config, run.data.prompts.get("train") or ())
     check_metric_names(run)
     if not config.data.scored:
-        with build.reward_pool(config) as pool:
+        with reward_pool(config) as pool:
             if probe:
                 probe_rewards(run, pool)
     if config.run.dir:

@@ -191,6 +191,9 @@ def check_jrl(words):
 def check_python(words):
     if words[:2] == ["-m", "venv"]:
         return
+    if words[0].endswith(".py"):
+        assert (ROOT / words[0]).is_file()
+        return
     assert words[0] == "-m"
     module = words[1].replace(".", "/")
     assert (ROOT / f"{module}.py").exists() or (ROOT / module / "__main__.py").exists(), words

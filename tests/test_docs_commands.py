@@ -5,16 +5,20 @@ written as it shows them, and sizes are overridden behind each command. ``test_d
 the same commands as they stand; what is not run here is listed in LEFT with the reason.
 """
 
+import contextlib
 import json
 import re
 import shutil
+import subprocess
 
+import jax
 import pytest
 from hub_mirror import add, checkpoint, lines
 from test_docs_blocks import ROOT, commands, fenced, indented, name_of
 from typer.testing import CliRunner
 
 from jrl.cli.app import app
+from jrl.config import load_config
 from jrl.run import run as running
 
 LEFT = {  # how a command begins -> what stands for it
@@ -28,6 +32,8 @@ LEFT = {  # how a command begins -> what stands for it
     "jrl imagine": "test: zoo/tools/test_imagine.py",
     "jrl eval RUN --search beam --width 4 --by model": "test: evaluate/test_search.py",
     "jrl plan configs/pod_8b_v5e.toml": "test: plan/test_plan.py",
+    "jrl train configs/tiny.toml log.to": "test: storage/test_sinks.py",
+    "jrl convert RUN exported --push": "test: run/test_push.py",
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -35,12 +41,19 @@ SMALL = {  # configuration -> sizes of a run of a step
     "": ["sampling.max_new_tokens=8"],
     "dialogues": ["sampling.max_new_tokens=8", "model.dtype=float32"],
     "dpo": [],
+    "gallery/countdown": [],
+    "gallery/countdown_sft": ["sampling.group=1"],
+    "gallery/distil": ["warmup.steps=1", "warmup.batch=8"],
+    "gallery/dpo": ["warmup.steps=1", "warmup.batch=8"],
+    "gallery/tools": ["warmup.steps=1", "warmup.batch=8"],
     "gridworld": ["train.prompts=2"],
     "gsm8k": ["sampling.max_new_tokens=8", "train.microbatches=1", "model.dtype=float32"],
     "reward_model": [],
     "tiny": ["warmup.steps=1", "warmup.batch=8"],
 }
 SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
+WITH_SIZES = ("tiny", "gridworld")
+WITH_SIZES += tuple(f"gallery/{name}" for name in ("countdown_sft", "distil", "dpo", "tools"))
 ALWAYS = ["train.steps=1", "train.prompts=2", "train.microbatches=1", "sampling.group=4"]
 ALWAYS += ["eval.problems=2", "reward_pool.workers=1", "mesh.fsdp=1"]
 # A policy of one warm step is hardly ever right, so a search of it may leave no preferences.
@@ -64,10 +77,14 @@ def left(words):
     return any(" ".join(["jrl", *words[1:]]).startswith(start) for start in LEFT)
 
 
+GAMES = re.compile(r"env=\"(pgx|navix|jumanji|gymnax)\"")
+
+
 def needs_of(block):
-    """Marks of the libraries of games that a block plays."""
-    named = re.findall(r"env=\"(pgx|navix|jumanji|gymnax)\"", block)
-    return [pytest.mark.extra("games", *sorted(set(named)))] if named else []
+    """Marks of the libraries of games that a block plays, whose own warnings are none of ours."""
+    named = GAMES.findall(block)
+    own = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+    return [pytest.mark.extra("games", *sorted(set(named))), own] if named else []
 
 
 BLOCKS = [
@@ -79,7 +96,7 @@ BLOCKS = [
     )
     for page in PAGES
     for block in indented(page)
-    if re.match(r"(\S*/)?jrl ", block) or re.search(r"^\S*/jrl ", block, flags=re.MULTILINE)
+    if re.search(r"^(\S*/)?jrl ", block, flags=re.MULTILINE)
 ]
 
 
@@ -126,15 +143,17 @@ def small(words):
 
 
 def sizes(words):
-    named = re.fullmatch(r"configs/(\w+)\.toml", words[0])
+    named = re.fullmatch(r"configs/([\w/]+)\.toml", words[0])
     name = named[1] if named else ""
     own = any(word.startswith(("model.", "[model")) for word in words)
-    with_sizes = name in ("tiny", "gridworld") and not own
+    with_sizes = name in WITH_SIZES and not own
     return SMALL[name] + [SIZES] * with_sizes
 
 
 def run(words):
-    result = CliRunner().invoke(app, words)
+    theirs = GAMES.search(" ".join(words))  # these libraries add arrays of unlike rank
+    with jax.numpy_rank_promotion("allow") if theirs else contextlib.nullcontext():
+        result = CliRunner().invoke(app, words)
     shown = "\n".join([" ".join(words), result.output])
     assert result.exit_code == 0, (shown, result.exception)
     return result.output
@@ -163,13 +182,44 @@ def test_every_command_of_a_block_runs(page, block, place):
             said = run(small(words))
             assert "training finished" in said or words[0] == "compare", said
         elif words[0] == "convert":
-            run(["convert", "RUN", "converted"])
-            assert json.loads((place / "converted" / "config.json").read_text())
+            source, target = ("RUN", "converted") if words[1] == "RUN" else words[1:]
+            run(["convert", source, target])
+            assert json.loads((place / target / "config.json").read_text())
         else:
             run([*words, *["eval.problems=2"] * (words[0] == "eval")])
             if "--out" in words:
                 (found,) = place.glob("*/siblings.jsonl")
                 found.write_text(found.read_text() or lines(SIBLINGS))
+
+
+LAUNCHES = [
+    pytest.param(words, id=f"{page.parent.name}/{page.name}: {words[0]}")
+    for page in (ROOT / "docs" / "start.md", ROOT / "tpu_scripts" / "README.md")
+    for block in indented(page)
+    for words in commands(block)
+    if words[0].rpartition("/")[2] in ("launch.sh", "gke.sh") and "--" in words
+]
+
+
+@pytest.mark.parametrize("words", LAUNCHES)
+def test_what_launch_lines_start_is_complete(words):
+    script, at = words[0].rpartition("/")[2], words.index("--")
+    line = [ROOT / "tpu_scripts" / script, *words[1:at], "--dry-run", *words[at:]]
+    told = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    assert all(word in told for word in words[at + 1 :])
+    config = load_config(ROOT / words[at + 1], words[at + 2 :])
+    assert config.model.config is None
+    assert None not in (config.model.path, config.data.train, config.run.dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", LAUNCHES[:1])
+def test_a_launch_line_trains_a_small_model_on_small_data(words, place):
+    ours = {"model.path": "DIR", "data.train": "train.jsonl", "run.dir": "RUN"}
+    named = [word.partition("=") for word in words[words.index("--") + 1 :]]
+    given = [f"{key}={ours.get(key, value)}" if eq else key for key, eq, value in named]
+    here = ["sampling.mesh=", "sampling.max_new_tokens=8", "model.dtype=float32"]
+    assert "training finished" in run(["train", *given, *ALWAYS, *here])
 
 
 def test_what_is_left_out_is_tested_elsewhere():

@@ -1,8 +1,11 @@
 """The table of the tests of each extra: complete, and the only way to leave a test out."""
 
 import ast
+import importlib.util
 import re
+import subprocess
 import tomllib
+import types
 from pathlib import Path
 
 import needs_extra
@@ -87,3 +90,71 @@ def test_what_dev_includes_is_promised_with_it(monkeypatch):
     monkeypatch.setenv(needs_extra.VARIABLE, "dev")
     assert {"dev", "math", "serve", "textarena"} <= needs_extra.promised()
     assert "games" not in needs_extra.promised()
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """``.ci/extras.py`` with a pip that says what a test has it say."""
+    spec = importlib.util.spec_from_file_location("extras_script", TESTS.parent / ".ci/extras.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "environment", lambda base, where: where / "python")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("extra", "code", "said", "failed", "note"),
+    [
+        ("mcp", 0, "WARNING: jrl-lm 0.1.0 does not provide the extra 'mcp'", 1, "no such extra"),
+        ("mcp", 1, "ERROR: No matching distribution found for mcp", 1, "cannot be installed: ERR"),
+        ("cuda12", 1, "ERROR: No matching distribution found for x", 0, "not installable here: E"),
+        ("cuda12", 1, "ERROR: no space left", 1, "cannot be installed: ERROR: no space"),
+    ],
+)
+def test_an_extra_that_cannot_be_installed_fails(
+    script, monkeypatch, tmp_path, extra, code, said, failed, note
+):
+    answer = subprocess.CompletedProcess([], code, "", said)
+    monkeypatch.setattr(script, "pip", lambda *arguments: answer)
+    args = types.SimpleNamespace(where=tmp_path, install=[], keep=False)
+    row = script.try_extra(extra, ["mcp>=2"], {"tests": ["none"]}, args)
+    assert (row.failed, row.passed) == (failed, 0)
+    assert note in row.note
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "failed"), [(["passed", "skipped"], 0), (["passed", "failed"], 1), ([], 1)]
+)
+def test_a_failure_or_no_test_at_all_fails_an_extra(
+    script, monkeypatch, tmp_path, outcomes, failed
+):
+    listed = '[{"name": "Mcp", "version": "2.3.0"}]'
+    answers = {"list": listed, "index": "mcp (2.4.0)\n"}
+    monkeypatch.setattr(
+        script,
+        "pip",
+        lambda python, verb, *more: subprocess.CompletedProcess([], 0, answers.get(verb, ""), ""),
+    )
+    tests = [{"name": "a", "outcome": one, "why": ""} for one in outcomes]
+    monkeypatch.setattr(script, "run_tests", lambda *arguments: tests)
+    args = types.SimpleNamespace(where=tmp_path, install=[], keep=True)
+    row = script.try_extra("mcp", ["mcp>=2"], {"tests": ["none"]}, args)
+    assert (row.failed, row.versions) == (failed, "mcp 2.3.0 (newest 2.4.0)")
+
+
+def test_the_record_keeps_the_rows_of_extras_that_were_not_tried(script):
+    row = script.Row("mcp", "mcp 2.3.0", 7, 0, 0, 60, "")
+    first = script.record({"data": "| `data` | old |", "mcp": ""}, "")
+    page = script.record({"data": "", "mcp": script.line_of(row, "now"), "docs": ""}, first)
+    assert [line for line in page.splitlines() if line.startswith("| `")] == [
+        "| `data` | old |",
+        "| `mcp` | mcp 2.3.0 | 7 | 0 | 0 | 60 | now |",
+    ]
+
+
+def test_the_shipped_record_has_every_extra_and_no_failure():
+    """But for dev, whose tests are those of ``make test-all`` and its record."""
+    page = (TESTS / "last_extras_run.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    assert set(TABLE) - {"dev"} <= {row[1].strip(" `") for row in rows} <= set(TABLE)
+    assert {row[5].strip() for row in rows} == {"0"}

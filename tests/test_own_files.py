@@ -40,7 +40,7 @@ REWARD = {
     "def f(samples): return [1j]": "returned complex 1j instead of a number",
     "def f(samples): raise KeyError('x')": "raised KeyError: 'x' (prompt 0); fix the function",
     "def f(samples): assert False": "raised AssertionError",
-    "def f(samples): exit(1)": "raised SystemExit: 1",
+    "def f(samples): raise SystemExit(1)": "raised SystemExit: 1",
     "def f(samples): return f(samples)": "raised RecursionError",
     "def f(completions, **more): return [c[0]['content'] for c in completions]": (
         "completions are texts, so write completions[i]"
@@ -95,7 +95,7 @@ ENV = {
     "def f(): return HostEnv(init, step, extras=EnvExtras(labels='x'))": "extras.labels = 'x'",
     "def f(size): return HostEnv(init, step)": "data.size is missing: f(size) needs it",
     "def f(): raise OSError('gone')": "OSError: gone",
-    "def f(): exit(2)": "SystemExit: 2",
+    "def f(): raise SystemExit(2)": "SystemExit: 2",
     "import os\ndef f(): os._exit(2)": "calls os._exit(2), which would end the run",
     "async def f(policy): return 1.0": "prompt",
     "async def f(): return 1.0": "prompt",
@@ -106,32 +106,32 @@ PARTS = {
         "def f(): return 'grpo'": "returned 'grpo'; return",
         "def f(a): return 1": "objective.a is missing: f(a) needs it",
         "def f(): 1 / 0": "line 1: ZeroDivisionError: division by zero",
-        "def f(): exit(1)": "SystemExit: 1",
+        "def f(): raise SystemExit(1)": "SystemExit: 1",
         f"{GRPO}m.objective": "return",
     },
     "model.network": {
         "def f(vocab_size, max_length): pass": "returned None; return a jrl.Network",
         "def f(size): return 1": "f(size) must take vocab_size and max_length",
         "def f(vocab_size, max_length): raise ValueError('w')": "ValueError: w",
-        "def f(vocab_size, max_length): exit(1)": "SystemExit: 1",
+        "def f(vocab_size, max_length): raise SystemExit(1)": "SystemExit: 1",
     },
     "optimizer.name": {
         "def f(rate): pass": "returned None; return an optax optimizer",
         "def f(rate): 1 / 0": "ZeroDivisionError: division by zero",
-        "def f(rate): exit(1)": "SystemExit: 1",
+        "def f(rate): raise SystemExit(1)": "SystemExit: 1",
         "def f(rate): return (lambda p: p, lambda g, s, p: (g, s))": "return an optax optimizer",
     },
     "data.task": {
         "def f(): pass": "returned None; return",
         "def f(size): return 1": "data.size is missing: f(size) needs it",
-        "def f(): exit(1)": "SystemExit: 1",
+        "def f(): raise SystemExit(1)": "SystemExit: 1",
     },
 }
 SOURCES = {
     "def f(sampler, tokenizer): pass": "return",
     "def f(a): return 1": "sampler",
     "def f(sampler, tokenizer): 1 / 0": "ZeroDivisionError: division by zero",
-    "def f(sampler, tokenizer): exit(1)": "SystemExit: 1",
+    "def f(sampler, tokenizer): raise SystemExit(1)": "SystemExit: 1",
     "class S: pass\ndef f(sampler, tokenizer): return S()": "draw",
 }
 EPISODES = ("data.max_prompt_tokens=20", "data.template=")

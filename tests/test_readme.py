@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "configs" / "README.md").read_text()
 NAMES = (
     *("own", "runs", "data", "python", "howto", "comparison", "environments"),
-    *("start", "concepts", "recipes", "safety"),
+    *("start", "concepts", "recipes", "safety", "gallery", "rewards", "serving", "trackers"),
 )
 DOCS = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in NAMES}
 OWN, RUNS, DATA, PYTHON, HOWTO, COMPARISON = (

@@ -116,7 +116,11 @@ def test_the_dockerfile_copies_what_is_there_and_installs_extras_that_exist():
     sources = [part for line in lines if line.startswith("COPY ") for part in line.split()[1:-1]]
     assert sources == ["pyproject.toml", "README.md", "LICENSE", "jrl", "configs"]
     assert all((ROOT / source).exists() for source in sources)
-    kept = [x[1:] for x in (ROOT / ".dockerignore").read_text().split() if x.startswith("!")]
+    kept = [
+        x[1:]
+        for x in (ROOT / "tpu_scripts/Dockerfile.dockerignore").read_text().split()
+        if x.startswith("!")
+    ]
     assert kept == sources  # nothing else of the checkout reaches the builder
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (extras,) = re.findall(r"ARG EXTRAS=(\S+)", text)

@@ -49,6 +49,8 @@ def test_mypy_sees_signatures(tmp_path):
         ("jrl.fit(", "rows"),
         ("jrl.make_step(", "network"),
         ("jrl.objectives.grpo_loss(", "logprobs"),
+        ("jrl.episodes.HostEnv(", "init"),
+        ("jrl.episodes.tool_env(", "tools"),
         ("jrl.methods.gspo(", "clip_low"),
     ],
 )

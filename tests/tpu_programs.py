@@ -54,9 +54,9 @@ def resharded(tree: dict[str, Any], topology: str, effort: float) -> dict[str, A
     from jrl.plan.topology import parse_topology
 
     slices = parse_topology(topology)
-    run = plan._abstract_run(build_config(tree), slices)
+    run = plan.abstract_run_on(build_config(tree), slices)
     programs = plan._programs(run, slices, ("resharding",), "sampler", effort, lambda line: None)
-    return as_json(plan._judged(run, slices, programs))["programs"]["resharding"]
+    return as_json(plan.judged(run, slices, programs))["programs"]["resharding"]
 
 
 def pod(path: str, topology: str, effort: float) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import pathlib
 import re
+import tomllib
 from collections.abc import Callable
 from typing import Any
 
@@ -39,10 +41,12 @@ FAMILIES = {
 }
 """Family, the name of its module -> its heading; those used most first."""
 
-TEXT = "jrl train configs/gsm8k.toml model.path=DIR data.train=train.jsonl"
-PAIRS = "jrl train configs/dpo.toml model.path=DIR data.pairs=pairs.jsonl"
-SCORED = "jrl train configs/reward_model.toml model.path=DIR data.pairs=pairs.jsonl"
-TALKS = "jrl train configs/dialogues.toml model.path=DIR data.train=dialogues:talks.jsonl"
+TEXT = ("gsm8k", "data.train=train.jsonl")
+PAIRS = ("dpo", "data.pairs=pairs.jsonl")
+SCORED = ("reward_model", "data.pairs=pairs.jsonl")
+TALKS = ("dialogues", "data.train=dialogues:talks.jsonl")
+"""Configuration, and the data that it is given on the command line."""
+CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 DIALOGUES = ("filtered_bc", "ilql", "mc_returns")
 DEPARTURES = re.compile(r"(?:\A|\n\n|(?<=[.)])\s)(?:Departures?:\s|(?=Departures, ))")
 """Where the departures begin: a paragraph, or the end of one."""
@@ -52,15 +56,23 @@ def example(method: dict[str, Any]) -> str:
     """A command that trains by the method, on data of the kind that it reads."""
     name, family = method["name"], method["family"]
     if family == "reward_model":
-        start = SCORED
+        config, data = SCORED
     elif name in DIALOGUES:
-        start = TALKS
+        config, data = TALKS
     elif family in ("preference", "preference_lists") and "sampler_logprobs" not in method["needs"]:
-        start = PAIRS
+        config, data = PAIRS
     else:
-        start = TEXT
-    teacher = " frozen.teacher=TEACHER" if family == "distillation" else ""
-    return f"{start}{teacher} method={name}"
+        config, data = TEXT
+    words = [f"jrl train configs/{config}.toml model.path=DIR {data}"]
+    words += ["frozen.teacher=TEACHER"] * (family == "distillation")
+    return " ".join([*words, f"method={name}", *removed(config, method)])
+
+
+def removed(config: str, method: dict[str, Any]) -> list[str]:
+    """What takes the coefficients away that a configuration sets for its own method alone."""
+    table = tomllib.loads((CONFIGS / f"{config}.toml").read_text(encoding="utf-8"))
+    named = {each["name"] for each in method["coefficients"]}
+    return [f"objective.{key}=" for key in table.get("objective", {}) if key not in named]
 
 
 def method_page(method: dict[str, Any], function: Callable[..., Any], home: str) -> str:
@@ -169,5 +181,5 @@ def navigation(methods: list[dict[str, Any]]) -> list[Any]:
 
 def slug(heading: str) -> str:
     """A heading's name in an address, as Markdown makes it."""
-    kept = "".join(c for c in heading.lower() if c.isalnum() or c in " -")
+    kept = "".join(c for c in heading.lower() if c.isalnum() or c in " -_")
     return kept.strip().replace(" ", "-")

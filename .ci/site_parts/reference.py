@@ -17,17 +17,7 @@ PACKAGES = (
 """Packages and modules of ``jrl`` in the order of the navigation."""
 
 FURTHER = {
-    "jrl.data.pairs": ("pairs_of_samples",),
     "jrl.data.tasks.base": ("in_eval", "join", "listed", "number", "split_generator", "text"),
-    "jrl.episodes.coroutine": ("coroutine_env", "roles"),
-    "jrl.episodes.endpoint": ("endpoint",),
-    "jrl.episodes.host": ("Feedback", "HostEnv", "Limits"),
-    "jrl.episodes.parsers": ("get_parser",),
-    "jrl.episodes.process": ("process_env",),
-    "jrl.episodes.sandbox": ("Sandbox", "python_tool"),
-    "jrl.episodes.tools": ("tool_env",),
-    "jrl.episodes.tree": ("Step", "Tree"),
-    "jrl.episodes.tree_rows": ("rows_of_tree",),
 }
 """Module -> its names that the guides write one's own parts with, beside those of its package."""
 

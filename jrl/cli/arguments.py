@@ -51,8 +51,10 @@ def read(target: str | None, overrides: Sequence[str] | None) -> Config:
 
 def prepare_jax() -> None:
     """Enables the compilation cache and initialises the devices."""
+    from jrl.system.compile_alarm import hide_slow_compile_alarm
     from jrl.system.compile_cache import enable_compile_cache
     from jrl.system.devices import find_devices
 
     enable_compile_cache()
+    hide_slow_compile_alarm()
     find_devices()

@@ -20,9 +20,9 @@ from jrl.cli.arguments import (
 from jrl.cli.complete import complete_method
 from jrl.cli.console import (
     print_common_methods,
+    print_machine,
     print_method,
     print_methods,
-    print_table,
 )
 from jrl.config import Config, as_tree, dump
 from jrl.errors import INTERRUPTED, UserError, unknown_choice
@@ -142,7 +142,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({**machine, "lacks": lacking}, indent=2, ensure_ascii=False))
     else:
-        print_table("this machine", machine)
+        print_machine(machine)
         if config is not None:
             typer.echo("\n".join([f"{config} is missing:", *(f"  {line}" for line in lacking)]))
             if not lacking:
@@ -155,9 +155,18 @@ def plan(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="Configuration file.")],
     overrides: Overrides = None,
     topology: Annotated[
-        str, typer.Option(help="TPU slice, such as v5p:8x8x16 or 2*v5e:16x16.")
-    ] = "v5e:4x4",
-    quick: Annotated[bool, typer.Option(help="Compile few layers and extrapolate to all.")] = False,
+        str | None,
+        typer.Option(
+            help="TPU slice, such as v5p:8x8x16 or 2*v5e:16x16; default plan.topology of the file,"
+            " or v5e:4x4."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="Count within seconds instead of compiling for minutes.")
+    ] = False,
+    few_layers: Annotated[
+        bool, typer.Option(help="Compile few layers of the sampler and extrapolate to all.")
+    ] = False,
     effort: Annotated[
         float | None,
         typer.Option(
@@ -181,13 +190,15 @@ def plan(
 
     XLA compiles the sampler and the training step for every chip of the slice. This needs libtpu,
     but no TPU and no weights. The output has memory per chip, FLOPs, collectives, and a lower bound
-    of the time. The exit code is 1 if the run does not fit.
+    of the time. With --quick nothing is compiled: the state, the sampler's weights and its cache
+    are exact, temporaries and times are estimates. The exit code is 1 if the run does not fit.
 
-    Example: jrl plan configs/pod_8b_v5e.toml --topology v5e:16x16
+    Example: jrl plan configs/pod_8b_v5e.toml --quick
     """
     settings = read(config, overrides)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu only compiles
     from jrl.plan.compile import make_plan, quick_plan
+    from jrl.plan.count import counted_plan
     from jrl.plan.disjoint import plan_disjoint
     from jrl.plan.search import search as search_plans
     from jrl.plan.text import as_json as plan_json
@@ -197,7 +208,7 @@ def plan(
     def echo(line: str) -> None:
         typer.echo(line, err=True)
 
-    slices = parse_topology(topology)
+    slices = parse_topology(topology or settings.plan.topology)
     if search:
         limits: dict[str, Any] = {"limit": candidates, "seconds": seconds}
         ranking = -1.0 if effort is None else effort
@@ -206,7 +217,7 @@ def plan(
         typer.echo(json.dumps(results, indent=2) if as_json else search_text(results))
     else:
         options: dict[str, Any] = {} if effort is None else {"effort": effort}
-        planner = quick_plan if quick else make_plan
+        planner = counted_plan if quick else quick_plan if few_layers else make_plan
         if settings.placement is not None:
             planned = plan_disjoint(settings, slices, planner, echo=echo, **options)
         else:

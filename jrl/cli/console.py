@@ -40,6 +40,14 @@ def _toml(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
+def tell(line: str) -> None:
+    """Prints a line, on a terminal broken between words."""
+    from jrl.run.progress import between_words
+
+    on_terminal = sys.stdout.isatty()
+    typer.echo(between_words(line, shutil.get_terminal_size().columns) if on_terminal else line)
+
+
 def print_result(title: str, result: Mapping[str, Any], as_json: bool) -> None:
     """A result as a table under its title, or as JSON."""
     if as_json:
@@ -54,6 +62,19 @@ def print_table(title: str, rows: Mapping[str, Any]) -> None:
     typer.echo(title)
     for name, value in rows.items():
         typer.echo(f"  {name.replace('_', ' '):<{width}}  {_cell(value)}")
+
+
+def print_machine(facts: Mapping[str, str]) -> None:
+    """The facts of ``jrl doctor``: extras that are installed, or not, take a line each way."""
+    extras = {k.removeprefix("extra_"): v for k, v in facts.items() if k.startswith("extra_")}
+    rows = {k: v for k, v in facts.items() if not k.startswith("extra_")}
+    absent = [name for name, text in extras.items() if text.startswith("missing")]
+    present = [name for name in extras if name not in absent]
+    rows["extras"] = f"{', '.join(present) or 'none'} installed"
+    if absent:
+        line = extras[absent[0]].partition(": ")[2].replace(f"[{absent[0]}]", "[NAME]")
+        rows["other_extras"] = f"{', '.join(absent)}; {line} installs one"
+    print_table("this machine", rows)
 
 
 def print_drift(result: Mapping[str, Any]) -> None:
@@ -123,7 +144,7 @@ def _echo_cut(line: str) -> None:
 def print_method(method: Mapping[str, Any]) -> None:
     """A training method with its coefficients, its formula and where it departs from its paper."""
     hidden = ("name", "coefficients", "notes")
-    rows = {k: v for k, v in method.items() if k not in hidden}
+    rows = {k: v for k, v in method.items() if k not in hidden and v not in ("", [], (), None)}
     print_table(method["name"], rows)
     typer.echo("  coefficients, set as objective.NAME=VALUE:")
     for item in method["coefficients"]:
@@ -139,7 +160,8 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
+        digits = 0 if value.is_integer() else 1
+        return f"{value:,.{digits}f}" if abs(value) >= 100 else f"{value:.4g}"
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_cell(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +27,7 @@ from jrl.cli.console import (
     print_drift,
     print_result,
     print_table,
+    tell,
 )
 from jrl.errors import INTERRUPTED, UserError
 from jrl.storage.step_files import what_is_saved
@@ -73,6 +75,10 @@ def _train(
     processes: int | None,
     process: int | None,
 ) -> None:
+    if not (coordinator or processes or os.environ.get("JRL_DISTRIBUTED")):
+        from jrl.data.fields import check_first_row
+
+        check_first_row(read(config, overrides).data)  # before imports that take seconds
     from jrl.system.processes import first_says, start
 
     start(coordinator, processes, process)
@@ -93,13 +99,13 @@ def _train(
         from jrl.run.run import train as run_training
 
         try:
-            summary = run_training(settings, echo=typer.echo)
+            summary = run_training(settings, echo=tell)
         except KeyboardInterrupt as error:
             typer.echo(f"jrl: {str(error) or stopped()}", err=True)
             raise typer.Exit(INTERRUPTED) from None
-        print_table(
-            "training finished", {k: v for k, v in summary.items() if not isinstance(v, Mapping)}
-        )
+        # What was not measured, such as accuracy without data.eval, has no line.
+        figures = {k: v for k, v in summary.items() if not (v is None or isinstance(v, Mapping))}
+        print_table("training finished", figures)
 
 
 def evaluate(

@@ -127,15 +127,15 @@ def _placement_conflicts(config: Config) -> Iterator[str]:
             "[placement] and train.mode = 'compiled' are both given: a compiled run is one program"
             " on one mesh; remove [placement] or set train.mode to 'host'"
         )
-    if given := config.data.given:
-        yield f"[placement] needs a rollout, and {given} has none; remove [placement]"
+    if completions := config.data.given:
+        yield f"[placement] needs a rollout, and {completions} has none; remove [placement]"
     shards = batch_parts(config.sampling.mesh_axes)
     if shards is not None:
         yield from rollout_conflicts(config, shards)
 
 
 def rollout_conflicts(config: Config, shards: int) -> Iterator[str]:
-    """Why the prompts of a step do not divide over the devices of rollout, if they do not."""
+    """The reasons that a step's prompts do not divide over the rollout devices, if any."""
     if config.train.prompts % shards:
         yield (
             f"train.prompts = {config.train.prompts} cannot be split over the {shards} devices of"
@@ -151,8 +151,8 @@ def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
             "[sampling.mesh] and train.mode = 'compiled' are both given: a compiled run is one"
             " program on one mesh; remove [sampling.mesh] or set train.mode to 'host'"
         )
-    if given := config.data.given:
-        yield f"[sampling.mesh] needs a rollout, and {given} has none; remove [sampling.mesh]"
+    if completions := config.data.given:
+        yield f"[sampling.mesh] needs a rollout, and {completions} has none; remove [sampling.mesh]"
     if theirs["context"] != 1:
         yield (
             f"sampling.mesh.context = {theirs['context']}: sampling does not split sequences;"

@@ -99,7 +99,7 @@ def differences(old: Config, new: Config, old_label: str, label: str) -> list[st
 
 
 def stored_contents(directory: Path) -> dict[str, str]:
-    """What a run read from files when it was last begun or resumed; see ``run.contents``.
+    """Hashes of a run's input files at its last start; see ``run.contents``.
 
     Args:
       directory: of the run; one without a log, or with one of an older version, has none.

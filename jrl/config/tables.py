@@ -424,6 +424,17 @@ class PlacementTable(Table):
     )
 
 
+class PlanTable(Table):
+    """What `jrl plan` plans for; training reads none of it."""
+
+    topology: str = key(
+        "v5e:4x4",
+        "TPU slice that `jrl plan` compiles for, CHIP:SHAPE such as v6e:8x8 or SLICES*CHIP:SHAPE;"
+        " its option --topology overrides it",
+        pattern=r"^([1-9]\d*\*)?\w+:\d+(x\d+)*$",
+    )
+
+
 def _log_target(value: str) -> str:
     name, _, project = value.partition(":")
     if value != "tensorboard" and (name not in ("wandb", "trackio", "mlflow") or not project):
@@ -442,6 +453,7 @@ class LogTable(Table):
         "training steps between writes of groups to samples.jsonl, 8 members or more; 0: never",
         ge=0,
     )
+    by: str = key("", "column of the data: metrics reward_by/VALUE for each value, as data_source")
     to: Annotated[
         tuple[Annotated[str, AfterValidator(_log_target)], ...],
         AfterValidator(_once),
@@ -508,6 +520,7 @@ class Config(Table):
         " devices",
     )
     placement: PlacementTable | None = key(None, "")
+    plan: PlanTable = key(PlanTable(), "")
     log: LogTable = key(LogTable(), "")
     watch: dict[str, WatchTable] = key(
         {},

@@ -38,7 +38,7 @@ _PROMPT_TOKENS = 512
 
 
 class DataTable(Table):
-    """What every kind of data says of itself, so that no reader asks which kind it is."""
+    """Properties of every kind of data, so that no reader has to ask for the kind."""
 
     @property
     def given(self) -> str | None:
@@ -77,7 +77,7 @@ class DataTable(Table):
 
     @property
     def branches(self) -> str:
-        """Why the members of a group cannot branch off one another; "" where they can."""
+        """The reason that members of a group cannot branch; "" if they can."""
         return f"{self.given} holds the completions, and none is drawn; remove it" * bool(
             self.given
         )
@@ -89,7 +89,7 @@ class DataTable(Table):
 
     @property
     def wording(self) -> dict[str, Any]:
-        """How a prompt is made: the arguments ``system``, ``template`` and ``variables``."""
+        """Keys that form a prompt: the arguments ``system``, ``template`` and ``variables``."""
         return {"system": None, "template": "plain", "variables": {}}
 
     @property
@@ -98,7 +98,7 @@ class DataTable(Table):
         return {}
 
     def order_seed(self, seed: int) -> int | None:
-        """What the order of records is drawn with; None visits them as they stand."""
+        """Seed of the order of records; None keeps the order of the file."""
         return None
 
     @property
@@ -139,7 +139,7 @@ class FileTable(DataTable):
     shuffle: bool = key(True, "visit the records in random order, a new one in each epoch")
 
     def order_seed(self, seed: int) -> int | None:
-        """What the order of records is drawn with; None visits them as they stand."""
+        """Seed of the order of records; None keeps the order of the file."""
         return seed if self.shuffle else None
 
 
@@ -178,7 +178,7 @@ class ChatTable(TextTable):
 
     @property
     def wording(self) -> dict[str, Any]:
-        """How a prompt is made: the arguments ``system``, ``template`` and ``variables``."""
+        """Keys that form a prompt: the arguments ``system``, ``template`` and ``variables``."""
         return {
             "system": self.system,
             "template": self.template,
@@ -278,7 +278,7 @@ class TaskData(DataTable):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """What the task judges, and a reward model."""
+        """The reward parts of the task, and a reward model."""
         return ("verify", "partial", "model")
 
     @property
@@ -319,7 +319,7 @@ class EnvData(DataTable):
 
     @property
     def branches(self) -> str:
-        """Why the members of a group cannot branch off one another."""
+        """The reason that members of a group cannot branch."""
         return (
             "completions and episodes on the host branch, those in an environment on the device do"
             " not; use a task, data.train, or data.env = FILE.py:function"
@@ -337,7 +337,7 @@ class EnvData(DataTable):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """What an environment pays, and whether it ended well."""
+        """The environment's reward, and success."""
         return tuple(EPISODE_REWARDS)
 
     @property
@@ -383,7 +383,7 @@ class EpisodeData(QuestionTable):
 
 
 class ScoredTable(DataTable):
-    """What data share that hold completions with their scores."""
+    """Shared keys of data with scored completions."""
 
     @property
     def given(self) -> str | None:

@@ -205,9 +205,9 @@ class Wording(NamedTuple):
                 ' {"enable_thinking": false}'
             )
         # Columns of Parquet files have all keys of all rows.
-        given = {name: value for name, value in variables.items() if value is not None}
-        check_variables(given, self.tokenizer, f"{where}: chat_template_kwargs")
-        return self._replace(variables={**self.variables, **given})
+        row_variables = {name: value for name, value in variables.items() if value is not None}
+        check_variables(row_variables, self.tokenizer, f"{where}: chat_template_kwargs")
+        return self._replace(variables={**self.variables, **row_variables})
 
     def conversation(self, value: Any, name: str, where: str) -> Messages:
         """The messages of a prompt, from text or messages, with the system message first.
@@ -338,15 +338,16 @@ def check_fields(
     """
     outside: list[tuple[Any, str]] = [(m["role"], "role") for m in messages]
     outside += [(tool, "tools") for tool in tools or ()]
-    said: list[tuple[Any, str]] = []  # by the assistant, which writes tokens such as "<think>"
+    # The assistant writes tokens such as "<think>" itself: only those marked special are refused.
+    by_assistant: list[tuple[Any, str]] = []
     for message in messages:
         for key in MESSAGE_FIELDS[2:]:
-            own = message["role"] == ASSISTANT and key in ("tool_calls", "reasoning_content")
+            written = message["role"] == ASSISTANT and key in ("tool_calls", "reasoning_content")
             if key in message:
-                (said if own else outside).append((message[key], key))
-    found = [(spelled_control(tokenizer, _dumps(value)), name) for value, name in said]
-    found += [((controls_in(tokenizer, value) or [""])[0], name) for value, name in outside]
-    for control, name in found:
+                (by_assistant if written else outside).append((message[key], key))
+    controls = [(spelled_control(tokenizer, _dumps(value)), name) for value, name in by_assistant]
+    controls += [((controls_in(tokenizer, value) or [""])[0], name) for value, name in outside]
+    for control, name in controls:
         if control:
             raise UserError(
                 f"{where}: {name} of the prompt spells the control token {control!r}, which the"

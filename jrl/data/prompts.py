@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.data.answers import AnswerFinder
+from jrl.data.fields import check_fields, layout, look_up
 from jrl.data.invalid import BadRows, TooLong
 from jrl.data.messages import Wording, end_of_turn, read_tools
 from jrl.data.sources import Source
@@ -103,7 +104,7 @@ def build_prompts(
     if overlong not in OVERLONG:
         raise unknown_choice("data.overlong", overlong, OVERLONG)
     wording = Wording(tokenizer, system, template, variables).check()
-    question_key, answer_key = _layout(source, question_key, answer_key)
+    question_key, answer_key = layout(source, question_key, answer_key)
     prompts: list[Prompt] = []
     dropped = truncated = longest = 0
     questions: set[str] = set()  # two are enough to tell whether they differ
@@ -115,7 +116,7 @@ def build_prompts(
                 break
             with bad_rows.row(index, where):
                 row = source[index]
-                _check_fields(row, question_key, answer_key, where)
+                check_fields(row, question_key, answer_key, where)
                 question = _question(row, question_key, where)
                 if len(questions) < 2:
                     questions.add(str(question))
@@ -201,52 +202,8 @@ def pad_prompts(prompts: Sequence[Prompt], size: int) -> tuple[np.ndarray, np.nd
     return tokens, lengths
 
 
-QUESTIONS = ("question", "prompt", "problem")
-ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
-"""Names that published data sets give the two fields, in the order in which they are looked for."""
-
-
-def _layout(source: Source, question: str, answer: str | None) -> tuple[str, str | None]:
-    """The fields of question and answer, by the first row where they have their usual names."""
-    first = source[0] if len(source) else {}
-    if question == QUESTIONS[0]:
-        question = next((name for name in QUESTIONS if _has(first, name)), question)
-    if answer == ANSWERS[0]:
-        answer = next((name for name in ANSWERS if _has(first, name)), answer)
-    return question, answer
-
-
-def _look_up(row: Mapping[str, Any], key: str) -> Any:
-    """The field of that name, or of a path such as "reward_model.ground_truth"; None for none."""
-    if key in row:
-        return row[key]
-    value: Any = row
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return None
-        value = value[part]
-    return value
-
-
-def _check_fields(row: Mapping[str, Any], question: str, answer: str | None, where: str) -> None:
-    """Raises UserError that names every field which a row lacks."""
-    columns = {"question": question, "answer": answer}
-    lacks = {n: k for n, k in columns.items() if k is not None and not _has(row, k)}
-    if lacks:
-        names = " and no field ".join(map(repr, lacks.values()))
-        keys = " and ".join(f"data.fields.{name}" for name in lacks)
-        raise UserError(
-            f"{where}: there is no field {names}; set {keys} to one of {', '.join(row)}"
-        )
-
-
-def _has(row: Mapping[str, Any], key: str) -> bool:
-    head, _, _ = key.partition(".")
-    return key in row or (head in row and head != key and _look_up(row, key) is not None)
-
-
 def _question(row: Mapping[str, Any], key: str, where: str) -> Any:
-    question = _look_up(row, key)
+    question = look_up(row, key)
     if isinstance(question, list | tuple | np.ndarray):
         return list(question)
     if not isinstance(question, str):
@@ -259,7 +216,7 @@ def _question(row: Mapping[str, Any], key: str, where: str) -> Any:
 
 
 def _answer(row: Mapping[str, Any], key: str, answers: AnswerFinder, where: str) -> Any:
-    answer = _look_up(row, key)
+    answer = look_up(row, key)
     if answers.pattern is not None:
         match = answers.find(str(answer), where)
         if match is None:
@@ -281,7 +238,7 @@ def _solution(
 
     That is the chat template's end of a turn with "chat", else the end-of-text token.
     """
-    solution = _look_up(row, key)
+    solution = look_up(row, key)
     if solution is None:
         raise UserError(
             f"{where}: there is no field {key!r}; set data.fields.solution to one of"

@@ -108,8 +108,8 @@ def read_record(kind: str, row: Mapping[str, Any], where: str, *, plain: bool) -
     for score in scores:
         if not isinstance(score, int | float | np.number) or not fits_float32(score):
             raise UserError(f"{where}: scores holds {score!r:.40}; write finite float32 numbers")
-    named = {f"responses[{i}]": response for i, response in enumerate(responses)}
-    return Record(row["prompt"], named, tuple(float(score) for score in scores))
+    completions = {f"responses[{i}]": response for i, response in enumerate(responses)}
+    return Record(row["prompt"], completions, tuple(float(score) for score in scores))
 
 
 class TokenRecord(NamedTuple):

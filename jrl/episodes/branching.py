@@ -23,7 +23,7 @@ MEASURED_TOKENS = 20
 
 
 class EpisodeBranches:
-    """How the episodes of a group branch.
+    """Branching of a group's episodes.
 
     Args:
       branching: from the method.

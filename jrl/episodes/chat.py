@@ -183,7 +183,11 @@ class ChatFormat:
             raise UserError(f"the environment answers as {role!r}; this run expects {roles}")
         messages = [plain_names(whole_text(m), i) for i, m in enumerate(messages)]
         text, spans = self._frames.spans(self._before(role, messages, first), messages)
+        # The assistant's turn in that text is a placeholder; the row already holds what the policy
+        # sampled there, so everything up to the turn's end is cut off.
         end, cut = self._end(role, text[: spans[0][0]])
+        # A turn cut at its limit has no end of its own; without it the answer would read as part of
+        # the policy's words.
         head = [] if closed else self._tokenizer.encode(end)
         return [*head, *self._encode(text, spans, cut)]
 
@@ -197,6 +201,8 @@ class ChatFormat:
     def _describe(self, tools: Sequence[Mapping[str, Any]], family: str) -> Description | None:
         """The tools in words, where the template does not write them."""
         frames = self._frames
+        # Compared by rendering, not by searching the template for a word: templates name and nest
+        # the tools in many ways.
         without = frames._replace(variables={**frames.variables, "tools": None})
         # Templates that loop over the tools without a look at whether there are any write them.
         if not tools or without.refuses([_QUESTION]):
@@ -224,6 +230,8 @@ class ChatFormat:
         system = {"role": "system", "content": self._tools.text}
         if first["role"] == "system":
             pieces = [(f"{first['content']}\n\n", True), *pieces]
+        # Some templates refuse system messages, or a second one; the first message then carries the
+        # tools.
         elif not self._frames.refuses([system, first, *others]):
             first, others = system, [first, *others]
         else:
@@ -251,6 +259,7 @@ class ChatFormat:
         """Finds how the template wants an assistant's turn that an answer of this role follows."""
         message = plain_names({"role": role, "content": "It is 42."}, 0)
         failure: UserError | None = None
+        # The first style that renders: templates differ in what a tool's result must follow.
         for style in (*(_STYLES if role == "tool" else ()), None):
             self._style[role] = style
             try:
@@ -329,6 +338,7 @@ class ChatFormat:
         message = plain_names({"role": role, "content": "It is 42."}, 0)
         assistant, where = self._frame_of(role, [message]), "the complete conversation"
         behind = []
+        # Three, since some templates treat the last turn, or the first answer, unlike the others.
         for rounds in (1, 2, 3):
             talk = [_QUESTION, *[assistant, message] * rounds]
             text = self._frames.render(talk)

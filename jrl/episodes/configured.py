@@ -132,7 +132,7 @@ def _made(
     common: Mapping[str, Any],
     shared: tuple[str, ...],
 ) -> HostEnv:
-    """What the function makes of its arguments, checked; adds ``limits`` to those that take it."""
+    """The checked result of a function; passes ``limits`` to those that take it."""
     where = f"data.env = {spec!r}"
     if is_episode(make):
         check_episode(make, where, options=True)

@@ -257,6 +257,7 @@ class TurnLog(struct.PyTreeNode):
           "drawn", True at a turn's own tokens; "paid", its points at the last one of them, float32.
         """
         column = jnp.arange(width)[None]
+        # Turns that were not taken start at T, past every column, and so count for none.
         begun = self.starts[:, :, None] <= column[:, None]
         turn = jnp.maximum(begun.sum(1) - 1, 0).astype(jnp.int32)
         at = lambda x: jnp.take_along_axis(x, turn, axis=1)  # noqa: E731
@@ -298,5 +299,6 @@ def paid_points(points: Array, players: Array, turn: Array, reward: Array) -> Ar
         return points.at[turn].add(reward, mode="drop")
     number, nobody = jnp.arange(points.shape[0])[None], points.shape[0]
     own_turns = (players[None] == jnp.arange(reward.shape[0])[:, None]) & (number <= turn)
+    # A player without a turn has no token to be paid at; past the end its points are dropped.
     last = jnp.where(own_turns.any(1), jnp.where(own_turns, number, -1).max(1), nobody)
     return points.at[last].add(reward, mode="drop")

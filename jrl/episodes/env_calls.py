@@ -1,4 +1,4 @@
-"""What is called in an environment's thread: to open it, and to tell it what the policy said."""
+"""Calls in an environment's thread: to open it, and to pass it the policy's turn."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ async def call_init(
         messages = check_messages(messages, env.limits)
         opening = np.array(chat.opening(messages), np.int32)
         if not 1 <= len(opening) <= longest:
-            raise EnvError(f"opens with {len(opening)} tokens; the limit of a prompt is {longest}")
+            raise EnvError(
+                f"opens with {len(opening)} tokens; data.max_prompt_tokens allows {longest}"
+            )
     except BaseException:
         await run_either(env.close, state)  # nobody else learns of the state
         raise
@@ -67,6 +69,7 @@ async def call_step(
     Raises:
       EnvError: what it returned cannot be used.
     """
+    # Decoded twice, with and without control tokens: parsers of tool calls read some of those.
     ids = tokens.tolist()
     text, raw = tokenizer.decode(ids), tokenizer.decode(ids, skip_special=False)
     reply = Reply(text=text, raw=raw, tokens=tokens, turn=turn, cut=cut)
@@ -96,6 +99,7 @@ def _labels(
         if isinstance(label, int):
             labels[name] = label
             continue
+        # By prefix: a token alone may decode to half a character.
         begins = [len(tokenizer.decode(ids[:i])) for i in range(len(ids) + 1)]
         if len(label) != begins[-1]:
             raise EnvError(f"label {name}: {len(label)} numbers for {begins[-1]} characters")

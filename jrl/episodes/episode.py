@@ -25,7 +25,7 @@ _CONTEXT_STRIDE = 1 << 20
 
 
 class Position(NamedTuple):
-    """Where an episode stands; a fork takes it over as it is.
+    """Position of an episode, which a fork copies.
 
     Attributes:
       turn: number of the turn.
@@ -74,7 +74,7 @@ class Turn:
 
 
 class Ending(NamedTuple):
-    """Why an episode ended; ``reason`` says in words what failed, "" where nothing did."""
+    """End of an episode; ``reason`` names the failure in words, "" without one."""
 
     stop: StopReason
     reason: str = ""
@@ -135,7 +135,7 @@ class Seat:
 
 @dataclasses.dataclass
 class Branch:
-    """How an episode hangs together with others of a group that branches.
+    """Relation of an episode to others of a branching group.
 
     Attributes:
       source: the episode that it left; None for one that began by itself.
@@ -153,7 +153,7 @@ class Branch:
 
 
 class Problem(NamedTuple):
-    """What an episode is about.
+    """The problem of an episode.
 
     Attributes:
       group: index of the prompt.
@@ -167,14 +167,14 @@ class Problem(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What an environment's feedback has added up to; metrics and labels by name."""
+    """Totals of an environment's feedback: metrics and labels by name."""
 
     metrics: dict[str, float]
     labels: dict[str, int]
 
 
 class CallKind(enum.Enum):
-    """What an environment was asked for."""
+    """Kind of a call to an environment."""
 
     OPEN = "open"
     STEP = "step"
@@ -203,7 +203,7 @@ class Call(NamedTuple):
 
 
 class Episode:
-    """What is known of an episode so far; a node of a search is one that has paused.
+    """The state of an episode; a node of a search is a paused one.
 
     Attributes:
       problem: what it is about.
@@ -241,7 +241,7 @@ class Episode:
 
     @property
     def stop(self) -> StopReason | None:
-        """Why it ended; None before."""
+        """Reason of its end; None before."""
         return None if self.ending is None else self.ending.stop
 
     @property
@@ -334,7 +334,7 @@ class Episode:
         return self.past()[max(self.seat.computed - len(self.opening), 0) :].tolist()
 
     def row_start(self, limit: int) -> RowStart:
-        """What a row of it begins with.
+        """Start of a row of the episode.
 
         Args:
           limit: tokens behind the opening at which it stops.

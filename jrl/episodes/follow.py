@@ -1,4 +1,4 @@
-"""What follows a turn: one function for episodes played alone, branches and searches.
+"""The end of a turn: one function for single episodes, branches and searches.
 
     step = rules.follow_turn(episode, feedback, ids, state_id)
 

@@ -81,6 +81,7 @@ async def run_within(work: Coroutine[Any, Any, Any], seconds: float) -> asyncio.
     finally:
         _clock.reset(before)
     try:
+        # Polled while the clock is stopped: nothing wakes this up when it runs again.
         while not task.done():
             left = seconds - clock.used()
             if left <= 0 and not clock.stopped:
@@ -127,12 +128,16 @@ class Gate:
             turn = asyncio.ensure_future(self._semaphore().acquire())
             try:
                 while not turn.done():
+                    # A long queue that moves is no fault, only one in which nobody goes through or
+                    # comes out.
                     left = max(came, self._last_change) + self._seconds - time.monotonic()
                     if left <= 0:
                         reason = f"waited {self._seconds:g} seconds in a queue that did not move"
                         raise EnvError(f"{reason}, for {self._what}")
                     await asyncio.wait({turn}, timeout=left)
             except BaseException:
+                # The place may have been given in the moment in which the wait was broken off;
+                # kept, it would be lost for the whole run.
                 if turn.done() and not turn.cancelled():
                     self.leave()
                 turn.cancel()

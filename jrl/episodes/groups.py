@@ -222,7 +222,7 @@ class Groups:
 
 
 def shared_start(openings: Sequence[np.ndarray]) -> int:
-    """How many tokens all openings have in common from the start."""
+    """The number of leading tokens that all openings share."""
     length = min(map(len, openings))
     same = [len({int(opening[i]) for opening in openings}) == 1 for i in range(length)]
     return same.index(False) if False in same else length

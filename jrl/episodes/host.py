@@ -159,7 +159,7 @@ Writer = Callable[[Sequence[str], int, int], Any]
 
 
 class ChatOptions(NamedTuple):
-    """What the chat template renders beside the messages.
+    """Settings of the chat template, besides the messages.
 
     Attributes:
       roles: of the messages that ``step`` answers with.
@@ -199,7 +199,7 @@ class Lifecycle(NamedTuple):
 
 
 class EnvExtras(NamedTuple):
-    """What only some methods read.
+    """Abilities that only some methods use.
 
     Attributes:
       labels: names of numbers of an episode, which methods find in ``ids``, [N, G]; -1 for none.
@@ -259,7 +259,7 @@ class HostEnv(NamedTuple):
 
 
 def format_of(env: HostEnv, tokenizer: Tokenizer) -> Format:
-    """How messages of this environment become ids: by the chat template where there is one.
+    """The format of this environment's messages: the chat template, if there is one.
 
     Raises:
       UserError: the template is not of the family whose calls the environment reads, cannot

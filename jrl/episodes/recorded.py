@@ -161,8 +161,12 @@ def joined_groups(
 def _link(nodes: Sequence[Drawn]) -> None:
     """Finds the predecessor of each completion of a session."""
     for i, node in enumerate(nodes):
+        # Only what was complete when the request came: parallel requests of one session continue
+        # none of each other.
         before = [other for other in nodes[:i] if other.number < node.seen]
         joined = [other for other in before if node.start.startswith(other.whole)]
+        # The longest past: its tokens are the ones that the policy read, so the row continues id
+        # for id.
         best = max(joined, key=lambda other: (len(other.whole), other.number), default=None)
         # A longer prompt that this one begins with, but not with what was drawn behind it.
         inside = [
@@ -206,6 +210,8 @@ def _episodes(nodes: Sequence[Drawn]) -> Iterator[_Episode]:
     continued = {node.parent.number for node in nodes if node.parent is not None}
     ends = [node for node in nodes if node.number not in continued]
     earlier: set[int] = set()
+    # A shared beginning is trained once; it goes to the end that was rewarded, and among those to
+    # the newest.
     for end in sorted(ends, key=lambda node: (node.points is None, -node.number)):
         path = [end]
         while path[-1].parent is not None:
@@ -233,6 +239,7 @@ def _groups(
             opening = first if row.opening[0] == first[0] else row.opening
             key = opening.tobytes()
             openings[key] = opening
+            # By ids and not by session: sessions on the same task become members of one group.
             rows_of.setdefault(key, []).append((number, row))
     groups = []
     for i, (key, rows) in enumerate(rows_of.items()):
@@ -280,7 +287,7 @@ def _trains(node: Drawn, episode: _Episode, sampling: Distribution | None) -> bo
 def _segments(
     stretch: Sequence[Drawn], turn: int, episode: _Episode, sampling: Distribution | None
 ) -> tuple[np.ndarray, list[Segment]]:
-    """What a row opens with, and what follows; the points of all its episode among it.
+    """The opening of a row and its segments, with the points of its whole episode.
 
     Those of earlier rows stand before the first token that was drawn, those of later ones at the
     last, so that the points after each token are the episode's.
@@ -289,6 +296,8 @@ def _segments(
     first, last = episode.path.index(stretch[0]), episode.path.index(stretch[-1])
     earlier = sum(node.points or 0.0 for node in episode.path[:first])
     later = sum(node.points or 0.0 for node in episode.path[last + 1 :])
+    # Points paid before this row have to stand before its first sampled token, and a reward needs a
+    # token: the opening gives up its last one.
     if earlier and len(opening) > 1:
         segments.append(_outside(opening[-1:], turn, stretch[0], earlier))
         opening, earlier = opening[:-1], 0.0

@@ -40,7 +40,7 @@ class Distribution(NamedTuple):
     biased: bool = False
 
     def __str__(self) -> str:
-        """As keys of [sampling] for a person."""
+        """The settings as keys of [sampling]."""
         settings = [f"{name} = {value:g}" for name, value in [*self._asdict().items()][:-1]]
         return ", ".join(settings) + ", and a logit_bias or a grammar" * self.biased
 

@@ -230,7 +230,7 @@ class Sandbox:
 async def _first(
     collecting: Coroutine[Any, Any, str], watching: Coroutine[Any, Any, str], seconds: float
 ) -> str:
-    """What the first of two returns; "timeout" where neither has returned in time."""
+    """The result of the first of two; "timeout" if neither returned in time."""
     tasks = [asyncio.create_task(each) for each in (collecting, watching)]
     try:
         done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

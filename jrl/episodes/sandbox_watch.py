@@ -1,4 +1,4 @@
-"""What a run of the sandbox uses in all its processes together, and removing what it wrote.
+"""Resource use of all processes of a sandbox run, and removal of its files.
 
 Limits of the kernel hold for one process or one file each; their sums are looked at from outside.
 """
@@ -47,13 +47,13 @@ async def watch(pid: int, limits: SandboxLimits, directory: str | None) -> str:
 
 def _group(pid: int) -> list[int]:
     """The processes of a group, which no process of a run can leave where it is not set apart."""
-    found = []
+    pids = []
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             if entry.name.isdigit():
                 fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-                found += [int(entry.name)] if int(fields[2]) == pid else []
-    return found
+                pids += [int(entry.name)] if int(fields[2]) == pid else []
+    return pids
 
 
 def _is_beyond(directory: str, most: int) -> bool:
@@ -88,14 +88,14 @@ def remove_tree(directory: str) -> None:
         while levels:
             name, inside = levels[-1]
             if inside:
+                child = inside.pop()
                 with contextlib.suppress(OSError):
-                    place = _moved(place, lower := _opened(inside[-1], place))
-                    levels.append((inside[-1], _directories(lower)))
-                inside.pop()
+                    place = _instead(place, _opened(child, place))
+                    levels.append((child, _directories(place)))
                 continue
             levels.pop()
             if levels:
-                place = _moved(place, os.open("..", _OPEN, dir_fd=place))
+                place = _instead(place, os.open("..", _OPEN, dir_fd=place))
                 with contextlib.suppress(OSError):
                     os.rmdir(name, dir_fd=place)
         os.close(place)
@@ -107,15 +107,16 @@ def _opened(name: str, place: int | None) -> int:
     return os.open(name, _OPEN, dir_fd=place)
 
 
-def _moved(place: int, other: int) -> int:
+def _instead(place: int, other: int) -> int:
+    """The other open directory; the first is closed."""
     os.close(place)
     return other
 
 
 def _directories(place: int) -> list[str]:
     """The directories in an open one; its files are removed."""
-    names = []
-    with os.scandir(place) as entries:
+    names: list[str] = []
+    with contextlib.suppress(OSError), os.scandir(place) as entries:
         for entry in list(entries):
             if entry.is_dir(follow_symlinks=False):
                 names.append(entry.name)

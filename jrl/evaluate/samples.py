@@ -38,7 +38,7 @@ def samples_of(
     """
     rollout, rewards, subject = jax.device_get((groups.rollout, groups.rewards, groups.subject))
     ids, stats = jax.device_get((groups.ids, groups.stats))
-    known = opinions(np.asarray(rewards), ids)
+    scored = opinions(np.asarray(rewards), ids)
     n, g, _ = rollout.tokens.shape
     records, spent = [], 0
     for row, member in itertools.product(range(min(n, -(-count // g))), range(g)):
@@ -47,7 +47,7 @@ def samples_of(
         else:
             prompt, answer = subject[row].text, str(subject[row].answer)
         length = int(rollout.lengths[row, member])
-        each = zip(weights, rewards[row, member].tolist(), known[row, member], strict=True)
+        each = zip(weights, rewards[row, member].tolist(), scored[row, member], strict=True)
         parts = {name: points if has_opinion else None for name, points, has_opinion in each}
         records.append(
             {

@@ -192,9 +192,9 @@ def car(base: Method) -> Method:
         r = c - (c - p)^2
 
     Two reward parts are read, c and p, in that order; the reward function "confidence" gives p.
-    Give the first a weight of 1. An environment gives both as its reward parts. Departures: this is
-    the quadratic score, one of the rewards that the paper compares; its own, which separates the
-    ranges of right and wrong answers, is not known to us.
+    Give the first a weight of 1. In episodes both may be parts of the environment, or functions
+    beside it. Departures: this is the quadratic score, one of the rewards that the paper compares;
+    its own, which separates the ranges of right and wrong answers, is not known to us.
     """
 
     def calibrated(parts: Array, rollout: Rollout) -> Array:
@@ -219,7 +219,8 @@ def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
     as the released code has it. What tools return is read and not trained on. The paper starts from
     supervised training, and ends with DPO on pairs of the policy's own (``online_iterative_dpo``).
     Departures: no environment with search and Python together comes with the library; one of your
-    own gives the three parts (``HostEnv(parts=("form", "answer", "tools"))``).
+    own gives the three parts (``HostEnv(parts=("form", "answer", "tools"))``), or functions beside
+    it do.
     """
 
     def ordered(parts: Array, rollout: Rollout) -> Array:

@@ -268,13 +268,13 @@ class FileTokenizer:
 
     def _turn_end(self) -> int | None:
         """The first special token behind what the assistant says last."""
-        said = "JRLANSWER"
-        messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": said}]
+        marker = "JRLANSWER"
+        messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": marker}]
         try:
             text = self.chat(messages, add_generation_prompt=False)
         except UserError:  # such as a template that wants tools, or that does not end
             return None
-        _, mark, rest = text.rpartition(said)
+        _, mark, rest = text.rpartition(marker)
         extra_tokens = self._backend.get_added_tokens_decoder()
         ids = self.encode(rest) if mark else []
         return next((i for i in ids if i in extra_tokens and extra_tokens[i].special), None)

@@ -48,7 +48,22 @@ def group_mean_std(rewards: Array, members: Array, *, eps: float = 1e-6, ddof: i
     """
     centred = mean_centred(rewards, members)
     freedom = jnp.maximum(members.sum() - ddof, 1)
-    return centred / (jnp.sqrt(jnp.square(centred).sum() / freedom) + eps)
+    scale = square_scale(centred)
+    deviation = scale * jnp.sqrt(jnp.square(centred / scale).sum() / freedom)
+    return centred / (deviation + eps)
+
+
+def square_scale(values: Array) -> Array:
+    """[] float32: what to divide numbers by before they are squared and added up.
+
+    The square of a reward beyond 1e19 is infinite in float32, and a deviation of infinity would
+    make every advantage 0, in silence. Below 1e15 it is 1, which changes no bit.
+
+    >>> float(square_scale(jnp.array([2.0, -3.0]))), float(square_scale(jnp.array([0.0, -1e30])))
+    (1.0, 1.0000000150474662e+30)
+    """
+    largest = jnp.max(jnp.abs(values))
+    return jax.lax.stop_gradient(jnp.where(largest > 1e15, largest, 1))
 
 
 def leave_one_out(rewards: Array, members: Array) -> Array:

@@ -154,7 +154,7 @@ SAVED = "teacher_top_k"
 
 
 class TopK(NamedTuple):
-    """What is kept of a teacher's distribution at one token.
+    """The stored part of a teacher's distribution at one token.
 
     Attributes:
       logprobs: [k] float32, log-probabilities of its likeliest tokens, in falling order.

@@ -32,8 +32,8 @@ def decoupled_parts(*, eps: float = 1e-6, ddof: int = 1) -> Transform:
         return group.group_mean_std(rewards, members, eps=eps, ddof=ddof)
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        known = batch.members[:, :, None] & opinions(batch.rewards, batch.ids)
-        parts = jax.vmap(jax.vmap(of_part), in_axes=2, out_axes=2)(batch.rewards, known)
+        scored = batch.members[:, :, None] & opinions(batch.rewards, batch.ids)
+        parts = jax.vmap(jax.vmap(of_part), in_axes=2, out_axes=2)(batch.rewards, scored)
         return (parts * batch.reward_weights[None, None]).sum(-1), batch
 
     return stateless(apply)

@@ -130,9 +130,11 @@ def whiten(over: str = "tokens", *, eps: float = 1e-8, ddof: int = 0) -> Transfo
         lowest = jnp.min(values, where=live, initial=jnp.inf)
         shifted = jnp.where(live, values - lowest, 0)
         centred = jnp.where(live, shifted - shifted.sum() / jnp.maximum(count, 1), 0)
+        scale = group.square_scale(centred)
+        centred = centred / scale
         variance = jnp.square(centred).sum() / jnp.maximum(count - ddof, 1)
         # eps inside the root: equal values give 0 * finite = 0 in place of 0 / 0.
-        return centred * jax.lax.rsqrt(variance + eps), batch
+        return centred * jax.lax.rsqrt(variance + eps / scale / scale), batch
 
     return stateless(apply)
 

@@ -5,6 +5,7 @@
 - ``hlo``, ``costs``: operations, bytes and collectives of a compiled program
 - ``memory``: bytes on a chip, and what would make a program fit
 - ``compile``: the plan of a run
+- ``count``: a plan from counting alone, within seconds
 - ``disjoint``: plans with devices of their own for rollout and training
 - ``search``: candidates for mesh, remat, microbatches and placement, ranked
 - ``text``: a plan as text and JSON
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 HOMES = {
     "jrl.plan.compile": ("Plan", "make_plan", "quick_plan"),
+    "jrl.plan.count": ("counted_plan",),
     "jrl.plan.text": ("as_json", "as_text"),
     "jrl.plan.topology": ("Topology", "parse_topology"),
 }
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from jrl.plan.compile import Plan as Plan
     from jrl.plan.compile import make_plan as make_plan
     from jrl.plan.compile import quick_plan as quick_plan
+    from jrl.plan.count import counted_plan as counted_plan
     from jrl.plan.text import as_json as as_json
     from jrl.plan.text import as_text as as_text
     from jrl.plan.topology import Topology as Topology

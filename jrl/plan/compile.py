@@ -32,7 +32,7 @@ from jrl.plan.lower import (
     outputs,
 )
 from jrl.plan.memory import cache_bytes, remedies, state_bytes
-from jrl.plan.topology import HOP_SECONDS, Topology, axis_bandwidth, compile_devices
+from jrl.plan.topology import HOP_SECONDS, Topology, axis_bandwidth, compile_devices, larger
 from jrl.plan.useful import decoding, floor_seconds, loop_trips, model_flops
 from jrl.train import build
 from jrl.train.gather import prepared_bytes
@@ -40,6 +40,14 @@ from jrl.train.programs import check_resharding, drawing_mesh
 from jrl.train.shapes import abstract_batch
 
 PROGRAMS = ("resharding", "sampler", "train_step")
+RATIOS: Mapping[str, tuple[float, float]] = {
+    "resharding": (60.0, 35.0),
+    "sampler": (20.0, 10.0),
+    "train_step": (100.0, 22.0),
+}
+"""Program -> how many times as long as tracing and lowering libtpu compiles it, with effort 0 and
+below; rough. With effort -1 two layers of ``configs/pod_8b_v6e.toml`` gave 35, 10 and 22; those of
+effort 0 follow from the seconds in ``benchmarks/pods.json``."""
 FAST_BYTES = 128 << 20
 """A chip's vector memory (VMEM), or more: XLA keeps weights there for as long as a loop runs."""
 
@@ -69,6 +77,7 @@ class Program(NamedTuple):
       effort: XLA's, with which it was compiled.
       operations: seconds that the operations of each kind would take by themselves; see
         ``costs.KINDS``. What is sent counts with the network's time.
+      counted: whether nothing was compiled, and temporaries and times are estimates.
     """
 
     bytes_per_chip: dict[str, float]
@@ -87,6 +96,7 @@ class Program(NamedTuple):
     reads: dict[str, float] | None = None
     effort: float = 0.0
     operations: dict[str, float] | None = None
+    counted: bool = False
 
 
 class Plan(NamedTuple):
@@ -129,8 +139,28 @@ class Plan(NamedTuple):
 
 
 def plan_mesh(config: Config, topology: Topology) -> jax.sharding.Mesh:
-    """The configuration's mesh of the topology's devices."""
+    """The configuration's mesh of the topology's devices.
+
+    Raises:
+      UserError: the mesh has another number of devices than the slices have chips.
+    """
+    for key, axes in (("mesh", config.mesh_axes), ("sampling.mesh", config.sampling.mesh_axes)):
+        size = math.prod(axes.values()) if key == "mesh" or config.sampling.mesh else -1
+        if size > 0 and size != topology.chips and not (key != "mesh" and config.placement):
+            each = topology.chips // topology.slices
+            fitting = larger(topology, size / topology.slices) if size > each else None
+            such = f", such as --topology {fitting}" if fitting else ""
+            raise UserError(
+                f"{key} ({_axes(axes)}) is for {size} chips, and {topology.name} has"
+                f" {topology.chips}: name the slice with --topology{such}, or in the file as"
+                " plan.topology; or make the product of the mesh's axes the number of chips, or set"
+                " one axis to -1"
+            )
     return make_mesh(config.mesh_axes, compile_devices(topology))
+
+
+def _axes(axes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {n}" for axis, n in axes.items() if n != 1) or "one device"
 
 
 # ---------------------------------------------------------------- compiling and judging
@@ -160,10 +190,10 @@ def make_plan(
     Raises:
       UserError: something does not divide over the mesh, or libtpu cannot compile for it.
     """
-    run = _abstract_run(config, topology)
+    run = abstract_run_on(config, topology)
     names = wanted_programs(placement)
     programs = _programs(run, topology, names, placement, effort, echo)
-    return _judged(run, topology, programs)
+    return judged(run, topology, programs)
 
 
 def quick_plan(
@@ -192,7 +222,7 @@ def quick_plan(
       timed: False lets the few layers fit into fast memory. The programs then compile sooner; the
         memory of a chip is right, and the times are too short.
     """
-    run = _abstract_run(config, topology)
+    run = abstract_run_on(config, topology)
     model, sizes = run.shape, config.model.config
     if sizes is None:
         return make_plan(config, topology, echo=echo, placement=placement, effort=effort)
@@ -200,10 +230,10 @@ def quick_plan(
 
     def of(layers: int) -> build.Run:
         table = config.model.model_copy(update={"config": {**sizes, "layers": layers}})
-        return _abstract_run(config.model_copy(update={"model": table}), topology)
+        return abstract_run_on(config.model_copy(update={"model": table}), topology)
 
-    low, deep = 2 * period, _prepared_bytes(run)
-    each = (deep - _prepared_bytes(of(low))) / max(model.layers - low, 1)
+    low, deep = 2 * period, prepared_size(run)
+    each = (deep - prepared_size(of(low))) / max(model.layers - low, 1)
     if timed and each * model.layers > FAST_BYTES:
         low *= math.ceil(FAST_BYTES / (each * low))
     high = low + 2 * period
@@ -222,7 +252,7 @@ def quick_plan(
         extrapolated = extrapolate(few[0][name], few[1][name], steps, topology)
         programs[name] = extrapolated._replace(layers=(low, high))
     in_order = {name: programs[name] for name in PROGRAMS if name in programs}
-    return _judged(run, topology, in_order)
+    return judged(run, topology, in_order)
 
 
 def wanted_programs(placement: str) -> tuple[str, ...]:
@@ -260,13 +290,9 @@ def extrapolate(low: Program, high: Program, steps: float, topology: Topology) -
     )
 
 
-def _abstract_run(config: Config, topology: Topology) -> build.Run:
+def abstract_run_on(config: Config, topology: Topology) -> build.Run:
+    """``lower.abstract_run`` on the mesh of a topology, its division over all meshes checked."""
     mesh = plan_mesh(config, topology)
-    if mesh.size != topology.chips:
-        raise UserError(
-            f"mesh uses {mesh.size} of the {topology.chips} chips of {topology.name}; make the "
-            "product of its axes the number of chips, or set one axis to -1"
-        )
     run = abstract_run(config, mesh)
     check_resharding(run)
     return run
@@ -285,10 +311,12 @@ def _programs(
     programs: dict[str, Program] = {}
     weights: Any = None
     for name in names:
+        began = time.perf_counter()
         lowered = _lowered(run, name, weights)
         if lowered is None:
             continue
-        echo(f"compiling {name} for {topology.name} ...")
+        about = compile_estimate(name, time.perf_counter() - began, effort)
+        echo(f"compiling {name} for {topology.name} ({about}) ...")
         state = held_bytes if placement == "colocated" or name == "train_step" else {}
         if name != "train_step" and placement != "colocated":
             state = {"weights": held_bytes["weights"]}
@@ -301,6 +329,14 @@ def _programs(
         programs[name] = _measured(compiled, run, topology, name, state, seconds)
         programs[name] = programs[name]._replace(effort=effort)
     return programs
+
+
+def compile_estimate(name: str, lowering_seconds: float, effort: float) -> str:
+    """About how long XLA compiles a program, such as "about 6 min", from what lowering it took."""
+    seconds = RATIOS[name][effort < 0] * lowering_seconds
+    if seconds < 90:
+        return f"about {max(10 * round(seconds / 10), 10)} s"
+    return f"about {seconds / 60:.0f} min"
 
 
 def _lowered(run: build.Run, name: str, weights: Any) -> Any:
@@ -331,7 +367,7 @@ def effort_options(effort: float) -> dict[str, Any] | None:
     return {"optimization_level": "O3" if effort > 0 else "O1" if effort > -0.5 else "O0"}
 
 
-def _judged(run: build.Run, topology: Topology, programs: dict[str, Program]) -> Plan:
+def judged(run: build.Run, topology: Topology, programs: dict[str, Program]) -> Plan:
     """The plan of these programs: whether they fit, and what would make them fit."""
     changes = [r for n, p in programs.items() for r in remedies(run, topology, n, p.bytes_per_chip)]
     prompts, group, length = abstract_batch(run).tokens.shape
@@ -369,11 +405,12 @@ def _arguments(run: build.Run, name: str, state: Mapping[str, float]) -> dict[st
     if name == "train_step":
         return dict(state)
     if name == "sampler" and run.config.sampling.mesh and drawing_mesh(run) != run.mesh:
-        return {"prepared": _prepared_bytes(run)}
+        return {"prepared": prepared_size(run)}
     return {"weights": state["weights"]}
 
 
-def _prepared_bytes(run: build.Run) -> float:
+def prepared_size(run: build.Run) -> float:
+    """Bytes on a chip of the sampler's own copy of the weights."""
     return prepared_bytes(run.config, run.shape, drawing_mesh(run))
 
 
@@ -398,7 +435,7 @@ def _measured(
     elif name == "sampler":
         sizes["cache"] = min(cache_bytes(run), room)
         if "prepared" not in sizes:
-            sizes["prepared"] = min(_prepared_bytes(run), room - sizes["cache"])
+            sizes["prepared"] = min(prepared_size(run), room - sizes["cache"])
     sizes["program"] = float(stats.generated_code_size_in_bytes)
     named = sum(v for k, v in sizes.items() if k not in resident)
     sizes["temporaries"] = max(float(total) - named, 0.0)

@@ -80,20 +80,43 @@ def training_seconds(
     """Rough seconds of a training step, and bytes of the state while nothing trains."""
     axes = {"context": 1, **options.mesh}
     size = jnp.dtype(config.model.param_dtype).itemsize
-    weight_bytes = weight_numbers(model, axes) * size
-    state = weight_bytes * (1 + moments(config))
-    group, new = config.sampling.group, config.sampling.max_new_tokens
-    lengths = Lengths(config.train.prompts, group, config.data.longest_prompt, new)
+    state = weight_numbers(model, axes) * size * (1 + moments(config))
+    times = training_times(config, model, topology, options)
+    total = state + training_temporaries(config, model, options)
+    return max(times.values()) * too_large(total, topology), state
+
+
+def training_times(
+    config: Config, model: ModelConfig, topology: Topology, options: Training
+) -> dict[str, float]:
+    """Rough seconds of a training step that "compute" and "network" take by themselves."""
+    axes, lengths = {"context": 1, **options.mesh}, _lengths(config)
     again = {"full": 4, "dots": 3.1}.get(options.remat, 3)
     compute = again * _forward_flops(model, lengths) / topology.chips / topology.chip.flops
-    tokens = lengths.prompts * (lengths.prompt + group * new) / _shards(axes)
-    activations = (
-        tokens / options.microbatches * model.layers * _saved(model, axes["tensor"], options.remat)
-    )
+    tokens = _trained_tokens(config, axes)
     network = _weights_sent(model, topology, options) + _tokens_sent(model, topology, axes, tokens)
+    return {"compute": compute, "network": network}
+
+
+def training_temporaries(config: Config, model: ModelConfig, options: Training) -> float:
+    """Rough bytes on a chip besides the state: activations, gradient, and 256 MiB of the rest."""
+    axes = {"context": 1, **options.mesh}
+    saved = model.layers * _saved(model, axes["tensor"], options.remat)
+    activations = _trained_tokens(config, axes) / options.microbatches * saved
     # The gradient is float32, and of the head's scores some are there at once.
-    total = state + weight_bytes * 4 / size + activations + 2**28
-    return max(compute, network) * too_large(total, topology), state
+    return 4 * weight_numbers(model, axes) + activations + 2**28
+
+
+def _lengths(config: Config) -> Lengths:
+    group, new = config.sampling.group, config.sampling.max_new_tokens
+    return Lengths(config.train.prompts, group, config.data.longest_prompt, new)
+
+
+def _trained_tokens(config: Config, axes: Mapping[str, int]) -> float:
+    """Tokens of a training step on one chip; ``context`` divides sequences."""
+    lengths = _lengths(config)
+    new = config.sampling.group * config.sampling.max_new_tokens
+    return lengths.prompts * (lengths.prompt + new) / _shards(axes) / axes["context"]
 
 
 def _shards(axes: Mapping[str, int]) -> int:
@@ -176,28 +199,56 @@ def sampling_seconds(
       mesh: the sampler's.
       state_bytes: bytes of a chip's training state that stay in memory.
     """
+    axes, sampling = {"context": 1, **mesh}, config.sampling
+    gathered = has_room(config, model, axes, topology.chip.hbm_bytes, state_bytes)
+    weights = sampler_bytes(model, axes, gathered=gathered, int8="weights" in sampling.int8)
+    cache = _cache_bytes(config, model, axes, gathered)[0]
+    times = sampling_times(config, model, topology, mesh, state_bytes)
+    return max(times.values()) * too_large(state_bytes + cache + weights, topology)
+
+
+def sampling_times(
+    config: Config,
+    model: ModelConfig,
+    topology: Topology,
+    mesh: Mapping[str, int],
+    state_bytes: float = 0.0,
+) -> dict[str, float]:
+    """Rough seconds of a rollout that "memory", "compute" and "network" take by themselves.
+
+    The arguments are those of ``sampling_seconds``.
+    """
     axes, chip, sampling = {"context": 1, **mesh}, topology.chip, config.sampling
     gathered = has_room(config, model, axes, chip.hbm_bytes, state_bytes)
-    int8_weights = "weights" in sampling.int8
-    weights = sampler_bytes(model, axes, gathered=gathered, int8=int8_weights)
+    weights = sampler_bytes(model, axes, gathered=gathered, int8="weights" in sampling.int8)
     prompts, new = -(-config.train.prompts // _shards(axes)), sampling.max_new_tokens
+    cache, shared = _cache_bytes(config, model, axes, gathered)
     slots = slots_on_chip(sampling.slots, axes, gathered)
-    each = token_bytes(model, axes["tensor"], sampling.int8)
-    cache = each * cached_tokens(prompts, sampling.group, config.data.longest_prompt, new, slots)
     rows = min(prompts * sampling.group, slots or prompts * sampling.group)
     rounds = -(-prompts * sampling.group // rows)
-    shared = prompts * config.data.longest_prompt * each
     memory = (weights + shared + (cache - shared) / 2) / chip.hbm_bandwidth
-    lengths = Lengths(config.train.prompts, sampling.group, config.data.longest_prompt, new)
-    compute = _forward_flops(model, lengths) / topology.chips / chip.flops / (new * rounds)
+    flops = _forward_flops(model, _lengths(config))
+    compute = flops / topology.chips / chip.flops / (new * rounds)
     network = 0.0
     if not gathered:
-        gathered_bytes = sampler_bytes(model, axes, gathered=True, int8=int8_weights)
+        gathered_bytes = sampler_bytes(model, axes, gathered=True, int8="weights" in sampling.int8)
         network += _sent(gathered_bytes, axes["fsdp"]) / ring_bandwidth(topology, axes["fsdp"])
     layer = 2.0 * model.embed_dim * rows
     if (n := axes["tensor"]) > 1:  # two sums in every layer
         network += 2 * 2 * _sent(layer, n) * model.layers / ring_bandwidth(topology, n)
     if (n := axes["expert"]) > 1:
         network += 3 * _sent(n * layer, n) * sum(model.sparse) / ring_bandwidth(topology, n)
-    seconds = max(memory, compute, network) * new * rounds
-    return seconds * too_large(state_bytes + cache + weights, topology)
+    each = {"memory": memory, "compute": compute, "network": network}
+    return {name: seconds * new * rounds for name, seconds in each.items()}
+
+
+def _cache_bytes(
+    config: Config, model: ModelConfig, axes: Mapping[str, int], gathered: bool
+) -> tuple[float, float]:
+    """Bytes of the cache of a chip, and of the prompts in it."""
+    sampling = config.sampling
+    prompts, new = -(-config.train.prompts // _shards(axes)), sampling.max_new_tokens
+    slots = slots_on_chip(sampling.slots, axes, gathered)
+    each = token_bytes(model, axes["tensor"], sampling.int8)
+    width = config.data.longest_prompt
+    return each * cached_tokens(prompts, sampling.group, width, new, slots), prompts * width * each

@@ -115,7 +115,7 @@ def lower_sampler(run: build.Run, weights: Any = None) -> Any:
 
 
 def first_asks(run: build.Run, n: int) -> Asks:
-    """What a step samples first, of ``n`` prompts."""
+    """The first asks of a step with ``n`` prompts."""
     plan, zeros = run.method.plan, np.zeros(n, np.int32)
     ask = new_ask(zeros, zeros, run.config.sampling.group, tree=plan.tree)
     return plan.first((ask,), dry_view())

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jrl.errors import UserError, unknown_choice
-from jrl.rewards import agreement, matching, other_names, shaping
+from jrl.rewards import agreement, matching, other_names, shaping, tool_calls
 from jrl.rewards.base import Points, RewardFn, Sample, whole_batch, whole_group
 from jrl.rewards.columns import SIGNATURE, adapted, form_of
+from jrl.rewards.combine import Columns
 from jrl.rewards.exact import exact_reward
 from jrl.rewards.format import confidence, format_reward
 from jrl.rewards.math import math_reward
@@ -43,13 +44,25 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "answer_share": agreement.answer_share,
     "new_answer": agreement.new_answer,
     "new_ngrams": agreement.new_ngrams,
+    "tool_calls": tool_calls.tool_calls,
     **other_names.NAMES,
 }
 """The library's own reward functions by name."""
 
+_ZOO = "jrl.zoo.rewards.functions"
+PUBLISHED = {
+    "convsearch": f"{_ZOO}:convsearch",
+    "dynamic_iou": f"{_ZOO}:dynamic_iou",
+    "rank_fidelity": f"{_ZOO}:rank_fidelity",
+    "toolrl": f"{_ZOO}:toolrl",
+}
+"""Reward functions of one paper each, by name."""
+FUNCTION_NAMES = (*REWARDS, *PUBLISHED)
+"""The names that ``[rewards]`` knows, functions of one's own aside."""
+
 
 def _nothing() -> None:
-    """What a function without ``prepare`` prepares."""
+    """Does nothing, for functions without ``prepare``."""
 
 
 class UserReward:
@@ -95,11 +108,11 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
     Raises:
       UserError: no such function, one of another form, or an option that it does not have.
     """
-    if ":" not in name and name not in REWARDS:
+    if ":" not in name and name not in FUNCTION_NAMES:
         raise UserError(
-            f"{unknown_choice('rewards', name, REWARDS)}, {FORMS}, a function {SIGNATURE}"
+            f"{unknown_choice('rewards', name, FUNCTION_NAMES)}, {FORMS}, a function {SIGNATURE}"
         )
-    key = key or f"rewards.{name}"
+    key, name = key or f"rewards.{name}", PUBLISHED.get(name, name)
     function = load(name, "rewards") if ":" in name else REWARDS[name]
     samples = form_of(function, key) == "samples"
     # in the other forms an argument may be a column, which the data has or not
@@ -113,7 +126,9 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
 
 
 __all__ = [
+    "FUNCTION_NAMES",
     "REWARDS",
+    "Columns",
     "RewardFn",
     "Sample",
     "UserReward",

@@ -58,16 +58,20 @@ def answer_share(
     Args:
       samples: of a group.
       low: nats, the entropy of the classes that a group must reach to count.
-      high: nats that it must stay below; None for the logarithm of the group's size.
+      high: nats that it must stay below; None for all groups but those in which all answers
+        differ, whose members get 0 points as in the released code.
     """
+    if not samples:
+        return []
     classes, n = answer_classes(samples), len(samples)
     # a text without an answer is a class of its own
     numbers = [-1 - i if c is None else c for i, c in enumerate(classes)]
     shares = {c: numbers.count(c) / n for c in numbers}
     entropy = -sum(p * math.log(p) for p in shares.values())
-    limit = math.log(n) if high is None else high
-    if not low <= entropy < limit and n > 1:
-        return [0.0 if high is None else None] * n
+    if high is None and len(shares) == n > 1:
+        return [0.0] * n
+    if not low <= entropy < (math.inf if high is None else high):
+        return [None] * n
     return [0.0 if c is None else shares[c] for c in classes]
 
 

@@ -90,8 +90,8 @@ def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str
     form = form_of(function, key)
     if form == "samples":
         return
-    own = (*OWN_COLUMNS, "answer") if form == "columns" else tuple(_SOLUTION)
-    names = [*own, *columns]
+    reserved = (*OWN_COLUMNS, "answer") if form == "columns" else tuple(_SOLUTION)
+    names = [*reserved, *columns]
     absent = [
         p.name
         for p in _parameters(function)
@@ -106,8 +106,8 @@ def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str
         )
 
 
-def _awaited(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    return asyncio.run(function(*arguments, **named))
+def _awaited(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    return asyncio.run(function(*arguments, **keywords))
 
 
 def _on_columns(
@@ -116,10 +116,10 @@ def _on_columns(
     """Calls a function on columns with those of the samples that it takes."""
     columns = _columns(samples) | options
     parameters = _parameters(function)
-    named = {p.name for p in parameters}
+    names = {p.name for p in parameters}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        columns = {name: column for name, column in columns.items() if name in named}
-    if _STATE in named:  # by name alone: other functions hand **columns on
+        columns = {name: column for name, column in columns.items() if name in names}
+    if _STATE in names:  # by name alone: other functions hand **columns on
         first = samples[0] if samples else None
         steps = (first.step, first.steps) if first else (0, 0)
         columns[_STATE] = types.SimpleNamespace(global_step=steps[0], max_steps=steps[1])

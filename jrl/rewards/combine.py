@@ -19,7 +19,7 @@ from jrl.user_code import FORMS, check_options, load
 
 
 class Columns(NamedTuple):
-    """What a combinator reads of a step's samples.
+    """Inputs of a combinator: a step's samples.
 
     Attributes:
       points: [N, G, K] float32, of the parts in the order of ``of``; NaN for no opinion.
@@ -63,8 +63,8 @@ def _total(c: Columns, weights: Sequence[float], first: int = 0) -> Any:
     if weights and len(weights) != size:
         raise UserError(f"weights has {len(weights)} numbers for {size} parts")
     factors = xp.asarray([[weights or [1.0] * size]], dtype=c.points.dtype)
-    known = _is_known(c)[..., first:].any(-1)
-    return xp.where(known, (_or_zero(c)[..., first:] * factors).sum(-1), math.nan)
+    scored = _is_known(c)[..., first:].any(-1)
+    return xp.where(scored, (_or_zero(c)[..., first:] * factors).sum(-1), math.nan)
 
 
 def weighted_sum(c: Columns, weights: Sequence[float] = ()) -> Any:
@@ -74,28 +74,28 @@ def weighted_sum(c: Columns, weights: Sequence[float] = ()) -> Any:
 
 def mean(c: Columns) -> Any:
     """The mean of the parts that have an opinion."""
-    xp, known = _xp(c), _is_known(c)
-    count = known.sum(-1)
-    total = xp.where(known, c.points, 0).sum(-1)
+    xp, scored = _xp(c), _is_known(c)
+    count = scored.sum(-1)
+    total = xp.where(scored, c.points, 0).sum(-1)
     return xp.where(count > 0, total / xp.maximum(count, 1), math.nan)
 
 
 def product(c: Columns) -> Any:
     """The product of the parts that have an opinion."""
-    xp, known = _xp(c), _is_known(c)
-    return xp.where(known.any(-1), xp.where(known, c.points, 1).prod(-1), math.nan)
+    xp, scored = _xp(c), _is_known(c)
+    return xp.where(scored.any(-1), xp.where(scored, c.points, 1).prod(-1), math.nan)
 
 
 def least(c: Columns) -> Any:
     """The least of the parts that have an opinion."""
-    xp, known = _xp(c), _is_known(c)
-    return xp.where(known.any(-1), xp.where(known, c.points, math.inf).min(-1), math.nan)
+    xp, scored = _xp(c), _is_known(c)
+    return xp.where(scored.any(-1), xp.where(scored, c.points, math.inf).min(-1), math.nan)
 
 
 def greatest(c: Columns) -> Any:
     """The greatest of the parts that have an opinion."""
-    xp, known = _xp(c), _is_known(c)
-    return xp.where(known.any(-1), xp.where(known, c.points, -math.inf).max(-1), math.nan)
+    xp, scored = _xp(c), _is_known(c)
+    return xp.where(scored.any(-1), xp.where(scored, c.points, -math.inf).max(-1), math.nan)
 
 
 def gate(
@@ -120,12 +120,12 @@ def sequence(c: Columns, least: float = 1.0, weights: Sequence[float] = ()) -> A
     """The sum of the parts up to the first one that has less than ``least``, that one included."""
     xp, size = _xp(c), c.points.shape[-1]
     total, reached = xp.zeros_like(c.points[..., 0]), xp.ones(c.points.shape[:-1], dtype=bool)
-    values, known = _or_zero(c), _is_known(c)
+    values, scored = _or_zero(c), _is_known(c)
     for k in range(size):
         factor = weights[k] if weights else 1.0
         total = total + xp.where(reached, factor * values[..., k], 0)
-        reached = reached & (~known[..., k] | (values[..., k] >= least))
-    return xp.where(known.any(-1), total, math.nan)
+        reached = reached & (~scored[..., k] | (values[..., k] >= least))
+    return xp.where(scored.any(-1), total, math.nan)
 
 
 def saturate(c: Columns, limit: float = 1.0, weights: Sequence[float] = ()) -> Any:
@@ -148,8 +148,8 @@ def threshold(c: Columns, least: float = 0.5, weights: Sequence[float] = ()) -> 
 
 def first_opinion(c: Columns) -> Any:
     """The first part that has an opinion, in the order of ``of``."""
-    xp, known = _xp(c), _is_known(c)
-    at = xp.argmax(known, axis=-1)
+    xp, scored = _xp(c), _is_known(c)
+    at = xp.argmax(scored, axis=-1)
     return xp.take_along_axis(c.points, at[..., None], axis=-1)[..., 0]
 
 
@@ -184,6 +184,34 @@ def row_weight(c: Columns, column: str) -> Any:
     xp = _xp(c)
     factors = xp.asarray([float(row.get(column, math.nan)) for row in c.rows])
     return _total(c, ()) * factors[:, None].astype(c.points.dtype)
+
+
+def bounded(c: Columns, column: str, weights: Sequence[float] = ()) -> Any:
+    """The mean of sigmoid(s - r) over the reference points r that each row has in ``column``.
+
+    PAR, "Reward Shaping to Mitigate Reward Hacking in RLHF" (arXiv:2502.18770): s is the score of a
+    reward model, r those of answers of the reference policy, of which one is enough; the reward is
+    in (0, 1), 1/2 at the reference, and saturates. It is as well the share of references that are
+    beaten under Bradley and Terry's model.
+
+    Args:
+      c: the parts.
+      column: with a number, or a list of numbers.
+      weights: of the parts in s.
+    """
+    xp, total = _xp(c), _total(c, weights)
+    points = xp.zeros_like(total)
+    references = []
+    for row in c.rows:
+        value = row.get(column, math.nan)
+        references.append([float(x) for x in (value if isinstance(value, list) else [value])])
+    most = max((len(each) for each in references), default=1)
+    padded = xp.asarray([each + [math.nan] * (most - len(each)) for each in references])
+    if c.rows:
+        shifted = total[..., None] - padded[:, None].astype(total.dtype)
+        wins, known = 1 / (1 + xp.exp(-shifted)), ~xp.isnan(shifted)
+        points = xp.where(known, wins, 0).sum(-1) / xp.where(known.any(-1), known.sum(-1), math.nan)
+    return points
 
 
 def _moments(c: Columns, values: Any, over: str) -> tuple[Any, Any]:
@@ -239,10 +267,13 @@ COMBINATORS: dict[str, Callable[..., Any]] = {
     "by_kind": by_kind,
     "schedule": schedule,
     "row_weight": row_weight,
+    "bounded": bounded,
     "normalise": normalise,
     "rank": rank,
 }
 """Combinators by name."""
+PUBLISHED = {"group_contrast": "jrl.zoo.rewards.combinators:group_contrast"}
+"""Combinators of one paper each, by name."""
 
 
 class Combined(NamedTuple):
@@ -282,8 +313,8 @@ def combined(
         first = every[part.of[0]]
         xp = first.__array_namespace__()
         stacked = xp.stack([every[name] for name in part.of], axis=-1)
-        made = part.combine(Columns(stacked, members, part.of, rows, step))
-        every[part.name] = made.astype(first.dtype)
+        result = part.combine(Columns(stacked, members, part.of, rows, step))
+        every[part.name] = result.astype(first.dtype)
     return every
 
 
@@ -301,8 +332,10 @@ def make_combined(name: str, combine: str, of: Sequence[str], options: dict[str,
         that does not fit.
     """
     key = f"rewards.{name}"
+    combine, named = PUBLISHED.get(combine, combine), combine
     if ":" not in combine and combine not in COMBINATORS:
-        raise UserError(f"{unknown_choice(f'{key}.combine', combine, COMBINATORS)}, {FORMS}")
+        choices = (*COMBINATORS, *PUBLISHED)
+        raise UserError(f"{unknown_choice(f'{key}.combine', combine, choices)}, {FORMS}")
     if not of:
         raise UserError(
             f"{key}.combine = {combine!r} has nothing to combine; name parts in {key}.of"
@@ -323,10 +356,10 @@ def make_combined(name: str, combine: str, of: Sequence[str], options: dict[str,
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{key}: {combine} with {options} raises {error!r:.200}") from None
+        raise UserError(f"{key}: {named} with {options} raises {error!r:.200}") from None
     if tuple(shape) != (1, 2):
         size = f"{tuple(shape)} for points [1, 2, {len(of)}]"
-        raise UserError(f"{key}: {combine} returned shape {size}; return [N, G]")
+        raise UserError(f"{key}: {named} returned shape {size}; return [N, G]")
     return Combined(name, tuple(of), bound, str(options.get("column", "")))
 
 

@@ -211,7 +211,7 @@ def _unspaced(text: str) -> str:
 
 
 def _mathematics(answer: Expression | Quantity) -> str | None:
-    """What a computer algebra system reads; None for a number with a unit."""
+    """Input for a computer algebra system; None for a number with a unit."""
     if isinstance(answer, Expression):
         return answer.text
     value = answer.value / 100 if answer.percent else answer.value

@@ -146,8 +146,14 @@ def _chosen(text: str, sample: Sample, choices: str, letters: str) -> int:
     options = _options(sample, choices)
     if normalised(text) in options:
         return options.index(normalised(text))
-    said = _SAYS.findall(text) or _LETTER.findall(text)
-    if said and said[-1].upper() in letters:
-        return letters.index(said[-1].upper())
-    held = [i for i, option in enumerate(options) if option and option in normalised(text)]
-    return held[0] if len(held) == 1 else -1
+    usable = letters[: len(options)] if options else letters
+    # "I think it is Paris": a text of a choice goes before a letter that may be a word
+    named = [letter.upper() for letter in _SAYS.findall(text) if letter.upper() in usable]
+    if named:
+        return letters.index(named[-1])
+    words = f" {normalised(text)} "
+    held = [i for i, option in enumerate(options) if len(option) > 1 and f" {option} " in words]
+    if len(held) == 1:
+        return held[0]
+    bare = [letter.upper() for letter in _LETTER.findall(text) if letter.upper() in usable]
+    return letters.index(bare[-1]) if bare else -1

@@ -66,8 +66,8 @@ def _is_right(sample: Sample, tolerance: float, checker: _MathVerify) -> bool:
                 return False
             # unmarked, the answer is looked for in the end of the completion
             tail = sample.completion[-LONGEST:]
-            found = checker.extract(tail) if is_tame(tail) else None
-            return found is not None and same_answer(found, expected, tolerance, check)
+            extracted = checker.extract(tail) if is_tame(tail) else None
+            return extracted is not None and same_answer(extracted, expected, tolerance, check)
     except (_TooLong, MemoryError, RecursionError):
         return False
 

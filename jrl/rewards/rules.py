@@ -1,4 +1,4 @@
-"""What is done with the numbers of a reward part, beside its weight: ``[rewards.NAME]``'s keys.
+"""Transformations of a reward part's numbers besides its weight: keys of ``[rewards.NAME]``.
 
     range = [0, 1]                # another number is an error of the function
     missing = "zero"              # of None, no opinion: 0 points
@@ -21,7 +21,7 @@ Missing = Literal["none", "zero", "drop"]
 
 
 class Rules(NamedTuple):
-    """How the numbers of a reward function are read.
+    """Rules for the numbers of a reward function.
 
     Attributes:
       missing: of None: "none" leaves the part out of the sample's sum, "zero" is 0 points, "drop"

@@ -205,10 +205,10 @@ def reflection(
     return [min(1.0, count / most) for count in counts]
 
 
-SCRIPTS = {
-    "latin": "LATIN", "cyrillic": "CYRILLIC", "greek": "GREEK", "arabic": "ARABIC",
-    "hebrew": "HEBREW", "devanagari": "DEVANAGARI", "thai": "THAI", "hangul": "HANGUL",
-    "han": "CJK", "kana": ("HIRAGANA", "KATAKANA"),
+SCRIPTS: dict[str, tuple[str, ...]] = {
+    "latin": ("LATIN",), "cyrillic": ("CYRILLIC",), "greek": ("GREEK",), "arabic": ("ARABIC",),
+    "hebrew": ("HEBREW",), "devanagari": ("DEVANAGARI",), "thai": ("THAI",), "hangul": ("HANGUL",),
+    "han": ("CJK",), "kana": ("HIRAGANA", "KATAKANA"),
 }  # fmt: skip
 """Scripts that ``language`` knows, and how Unicode's names of their letters begin."""
 
@@ -229,16 +229,10 @@ def language(samples: list[Sample], scripts: Sequence[str] = ("latin",)) -> list
     for script in scripts:
         if script not in SCRIPTS:
             raise unknown_choice("rewards.language.scripts", script, SCRIPTS)
-    begins = tuple(
-        begin
-        for script in scripts
-        for begin in ([SCRIPTS[script]] if isinstance(SCRIPTS[script], str) else SCRIPTS[script])
-    )
+    begins = tuple(begin for script in scripts for begin in SCRIPTS[script])
+    aside = re.compile(r"```.*?(?:```|$)|\\[a-zA-Z]+|https?://\S+", re.DOTALL)
     points = []
     for sample in samples:
-        text = re.sub(
-            r"```.*?(?:```|$)|\\[a-zA-Z]+|https?://\S+", " ", sample.completion, flags=re.S
-        )
-        names = [unicodedata.name(c, "") for c in text if c.isalpha()]
+        names = [unicodedata.name(c, "") for c in aside.sub(" ", sample.completion) if c.isalpha()]
         points.append(sum(n.startswith(begins) for n in names) / len(names) if names else 1.0)
     return points

@@ -67,7 +67,7 @@ _NOT_IN_A_PHRASE = re.compile(
 
 
 class Unit(NamedTuple):
-    """What a number counts.
+    """The unit of a number.
 
     Attributes:
       above: listed names with powers, and at most one phrase, in the order of the alphabet.

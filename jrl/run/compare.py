@@ -159,6 +159,7 @@ def compare(
         start = _Start(runs[task, methods[0]], keys)
         echo(f"{task}: accuracy {float(start.metrics['accuracy'].mean()):.3f} before")
         for method in methods:
+            echo(f"{task}: {method}, {seeds} seeds in one program; compiling it takes a while")
             began = time.perf_counter()
             rows = _train(runs[task, method], keys, start)
             seconds = time.perf_counter() - began
@@ -169,7 +170,9 @@ def compare(
                     file.write(json.dumps(plain(row)) + "\n")
             after = np.mean([row["accuracy_after"] for row in rows])
             echo(f"{task}: {method} {after:.3f} ({seeds} seeds, {seconds:.1f} s)")
-    return write_comparison(out, results, config)
+    compared = write_comparison(out, results, config)
+    echo(f"written to {out}: comparison.md, .json and .png, results.jsonl")
+    return compared
 
 
 def _runs(

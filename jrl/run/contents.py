@@ -1,4 +1,4 @@
-"""What the files of a run say, as hashes: a resumed run is told of files that changed in place.
+"""Hashes of a run's input files, so that a resumed run notices changed ones.
 
 A path says nothing about what it leads to. So the log's header holds a hash of the rows that were
 read (after the template and the tokenizer, whatever kind of file they came from), of the tokenizer,
@@ -39,17 +39,17 @@ def contents_of(run: Run) -> Contents:
     Args:
       run: with its data.
     """
-    found: Contents = {}
+    hashes: Contents = {}
     recorded = {"train": run.data.recorded} if run.data.recorded else {}
     for rows in (run.data.prompts, run.data.judged, recorded):
         for name, items in rows.items():
             key = f"data.{name}"
-            found[key] = f"{len(items)}:{_hash(items)}" if len(items) else ""
+            hashes[key] = f"{len(items)}:{_hash(items)}" if len(items) else ""
     if isinstance(run.tokenizer, FileTokenizer):
-        found["model.path"] = _hash(run.tokenizer.contents())
-    found |= {key: _hash_directory(path) for key, path in _directories(run.config)}
-    found |= {str(file): _hash(file.read_bytes()) for file in _own_files(run.config)}
-    return {key: value for key, value in found.items() if value}
+        hashes["model.path"] = _hash(run.tokenizer.contents())
+    hashes |= {key: _hash_directory(path) for key, path in _directories(run.config)}
+    hashes |= {str(file): _hash(file.read_bytes()) for file in _own_files(run.config)}
+    return {key: value for key, value in hashes.items() if value}
 
 
 def check_contents(directory: str | Path, now: Contents) -> None:

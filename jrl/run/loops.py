@@ -146,8 +146,10 @@ class HostLoop:
         self.state, records = state, self._records
         advantages = metrics.pop("advantages", None)
         self._batches.learn(done - 1, advantages)
+        records.note_failure(groups.failure)
         with waiting("training", of=f"step {done}"):
-            record = records.after_step(done, state, metrics | groups.counts, cursor)
+            further = groups.counts | records.rewards_by(groups)
+            record = records.after_step(done, state, metrics | further, cursor)
         self._progress.step(done, record)
         for line in records.check(done, record):
             self._progress.note(f"warning: {line}")

@@ -50,7 +50,7 @@ def model_card(config: Config, *, step: int, name: str, adapters: bool = False) 
     if (license_name := base_license(config)) is not None:
         front["license"] = license_name
     front |= {"tags": ["jrl", "reinforcement-learning", method["name"]]}
-    if hub_sets := [found.repo for each in sets if (found := hub_name(each)) is not None]:
+    if hub_sets := [hub.repo for each in sets if (hub := hub_name(each)) is not None]:
         front["datasets"] = list(dict.fromkeys(hub_sets))
     paper = f" ({method['paper']})" if method["paper"] else ""
     rows = [
@@ -97,8 +97,8 @@ def base_license(config: Config) -> str | None:
         path = Path(cached)
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError, AttributeError):
         _, front, _ = path.read_text(encoding="utf-8").split("---\n", 2)
-        found = yaml.safe_load(front).get("license")
-        return found if isinstance(found, str) else None
+        license_name = yaml.safe_load(front).get("license")
+        return license_name if isinstance(license_name, str) else None
     return None
 
 
@@ -121,15 +121,15 @@ def _base(config: Config) -> str | None:
 
 
 def _data(config: Config) -> list[str]:
-    """What the run was trained on: names of the Hub, tasks, and names of files."""
+    """Training data of the run: Hub names, tasks and file names."""
     keys = ("data.task", "data.train", "data.env", "data.pairs", "data.dialogues", "data.tfds")
     values = flatten(config)
-    found = [
+    sets = [
         value if isinstance(value, str) else name.removeprefix("data.train.")
         for name, value in values.items()
         if name in keys or name.startswith("data.train.")
     ]
-    return [each if hub_name(each) is not None else Path(each).name for each in found]
+    return [each if hub_name(each) is not None else Path(each).name for each in sets]
 
 
 def _metrics(config: Config) -> list[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import textwrap
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -19,6 +21,42 @@ _WINDOW = 20
 
 _PLAIN_SECONDS = 1.0
 """Seconds between plain lines, the first and the last excepted."""
+
+
+_shown: list[Progress] = []
+"""Loops whose live line is on the terminal, the newest last."""
+
+
+def between_words(text: str, columns: int) -> str:
+    """A long text in lines of at most so many columns, broken between words alone.
+
+    A terminal breaks inside of them. A word that is longer, such as a path, stays whole.
+
+    >>> print(between_words("partial: the fraction", 14))
+    partial: the
+        fraction
+    """
+    return "\n".join(
+        textwrap.fill(
+            line, columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+        for line in text.split("\n")
+    )
+
+
+@contextlib.contextmanager
+def above_live_line() -> Iterator[None]:
+    """Takes the live line off the terminal while something else is printed there.
+
+    Whatever prints, on standard output or error and from whichever thread, has the line to itself
+    then; without a live line nothing happens.
+    """
+    progress = _shown[-1] if _shown else None
+    if progress is None:
+        yield
+        return
+    with progress.hidden():
+        yield
 
 
 class Progress:
@@ -52,11 +90,12 @@ class Progress:
         """
         self._label, self._total, self._done = label, total, start
         self._clock = clock
-        self._console = Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
+        self._console = Console(file=file or sys.stdout, highlight=False)
         self._spent: deque[float] = deque(maxlen=_WINDOW)
         self._before: tuple[int, float, Any] | None = None
         self._printed = float("-inf")
         self._live: RichProgress | None = None
+        self._lock = threading.RLock()
         if self._console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
@@ -69,6 +108,7 @@ class Progress:
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
+            _shown.append(self)
         return self
 
     def __exit__(
@@ -79,7 +119,9 @@ class Progress:
     ) -> None:
         if self._live is not None:
             line = self._live.tasks[0].fields["line"]
-            self._live.stop()
+            with self._lock:
+                _shown.remove(self)
+                self._live.stop()
             self._print(f"{self._label}  {line}")
 
     def step(self, done: int, metrics: Mapping[str, Any]) -> None:
@@ -103,6 +145,19 @@ class Progress:
     def note(self, text: str) -> None:
         """Prints a line of text, above the live line on a terminal."""
         self._print(text)
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Takes the live line off the terminal for the duration of the block."""
+        with self._lock:
+            shown = self._live is not None and self in _shown
+            if shown and self._live is not None:
+                self._live.stop()
+            try:
+                yield
+            finally:
+                if shown and self._live is not None:
+                    self._live.start()
 
     def seconds_left(self) -> float | None:
         """Seconds until the last step at the recent rate, or None before the second step.
@@ -139,7 +194,9 @@ class Progress:
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a log on a full disk ends no run
-            self._console.print(text, markup=False)
+            if self._console.is_terminal:
+                text = between_words(text, self._console.width)
+            self._console.print(text, markup=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

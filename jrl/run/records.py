@@ -19,9 +19,10 @@ from jrl.evaluate.samples import samples_of
 from jrl.rewards.pool import RewardPool
 from jrl.run.contents import check_contents, contents_of
 from jrl.run.metric_names import asked_of_evaluations
+from jrl.run.reward_metrics import rewards_by
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.integrity import first_nonfinite
-from jrl.storage.lock import is_replaced, run_lock
+from jrl.storage.lock import is_replaced, moved_to, run_lock
 from jrl.storage.metrics import RunWriter, check_run_dir
 from jrl.storage.step_files import what_is_saved
 from jrl.system.compile_cache import CompileCounter
@@ -53,6 +54,8 @@ class Position(NamedTuple):
       best: the step whose checkpoint is best by ``checkpoint.best``, its value (the more the
         better), and ``checkpoint.best``.
       rollbacks: how often the run returned to an earlier checkpoint.
+      episodes: with environments on the host, played so far.
+      failed: those of them that failed.
     """
 
     cursor: int = 0
@@ -62,6 +65,12 @@ class Position(NamedTuple):
     base: int | None = None
     best: tuple[int, float, str] | None = None
     rollbacks: int = 0
+    episodes: float = 0.0
+    failed: float = 0.0
+
+
+class Moved(StorageError):
+    """The run directory is elsewhere now, or nowhere; tells what is saved there."""
 
 
 class NonFinite(RunStopped):
@@ -99,6 +108,8 @@ class RunRecords:
         self._reasons: list[str] = []
         self._fault: Exception | None = None  # of an evaluation, or of what is called back
         self._full = ""  # why the logs cannot be written
+        self._gone = ""  # that the run directory is not where it was
+        self._failure = ""  # why episodes failed
         self._done: int | None = None  # steps; None before the run begins or resumes
         self._rollback: Broken | None = None
         self._suspects = False
@@ -292,6 +303,10 @@ class RunRecords:
         if episodes := metrics.get("episodes", 0):  # with environments on the host
             failed = metrics["env_timeouts"] + metrics["env_errors"]
             metrics["env_failures"] = failed / episodes
+            self.position = self.position._replace(
+                episodes=self.position.episodes + float(episodes),
+                failed=self.position.failed + float(failed),
+            )
         if self._due(self.config.eval.every, done):
             metrics |= self._evaluated(state)
             self._compiled = self._compiles.count
@@ -344,10 +359,13 @@ class RunRecords:
           StorageError: the run directory is gone, or the save in the background has failed.
         """
         if jax.process_index() == 0 and (not Path(self.dir).is_dir() or is_replaced(self.dir)):
-            raise StorageError(
-                f"step {done}: run.dir = {self.dir!r} is gone: it was renamed, removed or replaced;"
-                " if it was renamed, earlier checkpoints are in the renamed directory"
+            self._gone = (
+                f"step {done}: run.dir = {self.dir!r} is not there any more: it was renamed,"
+                f" removed or replaced"
             )
+            if jax.process_count() > 1:  # the others do not know, and save together only
+                raise Moved(f"{self._gone}; what was saved before is in the directory that it was")
+            return []
         self.checkpoints.check()
         # The first process speaks for all, as what it measures by itself differs from the others'.
         messages, self._full = first_says([self._watch(done, record), self._writer.fault()])
@@ -435,9 +453,11 @@ class RunRecords:
 
         Raises:
           RunStopped: a limit that says stop was broken.
-          StorageError: the logs cannot be written.
+          StorageError: the logs cannot be written, or the run directory is not there any more.
           Exception: whatever an evaluation or ``on_record`` raised.
         """
+        if self._gone:
+            raise Moved(f"{self._gone}; {self._saved_elsewhere(state)}")
         if self._fault is not None:
             fault, self._fault = self._fault, None
             if all_heard(fault) and not self._suspects:
@@ -450,6 +470,30 @@ class RunRecords:
         if self._full:
             raise StorageError(f"step {int(state.step)}: {self._full}; free disk space")
         raise RunStopped(f"{self._reasons[0]}; stopped by the limit of [watch], and {self._kept()}")
+
+    def rewards_by(self, groups: Groups) -> dict[str, float]:
+        """Means of rewards by the column ``log.by``; {} where none is named."""
+        column = self.config.log.by
+        return rewards_by(groups, self.run.rewards.weights, column) if column else {}
+
+    def _saved_elsewhere(self, state: TrainState) -> str:
+        """Saves the state where the run directory was moved to; says what is saved and where."""
+        place, step = moved_to(self.dir), int(state.step)
+        if place is None:
+            return what_is_saved(self.dir)
+        keep = self.config.checkpoint
+        try:
+            with Checkpoints(
+                place / "checkpoints", keep.keep, keep_every=keep.keep_every
+            ) as checkpoints:
+                self._save_in(checkpoints, state)
+                checkpoints.wait()
+        except Exception as error:
+            return f"it is {str(place)!r} now, where step {step} cannot be saved: {error}"
+        return (
+            f"it is {str(place)!r} now, and step {step} is saved there;"
+            f" run.dir={place} resumes from it"
+        )
 
     def write_samples_if_due(self, done: int, groups: Groups, advantages: Any = None) -> None:
         """Some of a step's completions, for people to read.
@@ -474,6 +518,8 @@ class RunRecords:
 
         None while a limit that rolls back is being broken: the newest is one to go back to.
         """
+        if self._gone:
+            return
         best = (self.config.checkpoint.best or "").removeprefix("-")
         improved = best.startswith("eval/") and self._better(self._record) is not None
         due = improved or self._due(self.config.checkpoint.every, done)
@@ -488,6 +534,9 @@ class RunRecords:
           NonFinite: a weight is NaN or infinite, or a moment of the optimizer NaN.
           StorageError: this save or the one before it failed.
         """
+        self._save_in(self.checkpoints, state)
+
+    def _save_in(self, checkpoints: Checkpoints, state: TrainState) -> None:
         fault = first_nonfinite(state.params) or first_nonfinite(state.opt_state, nan_only=True)
         if fault is not None:
             raise NonFinite(
@@ -502,7 +551,7 @@ class RunRecords:
         if unwritten := self._writer.unwritten:
             extra["unwritten"] = unwritten
         best = self.position.best
-        self.checkpoints.save(int(state.step), saved, extra=extra, best=best and best[0])
+        checkpoints.save(int(state.step), saved, extra=extra, best=best and best[0])
 
     def _note_best(self, record: Mapping[str, Any]) -> None:
         """Notes the step of a record, which is or will be saved, where it is the best yet."""
@@ -582,6 +631,20 @@ class RunRecords:
         summary = self._writer.write_summary(summary)
         self._writer.close()
         return summary
+
+    def note_failure(self, reason: str | None) -> None:
+        """Notes why episodes of a step failed, if any did."""
+        self._failure = reason or self._failure
+
+    def check_any_succeeded(self) -> None:
+        """Raises RunStopped where every episode of the run failed: nothing was trained on."""
+        position = self.position
+        if position.episodes and position.failed >= position.episodes:
+            why = self._failure or "the warnings of its steps say why"
+            raise RunStopped(
+                f"all {position.episodes:,.0f} episodes of the run failed, so that nothing was"
+                f" trained on: {why}; mend the environment, and train in another run.dir"
+            )
 
 
 def all_heard(error: Exception) -> bool:

@@ -13,6 +13,7 @@ from jrl.errors import UserError
 from jrl.rewards.base import Sample
 from jrl.rewards.columns import check_columns
 from jrl.rewards.pool import RewardPool
+from jrl.run.reward_metrics import check_column
 from jrl.system.extras import install_line, missing
 from jrl.train.build import Run
 from jrl.train.reward_parts import function_of, reward_tables
@@ -85,6 +86,7 @@ def check_reward_columns(config: Config, prompts: Sequence[Prompt]) -> None:
 
     And where the library's own would compare texts with an answer that is a list or a table.
     """
+    check_column(config.log.by, prompts)
     tables = reward_tables(config)
     checkers = {n for n in config.rewards if function_of(n, tables[n]) in ("exact", "math")}
     for name in sorted(checkers):

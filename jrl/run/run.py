@@ -20,9 +20,11 @@ from jrl.rewards.pool import RewardPool
 from jrl.run.diagnostics import with_others
 from jrl.run.loops import Training, train_compiled, train_on_host
 from jrl.run.metric_names import check_metric_names
-from jrl.run.records import RunRecords
+from jrl.run.progress import above_live_line
+from jrl.run.records import Moved, RunRecords
 from jrl.run.revisions import pinned
 from jrl.run.reward_probe import check_reward_columns, missing_math, probe_rewards, reward_text
+from jrl.sampling.slot_sizes import SHRINK_TOKENS
 from jrl.storage.step_files import what_is_saved
 from jrl.system.compile_cache import enable_compile_cache, return_compiler_memory
 from jrl.system.compile_reports import CompileNotes
@@ -35,6 +37,7 @@ from jrl.train.adapters import has_base, with_kept_base
 from jrl.train.batches import check_sources
 from jrl.train.build import Run
 from jrl.train.compiled import warm_start, with_policy
+from jrl.train.kinds import EpisodeKind
 from jrl.train.objective import sampler_differs
 from jrl.train.reward_parts import reward_pool
 from jrl.train.sampler_difference import difference_text
@@ -108,7 +111,7 @@ def run_config(
                 if type(error) is not UserError:
                     raise
                 raise with_others(error, config) from error
-            notes = stack.enter_context(CompileNotes(echo))
+            notes = stack.enter_context(CompileNotes(echo, sooner=_compiles_sooner(config)))
             records = stack.enter_context(
                 RunRecords(run._replace(params=None), pool, stopping, on_record)
             )
@@ -121,7 +124,7 @@ def run_config(
             return _run(Training(run, shardings, records, stopping, pool, echo), state)
         except UserError as error:
             saved = what_is_saved(records.dir)
-            if saved in str(error):
+            if saved in str(error) or isinstance(error, Moved):
                 raise
             first, *more = str(error).split("\n")
             raise type(error)("\n".join([f"{first}; {saved}", *more])) from error
@@ -130,15 +133,24 @@ def run_config(
             raise
 
 
+def _compiles_sooner(config: Config) -> dict[str, str]:
+    """Function -> the key by which its program would compile much sooner; {} where none would."""
+    longest = config.sampling.max_new_tokens
+    if longest < SHRINK_TOKENS:
+        return {}
+    text = f"sampling.max_new_tokens = {longest}; below {SHRINK_TOKENS} it compiles in a third"
+    return {"generate": text, "task_rollout": text}
+
+
 def _overdue(stopping: Stopping, message: str) -> None:
     stopping.overdue(f"{message}; train.wait_seconds is the limit")
 
 
 def ignore_echo_errors(echo: Callable[[str], object]) -> Callable[[str], object]:
-    """``echo`` that ignores a closed terminal or a full disk."""
+    """``echo`` above the live line, which ignores a closed terminal or a full disk."""
 
     def say(line: str) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), above_live_line():
             echo(line)
 
     return say
@@ -158,7 +170,8 @@ def _set_up(
     for note in run.tokenizer.notes if isinstance(run.tokenizer, FileTokenizer) else ():
         echo(note)
     for split, counts in run.data.counts.items():
-        echo(f"data.{split}: {counts}")
+        opened = " of the question; the environment opens with its own messages"
+        echo(f"data.{split}: {counts}{opened * isinstance(run.kind, EpisodeKind)}")
     if note := reward_text(run):
         echo(note)
     if note := missing_math(config):
@@ -197,6 +210,7 @@ def _run(training: Training, state: TrainState) -> Trained:
         summary = records.finish(state)
         first = jax.process_index() == 0
         summary["report"] = _report(records.dir, training.echo) if first else None
+        records.check_any_succeeded()
     return Trained(run, state, summary)
 
 

@@ -75,6 +75,7 @@ class Grammars:
         Raises:
           UserError: the grammar is wrong or cannot be satisfied.
         """
+        # Held while compiling, too: two requests with one new schema compile it once.
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
             if compiled is None:
@@ -85,6 +86,7 @@ class Grammars:
             self._compiled[grammar] = compiled
             if len(self._compiled) > _REMEMBERED:
                 self._compiled.popitem(last=False)
+            # The compiled grammar is shared; its state is not.
             matcher = compiled.deep_copy()
         constraint = Constraint(matcher, self._vocab_size)
         constraint.push(tokens)

@@ -61,7 +61,7 @@ class Sampler(Protocol):
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the engine no longer runs, or None."""
+        """The error that stopped the engine, or None."""
         ...
 
     def submit(self, request: EngineRequest, on_update: OnUpdate) -> Any:
@@ -115,13 +115,13 @@ class Job:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._updates.put_nowait, (first + member, update))
 
-    async def pieces(self, gone: asyncio.Future[None]) -> AsyncIterator[Json]:
-        """The choices as they grow, until all have ended or ``gone`` is done."""
+    async def pieces(self, disconnected: asyncio.Future[None]) -> AsyncIterator[Json]:
+        """The choices as they grow, until all have ended or ``disconnected`` is done."""
         while any(choice.finish is None for choice in self.choices):
             if self._updates.empty():
                 waiting = asyncio.ensure_future(self._updates.get())
                 try:
-                    both: set[asyncio.Future[Any]] = {waiting, gone}
+                    both: set[asyncio.Future[Any]] = {waiting, disconnected}
                     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 except asyncio.CancelledError:  # the grace period is over
                     raise ApiError("the server is stopping", status=503) from None
@@ -132,7 +132,7 @@ class Job:
                 index, update = waiting.result()
             else:
                 index, update = self._updates.get_nowait()
-            if gone.done():
+            if disconnected.done():
                 return
             if isinstance(update, Exception):
                 message = f"the engine failed: {type(update).__name__}: {update}"
@@ -309,8 +309,8 @@ class Service:
             request.scope["jrl.tokens"] = functools.partial(usage, api_request, job.choices)
             if stream:
                 return _stream(job, head, stack.pop_all())
-            async with _gone(request.receive) as gone:
-                async for _ in job.pieces(gone):
+            async with _gone(request.receive) as disconnected:
+                async for _ in job.pieces(disconnected):
                     pass
             choices = [choice.finished() for choice in job.choices]
         return _reply(head | {"choices": choices, "usage": usage(api_request, job.choices)})
@@ -435,14 +435,14 @@ def _stream(job: Job, head: Json, stack: contextlib.ExitStack) -> Response:
     if request.usage:  # as OpenAI's: null in all pieces but the last
         head = head | {"usage": None}
 
-    async def events(gone: asyncio.Future[None]) -> AsyncIterator[Json]:
+    async def events(disconnected: asyncio.Future[None]) -> AsyncIterator[Json]:
         if request.chat:
             for i in range(len(job.choices)):
                 delta = {"role": "assistant", "content": ""}
                 first = {"index": i, "delta": delta, "finish_reason": None, "logprobs": None}
                 yield head | {"choices": [first]}
         try:
-            async for piece in job.pieces(gone):
+            async for piece in job.pieces(disconnected):
                 yield head | {"choices": [piece]}
         except Exception as error:
             api_error = error if isinstance(error, ApiError) else ApiError(str(error), status=500)
@@ -457,8 +457,8 @@ def _stream(job: Job, head: Json, stack: contextlib.ExitStack) -> Response:
             headers += [(b"cache-control", b"no-cache")]
             with stack:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-                async with _gone(receive) as gone:
-                    async for event in events(gone):
+                async with _gone(receive) as disconnected:
+                    async for event in events(disconnected):
                         data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
                         await send(_body(f"data: {data}\n\n".encode(), True))
                 await send(_body(b"data: [DONE]\n\n", False))

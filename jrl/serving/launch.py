@@ -58,7 +58,7 @@ class ServedPolicy(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
-    """How to serve.
+    """Settings of a server.
 
     Attributes:
       name: the model's name for clients.
@@ -144,8 +144,8 @@ def _params(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where
         )
         also = {"step": jax.ShapeDtypeStruct((), np.int32)}
-        params, found = restore_policy(config, network, layout, checkpoint=checkpoint, also=also)
-        return params, int(found["step"])
+        params, restored = restore_policy(config, network, layout, checkpoint=checkpoint, also=also)
+        return params, int(restored["step"])
     if config.model.path is not None:
         _, params = hf.open_checkpoint(config.model.path, dtype=config.model.param_dtype)
         return put_policy(network, start_params(config, shape, network, params), where), 0
@@ -232,7 +232,7 @@ def _grammars(
 
 
 def _weights(config: Config, options: ServerOptions, policy: ServedPolicy) -> dict[str, Any]:
-    """Which weights a server draws with, for its record."""
+    """The weights that a server samples with, for its record."""
     return {
         "model": options.name,
         "path": config.model.path,

@@ -33,10 +33,10 @@ class ReplyChoice:
         self._text = ""
         # Of each token but a stop token: ids, log-probabilities, and characters up to its end.
         self._tokens: list[int] = []
-        self._drawn: list[int] = []  # with the stop token
-        self._told: list[TokenLogprobs] = []
+        self._sampled: list[int] = []  # with the stop token
+        self._reports: list[TokenLogprobs] = []
         self._ends: list[int] = []
-        self._shown = 0  # tokens whose log-probabilities belong to the text so far
+        self._text_tokens = 0  # tokens whose log-probabilities belong to the text so far
         self._streamed = 0, 0  # tokens and characters of the pieces so far
         self.sampled = 0
         self.finish: str | None = None
@@ -48,20 +48,20 @@ class ReplyChoice:
         spoken = len(update.ends)
         self.sampled += len(update.tokens)
         self._tokens += update.tokens[:spoken]
-        self._drawn += update.tokens
+        self._sampled += update.tokens
         if self._request.logprobs:
-            self._told += update.reports[:spoken]
+            self._reports += update.reports[:spoken]
         self._ends += update.ends
         if update.completion is not None:
             self.finish = FINISH[update.completion.stop]
         self._text += update.text
-        self._shown = self._tokens_of_text(update)
+        self._text_tokens = self._tokens_of_text(update)
         first, begin = self._streamed
-        nothing_new = len(self._text) == begin and self._shown == first
+        nothing_new = len(self._text) == begin and self._text_tokens == first
         if self.finish is None and (self._waits() or nothing_new):
             return None
-        self._streamed = self._shown, len(self._text)
-        return self._json(self._text[begin:], range(first, self._shown), True)
+        self._streamed = self._text_tokens, len(self._text)
+        return self._json(self._text[begin:], range(first, self._text_tokens), True)
 
     def _waits(self) -> bool:
         """Whether what the text so far means is known only later: a call, or a thought."""
@@ -72,11 +72,11 @@ class ReplyChoice:
 
     def finished(self) -> Json:
         """The finished choice, in one piece."""
-        return self._json(self._text, range(self._shown), False)
+        return self._json(self._text, range(self._text_tokens), False)
 
     def _tokens_of_text(self, update: Update) -> int:
         """Tokens that the text so far shows, at least in part."""
-        completion, ends, count = update.completion, self._ends, self._shown
+        completion, ends, count = update.completion, self._ends, self._text_tokens
         if completion is not None and completion.stop is not StopReason.STOP_STRING:
             return len(ends)
         while count < len(ends) and (ends[count - 1] if count else 0) < len(self._text):
@@ -122,7 +122,7 @@ class ReplyChoice:
         tools = self._request.tools
         if tools is None or self.finish != "stop":
             return None, []
-        sampled = self._tokenizer.decode(self._drawn, skip_special=False)
+        sampled = self._tokenizer.decode(self._sampled, skip_special=False)
         if self._request.thinking:
             sampled = sampled.partition(THOUGHT_END)[2]
         return calls_of(sampled, tools)
@@ -136,8 +136,8 @@ class ReplyChoice:
 
         content = []
         for i in tokens:
-            alternatives = [entry(token, logprob) for token, logprob in self._told[i].top]
-            chosen = entry(self._tokens[i], self._told[i].logprob)
+            alternatives = [entry(token, logprob) for token, logprob in self._reports[i].top]
+            chosen = entry(self._tokens[i], self._reports[i].logprob)
             content.append(chosen | {"top_logprobs": alternatives})
         return {"content": content, "refusal": None}
 
@@ -145,10 +145,10 @@ class ReplyChoice:
         starts = [0, *self._ends]
         top = None
         if self._request.top_logprobs:
-            top = [{self._piece(t): _finite(x) for t, x in self._told[i].top} for i in tokens]
+            top = [{self._piece(t): _finite(x) for t, x in self._reports[i].top} for i in tokens]
         return {
             "tokens": [self._piece(self._tokens[i]) for i in tokens],
-            "token_logprobs": [_finite(self._told[i].logprob) for i in tokens],
+            "token_logprobs": [_finite(self._reports[i].logprob) for i in tokens],
             "top_logprobs": top,
             "text_offset": [starts[i] for i in tokens],
         }

@@ -100,7 +100,7 @@ def read_tools(body: Json, parser: Parser | None, fail: Callable[..., Exception]
 
 
 def _choice(choice: Any, fail: Callable[..., Exception]) -> tuple[str, str | None]:
-    """How tools are chosen (auto, none or required), and the function that is named, if any."""
+    """The tool choice (auto, none or required), and the named function, if any."""
     if choice in (None, "none", "auto", "required"):
         return choice or "auto", None
     function = choice.get("function") if isinstance(choice, dict) else None

@@ -66,8 +66,8 @@ def _line(scope: Any, status: int, milliseconds: float) -> str:
         usage = count()
         tokens = f"  {usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
     # A client that leaves gets no status.
-    shown = str(status) if status else "gone"
-    return f"{scope['method']} {path}  {shown}{tokens}  {milliseconds:.0f} ms"
+    status_text = str(status) if status else "gone"
+    return f"{scope['method']} {path}  {status_text}{tokens}  {milliseconds:.0f} ms"
 
 
 def _readable(content: bytearray) -> str:

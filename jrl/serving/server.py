@@ -105,7 +105,7 @@ _MOST_CONNECTIONS = 10_000
 
 
 def open_files() -> int:
-    """How many more files this process may open, less some that it keeps for itself."""
+    """The number of files that this process may still open, less a reserve."""
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -51,7 +51,7 @@ class EngineWorker:
 
     @property
     def limits(self) -> RequestLimits:
-        """What requests may ask for."""
+        """Limits of requests."""
         return self._engine.limits
 
     def submit(self, request: Request, on_update: OnUpdate) -> Handle:

@@ -25,8 +25,9 @@ from jrl.system.processes import first_says
 
 NAME = "run.lock"
 
-_held: dict[str, tuple[int, int]] = {}
-"""Directories that this process has locked -> device and number of the file that it locked."""
+_held: dict[str, tuple[int, int, int]] = {}
+"""Directories that this process has locked -> device and number of the file that it locked, and its
+descriptor."""
 
 
 @contextlib.contextmanager
@@ -56,7 +57,7 @@ def run_lock(directory: str | Path) -> Iterator[None]:
             raise (UserError if fault[0] == "held" else StorageError)(fault[1])
         if file is not None:
             status = os.fstat(file.fileno())
-            _held[os.path.abspath(directory)] = status.st_dev, status.st_ino
+            _held[os.path.abspath(directory)] = status.st_dev, status.st_ino, file.fileno()
         yield
     finally:
         _held.pop(os.path.abspath(directory), None)
@@ -78,7 +79,23 @@ def is_replaced(directory: str | Path) -> bool:
         return True
     except OSError:  # a server of files that does not answer now
         return False
-    return (status.st_dev, status.st_ino) != locked
+    return (status.st_dev, status.st_ino) != locked[:2]
+
+
+def moved_to(directory: str | Path) -> Path | None:
+    """Where a directory that this process has locked lies now; None where nobody knows.
+
+    Linux tells the path of an open file, also after its directory was renamed.
+    """
+    locked = _held.get(os.path.abspath(directory))
+    if locked is None:
+        return None
+    with contextlib.suppress(OSError):
+        file = Path(os.readlink(f"/proc/self/fd/{locked[2]}"))
+        status = os.stat(file)
+        if (status.st_dev, status.st_ino) == locked[:2]:
+            return file.parent
+    return None
 
 
 def _take(file: Any) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, Self
 import jax
 import jax.monitoring
 
+from jrl.system.compile_alarm import hide_slow_compile_alarm
 from jrl.system.compile_cache import enable_compile_cache, return_compiler_memory
 
 _TRACED = "jaxpr_trace_duration"
@@ -31,6 +32,9 @@ configs/tiny.toml and configs/gridworld.toml, on two cores with JAX 0.10.
 
 _MOST = 120
 """Seconds; more is no estimate: on a busy machine tracing takes many times as long."""
+
+LONG = 60
+"""Seconds of an estimate from which settings that compile sooner are named."""
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -62,12 +66,18 @@ class CompileNotes:
     Args:
       echo: where the lines go; called from another thread.
       names: function -> what its program is; programs of other functions are not reported.
+      sooner: function -> which settings compile sooner, told where a program is expected to take
+        ``LONG`` seconds or more.
     """
 
     def __init__(
-        self, echo: Callable[[str], object], names: Mapping[str, str] | None = None
+        self,
+        echo: Callable[[str], object],
+        names: Mapping[str, str] | None = None,
+        sooner: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._echo = echo
+        self._sooner = sooner
         self._names = NAMES if names is None else names
         self._expected: set[int] = set()  # threads that traced a run and have not compiled it yet
         self._open: dict[str, _Note] = {}
@@ -77,6 +87,7 @@ class CompileNotes:
 
     def __enter__(self) -> Self:
         """Begins to listen."""
+        hide_slow_compile_alarm()
         _ACTIVE.append(self)
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         return self
@@ -112,7 +123,11 @@ class CompileNotes:
                 label = NAMES.get(name, NAMES["whole_run"])
             if label is not None:
                 traced = self._traced.pop(name, None)
-                self._start(name, label, _about(traced, duration_secs))
+                seconds = _estimate(traced, duration_secs)
+                about = _about(seconds)
+                if seconds is not None and seconds >= LONG and name in self._sooner:
+                    about += f"; {self._sooner[name]}"
+                self._start(name, label, about)
         elif event.endswith(_COMPILED):
             self._compiling.discard(threading.get_ident())
             # Other threads compile at the same time, and small programs in between.
@@ -160,11 +175,17 @@ def _plain_name(name: str) -> str:
     return name.removeprefix("jit(").removeprefix("jit_").removesuffix(")")
 
 
-def _about(traced: float | None, lowered: float) -> str:
-    """The estimated seconds, such as " (about 20 s)", or " ..." without an estimate."""
+def _estimate(traced: float | None, lowered: float) -> int | None:
+    """Seconds that compiling will take; None where there is nothing to tell it from."""
     if traced is None or jax.default_backend() != "cpu":
+        return None
+    return max(5, 5 * round(RATIO * (traced + lowered) / 5))
+
+
+def _about(seconds: int | None) -> str:
+    """The estimate, such as " (about 20 s)", or " ..." without one."""
+    if seconds is None:
         return " ..."
-    seconds = max(5, 5 * round(RATIO * (traced + lowered) / 5))
     return f" (about {seconds} s)" if seconds <= _MOST else " (2 minutes or more)"
 
 
@@ -214,6 +235,7 @@ def _of_plain_jit() -> CompileNotes:
     """Reports of expected programs alone, for the life of the process."""
     # Not entered: a listener cannot be removed while JAX walks the list of them, which is when the
     # end of a compilation is known.
+    hide_slow_compile_alarm()
     notes = CompileNotes(print, names={})
     jax.monitoring.register_event_duration_secs_listener(notes._on_duration)
     return notes

@@ -109,8 +109,8 @@ def frozen_params(config: Config, name: str) -> Params:
     without what its method adds to the network. Of several directories it is the mean.
     """
     dtype = config.model.param_dtype
-    found = [_params(directory, name, dtype) for directory in config.frozen[name]]
-    return found[0] if len(found) == 1 else jax.device_get(average([*map(hf.in_memory, found)]))
+    trees = [_params(directory, name, dtype) for directory in config.frozen[name]]
+    return trees[0] if len(trees) == 1 else jax.device_get(average([*map(hf.in_memory, trees)]))
 
 
 def _params(directory: str, name: str, dtype: str) -> Params:

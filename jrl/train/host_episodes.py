@@ -34,7 +34,7 @@ from jrl.episodes.world import HostWorld, gather, host_world
 from jrl.errors import UserError
 from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import Tokenizer
-from jrl.rewards import REWARDS
+from jrl.rewards import FUNCTION_NAMES
 from jrl.sampling.places import entropy
 from jrl.sampling.slots import Measure
 from jrl.train.build import Run, run_features
@@ -123,6 +123,7 @@ class HostEpisodes:
         self._shape = RowShape(0, *sizes, len(env.parts), env.limits.contexts, *named)
         self._asks = env.extras.asks if split == "train" else 1
         self._calls: Calls | None = None
+        self._opened = False  # any episode yet
 
     def order(self, tickets: np.ndarray) -> np.ndarray:
         """As ``Source.order``: epoch after epoch."""
@@ -181,8 +182,24 @@ class HostEpisodes:
                 play = partial(self._searched, device, plan, score, unsearched)
             of_attempt = partial(self._seeds_of, seeds)
             groups, counts = self._until_alive(chosen, of_attempt, play, min(2, group))
-        _report(groups)
-        return self._as_groups(groups, chosen, counts, group)
+        failure = _report(groups)
+        self._check_opened(groups, failure)
+        made = self._as_groups(groups, chosen, counts, group)
+        return made._replace(failure=failure or None)
+
+    def _check_opened(self, groups: Sequence[Sequence[Transcript]], failure: str) -> None:
+        """Raises UserError where no episode of the first draw opened, tried ``_ROUNDS`` times.
+
+        The next ones would not either, and programs would be compiled to train on nothing.
+        """
+        if self._opened:
+            return
+        members = [t for g in groups for t in g]
+        self._opened = any(len(t.opening) for t in members)
+        if members and not self._opened:
+            raise UserError(
+                f"data.env: none of the {len(members)} episodes of the first draw opened: {failure}"
+            )
 
     def _open_calls(self) -> Calls:
         if self._calls is None:
@@ -398,7 +415,8 @@ def _check_parts(env: HostEnv, names: Iterable[str]) -> None:
         if name not in known:
             raise UserError(
                 f"rewards.{name}: the environment pays {', '.join(known)}, and reward functions are"
-                f" {', '.join(REWARDS)} and those of your own (FILE.py:function); choose from those"
+                f" {', '.join(FUNCTION_NAMES)} and those of your own (FILE.py:function); choose"
+                " from those"
             )
 
 
@@ -576,8 +594,9 @@ def _close(calls: Calls, env: HostEnv) -> None:
     calls.close()
 
 
-def _report(groups: Sequence[Sequence[Transcript]]) -> None:
-    """Logs why members failed, the most frequent reason first."""
+def _report(groups: Sequence[Sequence[Transcript]]) -> str:
+    """Logs why members failed, the most frequent reason first; returns that one, or ""."""
     reasons = collections.Counter(t.reason for g in groups for t in g if not t.alive)
     for reason, count in reasons.most_common(3):
         logging.getLogger("jrl").warning("environment: %d failed: %s", count, reason)
+    return str(reasons.most_common(1)[0][0]) if reasons else ""

@@ -91,23 +91,22 @@ class _Share(NamedTuple):
     def rows(self, rows: np.ndarray) -> tuple[Judged, dict[str, float]]:
         """Some groups, and counts."""
         g = self.rollout.tokens.shape[1]
-        there = (
-            np.asarray(self.rollout.stop)[rows] != StopReason.ABSENT
-        )  # the others: not asked for
+        # Absent members were not asked for, and have nothing to judge.
+        exists = np.asarray(self.rollout.stop)[rows] != StopReason.ABSENT
         if self.spoken:  # nothing is known of episodes that failed
-            there &= np.asarray(self.rollout.stop)[rows] < StopReason.FAILED
+            exists &= np.asarray(self.rollout.stop)[rows] < StopReason.FAILED
         samples = [
             self._sample(i, j)
-            for i, present in zip(rows, there, strict=True)
+            for i, present in zip(rows, exists, strict=True)
             for j in np.flatnonzero(present).tolist()
         ]
-        scores = self.judge.pool.scores(samples, group=g if there.all() else None)
+        scores = self.judge.pool.scores(samples, group=g if exists.all() else None)
         answers = np.zeros((len(rows), g), np.int32)
-        answers[there] = [answer_number(s.completion) for s in samples]
+        answers[exists] = [answer_number(s.completion) for s in samples]
         points = np.zeros((len(rows), g, scores.points.shape[1]), np.float32)
-        points[there] = scores.points
+        points[exists] = scores.points
         dropped = np.zeros((len(rows), g), bool)
-        dropped[there] = scores.dropped
+        dropped[exists] = scores.dropped
         return (points, dropped, answers), scores.counts
 
     def _sample(self, i: int, j: int) -> Sample:

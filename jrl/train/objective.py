@@ -53,11 +53,11 @@ def method_of(config: Config, task: Task | Env | None) -> Method:
     Raises:
       UserError: an unknown method or coefficient, or a value outside its domain.
     """
-    found = find_method(config.method)
-    common, coefficients = _divided(config, found)
-    known = {"max_tokens": max_new_tokens(config, task), "total_steps": config.train.steps}
-    coefficients = {k: v for k, v in known.items() if k in found.coefficients} | coefficients
-    method = _corrected(config, found, common, coefficients)
+    published = find_method(config.method)
+    common, coefficients = _divided(config, published)
+    defaults = {"max_tokens": max_new_tokens(config, task), "total_steps": config.train.steps}
+    coefficients = {k: v for k, v in defaults.items() if k in published.coefficients} | coefficients
+    method = _corrected(config, published, common, coefficients)
     if "epochs" in common:
         method = method._replace(schedule=method.schedule._replace(epochs=common["epochs"]))
     if method.schedule.epochs > _MOST_EPOCHS:
@@ -78,8 +78,8 @@ def _of_players(method: Method, common: Mapping[str, Any]) -> Method:
       UserError: what several policies do, asked of one.
     """
     names = ("policies", "swap_every", "copy_every")
-    asked = {name: common[name] for name in names if name in common}
-    return named_network("policies")(method, **asked) if asked else method
+    settings = {name: common[name] for name in names if name in common}
+    return named_network("policies")(method, **settings) if settings else method
 
 
 def _in_trees(config: Config, method: Method) -> Method:
@@ -136,10 +136,10 @@ def _check_search(config: Config, search: Search) -> None:
             f"tree.exploration = {search.exploration} is not read with tree.by = {search.by!r};"
             " remove it"
         )
-    asked = config.tree.tokens if isinstance(config.tree, SearchTree) else None
-    if config.data.plays and asked is not None:
+    step_tokens = config.tree.tokens if isinstance(config.tree, SearchTree) else None
+    if config.data.plays and step_tokens is not None:
         raise UserError(
-            f"tree.tokens = {asked}: a search of episodes goes by turns; remove it, or set"
+            f"tree.tokens = {step_tokens}: a search of episodes goes by turns; remove it, or set"
             " data.turn_tokens"
         )
     if 0 < config.sampling.slots < search.width:
@@ -166,25 +166,27 @@ def sampler_differs(config: Config) -> bool:
     return bool(config.sampling.int8) and config.data.given is None
 
 
-def _divided(config: Config, found: Published | OwnMethod) -> tuple[dict[str, Any], dict[str, Any]]:
+def _divided(
+    config: Config, published: Published | OwnMethod
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The coefficients that the run reads, checked, and those of the method."""
-    common, own = {}, {}
+    common, coefficients = {}, {}
     mistakes = Mistakes()
     for name, value in reveal(config.objective, "objective").items():
-        if name in COMMON and name not in found.coefficients:
+        if name in COMMON and name not in published.coefficients:
             mistakes.look(partial(COMMON[name].check, "objective", value))
             common[name] = value
         else:
-            own[name] = value
-    if isinstance(found, Published):
-        mistakes.look(lambda: found.check("objective", own))
+            coefficients[name] = value
+    if isinstance(published, Published):
+        mistakes.look(lambda: published.check("objective", coefficients))
     mistakes.check()
-    return common, own
+    return common, coefficients
 
 
 def _corrected(
     config: Config,
-    found: Published | OwnMethod,
+    published: Published | OwnMethod,
     common: Mapping[str, Any],
     coefficients: Mapping[str, Any],
 ) -> Method:
@@ -195,10 +197,10 @@ def _corrected(
     that has no such coefficient gets the weight around its surrogate.
     """
     default = "tis" if sampler_differs(config) else "none"
-    if "correction" in found.coefficients:
+    if "correction" in published.coefficients:
         chosen = {"correction": default} if sampler_differs(config) else {}
-        return found(**(chosen | dict(coefficients)))
-    method = found(**coefficients)
+        return published(**(chosen | dict(coefficients)))
+    method = published(**coefficients)
     surrogate = method.objective.surrogate
     # A loss that compares members of a group, or reads what the policy did not draw, has no use
     # for the weight of a token; one with ratios against the sampler has the weight in them.

@@ -84,32 +84,34 @@ def recorded_groups(
       UserError: nothing is left, or a row is too long and ``data.overlong`` is "error".
     """
     sampling = config.sampling
-    found, where = _read(config, data, tokenizer, opened)
+    recorded, where = _read(config, data, tokenizer, opened)
     rewarded = method.draw.own or method.value  # others read no points
     groups: list[list[Transcript]] = []
     prompts: list[Prompt] = []
     unrewarded = dropped = 0
-    for group in found.groups:
-        known = [row for row in group if row.metrics[REWARDED] or not rewarded]
-        unrewarded += len(group) - len(known)
-        parts = np.array_split(np.arange(len(known)), -(-len(known) // sampling.group) or 1)
+    for group in recorded.groups:
+        usable = [row for row in group if row.metrics[REWARDED] or not rewarded]
+        unrewarded += len(group) - len(usable)
+        parts = np.array_split(np.arange(len(usable)), -(-len(usable) // sampling.group) or 1)
         for part in parts:
-            rows = [known[i] for i in part]
-            kept = [row for row in rows if _fits(row, rows, sampling.max_new_tokens, data, where)]
-            dropped += len(rows) - len(kept)
-            if kept:
-                opening = common_opening([row.opening for row in kept])
+            rows = [usable[i] for i in part]
+            most = sampling.max_new_tokens
+            fitting = [row for row in rows if _fits(row, rows, most, data, where)]
+            dropped += len(rows) - len(fitting)
+            if fitting:
+                opening = common_opening([row.opening for row in fitting])
                 text = tokenizer.decode(opening.tolist(), skip_special=False)
-                prompts.append(Prompt(kept[0].prompt.id, text, opening, ""))
-                groups.append(kept)
+                prompts.append(Prompt(fitting[0].prompt.id, text, opening, ""))
+                groups.append(fitting)
     if not groups:
         raise UserError(
-            f"data.train = {data.train!r}: no row is left of {found.counts.rows}: "
+            f"data.train = {data.train!r}: no row is left of {recorded.counts.rows}: "
             f"{unrewarded} have no reward, which {_paid_by(data)}, and "
             f"{dropped} are longer than sampling.max_new_tokens"
         )
     sizes = [len(group) for group in groups]
-    counts = KeptCounts(found.counts, len(groups), sum(sizes), sizes.count(1), unrewarded, dropped)
+    alone = sizes.count(1)
+    counts = KeptCounts(recorded.counts, len(groups), sum(sizes), alone, unrewarded, dropped)
     return groups, prompts, counts
 
 
@@ -139,10 +141,10 @@ def _read(
         )
     sampling = config.sampling
     wanted = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    found = read_recorded(data.place, wanted)
-    if not found.counts.rows:
-        raise UserError(_nothing_drawn(data, wanted, found))
-    return found, lambda row: f"data.train = {data.train!r}"
+    recorded = read_recorded(data.place, wanted)
+    if not recorded.counts.rows:
+        raise UserError(_nothing_drawn(data, wanted, recorded))
+    return recorded, lambda row: f"data.train = {data.train!r}"
 
 
 def _paid_by(data: RecordedData) -> str:
@@ -151,14 +153,14 @@ def _paid_by(data: RecordedData) -> str:
     return "clients send to /v1/sessions/NAME/reward"
 
 
-def _nothing_drawn(data: RecordedData, wanted: Distribution, found: Recorded) -> str:
+def _nothing_drawn(data: RecordedData, wanted: Distribution, recorded: Recorded) -> str:
     """Why there is nothing to train on, and which keys would do."""
-    if not found.counts.completions:
+    if not recorded.counts.completions:
         return f"data.train = {data.train!r}: no completion is on record"
-    said = "; ".join(f"{count} with {each}" for each, count in found.drawn_from.items())
+    settings = "; ".join(f"{count} with {each}" for each, count in recorded.drawn_from.items())
     return (
         f"data.train = {data.train!r}: no completion was drawn with the {wanted} of "
-        f"[sampling]; on record are {said}; set [sampling] to what is to be trained"
+        f"[sampling]; on record are {settings}; set [sampling] to what is to be trained"
     )
 
 
@@ -212,8 +214,8 @@ class RecordedSource(NamedTuple):
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``; only the rows are read, since nothing is drawn."""
-        _, asked = all_entries(request)
-        chosen = np.asarray(asked).tolist()
+        _, indices = all_entries(request)
+        chosen = np.asarray(indices).tolist()
         rows = to_rollout([self.groups[i] for i in chosen], self.shape, [self.weight])
         turns = np.where(rows.rollout.mask, rows.ids["turn"] + 1, 0).max(axis=2)
         prompts = [self.all_prompts[i] for i in chosen]

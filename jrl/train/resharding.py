@@ -73,7 +73,7 @@ def weights_program(run: Run, network: Network, mesh: Mesh) -> Any:
 
 
 def stopovers(
-    mesh: Mesh, own: Mesh, axes: Any, shapes: Any, *, gathered: bool
+    mesh: Mesh, sampler: Mesh, axes: Any, shapes: Any, *, gathered: bool
 ) -> list[NamedSharding | None]:
     """Between two meshes, the layout of each weight from which nothing but a gather is left.
 
@@ -83,7 +83,7 @@ def stopovers(
 
     Args:
       mesh: of training.
-      own: the sampler's, over the same devices in the same order.
+      sampler: the sampler's, over the same devices in the same order.
       axes: logical axes of the policy's weights.
       shapes: their shapes, a tree like them.
       gathered: whether the sampler's weights are whole along ``fsdp``.
@@ -91,7 +91,7 @@ def stopovers(
     Returns:
       For each leaf; None where there is no such layout.
     """
-    joint, theirs, ours = _joint(mesh, own)
+    joint, theirs, ours = _joint(mesh, sampler)
     leaves, tree = jax.tree.flatten(shapes)
     if joint is None:
         return [None] * len(leaves)
@@ -116,7 +116,9 @@ def stopovers(
     return layouts
 
 
-def _joint(mesh: Mesh, own: Mesh) -> tuple[Mesh | None, dict[str, list[str]], dict[str, list[str]]]:
+def _joint(
+    mesh: Mesh, sampler: Mesh
+) -> tuple[Mesh | None, dict[str, list[str]], dict[str, list[str]]]:
     """The mesh of which each axis of two others is some axes, and which; None if there is none."""
 
     def spans(grid: Mesh) -> dict[str, tuple[int, int]]:
@@ -127,7 +129,7 @@ def _joint(mesh: Mesh, own: Mesh) -> tuple[Mesh | None, dict[str, list[str]], di
             spans_of[axis] = (stride, stride * size)
         return spans_of
 
-    both = spans(mesh), spans(own)
+    both = spans(mesh), spans(sampler)
     cuts = sorted({cut for each in both for span in each.values() for cut in span})
     pieces = list(itertools.pairwise(cuts))[::-1]  # the outermost first
     if any(high % low for low, high in pieces):

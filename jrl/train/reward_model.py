@@ -164,7 +164,7 @@ def _params(
         tree_shardings(mesh, axes, shapes),
     )
     also = {"params": {"value": wanted["value"]}}
-    policy, found = restore_policy(
+    policy, restored = restore_policy(
         config, network, wanted["policy"], checkpoint=checkpoint, also=also
     )
-    return {"policy": policy, "value": found["params"]["value"]}
+    return {"policy": policy, "value": restored["params"]["value"]}

@@ -19,7 +19,7 @@ from jrl.config import Config
 from jrl.config.secrets import reveal
 from jrl.config.tables import RewardTable
 from jrl.errors import Mistakes, UserError, nearest, unknown_choice
-from jrl.rewards import REWARDS, make_reward
+from jrl.rewards import FUNCTION_NAMES, make_reward
 from jrl.rewards.combine import COMBINATORS, Combined, in_order, make_combined
 from jrl.rewards.model import ModelReward
 from jrl.rewards.pool import RewardPool
@@ -111,10 +111,10 @@ def _giver(config: Config, name: str) -> Giver:
         return "combined"
     if function == MODEL:
         return "model"
-    own = data.own_rewards and (":" in function or function in REWARDS)
+    has_function = data.own_rewards and (":" in function or function in FUNCTION_NAMES)
     if data.scored:
         return "data"
-    if data.reward_names and function not in data.reward_names and not own:
+    if data.reward_names and function not in data.reward_names and not has_function:
         error = unknown_choice("rewards", function, data.reward_names)
         raise UserError(f"{error}, {FORMS}") if data.own_rewards else error
     if name in data.reward_names and (options := table.options):
@@ -125,7 +125,7 @@ def _giver(config: Config, name: str) -> Giver:
         )
     if data.judged_on_host and not data.reward_names:
         return "function"
-    return "function" if own and name not in data.reward_names else "data"
+    return "function" if has_function and name not in data.reward_names else "data"
 
 
 def _check_keys(name: str, table: RewardTable) -> None:

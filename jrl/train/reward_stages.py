@@ -84,9 +84,9 @@ def function_stage(judge: HostJudge, prompts_of: Callable[[Groups], Sequence[Pro
     def stage(groups: Groups, points: Points, step: int) -> tuple[Groups, Points]:
         rollout = jax.device_get(groups.rollout)
         spoken = groups.spoken or ()
-        rollout, own, answers, counts = judge(prompts_of(groups), rollout, step, spoken)
+        rollout, points_of, answers, counts = judge(prompts_of(groups), rollout, step, spoken)
         ids = groups.ids if "answer" in groups.ids else groups.ids | {"answer": answers}
-        more = dict(zip(judge.pool.functions, np.moveaxis(own, -1, 0), strict=True))
+        more = dict(zip(judge.pool.functions, np.moveaxis(points_of, -1, 0), strict=True))
         counts = {**groups.counts, **counts}
         return groups._replace(rollout=rollout, ids=ids, counts=counts), more
 
@@ -98,13 +98,13 @@ def rendered_prompts(task: Task) -> Callable[[Groups], list[Prompt]]:
 
     def prompts(groups: Groups) -> list[Prompt]:
         problems, rows = jax.device_get((groups.subject, groups.ids["prompt"]))
-        made = []
+        out = []
         for i, row in enumerate(np.asarray(rows).tolist()):
             problem = jax.tree.map(lambda x, i=i: x[i], problems)
             text, answer = task.render(problem)
             tokens = np.asarray(problem.tokens)[: int(problem.length)]
-            made.append(Prompt(row, text, tokens, answer))
-        return made
+            out.append(Prompt(row, text, tokens, answer))
+        return out
 
     return prompts
 

@@ -36,6 +36,7 @@ class Groups(NamedTuple):
       stats: for ``Batch.stats``, [N, G, T] float32 by name, of what an environment recorded.
       spoken: [N][G] messages of episodes behind their openings, for reward functions; None where
         none reads them.
+      failure: why most of the members that failed did; None where none did or nobody says.
     """
 
     rollout: Rollout
@@ -45,6 +46,7 @@ class Groups(NamedTuple):
     ids: dict[str, Any]
     stats: dict[str, Any] | None = None
     spoken: Any = None
+    failure: str | None = None
 
 
 class Source(Protocol):

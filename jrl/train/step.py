@@ -513,8 +513,8 @@ def batch_metrics(batch: Batch) -> Metrics:
 
 def _part_means(batch: Batch, members: Array) -> Array:
     """[R], the mean of each part over the members that it has an opinion of."""
-    known = members[:, :, None] & opinions(batch.rewards, batch.ids)
-    return jnp.where(known, batch.rewards, 0).sum((0, 1)) / jnp.maximum(known.sum((0, 1)), 1)
+    scored = members[:, :, None] & opinions(batch.rewards, batch.ids)
+    return jnp.where(scored, batch.rewards, 0).sum((0, 1)) / jnp.maximum(scored.sum((0, 1)), 1)
 
 
 def _padding(batch: Batch) -> Array:

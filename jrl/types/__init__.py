@@ -740,12 +740,12 @@ class NetworkExtras(NamedTuple):
 
     @property
     def split(self) -> Split | None:
-        """Where a part of the parameters is frozen, which."""
+        """The frozen part of the parameters, if any."""
         return None if self.derived is None else self.derived.split
 
     @property
     def stack(self) -> Stack | None:
-        """Where several policies are trained, how; all other functions are the first one's."""
+        """The stack of several policies, if trained; all other functions are the first one's."""
         return None if self.derived is None else self.derived.stack
 
     @property

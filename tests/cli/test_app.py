@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from jrl.cli import console
 from jrl.cli.app import app
 from jrl.cli.complete import complete_method
 from jrl.cli.console import keys_text
@@ -166,8 +167,7 @@ def test_train_gets_the_configuration_and_its_summary_is_printed(replace, tmp_pa
         f"run directory: {tmp_path}",
         "a line",
         "training finished",
-        "  accuracy before  0.25",
-        "  accuracy after   -",
+        "  accuracy before  0.25",  # what was not measured has no line
         "  steps            3",
     ]
 
@@ -503,3 +503,29 @@ def test_the_run_directory_in_quotes_survives_odd_names(tmp_path):
 def test_an_empty_name_is_told_as_it_was_given(arguments, said):
     result = jrl(*arguments)
     assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
+
+
+def test_tables_have_no_empty_rows_and_counts_no_decimals(capsys):
+    method = {"name": "m", "family": "f", "state": [], "unsupported": "", "notes": ""}
+    method["coefficients"] = []
+    console.print_method(method)
+    console.print_table("eval", {"problems": 512.0, "tokens": 281.34, "accuracy": 0.5})
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        *("m", "family f", "coefficients, set as objective.NAME=VALUE:"),
+        *("eval", "problems 512", "tokens 281.3", "accuracy 0.5"),
+    ]
+
+
+def test_missing_fields_are_all_named_before_jax_is_imported(tmp_path):
+    (tmp_path / "a.csv").write_text("task,result\nx,y\n")
+    code = (
+        "import sys\nfrom jrl.cli.app import main\n"
+        "try:\n    main()\nfinally:\n    print('jax' in sys.modules)"
+    )
+    line = ["train", "model.path=none", f"data.train={tmp_path / 'a.csv'}"]
+    done = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no field 'question' and no field 'answer'" in done.stderr
+    assert "data.fields.question and data.fields.answer to one of task, result" in done.stderr
+    assert done.stdout.strip() == "False"

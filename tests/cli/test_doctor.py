@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from jrl.cli import doctor
 from jrl.cli.app import app
+from jrl.cli.console import print_machine
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.run import diagnostics as lacking
@@ -85,7 +86,7 @@ def test_a_run_that_is_refused_names_all_that_is_wrong(tmp_path):
         train(config, echo=print)
     keys = [line.split(" = ")[0] for line in str(caught.value).splitlines()]
     assert keys[:3] == ["data.task", "method", "optimizer.name"]
-    assert keys[3].startswith("mesh tensor")
+    assert keys[3] == "mesh.tensor"
     wrong = ["data.task=sorting", "objective.kl_cof=1", "objective.epochs=0", SIZES]
     wrong += [f"rewards={{{own}={{}}, {none}={{}}}}", f"run.dir={tmp_path / 'run'}"]
     with pytest.raises(UserError) as caught:
@@ -122,3 +123,19 @@ def test_the_command_prints_it_and_its_exit_code_says_so():
     assert bad.exit_code == 1
     assert any("none.jsonl" in line for line in json.loads(bad.stdout)["lacks"])
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
+
+
+def test_extras_that_are_not_installed_take_one_line(capsys):
+    print_machine(
+        {
+            "jrl": "1",
+            "extra_math": "installed",
+            "extra_mcp": "missing a: pip install -e '.[mcp]'",
+            "extra_wandb": "missing b, c: pip install -e '.[wandb]'",
+        }
+    )
+    assert [line.split(None, 1) for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["jrl", "1"],
+        ["extras", "math installed"],
+        ["other", "extras  mcp, wandb; pip install -e '.[NAME]' installs one"],
+    ]

@@ -70,7 +70,7 @@ def test_limits_and_variables_of_any_environment(own):
         ({"episode_seconds": -1}, "data.episode_seconds = -1; must be at least 0"),
         ({"template_variables": "no"}, "data.template_variables = 'no'; write a table"),
         ({"contexts": 0}, "data.contexts = 0; must be at least 1"),
-        ({"contexts": 2, "summary": " "}, "data.summary = ' '; write what asks"),
+        ({"contexts": 2, "summary": " "}, "data.summary = ' '; give the text that asks"),
         ({"summary_tokens": 9}, "data.summary_tokens is read where episodes have several contexts"),
         ({"isolate": 1}, "data.isolate = 1; must be true or false"),
         ({"tool_calls": 1}, "data.tool_calls = 1: there is no such option"),

@@ -53,6 +53,15 @@ def test_group_mean_std_equals_numpy(ddof):
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [1e18, 1e25, -3e37])
+def test_rewards_whose_squares_float32_cannot_hold_are_normalised_like_small_ones(scale):
+    """A deviation of infinity would make all advantages 0, and the step say nothing."""
+    rewards = np.array([1.0, 0.0, 0.0, 2.0])
+    expected = np.sign(scale) * (rewards - rewards.mean()) / rewards.std(ddof=1)
+    got = group_mean_std(jnp.asarray(rewards * scale, jnp.float32), jnp.ones(4, bool))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("function", GROUP_FUNCTIONS)
 def test_equal_rewards_give_exactly_zero(function):
     # 0.1 seven times: the float32 mean is not 0.1, and a tiny deviation would blow that up.

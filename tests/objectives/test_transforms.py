@@ -89,6 +89,15 @@ def test_whiten_on_equal_values_nothing_and_nan(over, make_batch):
     assert np.isnan(apply(step, spoiled, make_batch(SCORE, MASK))[0][MASK[..., 0]]).all()
 
 
+@pytest.mark.parametrize("over", ["tokens", "sequences"])
+def test_whiten_holds_rewards_whose_squares_float32_does_not(over, make_batch):
+    batch = make_batch(SCORE, MASK)
+    small, _ = apply(transforms.whiten(over, eps=1e-30), SCORE, batch)
+    large, _ = apply(transforms.whiten(over, eps=1e-30), SCORE * np.float32(1e30), batch)
+    np.testing.assert_allclose(large, small, rtol=1e-5)
+    assert np.abs(small).max() > 0.5
+
+
 def test_whiten_refuses_sequences_after_tokens(make_batch):
     with pytest.raises(UserError, match="after per-token advantages; use 'tokens'"):
         apply(transforms.whiten("sequences"), numbers(0, 2, 2, 3), make_batch(SCORE, MASK))

@@ -667,8 +667,7 @@ def test_disjoint_rollout_and_training_have_half_of_the_slice_each():
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("pod_*.toml")), ids=lambda p: p.stem)
 def test_pod_configurations_name_sizes_and_topologies_that_exist(path):
     config = load_config(path)
-    (line,) = [x for x in path.read_text().splitlines() if "--topology" in x]
-    topology = parse_topology(line.split("--topology ")[1].strip())
+    topology = parse_topology(config.plan.topology)
     assert math.prod(config.mesh_axes.values()) == topology.chips
 
 
@@ -676,8 +675,7 @@ def test_pod_configurations_name_sizes_and_topologies_that_exist(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("pod_*.toml")), ids=lambda p: p.stem)
 def test_pod_configurations_compile_and_fit(path):
-    (line,) = [x for x in path.read_text().splitlines() if "--topology" in x]
-    found = ask("pod", str(path), line.split("--topology ")[1].strip(), -1.0)
+    found = ask("pod", str(path), load_config(path).plan.topology, -1.0)
     assert found["fits"], found["text"]
 
 

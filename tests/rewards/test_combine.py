@@ -111,3 +111,22 @@ def test_parts_of_parts_are_made_in_order():
 def test_what_cannot_be_combined_is_said(combine, of, options, message):
     with pytest.raises(UserError, match=message):
         make_combined("p", combine, of, options)
+
+
+def test_par_is_bounded_and_centred_at_the_references():
+    rows = [{"ref": 1.0}, {"ref": [0.0, 2.0]}, {}]
+    points = np.array([[[1.0], [3.0]], [[1.0], [NAN]], [[0.0], [0.0]]])
+    c = Columns(points, np.ones((3, 2), bool), ("s",), rows)
+    made = COMBINATORS["bounded"](c, column="ref")
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    by_hand = (sigmoid(1.0) + sigmoid(-1.0)) / 2
+    np.testing.assert_allclose(made, [[0.5, sigmoid(2.0)], [by_hand, NAN], [NAN, NAN]], rtol=1e-6)
+
+
+def test_group_contrast_pays_a_behaviour_that_helps():
+    shown = [[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 1.0, 0.0]]
+    right = [[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
+    c = Columns(np.stack([shown, right], axis=-1), np.ones((4, 4), bool), ("aux", "right"))
+    made = make_combined("aux", "group_contrast", ["shown", "right"], {}).combine(c)
+    expected = [[1, 1, 0, 0], [-1, 0, 0, 0], [0] * 4, [0] * 4]
+    np.testing.assert_array_equal(made, expected)

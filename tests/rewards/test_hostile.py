@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.rewards import Sample, make_reward
+from jrl.rewards import Sample, kill, make_reward
 from jrl.rewards.call import call
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.shared_memory import WrittenFiles
@@ -130,6 +130,19 @@ def test_memory_that_is_mapped_and_open_counts_once(pool, monkeypatch):
 
 
 @PROC
+def test_memory_that_cannot_be_read_in_detail_counts_in_full(monkeypatch):
+    """A process may make itself unreadable to a trainer that is not root."""
+
+    def refuse(path, **how):
+        if "smaps" in path:
+            raise PermissionError
+        return open(path, **how)
+
+    monkeypatch.setattr(kill, "open", refuse, raising=False)
+    assert kill.memory_bytes([os.getpid(), os.getppid()], above=1) > 10 << 20
+
+
+@PROC
 def test_shared_memory_of_others_does_not_count(tmp_path):
     """What was there before, what is only read, and what another process writes."""
     mine = pathlib.Path(f"/dev/shm/jrl-test-mine-{os.getpid()}")
@@ -166,7 +179,7 @@ def test_what_a_reward_forks_dies_with_its_time_limit(pool, place):
 TRAINER = """
     import types
     import numpy as np
-    from jrl.rewards import Sample, make_reward
+    from jrl.rewards import Sample, kill, make_reward
     from jrl.rewards.pool import RewardPool
 
     if __name__ == "__main__":

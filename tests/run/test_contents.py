@@ -105,9 +105,8 @@ def test_adapters_and_code_of_the_user_s_own_are_compared_by_what_they_hold(tmp_
     weights, code = tmp_path / "adapters" / "adapter_model.safetensors", tmp_path / "points.py"
     weights.write_bytes(b"a" * 100)
     code.write_text("def f(samples): return [1.0]\n")
-    run = run_of(
-        [], [], [], [], "lora.rank=4", "lora.path='adapters'", 'rewards={"points.py:f"={}}'
-    )
+    lora = ("model.path=M", "lora.rank=4", "lora.path='adapters'")
+    run = run_of([], [], [], [], *lora, 'rewards={"points.py:f"={}}')
     before = contents_of(run)
     assert {"lora.path", "points.py"} <= before.keys()
     directory = log(tmp_path / "run", before)

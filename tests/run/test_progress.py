@@ -2,7 +2,7 @@
 
 import io
 
-from jrl.run.progress import Progress, duration
+from jrl.run.progress import Progress, above_live_line, duration
 
 
 class Clock:
@@ -104,3 +104,29 @@ def test_a_terminal_gets_one_live_line_that_ends_as_a_plain_one(monkeypatch):
 
 def test_duration():
     assert [duration(s) for s in (0, 59.6, 3599, 3600)] == ["0:00", "1:00", "59:59", "1:00:00"]
+
+
+def test_what_others_print_takes_the_live_line_off_the_terminal_first(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    with Progress("train", total=2, file=out):
+        with above_live_line():
+            begun = out.tell()
+            out.write("compiling the sampler\n")
+        text = out.getvalue()
+    assert text[:begun].endswith("\x1b[2K")  # the line is erased, and nothing is drawn before
+    assert text[begun:].startswith("compiling the sampler\n\x1b[?25l")
+    with above_live_line():  # no live line any more
+        end = out.tell()
+    assert out.tell() == end
+
+
+def test_a_terminal_breaks_long_notes_between_words(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "30")
+    out, path = Terminal(), "/a/path/that/is/longer/than/thirty/columns"
+    with Progress("train", total=1, file=out) as progress:
+        progress.note(f"partial: the fraction of digits in place, in {path}")
+    lines = [line.strip() for line in out.getvalue().split("\n")]
+    assert "partial: the fraction of" in lines[0]
+    assert path in lines

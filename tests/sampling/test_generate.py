@@ -132,11 +132,12 @@ def test_slots_stay_full(slots):
     rollout, steps = jit(partial(run, slots=slots))(jax.random.key(0), *args)
     assert rollout.lengths.mean() < 0.45 * rollout.lengths.max()
     assert rollout.mask.sum() == rollout.lengths.sum()
-    assert float(slot_use(rollout, steps)) >= (0.85 if slots else 0.8)
+    assert float(slot_use(rollout, steps)) >= (0.8 if slots else 0.65)
 
 
 def test_smaller_states_are_for_long_completions_that_may_end():
-    assert smaller_sizes(32) == (24, 16, 12, 8, 6, 4, 2)
+    assert smaller_sizes(32) == (16, 8, 4)  # each is the decode loop compiled once more
+    assert smaller_sizes(1024) == (512, 256, 128, 64, 32)
     assert smaller_sizes(2) == ()
     assert shrinking_pays(SHRINK_TOKENS, (1,), alone=True)
     assert not shrinking_pays(SHRINK_TOKENS - 1, (1,), alone=True)

@@ -10,18 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hub_mirror import byte_tokenizer
+from needs_extra import require
 
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import CharTokenizer, FileTokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
+from jrl.sampling.grammar import Grammars, mask_words
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.request import Request
 from jrl.types import StopReason
 
-pytest.importorskip("llguidance", reason="the extra serve is not installed")
-from jrl.sampling.grammar import Grammars, mask_words
+require("serve")
+
+pytestmark = pytest.mark.extra("serve")
 
 TOKENIZER = CharTokenizer(string.printable.replace("\x0b", ""))
 NETWORK = transformer(

@@ -6,13 +6,16 @@ import string
 
 import jax
 import pytest
+from needs_extra import require
 
+from jrl.episodes.call_grammars import call_rules
 from jrl.episodes.parsers import PARSERS, Call
 from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
+from jrl.sampling.grammar import Grammars
 from jrl.sampling.request import PartialCompletion, RequestLimits
 from jrl.serving.http import Service
 from jrl.serving.openai_replies import ReplyChoice
@@ -21,13 +24,13 @@ from jrl.serving.server import HttpServer
 from jrl.serving.worker import EngineWorker
 from jrl.types import StopReason
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-pytest.importorskip("llguidance", reason="the extra serve is not installed")
-openai = pytest.importorskip("openai", reason="the openai client is not installed")
-jsonschema = pytest.importorskip("jsonschema", reason="the extra tools is not installed")
-from jrl.episodes.call_grammars import call_rules  # noqa: E402
-from jrl.sampling.grammar import Grammars  # noqa: E402
+require("serve")
+require("dev", "openai")
+require("tools", "jsonschema")
+import jsonschema  # noqa: E402
+import openai  # noqa: E402
+
+pytestmark = pytest.mark.extra("serve")
 
 NETWORK = transformer(
     ModelConfig(

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from jrl.errors import StorageError, UserError
-from jrl.storage.lock import NAME, is_replaced, run_lock
+from jrl.storage.lock import NAME, is_replaced, moved_to, run_lock
 
 HOLD = """
 import sys, time
@@ -68,8 +68,10 @@ def test_a_directory_that_is_renamed_or_replaced_is_not_the_locked_one(tmp_path)
     assert not is_replaced(run)
     with run_lock(run):
         assert not is_replaced(run)
+        assert moved_to(run) == run
         run.rename(tmp_path / "elsewhere")
         assert is_replaced(run)
+        assert moved_to(run) == tmp_path / "elsewhere"
         run.mkdir()
         assert is_replaced(run)
         (run / NAME).touch()

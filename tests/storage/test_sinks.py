@@ -127,8 +127,8 @@ def write_twice(config):
         writer.close()
 
 
+@pytest.mark.extra("wandb")
 def test_wandb_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="the extra wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     write_twice(config_in(tmp_path, "log.to=wandb:demo"))
@@ -138,9 +138,9 @@ def test_wandb_offline(tmp_path, monkeypatch):
     assert all(b"reward/a.py:right" in path.read_bytes() for path in files)
 
 
+@pytest.mark.extra("trackio")
 def test_trackio_on_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    pytest.importorskip("trackio", reason="the extra trackio is not installed")
     monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio", raising=False)
     from trackio.sqlite_storage import SQLiteStorage
 
@@ -151,8 +151,10 @@ def test_trackio_on_this_machine(tmp_path, monkeypatch):
     assert [(row["step"], row["loss"]) for row in logs] == [(1, 0.5), (2, 1.0), (3, 1.5)]
 
 
+@pytest.mark.extra("mlflow")
 def test_mlflow_in_the_run_directory(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    import mlflow
+
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     write_twice(config_in(tmp_path, "log.to=mlflow:demo", "train.steps=7"))
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
@@ -170,8 +172,8 @@ def test_mlflow_in_the_run_directory(tmp_path, monkeypatch):
     assert other.get_experiment_by_name("demo") is not None
 
 
+@pytest.mark.extra("mlflow")
 def test_mlflow_that_does_not_answer_is_an_error(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nothing://x")
     with pytest.raises(UserError, match="MLflow cannot be started.*MLFLOW_TRACKING_URI"):
         RunWriter(config_in(tmp_path, "log.to=mlflow:demo"))

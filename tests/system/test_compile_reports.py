@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from jrl.config import load_config
+from jrl.run.run import _compiles_sooner
 from jrl.system import compile_reports
 from jrl.system.compile_reports import CompileNotes, compile_run
 
@@ -48,6 +50,19 @@ def test_the_time_is_estimated_from_tracing_and_lowering(patience):
     ]
 
 
+def test_what_compiles_sooner_is_named_where_it_takes_long(patience):
+    said = []
+    with CompileNotes(said.append, sooner={"generate": "fewer tokens compile sooner"}) as notes:
+        events(notes, "generate", 0.1, traced=8.0)
+        events(notes, "generate", 0.1, traced=0.2)
+        events(notes, "step", 0.1, traced=8.0)
+    assert [line for line in said if line.startswith("compiling")] == [
+        "compiling the sampler (about 90 s); fewer tokens compile sooner",
+        "compiling the sampler (about 5 s)",
+        "compiling the training step (about 90 s)",
+    ]
+
+
 def test_a_line_ends_with_its_own_program(patience):
     said = []
     with CompileNotes(said.append) as notes:
@@ -67,8 +82,8 @@ def test_a_line_ends_with_its_own_program(patience):
 
 
 def test_an_estimate_has_an_end():
-    assert compile_reports._about(5.0, 1.0) == " (about 65 s)"
-    assert compile_reports._about(50.0, 6.0) == " (2 minutes or more)"
+    assert compile_reports._about(compile_reports._estimate(5.0, 1.0)) == " (about 65 s)"
+    assert compile_reports._about(compile_reports._estimate(50.0, 6.0)) == " (2 minutes or more)"
 
 
 def test_a_whole_run_is_compiled_with_a_word_beforehand(patience):
@@ -158,3 +173,9 @@ def test_every_run_of_make_run_is_reported(monkeypatch):
     )
     jax.eval_shape(run, jax.random.key(0), {"learning_rate": jnp.float32(0.1)})
     assert calls == [2]
+
+
+def test_a_run_names_the_key_by_which_its_sampler_compiles_sooner():
+    known = _compiles_sooner(load_config(None, ["sampling.max_new_tokens=512"]))
+    assert known["generate"].startswith("sampling.max_new_tokens = 512; below 256")
+    assert _compiles_sooner(load_config(None, ["sampling.max_new_tokens=255"])) == {}

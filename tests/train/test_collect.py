@@ -11,9 +11,10 @@ from jrl.methods.edit import edit_of
 from jrl.objectives.advantages import mean_centred
 from jrl.train.collect import Collector
 from jrl.train.groups import to_batch
+from jrl.train.judging import answer_number
 from jrl.train.sources import Groups, entries, simple_request
 from jrl.train.sources_task import completion_number
-from jrl.train.sources_text import TextSource, answer_number
+from jrl.train.sources_text import TextSource
 from jrl.train.step import with_slot_use
 from jrl.types import Prompt, Rollout, StopReason
 

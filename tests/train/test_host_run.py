@@ -113,6 +113,15 @@ def broken():
     return HostEnv(init, step, limits=Limits(turns=2))
 
 
+def stuck():
+    """Opens, and fails at every turn."""
+
+    async def step(prompt, reply):
+        raise RuntimeError("no server")
+
+    return talk(2)._replace(step=step)
+
+
 def closed():
     async def shutdown():
         Path(__file__).with_name("ended").touch()
@@ -972,10 +981,33 @@ def test_what_is_wrong_is_said_before_a_run_begins(place, tmp_path, env, more, s
         assert (place / "ended").exists()
 
 
+def test_a_run_of_which_every_episode_failed_has_not_finished(place, tmp_path):
+    with pytest.raises(RunStopped, match="all [0-9]+ episodes of the run failed.*no server") as e:
+        train(settings(place, tmp_path / "run", "stuck", "train.steps=2"), echo=lambda line: None)
+    assert e.value.exit_code == 3
+    assert "\n" not in str(e.value)
+
+
+def test_episodes_that_never_open_end_a_run_before_its_programs_compile(place, tmp_path):
+    run, compiled = tmp_path / "run", []
+    listen = lambda event, seconds, **about: compiled.append(about.get("fun_name", ""))  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        with pytest.raises(
+            UserError, match="none of the [0-9]+ episodes of the first draw opened.*no s"
+        ):
+            train(settings(place, run, "broken", "train.steps=9"), echo=lambda line: None)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled
+    assert not {"step", "jit(step)"} & set(compiled)
+    assert Checkpoints(run / "checkpoints", 1).latest_step() is None
+
+
 def test_a_run_whose_environment_always_fails_ends_with_its_state_saved(place, tmp_path):
     run = tmp_path / "run"
     with pytest.raises(RunStopped, match="env_failures = 1, above 0.99 for 3 steps in a row") as e:
-        train(settings(place, run, "broken", "train.steps=9"), echo=lambda line: None)
+        train(settings(place, run, "stuck", "train.steps=9"), echo=lambda line: None)
     assert e.value.exit_code == 3
     assert f"step 3 is saved; `jrl train {run}` resumes from it" in str(e.value)
     assert Checkpoints(run / "checkpoints", 1).latest_step() == 3

@@ -329,7 +329,9 @@ def test_logs_that_cannot_be_written_end_the_run_and_lose_no_record(tmp_path, mo
 
 def test_a_run_directory_that_is_deleted_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     at_step(monkeypatch, 2, lambda: shutil.rmtree(tmp_path / "run"))
-    with pytest.raises(StorageError, match="is gone: it was re.*run does not exist") as stopped:
+    with pytest.raises(
+        StorageError, match="is not there any more: it was re.*run does not exist"
+    ) as stopped:
         go(tmp_path / "run", "train.steps=1000", "checkpoint.every=0")
     assert stopped.value.exit_code == 4
     assert "\n" not in str(stopped.value)
@@ -341,11 +343,18 @@ def test_a_run_directory_that_is_replaced_is_not_written(tmp_path, monkeypatch):
         (tmp_path / "run").mkdir()
 
     at_step(monkeypatch, 2, replace)
-    with pytest.raises(StorageError, match="is gone: it was renamed") as stopped:
+    with pytest.raises(StorageError, match="is not there any more: it was renamed") as stopped:
         go(tmp_path / "run", "train.steps=1000", "checkpoint.every=0")
     assert stopped.value.exit_code == 4
     assert "\n" not in str(stopped.value)
     assert os.listdir(tmp_path / "run") == []
+    # No step is lost: the directory that was locked has it, and the run resumes from there.
+    renamed = tmp_path / "renamed"
+    assert f"{str(renamed)!r} now, and step 2 is saved there" in str(stopped.value)
+    assert saved(renamed) == [2]
+    monkeypatch.undo()
+    go(renamed, "train.steps=3", "checkpoint.every=0")
+    assert steps_logged(renamed) == [1, 2, 3]
 
 
 def read_only(monkeypatch):

@@ -75,6 +75,7 @@ def rows(first, count):
         yield {
             "question": f"Ada has {a} {what} and finds {b} more. How many {what} has she now?",
             "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} {what}.\n#### {a + b:,}",
+            "source": what,
         }
 
 
@@ -387,7 +388,13 @@ def test_parts_without_an_opinion_and_parts_of_parts(place, quick, tmp_path):
     own = f"own={{function={reward(place, 'half')}}}"
     first = f"letters={{function={reward(place, 'letters')}}}"
     gate = "gated={combine='gate', of=['letters', 'own'], least=0.2}"
-    quick("method=gdpo", f"rewards={{{own}, {first}, {gate}}}", "train.steps=1", "train.prompts=2")
+    quick(
+        "method=gdpo",
+        f"rewards={{{own}, {first}, {gate}}}",
+        "train.steps=1",
+        "train.prompts=2",
+        "log.by=source",
+    )
     (record,) = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     parts = [s["rewards"] for s in samples]
@@ -395,6 +402,10 @@ def test_parts_without_an_opinion_and_parts_of_parts(place, quick, tmp_path):
     for p in parts:
         gated = None if p["own"] is None and p["letters"] >= 0.2 else (p["letters"] >= 0.2) * 0.25
         assert p["gated"] == gated
+    by = {name: x for name, x in record.items() if name.startswith("reward_by/")}
+    sources = {x for x in THINGS for s in samples if f" {x} " in s["prompt"]}
+    assert {name for name in by if name.count("/") == 1} == {f"reward_by/{s}" for s in sources}
+    assert np.mean([by[f"reward_by/{s}"] for s in sources]) == pytest.approx(record["reward"])
     for name in ("own", "letters", "gated"):
         known = [p[name] for p in parts if p[name] is not None]
         assert record[f"reward/{name}"] == pytest.approx(np.mean(known), abs=1e-6)

@@ -62,6 +62,56 @@ class Playing(struct.PyTreeNode):
     alone: Array
 
 
+def plain_keys(game: Game) -> Game:
+    """The game with the random keys of its state as integers.
+
+    Groups of several draws are joined on the host, as NumPy arrays, which hold no typed keys.
+    """
+    impls: list[Any] = []  # of the keys among the leaves; None for other arrays
+
+    def reset(key: Array) -> Any:
+        state = game.reset(key)
+        leaves = [jnp.asarray(x) for x in jax.tree.leaves(state)]
+        keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+        impls[:] = [
+            jax.random.key_impl(x) if k else None for x, k in zip(leaves, keys, strict=True)
+        ]
+        return state
+
+    tree = jax.tree.structure(jax.eval_shape(reset, jax.random.key(0)))
+    if not any(impls):
+        return game
+
+    def typed(state: Any) -> Any:
+        leaves = zip(jax.tree.leaves(state), impls, strict=True)
+        return jax.tree.unflatten(
+            tree,
+            [x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in leaves],
+        )
+
+    def plain(state: Any) -> Any:
+        leaves = zip(jax.tree.leaves(state), impls, strict=True)
+        return jax.tree.unflatten(
+            tree, [x if impl is None else jax.random.key_data(x) for x, impl in leaves]
+        )
+
+    def step(state: Any, action: Array, key: Array) -> tuple[Any, Array, Array]:
+        state, reward, done = game.step(typed(state), action, key)
+        return plain(state), reward, done
+
+    def legal(state: Any) -> Array:
+        assert game.legal is not None
+        return game.legal(typed(state))
+
+    return game._replace(
+        reset=lambda key: plain(game.reset(key)),
+        step=step,
+        observe=lambda state: game.observe(typed(state)),
+        player=lambda state: game.player(typed(state)),
+        legal=legal if game.legal is not None else None,
+    )
+
+
 def array_env(
     game: Game,
     *,
@@ -95,6 +145,7 @@ def array_env(
       UserError: an option out of its range.
     """
     _check(game, turns, goal, opponent, digits, decimals)
+    game = plain_keys(game)
     observation = (
         (lambda state: game.observe(state)) if show is None else _shown(game.observe, show)
     )

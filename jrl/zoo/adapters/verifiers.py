@@ -128,7 +128,7 @@ def from_verifiers(
 
 
 def _checked(id: str, make: Any, *arguments: Any) -> Any:
-    """What verifiers makes, with its errors in one line."""
+    """The environment of verifiers, with its errors in one line."""
     try:
         return make(*arguments)
     except Exception as error:
@@ -314,7 +314,7 @@ def _calls(
     return calls
 
 
-def _scored(episode: Any, asked: set[str]) -> tuple[float, dict[str, float]]:
+def _scored(episode: Any, trace_ids: set[str]) -> tuple[float, dict[str, float]]:
     """Reward and numbers of a finished episode.
 
     Raises:
@@ -324,7 +324,7 @@ def _scored(episode: Any, asked: set[str]) -> tuple[float, dict[str, float]]:
     if not episode.ok:
         reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "no reason given"
         raise EnvError(f"verifiers: {reason:.300}")
-    traces = [trace for trace in episode.traces if trace.id in asked]
+    traces = [trace for trace in episode.traces if trace.id in trace_ids]
     if len(traces) != 1:
         raise EnvError(f"{len(traces)} conversations with the policy in one episode; 1 is played")
     (trace,) = traces

@@ -162,17 +162,18 @@ def safe_rlhf(
         A = (A_R - lambda A_C) / (1 + lambda)
         log lambda <- log lambda + rate * lambda * (mean cost - budget),  lambda <= max_lambda
 
-    The last reward part is the cost (unweighted), the others the reward; with a single part nothing
-    is constrained. Lambda is capped as in the released code, whose numbers these are: the text
-    version's, and the V version's ``kl_coef`` (with lambda from 10 to at most 20, budget -0.5; the
-    text version has ``kl_coef`` 0.01). Departures: generalised advantages are linear in the reward,
-    so one value network of (R - lambda C) / (1 + lambda) stands for the paper's two, whose mix
-    differs from it only while lambda moves. The mean cost is the batch's, the code's that of the
-    last 128 completions; no loss on pre-training data is added (coefficient 16 there). The cost
-    model's extra loss, the sign of the cost, is not here.
+    The last reward part is the cost (unweighted), the others the reward, each of which may be a
+    trained model (docs/rewards.md); with a single part nothing is constrained. Lambda is capped as
+    in the released code, whose numbers these are: the text version's, and the V version's
+    ``kl_coef`` (with lambda from 10 to at most 20, budget -0.5; the text version has ``kl_coef``
+    0.01). Departures: generalised advantages are linear in the reward, so one value network of
+    (R - lambda C) / (1 + lambda) stands for the paper's two, whose mix differs from it only while
+    lambda moves. The mean cost is the batch's, the code's that of the last 128 completions; no loss
+    on pre-training data is added (coefficient 16 there). The cost model's extra loss, the sign of
+    the cost, is not here.
     """
     step = lagrangian(budget, dual_rate, initial_lambda, max_lambda)
-    return base.before(step).with_(lacks="a cost model trained beside the reward model, and images")
+    return base.before(step).with_(lacks="images")
 
 
 # ---------------------------------------------------------------- GEPO

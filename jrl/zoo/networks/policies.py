@@ -136,7 +136,7 @@ def one_of(tree: Any, index: Any) -> Any:
 
 
 class Prepared(struct.PyTreeNode):
-    """What the policies' ``prepare`` returned: of all, or of the first alone."""
+    """Prepared weights of all policies, or of the first alone."""
 
     weights: tuple[Any, ...]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.zoo.adapters.arrays import Game, array_env, written
+from jrl.zoo.adapters.arrays import Game, array_env, plain_keys, written
 
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 FIGURES = "0123456789abcdefghijklmnopqrstuvwxyz+-"
@@ -180,3 +180,31 @@ def test_bad_options(options, says):
 def test_too_many_actions():
     with pytest.raises(UserError, match="race has 677 actions; the adapter writes up to 676"):
         array_env(race()._replace(actions=677), turns=5)
+
+
+def test_random_keys_of_a_state_are_integers_to_the_host():
+    """NumPy holds no typed keys, and groups of several draws are joined as its arrays."""
+
+    def step(state, action, key):
+        key, drawn = jax.random.split(state["key"])
+        total = state["total"] + jax.random.randint(drawn, (), 0, 10)
+        return {"key": key, "total": total}, jnp.float32(0), total > 20
+
+    game = Game(
+        name="dice",
+        reset=lambda key: {"key": jax.random.key(7, impl="rbg"), "total": jnp.int32(0)},
+        step=step,
+        observe=lambda state: state["total"],
+        actions=2,
+    )
+    plain = plain_keys(game)
+    mine, theirs = game.reset(jax.random.key(0)), plain.reset(jax.random.key(0))
+    assert np.concatenate([theirs["key"], theirs["key"]]).dtype == np.uint32
+    for _ in range(3):
+        mine, *_ = game.step(mine, jnp.int32(0), jax.random.key(1))
+        theirs, *_ = plain.step(theirs, jnp.int32(0), jax.random.key(1))
+        assert plain.observe(theirs) == game.observe(mine)
+    free = race()
+    assert plain_keys(free) is free
+    start = array_env(game, turns=3).generate(jax.random.key(0), "train")
+    assert all(isinstance(np.asarray(x), np.ndarray) for x in jax.tree.leaves(start.state))

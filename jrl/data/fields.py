@@ -1,0 +1,88 @@
+"""The fields of question and answer; imports no JAX, so that a mistake is found at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jrl.config.unions import PromptData
+from jrl.data.tables import Source
+from jrl.errors import UserError
+
+LARGE = 64 << 20
+"""Bytes of a file that is read twice rather than found wrong late."""
+
+QUESTIONS = ("question", "prompt", "problem")
+ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
+"""Names that published data sets give the two fields, in the order in which they are looked for."""
+
+
+def layout(source: Source, question: str, answer: str | None) -> tuple[str, str | None]:
+    """The fields of question and answer, by the first row where they have their usual names."""
+    first = source[0] if len(source) else {}
+    if question == QUESTIONS[0]:
+        question = next((name for name in QUESTIONS if has(first, name)), question)
+    if answer == ANSWERS[0]:
+        answer = next((name for name in ANSWERS if has(first, name)), answer)
+    return question, answer
+
+
+def look_up(row: Mapping[str, Any], key: str) -> Any:
+    """The field of that name, or of a path such as "reward_model.ground_truth"; None for none."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def check_fields(row: Mapping[str, Any], question: str, answer: str | None, where: str) -> None:
+    """Raises UserError that names every field which a row lacks."""
+    columns = {"question": question, "answer": answer}
+    lacks = {n: k for n, k in columns.items() if k is not None and not has(row, k)}
+    if lacks:
+        names = " and no field ".join(map(repr, lacks.values()))
+        keys = " and ".join(f"data.fields.{name}" for name in lacks)
+        raise UserError(
+            f"{where}: there is no field {names}; set {keys} to one of {', '.join(row)}"
+        )
+
+
+def has(row: Mapping[str, Any], key: str) -> bool:
+    """Whether a row has a field of that name, or of that path."""
+    head, _, _ = key.partition(".")
+    return key in row or (head in row and head != key and look_up(row, key) is not None)
+
+
+def check_first_row(data: Any) -> None:
+    """Raises UserError where the first row of a local file lacks a field that prompts need.
+
+    Reading all rows does that too, after imports that take seconds and with the tokenizer loaded.
+    What cannot be looked at here, such as data of the Hub, is left to that.
+
+    Args:
+      data: the table ``[data]``.
+    """
+    from jrl.data.sources import open_source
+
+    names = {"question": QUESTIONS[0], "answer": ANSWERS[0]}
+    for split in ("train", "eval") if type(data) is PromptData and data.invalid == "error" else ():
+        path = getattr(data, split)
+        if not isinstance(path, str) or not _is_small(Path(path).expanduser()):
+            continue
+        source = open_source(path, key=f"data.{split}")
+        if len(source):
+            names |= data.fields
+            question, answer = layout(source, names["question"], names["answer"])
+            check_fields(source[0], question, answer, source.where(0))
+
+
+def _is_small(path: Path) -> bool:
+    try:
+        return path.is_file() and path.stat().st_size <= LARGE
+    except (OSError, ValueError):
+        return False

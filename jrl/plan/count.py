@@ -1,0 +1,123 @@
+"""A plan from counting alone: nothing is compiled, so that it answers within seconds.
+
+What is exact: the state, the sampler's copy of the weights and its cache, from the arrays' shapes
+and shardings; and whether everything divides over the meshes. What is estimated
+(``plan.estimate``): temporaries, and the times from operations, bytes and the chip's figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from jrl.config import Config
+from jrl.plan.compile import Plan, Program, abstract_run_on, judged, prepared_size, wanted_programs
+from jrl.plan.estimate import (
+    Training,
+    resharding_seconds,
+    sampling_times,
+    training_temporaries,
+    training_times,
+)
+from jrl.plan.memory import cache_bytes, state_bytes
+from jrl.plan.topology import Topology
+from jrl.plan.useful import floor_seconds, model_flops
+from jrl.train import build
+from jrl.train.programs import drawing_mesh, train_sampler
+from jrl.train.resharding import ReshardedSampler
+
+SAMPLER_TEMPORARIES = 2**28
+"""Bytes besides weights and cache that a decode step is taken to need on a chip."""
+
+
+def counted_plan(
+    config: Config,
+    topology: Topology,
+    *,
+    echo: Callable[[str], None] = lambda line: None,
+    placement: str = "colocated",
+    effort: float = 0.0,
+) -> Plan:
+    """The plan of a run without compiling anything; ``Program.counted`` is True.
+
+    Beside the compiled plans of the eight shipped pod configurations (``benchmarks/pods.json``) its
+    figures are off by what ``configs/README.md`` tells.
+
+    Args:
+      config: the run's; ``mesh`` must use every chip.
+      topology: the slices.
+      echo: receives lines of progress; there are none.
+      placement: as in ``make_plan``.
+      effort: of XLA, which is not asked.
+
+    Raises:
+      UserError: something does not divide over the mesh.
+    """
+    del echo, effort
+    run = abstract_run_on(config, topology)
+    state = state_bytes(run)
+    sampler = train_sampler(run)
+    programs: dict[str, Program] = {}
+    for name in wanted_programs(placement):
+        alone = placement != "colocated" and name != "train_step"
+        here = {"weights": state["weights"]} if alone else state
+        if name == "train_step":
+            programs[name] = _training(run, topology, here)
+        elif name == "resharding" and isinstance(sampler, ReshardedSampler):
+            programs[name] = _resharding(run, topology, here)
+        elif name == "sampler" and sampler is not None:
+            programs[name] = _sampler(run, topology, here)
+    return judged(run, topology, programs)
+
+
+def _training(run: build.Run, topology: Topology, state: dict[str, float]) -> Program:
+    config = run.config
+    options = Training(dict(run.mesh.shape.items()), config.model.remat, config.train.microbatches)
+    sizes = {**state, "temporaries": training_temporaries(config, run.shape, options)}
+    times = training_times(config, run.shape, topology, options)
+    return _program(run, topology, "train_step", sizes, times)
+
+
+def _resharding(run: build.Run, topology: Topology, state: dict[str, float]) -> Program:
+    sizes = {**state, "prepared": prepared_size(run)}
+    mesh = dict(drawing_mesh(run).shape.items())
+    seconds = resharding_seconds(run.config, run.shape, topology, mesh)
+    return _program(run, topology, "resharding", sizes, {"network": seconds})
+
+
+def _sampler(run: build.Run, topology: Topology, state: dict[str, float]) -> Program:
+    sizes = {
+        **state,
+        "prepared": prepared_size(run),
+        "cache": cache_bytes(run),
+        "temporaries": float(SAMPLER_TEMPORARIES),
+    }
+    mesh = dict(drawing_mesh(run).shape.items())
+    times = sampling_times(run.config, run.shape, topology, mesh, sum(state.values()))
+    return _program(run, topology, "sampler", sizes, times)
+
+
+def _program(
+    run: build.Run,
+    topology: Topology,
+    name: str,
+    sizes: dict[str, float],
+    times: Mapping[str, float],
+) -> Program:
+    """A program of which only its memory and its times are known."""
+    mesh = drawing_mesh(run) if name == "sampler" else run.mesh
+    leads = max(times, key=times.__getitem__)
+    sizes = sizes | {"total": sum(sizes.values())}
+    return Program(
+        bytes_per_chip=sizes,
+        fits=sizes["total"] <= topology.chip.hbm_bytes,
+        flops=None,
+        hbm_bytes=None,
+        collective_bytes=None,
+        roofline_seconds=times[leads],
+        bound={leads: times[leads]},
+        compile_seconds=0.0,
+        alone=dict(times),
+        floor_seconds=floor_seconds(run, mesh, topology, name),
+        model_flops=model_flops(run, name) / topology.chips,
+        counted=True,
+    )

@@ -1,0 +1,1 @@
+"""Rewards of one paper each: functions for ``[rewards.NAME]``, and combinators."""

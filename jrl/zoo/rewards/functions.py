@@ -1,0 +1,239 @@
+"""Reward functions that single papers published."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from statistics import NormalDist, fmean, variance
+from typing import Any
+
+from jrl.errors import UserError
+from jrl.rewards.base import Sample, whole_batch
+from jrl.rewards.matching import stated_answer
+from jrl.rewards.tool_calls import call_score, calls_in, expected_calls, said
+from jrl.user_code import load
+
+# ---------------------------------------------------------------- ToolRL
+
+
+def toolrl(
+    samples: list[Sample],
+    column: str = "answer",
+    most: float = 3.0,
+    schedule_steps: int = 0,
+) -> list[float]:
+    """ToolRL's reward: form, 0 or 1, plus correctness of the tool calls, -3 to 3.
+
+    "ToolRL: Reward is All Tool Learning Needs" (arXiv:2504.13958), as its released code has it:
+
+        correctness = 6 S / S_max - 3,  -3 for calls that cannot be read, 0 where none is expected
+
+    with S of ``tool_calls.call_score``. The form is <think>...</think> followed by a line break and
+    a <tool_call> block, a <response> block, or one and the other, as the row expects: a response is
+    expected where none or a text with <response> is.
+
+    Args:
+      samples: what to judge.
+      column: with the expected calls; see ``rewards.tool_calls``.
+      most: the bound of correctness.
+      schedule_steps: of the schedule that the paper compares, 150 in its code: the form's bounds
+        shrink from 2 (and -2) towards 1 (and 0, held at -1), and correctness' grow from 2 to
+        ``most``. 0 for fixed bounds.
+    """
+    points = []
+    for sample in samples:
+        high, low, bound = 1.0, 0.0, most
+        if schedule_steps:
+            share = sample.step / schedule_steps
+            high = max(2 - (2 - high) * share, 1.0)
+            low = min(-2 + (2 + low) * share, -1.0)
+            bound = min((most - 2) * share + 2, most)
+        expected = expected_calls(sample, column)
+        formed = _toolrl_form(sample, bool(expected))
+        correct = 0.0
+        if expected:
+            made = calls_in(said(sample)) if "</tool_call>" in said(sample) else None
+            correct = -bound if made is None else 2 * bound * call_score(expected, made) - bound
+        points.append((high if formed else low) + correct)
+    return points
+
+
+def _toolrl_form(sample: Sample, calls: bool) -> bool:
+    answers = "<response>" in str(sample.prompt.answer) or not calls
+    text, blocks = sample.completion, ""
+    if calls:
+        blocks += r"\n<tool_call>\n.*?\n</tool_call>"
+    if answers:
+        blocks += r"\n<response>.*?</response>"
+    once = [name for name, there in (("tool_call", calls), ("response", answers)) if there]
+    counts = all(text.count(f"<{n}>") == text.count(f"</{n}>") == 1 for n in once)
+    return counts and re.search(rf"^<think>.*?</think>{blocks}$", text, re.DOTALL) is not None
+
+
+# ---------------------------------------------------------------- ConvSearch-R1
+
+
+def convsearch(
+    samples: list[Sample], retriever: str, column: str = "gold", bad_form: float = -0.1
+) -> list[float]:
+    """Points for the rank at which a rewritten query finds the gold passage.
+
+    The rank-incentive reward of "ConvSearch-R1: Enhancing Query Reformulation for Conversational
+    Search with Reasoning via Reinforcement Learning" (arXiv:2505.15776): (19 - k) / 9 for rank k of
+    1 to 10, (100 - k) / 90 up to 100, else 0; without <think>...</think> and a rewrite behind it
+    ``bad_form`` instead. Departure: its second mapping, from a quarter of the steps on, is not
+    known.
+
+    Args:
+      samples: what to judge; the rewrite is the stated answer, or what follows </think>.
+      retriever: "FILE.py:function", (queries) -> for each the ids of passages, best first.
+      column: with the gold passage's id, or a list of ids of which the best counts.
+      bad_form: points.
+
+    Raises:
+      UserError: a row has no gold passage, or the retriever returned another number of lists.
+    """
+    rewrites = [_rewrite(sample.completion) for sample in samples]
+    asked = [text for text in rewrites if text is not None]
+    ranked = list(load(retriever, "rewards.convsearch.retriever")(asked)) if asked else []
+    if len(ranked) != len(asked):
+        raise UserError(
+            f"rewards.convsearch.retriever returned {len(ranked)} lists for {len(asked)} queries"
+        )
+    lists = iter(ranked)
+    points = []
+    for sample, rewrite in zip(samples, rewrites, strict=True):
+        if rewrite is None:
+            points.append(bad_form)
+            continue
+        gold = sample.prompt.meta.get(column)
+        if gold is None:
+            raise UserError(f"rewards.convsearch: prompt {sample.prompt.id} has no {column!r}")
+        points.append(rank_points(_rank(list(next(lists)), gold)))
+    return points
+
+
+def rank_points(rank: int | None) -> float:
+    """Points of a rank from 1; None for a passage that was not found.
+
+    >>> [round(rank_points(k), 2) for k in (1, 10, 11, 100, 101)]
+    [2.0, 1.0, 0.99, 0.0, 0.0]
+    """
+    if rank is None or rank > 100:
+        return 0.0
+    return (19 - rank) / 9 if rank <= 10 else (100 - rank) / 90
+
+
+def _rewrite(text: str) -> str | None:
+    formed = re.fullmatch(r"\s*<think>.*?</think>(.+)", text, re.DOTALL)
+    return stated_answer(formed[1]) if formed and formed[1].strip() else None
+
+
+def _rank(ids: Sequence[Any], gold: Any) -> int | None:
+    wanted = set(map(str, gold if isinstance(gold, list | tuple) else [gold]))
+    return next((k for k, each in enumerate(ids, 1) if str(each) in wanted), None)
+
+
+# ---------------------------------------------------------------- VisualQuality-R1
+
+
+@whole_batch
+def rank_fidelity(samples: list[Sample], eps: float = 1e-6) -> list[float]:
+    """Points for scores that order the step's items as their labels do.
+
+    The reward of "VisualQuality-R1: Reasoning-Induced Image Quality Assessment via Reinforcement
+    Learning to Rank" (arXiv:2505.14460), on items in text: with q_k(x_i) the number that member k
+    states, Phi the normal distribution, and g 1, 1/2 or 0 as the label of x_i is above, equal to or
+    below that of x_j,
+
+        p = Phi((q_k(x_i) - mean q(x_j)) / sqrt(var_i + var_j + eps))
+        r = mean over j of sqrt(p g + eps) + sqrt((1 - p)(1 - g) + eps)
+
+    Variances are those of the released code, over n - 1. Departures: a completion without a number
+    is 0 points and left out of its item's mean, where the code draws one at random; a step with a
+    single item pays 0.
+
+    Args:
+      samples: of all groups of the step; the answer of each prompt is its label, a number.
+      eps: added under the roots, as in the code.
+    """
+    groups: dict[int, list[int]] = {}
+    for i, sample in enumerate(samples):
+        groups.setdefault(sample.prompt.id, []).append(i)
+    stated = [_number(stated_answer(sample.completion)) for sample in samples]
+    labels = {item: float(samples[rows[0]].prompt.answer) for item, rows in groups.items()}
+    known = {
+        item: [q for i in rows if (q := stated[i]) is not None] for item, rows in groups.items()
+    }
+    mean = {item: fmean(q) if q else 0.0 for item, q in known.items()}
+    spread = {item: variance(q) if len(q) > 1 else 0.0 for item, q in known.items()}
+    points = []
+    for i, sample in enumerate(samples):
+        mine, score, others = sample.prompt.id, stated[i], [j for j in groups if known[j]]
+        others = [j for j in others if j != mine]
+        if score is None or not others:
+            points.append(0.0)
+            continue
+        total = 0.0
+        for j in others:
+            p = NormalDist().cdf((score - mean[j]) / math.sqrt(spread[mine] + spread[j] + eps))
+            g = 0.5 + 0.5 * ((labels[mine] > labels[j]) - (labels[mine] < labels[j]))
+            total += math.sqrt(p * g + eps) + math.sqrt((1 - p) * (1 - g) + eps)
+        points.append(total / len(others))
+    return points
+
+
+def _number(text: str) -> float | None:
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
+    return float(numbers[0]) if numbers else None
+
+
+# ---------------------------------------------------------------- V-Triune
+
+
+def dynamic_iou(
+    samples: list[Sample],
+    thresholds: Sequence[float] = (0.85, 0.95, 0.99),
+    shares: Sequence[float] = (0.1, 0.25),
+) -> list[float]:
+    """The overlap of a stated box with the labelled one, counted above a threshold that rises.
+
+    "One RL to See Them All: Visual Triple Unified Reinforcement Learning" (arXiv:2505.18129): the
+    intersection over union where it is at least 0.85 in the first 10 % of the steps, 0.95 up to
+    25 %, 0.99 after.
+
+    Args:
+      samples: what to judge; the answer is [left, top, right, bottom], and so is what is stated.
+      thresholds: least overlaps.
+      shares: of the run's steps up to which all but the last of them hold.
+    """
+    points = []
+    for sample in samples:
+        share = sample.step / sample.steps if sample.steps else 0.0
+        stage = sum(share > limit for limit in shares)
+        overlap = box_overlap(_box(stated_answer(sample.completion)), _box(sample.prompt.answer))
+        points.append(overlap if overlap >= thresholds[stage] else 0.0)
+    return points
+
+
+def box_overlap(a: Sequence[float] | None, b: Sequence[float] | None) -> float:
+    """Intersection over union of two boxes [left, top, right, bottom]; 0 where one is missing.
+
+    >>> box_overlap([0, 0, 2, 2], [1, 0, 3, 2])
+    0.3333333333333333
+    """
+    if a is None or b is None:
+        return 0.0
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    inside = max(width, 0) * max(height, 0)
+    areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (a, b))
+    return inside / (areas - inside) if areas > inside else 0.0
+
+
+def _box(value: Any) -> list[float] | None:
+    found = value if isinstance(value, list | tuple) else re.findall(r"-?\d+(?:\.\d+)?", str(value))
+    numbers = [float(x) for x in found]
+    ordered = len(numbers) == 4 and numbers[0] <= numbers[2] and numbers[1] <= numbers[3]
+    return numbers if ordered else None

@@ -1,0 +1,64 @@
+"""Plans by counting: within seconds, and near the compiled plans of the shipped pod files."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tpu_programs import needs_libtpu
+from typer.testing import CliRunner
+
+from jrl.cli.app import app
+from jrl.config import load_config
+from jrl.errors import UserError
+from jrl.plan import as_text, counted_plan, parse_topology
+from jrl.plan import compile as plan
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+COMPILED = json.loads((CONFIGS.parent / "benchmarks/pods.json").read_text())
+PODS = sorted(path.stem for path in CONFIGS.glob("pod_*.toml"))
+
+
+def pod(name, *overrides):
+    config = load_config(CONFIGS / f"{name}.toml", overrides)
+    return config, parse_topology(config.plan.topology)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", PODS)
+def test_every_pod_file_names_a_slice_that_it_fits_and_is_counted_near_its_plan(name, monkeypatch):
+    monkeypatch.setattr(plan, "_compiled", None)  # nothing is compiled
+    counted, compiled = counted_plan(*pod(name)), COMPILED[name]
+    assert counted.fits
+    for program, figures in counted.programs.items():
+        parts = compiled[program]["bytes_by_part"]
+        for part in ("weights", "optimizer", "prepared", "cache"):
+            if part in parts:
+                assert figures.bytes_per_chip[part] == pytest.approx(parts[part], rel=0.02)
+    # Experts' dispatch and long attention take the longest beyond what is counted.
+    for program, least, most in (("sampler", 0.58, 1.05), ("train_step", 0.4, 1.05)):
+        ratio = counted.programs[program].roofline_seconds / compiled[program]["roofline_seconds"]
+        assert least < ratio < most, (program, ratio)
+    text = as_text(counted)
+    assert "verdict: fits by this estimate" in text
+    assert "counted, not compiled" in text
+
+
+@needs_libtpu
+def test_a_mesh_for_another_slice_names_the_option():
+    config, _ = pod("pod_8b_v6e")
+    with pytest.raises(UserError, match=r"fsdp 64.*64 chips.*v5e:4x4 has 16.*--topology v5e:8x8"):
+        counted_plan(config, parse_topology("v5e:4x4"))
+
+
+def test_the_time_of_compiling_follows_from_that_of_lowering():
+    assert plan.compile_estimate("train_step", 4.0, 0.0) == "about 7 min"
+    assert plan.compile_estimate("resharding", 0.1, -1.0) == "about 10 s"
+
+
+@needs_libtpu
+def test_the_command_counts_for_the_slice_of_the_file(monkeypatch):
+    monkeypatch.setattr(plan, "_compiled", None)
+    done = CliRunner().invoke(app, ["plan", str(CONFIGS / "pod_1.7b_v5e.toml"), "--quick"])
+    assert done.exit_code == 0, done.output
+    assert "on v5e:4x4, 16 chips" in done.output
+    assert "verdict: fits by this estimate" in done.output
