@@ -84,7 +84,7 @@ def hub(monkeypatch):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A checkpoint with a license in its card."""
-    directory = hub_mirror.checkpoint(tmp_path_factory.mktemp("models") / "base")
+    directory = hub_mirror.checkpoint(tmp_path_factory.mktemp("models") / "base", chat=True)
     (directory / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
     return directory
 
