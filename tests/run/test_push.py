@@ -48,7 +48,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.answer({"url": url, "name": "me/sorter"})
         elif self.path.endswith("/preupload/main"):
             files = json.loads(data)["files"]
-            modes = [{"path": f["path"], "uploadMode": "regular"} for f in files]
+            modes = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files
+            ]
             self.answer({"files": modes})
         elif "/commit/main" in self.path:
             for line in data.splitlines():
