@@ -26,6 +26,7 @@ from jrl.methods.curriculum import (
     Curriculum,
     Outcome,
     Query,
+    RoundTools,
     Selection,
     Table,
     add_rows,
@@ -47,7 +48,7 @@ from jrl.methods.domains import (
     Tokens,
     Whole,
 )
-from jrl.methods.edit import Edit, EditView, edit_of, fill, fill_groups, only, refill
+from jrl.methods.edit import Edit, EditView, edit_of, fill, fill_groups, of_parts, only, refill
 from jrl.methods.plan import Plan, StepView, also, more, new
 from jrl.methods.schedule import After, average, copies, every, restart
 from jrl.methods.stores import (
@@ -123,6 +124,7 @@ __all__ = [
     "Published",
     "Query",
     "Range",
+    "RoundTools",
     "Schedule",
     "Selection",
     "StepView",
@@ -145,6 +147,7 @@ __all__ = [
     "member_store",
     "more",
     "new",
+    "of_parts",
     "only",
     "published",
     "put_rows",

@@ -263,7 +263,7 @@ def last_turn(samples):
 
 
 def as_in_trl(prompts, completions, trainer_state, **columns):
-    assert prompts[0][-1]["role"] == "user" and trainer_state.max_steps == 1
+    assert prompts[0][-1]["role"] == "user" and trainer_state.max_steps in (0, 1)
     return [float(len(c)) for c in completions]
 """
 
@@ -538,7 +538,8 @@ def test_what_an_environment_labels_is_trained_on(place, tmp_path, method):
     said = []
     config = settings(place, tmp_path, "talk", named, *limits, "objective={}", *more)
     train(config, echo=said.append)
-    assert not [line for line in said if "the objective alone" in line]
+    lacking = [line for line in said if "the objective alone" in line]
+    assert all("a judge of the notions" in line for line in lacking)  # of masa
     records = records_of(tmp_path)
     assert all(r["logprob_diff"] < 1e-4 for r in records)
     # Both groups of a problem, or one.
