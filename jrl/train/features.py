@@ -159,6 +159,7 @@ WITHOUT: Mapping[str, str] = {
     "held copies": "choose a method that copies no policy",
     "in flight": "set train.mode to 'host'",
     "int8": "set sampling.int8 to []",
+    "judge": "remove the judge",
     "lora": "remove [lora]",
     "nothing drawn": "choose a method that draws its own completions",
     "on-policy loss": "choose a method that learns from any data, such as sft, filtered_bc, ilql"

@@ -412,30 +412,46 @@ def served(model, *more):
             process.kill()
 
 
-SCORE = (
+MET = "{enum=[true, false]}"
+CRITERIA = (
     "{type='json_schema', json_schema={name='verdict', strict=true, schema={type='object', "
-    "properties={score={enum=[0, 5, 10]}}, required=['score'], additionalProperties=false}}}"
+    f"properties={{1={MET}, 2={MET}, 3={MET}}}, required=['1', '2', '3'], "
+    "additionalProperties=false}}}"
 )
 
 
 @pytest.mark.slow
 @pytest.mark.extra("serve")
-def test_a_served_model_judges(place, quick):
-    """A second model of this framework gives verdicts in a form that its server enforces."""
-    sizes = ("--slots", "4", "data.max_prompt_tokens=200", "sampling.max_new_tokens=40")
-    with served(place / "whole", *sizes) as url:
-        judge = (
-            f"{{function='judge', url='{url}', model='whole', scale=[0, 10], max_tokens=40,"
-            f" temperature=1.0, template='{{completion}}', fields={{response_format={SCORE}}}}}"
+def test_a_served_model_judges(place, tmp_path, monkeypatch):
+    """configs/judge.toml with a second model of this framework, whose server enforces the form."""
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
+    sizes = ("--slots", "4", "data.max_prompt_tokens=200", "sampling.max_new_tokens=50")
+    with served(place / "whole", "--name", "judge", *sizes) as url:
+        config = load_config(
+            GSM8K.with_name("judge.toml"),
+            [
+                f"run.dir={json.dumps(str(tmp_path / 'run'))}",
+                f"model.path={json.dumps(str(place / 'whole'))}",
+                f"data.train={json.dumps(str(place / 'train.jsonl'))}",
+                *("data.max_prompt_tokens=170", "model.dtype=float32", "mesh.fsdp=1"),
+                *("sampling.group=4", "sampling.max_new_tokens=6", "train.prompts=4"),
+                *("train.microbatches=1", "train.steps=1", "eval.every=0", "checkpoint.every=0"),
+                *("log.samples_every=1", "reward_pool.workers=0", f"rewards.clear.url={url}"),
+                # the policy is never right, and neither of the two can read a long question
+                *("rewards.clear.only=", "rewards.clear.template={completion}"),
+                *("rewards.clear.max_tokens=50", "rewards.clear.temperature=1.0"),
+                f"rewards.clear.fields={{response_format={CRITERIA}}}",
+            ],
         )
-        config, records, samples = quick(f"rewards={{good={judge}}}", "train.steps=1")
-    (record,) = records
+        train(config, echo=lambda line: None)
+    (record,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert record["judge_calls"] > 0
     assert record["judge_failures"] == record["judge_timeouts"] == record["judge_unreadable"] == 0
-    points = {s["rewards"]["good"] for s in samples}
-    assert points <= {0.0, 0.5, 1.0}
+    points = {round(s["rewards"]["clear"], 4) for s in samples}
+    assert points <= {0.0, 0.3333, 0.6667, 1.0}
     assert len(points) > 1
-    assert len(list((pathlib.Path(config.run.dir) / "judge").rglob("*.json"))) > 1
+    assert len(list((tmp_path / "run" / "judge").rglob("*.json"))) > 1
 
 
 @pytest.mark.slow
