@@ -14,14 +14,14 @@ those that sums up criteria is published, so the score is the weighted share tha
 from __future__ import annotations
 
 import collections
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from jrl.config.judge import Criterion, JudgeTable, criteria_of
-from jrl.errors import UserError, nearest
+from jrl.errors import UserError
 from jrl.rewards.base import Points, Sample
+from jrl.rewards.judge_prompts import answer_of, messages_of, shown
 from jrl.rewards.replies import (
     read_criteria,
     read_preference,
@@ -29,76 +29,6 @@ from jrl.rewards.replies import (
     read_score,
     read_yes_no,
 )
-
-_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
-_COMMON = ("question", "reference", "principle")
-_ONE = ("completion", "conversation")
-_FORM_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "score": (*_ONE, "low", "high"),
-    "yes_no": _ONE,
-    "rubric": (*_ONE, "criteria"),
-    "pairwise": ("first", "second"),
-    "listwise": ("completions", "count"),
-}
-"""Fields of each form's template, besides those of all."""
-
-TEMPLATES: Mapping[str, str] = {
-    "score": """{principle}
-Judge the answer to the question below.
-
-Question:
-{question}
-
-Answer:
-{completion}
-
-Give a score from {low} (worst) to {high} (best). End with a line "Score: NUMBER".""",
-    "yes_no": """{principle}
-Question:
-{question}
-
-Answer:
-{completion}
-
-Is the answer good? Think first, then end with a line "Verdict: yes" or "Verdict: no".""",
-    "rubric": """{principle}
-Judge the answer to the question by each of the criteria below.
-
-Question:
-{question}
-
-Answer:
-{completion}
-
-Criteria:
-{criteria}
-
-End with a JSON object of the criteria's numbers, each true where it is met, else false,
-such as {"1": true, "2": false}.""",
-    "pairwise": """{principle}
-Which of two answers to the question is better?
-
-Question:
-{question}
-
-Answer A:
-{first}
-
-Answer B:
-{second}
-
-Neither order nor length counts. End with [[A]], [[B]], or [[C]] for a tie.""",
-    "listwise": """{principle}
-Rank {count} answers to the question.
-
-Question:
-{question}
-
-{completions}
-
-End with a JSON object that lists their numbers, the best first, such as {"ranking": [2, 1]}.""",
-}
-"""The question of each form, where a part has no template of its own."""
 
 
 class Question(NamedTuple):
@@ -145,7 +75,7 @@ def make_form(table: JudgeTable, key: str) -> Form:
     more = {"low": f"{low:g}", "high": f"{high:g}"}
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        return [_question(table, s, {**_shown(s), **more}, read) for s in samples]
+        return [_question(table, s, {**shown(s), **more}, read) for s in samples]
 
     def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
         return [pooled(votes, table.vote) for votes in verdicts]
@@ -192,31 +122,6 @@ def rubric_score(met: Sequence[float], criteria: Sequence[Criterion]) -> float:
     return min(max(total / sum(max(c.weight, 0.0) for c in criteria), 0.0), 1.0)
 
 
-def check_template(table: JudgeTable, columns: Iterable[str], key: str) -> None:
-    """Raises UserError for a field of a template that nothing fills, or one without an answer.
-
-    Args:
-      table: the judge's keys.
-      columns: of the data.
-      key: "rewards.NAME", for messages.
-    """
-    names = _FORM_FIELDS[table.form]
-    known = [*dict.fromkeys([*_COMMON, *names, *columns])]
-    for place, text in (("template", table.template), ("system", table.system)):
-        for field in _FIELD.findall(text):
-            if field not in known:
-                raise UserError(
-                    f"{key}.{place} has {{{field}}}, which is no field of form ="
-                    f" {table.form!r} and no column of the data; {nearest(field, known)}"
-                )
-    wanted = {"pairwise": ("first", "second"), "listwise": ("completions",)}.get(table.form, _ONE)
-    used = _FIELD.findall(table.template)
-    absent = [name for name in wanted if name not in used]
-    if table.template and absent and (wanted != _ONE or len(absent) == len(_ONE)):
-        shown = " or ".join(f"{{{name}}}" for name in absent)
-        raise UserError(f"{key}.template does not show what is judged; write {shown} into it")
-
-
 def check_rubrics(table: JudgeTable, prompts: Iterable[Any], key: str) -> None:
     """Raises UserError for a row whose rubric cannot be read; a row without one is not judged."""
     if table.column:
@@ -239,7 +144,7 @@ def _rubric(table: JudgeTable, key: str) -> Form:
         for sample in samples:
             if rubric := criteria(sample):
                 listed = "\n".join(f"{i}. {c.text}" for i, c in enumerate(rubric, 1))
-                fields = {**_shown(sample), "criteria": listed}
+                fields = {**shown(sample), "criteria": listed}
                 read = partial(read_criteria, count=len(rubric))
                 asked.append(_question(table, sample, fields, read))
         return asked
@@ -276,8 +181,8 @@ def _pairwise(table: JudgeTable) -> Form:
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
         asked = []
         for i, j in pairs(samples):
-            mine = _answer(samples[i])
-            other = _answer(samples[j]) if by_group else str(samples[i].prompt.answer)
+            mine = answer_of(samples[i])
+            other = answer_of(samples[j]) if by_group else str(samples[i].prompt.answer)
             for first, second in ((mine, other), (other, mine))[:orders]:
                 fields = {"first": first, "second": second}
                 asked.append(_question(table, samples[i], fields, read_preference))
@@ -323,7 +228,7 @@ def _listwise(table: JudgeTable) -> Form:
             return []
         # Each vote begins with another member, since the first place of a list has an advantage.
         order = [(i + vote) % count for i in range(count)]
-        texts = [f"Answer {n}:\n{_answer(samples[i])}" for n, i in enumerate(order, 1)]
+        texts = [f"Answer {n}:\n{answer_of(samples[i])}" for n, i in enumerate(order, 1)]
         fields = {"completions": "\n\n".join(texts), "count": str(count)}
         read = partial(_places, order=order)
         return [_question(table, samples[0], fields, read)]
@@ -344,46 +249,7 @@ def _places(reply: str, order: Sequence[int]) -> list[int] | None:
     return None if ranking is None else [order[place] for place in ranking]
 
 
-# ---------------------------------------------------------------- what is shown
-
-
 def _question(
     table: JudgeTable, sample: Sample, fields: Mapping[str, str], read: Callable[[str], Any]
 ) -> Question:
-    prompt = sample.prompt
-    answer = "" if prompt.answer is None else str(prompt.answer)
-    values: Mapping[str, Any] = {
-        **prompt.meta,
-        "question": question_of(sample),
-        "reference": answer,
-        "principle": table.principle,
-        **fields,
-    }
-
-    def filled(template: str) -> str:
-        return _FIELD.sub(lambda m: str(values.get(m[1], "")), template).strip()
-
-    user = {"role": "user", "content": filled(table.template or TEMPLATES[table.form])}
-    system = ({"role": "system", "content": filled(table.system)},) if table.system else ()
-    return Question((*system, user), read)
-
-
-def question_of(sample: Sample) -> str:
-    """What was asked: the last message of the user, the row's question, or the whole prompt."""
-    said = [m["content"] for m in sample.prompt.messages if m["role"] == "user"]
-    return str(said[-1]) if said else getattr(sample.prompt, "question", "") or sample.prompt.text
-
-
-def _shown(sample: Sample) -> dict[str, str]:
-    opening = sample.prompt.messages or ({"role": "user", "content": question_of(sample)},)
-    after = sample.messages or ({"role": "assistant", "content": sample.completion},)
-    return {"completion": sample.completion, "conversation": _spoken([*opening, *after])}
-
-
-def _answer(sample: Sample) -> str:
-    """What is compared: a completion, or what came of an episode."""
-    return _spoken(sample.messages) if sample.messages else sample.completion
-
-
-def _spoken(messages: Iterable[Mapping[str, Any]]) -> str:
-    return "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+    return Question(messages_of(table, sample, fields), read)

@@ -29,13 +29,7 @@ from jrl.episodes.model_endpoint import check_url, endpoint, environment_variabl
 from jrl.errors import UserError
 from jrl.rewards.verdicts import Question
 from jrl.system.wait_reports import waiting
-
-COUNTS = (
-    *("judge_calls", "judge_cached", "judge_retries"),
-    *("judge_unreadable", "judge_timeouts", "judge_failures"),
-)
-"""Requests sent, verdicts of the cache, repeated requests; questions that stay without a verdict
-since the reply held none, since there was no time left, or since the judge refused or is down."""
+from jrl.train.judge_limits import Batch, Pace
 
 _LARGEST = 4 << 20
 """Bytes of a response."""
@@ -73,11 +67,11 @@ class JudgeClient:
     ) -> None:
         self.table, self._key, self._cache = table, key, cache
         self._secret = ""
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
         check_url(table.url, f"{key}.url")
         if table.key_variable:
             self._secret = environment_variable(table.key_variable, f"{key}.key_variable")
-        self._pace = _Pace(table.requests_per_minute / processes)
+        self._pace = Pace(table.requests_per_minute / processes)
 
     def probe(self) -> None:
         """Sends one request.
@@ -118,10 +112,10 @@ class JudgeClient:
           asked: questions; equal ones are asked once.
 
         Returns:
-          (a verdict for each, or None; ``COUNTS`` by name).
+          (a verdict for each, or None; ``judge_limits.COUNTS`` by name).
         """
         begin, names = time.monotonic(), [self._name(each) for each in asked]
-        self._batch = batch = _Batch(begin + self.table.seconds)
+        self._batch = batch = Batch(begin + self.table.seconds)
         known: dict[str, Any] = {}
         left: dict[str, Asked] = {}
         for name, each in zip(names, asked, strict=True):
@@ -144,7 +138,7 @@ class JudgeClient:
         if self._batch is not None:
             self._batch.over.set()
 
-    def _answer(self, left: Mapping[str, Asked], batch: _Batch) -> None:
+    def _answer(self, left: Mapping[str, Asked], batch: Batch) -> None:
         """Asks until all have an answer or the time is over."""
         queue = collections.deque(left.items())
 
@@ -169,7 +163,7 @@ class JudgeClient:
             batch.over.wait(max(batch.left(), 0))
         batch.over.set()
 
-    def _ask(self, name: str, asked: Asked, batch: _Batch) -> tuple[str, Any]:
+    def _ask(self, name: str, asked: Asked, batch: Batch) -> tuple[str, Any]:
         """(what is to be counted besides, the verdict or None) of a question."""
         for attempt in range(self.table.retries + 1):
             if not self._pace.wait(batch):
@@ -243,6 +237,8 @@ class JudgeClient:
     def _store(self, name: str, reply: str) -> None:
         if self._cache is None:
             return
+        if not self._cache.parent.is_dir():
+            return  # the run was moved away, and its directory shall not come back
         file = self._file(name)
         part = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         text = json.dumps({"model": self.table.model, "reply": reply})
@@ -276,72 +272,3 @@ def _retry_after(text: str | None) -> float:
     except (ValueError, OverflowError):
         return 0.0
     return min(max(seconds, 0.0), _LONGEST_HOLD)
-
-
-class _Batch:
-    """The verdicts, the counts and the end of one call; safe between threads."""
-
-    def __init__(self, until: float) -> None:
-        self.over = threading.Event()
-        self._until, self._lock, self.finished = until, threading.Lock(), 0
-        self._closed = False
-        self._verdicts: dict[str, Any] = {}
-        self._counts = dict.fromkeys(COUNTS, 0.0)
-
-    def left(self) -> float:
-        """Seconds until the end."""
-        return self._until - time.monotonic()
-
-    def progress(self, asked: int) -> str:
-        """How far it is, for people."""
-        return f"{asked - self.finished} of {asked} verdicts left"
-
-    def count(self, name: str) -> None:
-        """Adds one; nothing once the batch is closed."""
-        with self._lock:
-            self._counts[name] += not self._closed
-
-    def finish(self, name: str, outcome: str, verdict: Any) -> None:
-        """Notes the end of a question; nothing once the batch is closed."""
-        with self._lock:
-            if self._closed:
-                return
-            self.finished += 1
-            if outcome:
-                self._counts[outcome] += 1
-            if verdict is not None:
-                self._verdicts[name] = verdict
-
-    def close(self, asked: int) -> tuple[dict[str, Any], dict[str, float]]:
-        """Verdicts by name, and the counts; questions that did not end are out of time."""
-        with self._lock:
-            self._closed = True
-            self._counts["judge_timeouts"] += asked - self.finished
-            return self._verdicts, self._counts
-
-
-class _Pace:
-    """When requests may be sent."""
-
-    def __init__(self, per_minute: float) -> None:
-        self._gap = 60 / per_minute if per_minute else 0.0
-        self._lock, self._next, self._held = threading.Lock(), 0.0, 0.0
-
-    def hold(self, seconds: float) -> None:
-        """Sends nothing for some time."""
-        with self._lock:
-            self._held = max(self._held, time.monotonic() + seconds)
-
-    def wait(self, batch: _Batch) -> bool:
-        """Waits for one's turn; False where that comes after the batch has ended."""
-        while True:
-            with self._lock:
-                now = time.monotonic()
-                turn = max(self._next, self._held, now)
-                if turn - now >= batch.left():
-                    return False
-                if turn <= now:
-                    self._next = now + self._gap
-                    return not batch.over.is_set()
-            if batch.over.wait(turn - now):
-                return False

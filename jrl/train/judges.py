@@ -14,10 +14,12 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.config.judge import JudgeTable
+from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.base import Points, Sample
+from jrl.rewards.judge_prompts import check_template
 from jrl.rewards.rules import Rules
-from jrl.rewards.verdicts import Form, check_rubrics, check_template, make_form
+from jrl.rewards.verdicts import Form, check_rubrics, make_form
 from jrl.system.processes import deal
 from jrl.train.build import Run
 from jrl.train.judge_client import Asked, JudgeClient
@@ -175,8 +177,8 @@ def judges_of(config: Config) -> list[Judge]:
 
 def _cache(cache: str | bool, run_dir: str | None) -> Path | None:
     if cache is True:
-        return Path(run_dir) / "judge" if run_dir else None
-    return Path(cache) if cache else None
+        return Path(run_dir).absolute() / "judge" if run_dir else None
+    return Path(cache).absolute() if cache else None
 
 
 def check_judges(config: Config, prompts: Sequence[Prompt]) -> None:
@@ -185,6 +187,12 @@ def check_judges(config: Config, prompts: Sequence[Prompt]) -> None:
     for judge in judges_of(config):
         check_template(judge.table, columns, f"rewards.{judge.name}")
         check_rubrics(judge.table, prompts, f"rewards.{judge.name}")
+        cache = judge.table.cache
+        if isinstance(cache, str) and not Path(cache).absolute().parent.is_dir():
+            raise UserError(
+                f"rewards.{judge.name}.cache = {cache!r}: the directory above it does not exist;"
+                " make it, or name another"
+            )
 
 
 def probe_judges(config: Config) -> None:

@@ -6,6 +6,7 @@ import pytest
 from jrl.config.judge import criteria_of, judge_table
 from jrl.errors import UserError
 from jrl.rewards.base import Sample
+from jrl.rewards.judge_prompts import check_template
 from jrl.rewards.replies import (
     read_criteria,
     read_preference,
@@ -13,7 +14,7 @@ from jrl.rewards.replies import (
     read_score,
     read_yes_no,
 )
-from jrl.rewards.verdicts import check_rubrics, check_template, make_form
+from jrl.rewards.verdicts import check_rubrics, make_form
 from jrl.types import Prompt
 
 WHERE = {"url": "http://localhost:1/v1", "model": "m"}

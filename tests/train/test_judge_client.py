@@ -13,6 +13,7 @@ from jrl.rewards.replies import read_score
 from jrl.rewards.verdicts import Question
 from jrl.train import judge_client
 from jrl.train.judge_client import Asked, JudgeClient
+from jrl.train.judge_limits import COUNTS
 
 
 def asked(*texts, vote=0):
@@ -30,7 +31,7 @@ def client(url, cache=None, **options):
 def counted(counts, **expected):
     """Exactly these counts are above 0."""
     assert {k: v for k, v in counts.items() if v} == {f"judge_{k}": v for k, v in expected.items()}
-    assert set(counts) == set(judge_client.COUNTS)
+    assert set(counts) == set(COUNTS)
 
 
 @pytest.fixture(autouse=True)

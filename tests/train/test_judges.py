@@ -121,10 +121,13 @@ def test_who_gives_a_part_and_what_goes_with_it():
     other = config(url, {"good": "function='judge', template='{completion} {kind} {sort}'"})
     with pytest.raises(UserError, match=r"rewards.good.template has {sort}.*choose from.*kind"):
         check_judges(other, missing)
+    with pytest.raises(UserError, match=r"rewards.good.cache = '/no/where': the directory above"):
+        check_judges(config(url, {"good": f"{ONE}, cache='/no/where'"}), missing)
 
 
 def test_verdicts_are_kept_with_the_run(tmp_path):
     directory = f"run.dir={tmp_path / 'run'}"
+    (tmp_path / "run").mkdir()
     with judge_server(by_member) as (url, bodies):
         for _ in range(2):
             judged(config(url, {"good": ONE}, directory), [[END] * 2])
@@ -132,3 +135,6 @@ def test_verdicts_are_kept_with_the_run(tmp_path):
         assert (tmp_path / "run" / "judge").is_dir()
         judged(config(url, {"good": f"{ONE}, cache=false"}, directory), [[END] * 2])
         assert len(bodies) == 4
+        (tmp_path / "run").rename(tmp_path / "moved")
+        judged(config(url, {"good": ONE}, directory), [[END] * 2])
+    assert not (tmp_path / "run").exists()  # a run that was moved is not begun again
