@@ -84,6 +84,22 @@ def test_no_verdict_is_what_missing_says_among_those_asked():
     assert counts["judge_unreadable"] == 2
 
 
+def test_a_judge_that_is_down_costs_its_own_part():
+    with judge_server(by_member) as (gone, _):
+        pass  # it was there when the run began
+    with judge_server(by_member) as (url, _):
+        tables = ", ".join(
+            f"{name}={{url='{at}', model='m', {ONE}, retries=0}}"
+            for name, at in (("good", url), ("lost", gone))
+        )
+        both = load_config(None, ["data.train=x.jsonl", "model.path=x", f"rewards={{{tables}}}"])
+        points, dropped, counts = judged(both, [[END] * 2])
+    np.testing.assert_array_equal(points["good"], [[0, 1]])
+    np.testing.assert_array_equal(points["lost"], [[np.nan] * 2])
+    assert (counts["judge_calls"], counts["judge_failures"]) == (4, 2)
+    assert not dropped.any()
+
+
 def test_only_right_answers_are_judged_where_that_is_asked_for():
     """FAPO: a flaw counts where the answer is right, and nobody is asked of wrong ones."""
     right = np.array([[1.0, 0.0, np.nan], [0.0, 1.0, 1.0]])

@@ -379,7 +379,8 @@ def test_a_judge_s_points_reach_the_reward(place, quick):
     with judge_server(answer) as (url, bodies):
         judge = f"{{function='judge', url='{url}', model='m', scale=[0, 10], weight=0.5}}"
         _, records, samples = quick(
-            f"rewards={{{reward(place, 'letters')}={{}}, good={judge}}}", "data.overlong=drop"
+            f"rewards={{{reward(place, 'letters')}={{}}, good={judge}}}",
+            *(f"data.eval={json.dumps(str(place / 'eval.jsonl'))}", "eval.problems=2"),
         )
     first, *asked = [body["messages"][-1]["content"] for body in bodies]
     assert first == "Answer with the word yes."  # before anything compiles
@@ -393,9 +394,21 @@ def test_a_judge_s_points_reach_the_reward(place, quick):
     for s in samples:
         (letters,) = (v for k, v in s["rewards"].items() if k.endswith(":letters"))
         assert s["reward"] == pytest.approx(letters + 0.5 * (s["rewards"]["good"] or 0))
-    assert sum(r["judge_calls"] for r in records) == len(asked)
+    assert sum(r["judge_calls"] for r in records) < len(asked)
+    evaluated = [s["rewards"]["good"] for s in samples if s.get("split") == "eval"]
+    assert any(evaluated)  # held-out completions are judged, too
     assert sum(r["judge_unreadable"] for r in records) > 0
     assert not any(r["judge_failures"] or r["judge_timeouts"] for r in records)
+
+
+def test_a_judge_that_does_not_answer_is_said_before_anything_else(quick, tmp_path):
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))  # nobody listens there
+        url = f"http://127.0.0.1:{each.getsockname()[1]}/v1"
+        judge = f"rewards={{good={{function='judge', url='{url}', model='m'}}}}"
+        with pytest.raises(UserError, match=r"rewards.good.url = '.*' does not answer \(.*refused"):
+            quick(judge)
+    assert not (tmp_path / "run").exists()
 
 
 @contextlib.contextmanager
