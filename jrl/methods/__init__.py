@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from jrl.errors import UserError, unknown_choice
 from jrl.methods.base import Method, Schedule
 from jrl.methods.curriculum import (
+    Between,
     Curriculum,
     Outcome,
     Query,
@@ -108,6 +109,7 @@ __all__ = [
     "AboveOne",
     "After",
     "AtLeastOne",
+    "Between",
     "Choice",
     "Count",
     "Curriculum",
