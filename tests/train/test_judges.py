@@ -85,9 +85,9 @@ def test_no_verdict_is_what_missing_says_among_those_asked():
 
 
 def test_a_judge_that_is_down_costs_its_own_part():
-    with judge_server(by_member) as (gone, _):
-        pass  # it was there when the run began
     with judge_server(by_member) as (url, _):
+        with judge_server(by_member) as (gone, _):
+            pass  # it was there when the run began
         tables = ", ".join(
             f"{name}={{url='{at}', model='m', {ONE}, retries=0}}"
             for name, at in (("good", url), ("lost", gone))
