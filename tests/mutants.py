@@ -163,8 +163,8 @@ MUTANTS = {
     "a constant sampling key for prompts in text": Mutant(
         6,
         "train/sources_text.py",
-        'compiled_stream(root_key(request), "sample", request.step)',
-        'compiled_stream(root_key(request), "sample", 0)',
+        "compiled_stream(root_key(request), request.stream, request.step)",
+        "compiled_stream(root_key(request), request.stream, 0)",
     ),
     "the same prompts at every step": Mutant(
         6,
@@ -228,7 +228,7 @@ MUTANTS = {
     ),
     "rewards of other prompts in text": Mutant(
         8,
-        "train/sources_text.py",
+        "train/judging.py",
         "prompt=self.prompts[i]",
         "prompt=self.prompts[j % len(self.prompts)]",
     ),

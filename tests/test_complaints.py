@@ -28,6 +28,7 @@ from jrl.methods import get_method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.rewards.pool import Scores
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.train.groups import to_batch
@@ -261,9 +262,11 @@ class OneWay:
 
 
 class Echo:
+    over_batch = False
+
     def scores(self, samples, *, group):
         self.samples = samples
-        return np.ones((len(samples), 1), np.float32), {}
+        return Scores(np.ones((len(samples), 1), np.float32), np.zeros(len(samples), bool), {})
 
 
 def test_what_is_trained_is_what_was_sampled_token_for_token():

@@ -26,7 +26,6 @@ REWARD = {
     "def f(): return [1.0]": "the function takes (); write reward(samples)",
     "def f(a, b): return [1.0]": "f.b is missing: f(a, b) needs it",
     "def f(samples, *, size): return [1.0]": "f.size is missing: f(samples, size) needs it",
-    "async def f(samples): return [1.0]": "the function is async; return a list of numbers",
     "def f(samples): yield 1.0": "the function yields; return a list of numbers",
     "def f(completions, colour, **more): return [1.0]": "takes colour, and the data has no such",
     "def f(samples): return None": "returned NoneType None; return a list with one number",
@@ -66,7 +65,7 @@ async def step(state, reply):
 
 """
 ENV = {
-    "def f(): pass": "what it returns is a NoneType; give a jrl.episodes.host.HostEnv",
+    "def f(): pass": "what it returns is a NoneType; give a jrl.episodes.HostEnv",
     "def f(): return HostEnv": "what it returns is a type; give",
     "def f(): return HostEnv(init)": "TypeError: HostEnv.__new__() missing 1 required",
     "def f(): return HostEnv(None, step)": "init = None; must be a function(prompt, seed)",

@@ -248,18 +248,12 @@ class GivenKind(TextKind):
 
 
 class RecordedKind(GivenKind):
-    """Sessions that a server recorded.
-
-    Attributes:
-      form: the feature of these data.
-    """
-
-    form = "recorded"
+    """Sessions that a server recorded."""
 
     @property
     def features(self) -> dict[str, str]:
-        """Given completions of this form."""
-        return super().features | {self.form: self.config.data.given or ""}
+        """Given completions in rows of several turns."""
+        return super().features | {"recorded": self.config.data.given or ""}
 
     def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
         """The groups of recorded rows, each with its prompt."""
@@ -271,7 +265,10 @@ class RecordedKind(GivenKind):
 class DialogueKind(RecordedKind):
     """Dialogues that nobody sampled."""
 
-    form = "dialogues"
+    @property
+    def features(self) -> dict[str, str]:
+        """Recorded completions without the log-probabilities of who sampled them."""
+        return super().features | {"dialogues": self.config.data.given or ""}
 
 
 class PairKind(GivenKind):

@@ -17,7 +17,7 @@ TEXT = "question,answer\n1+1?,2\n"
 
 
 def parquet(**columns):
-    arrow = pytest.importorskip("pyarrow")
+    import pyarrow as arrow
     from pyarrow import parquet as files
 
     sink = io.BytesIO()
@@ -150,7 +150,7 @@ def row(**fields):
 
 
 PAIRS = {
-    "scores of null": (row(scores=[None, 1]), "scores holds None; write finite numbers"),
+    "scores of null": (row(scores=[None, 1]), "scores holds None; write finite float32 numbers"),
     "scores of lists": (row(scores=[[1], 1]), "scores holds [1]"),
     "scores in texts": (row(scores=["1", "0"]), "scores holds '1'"),
     "one score": (row(scores=1), "scores = '1'; give a list"),

@@ -443,7 +443,7 @@ def grown(env, by="uct", estimate=None, slots=4):
     plan = plan_of(Search(by, 3, 4), G)
     score = episode_scorer(env.parts, WORTH, estimate)
     played = play(env, plan, slots, score=score)
-    return leaves_played(played, plan, G), played.trees
+    return leaves_played(played, plan), played.trees
 
 
 def paid_game(log, **more):

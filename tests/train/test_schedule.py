@@ -95,7 +95,9 @@ def test_a_copy_of_another_shape_is_named(bag, bag_params, make_bag, batch):
     common = {"network": bag, "objective": get_method("grpo").objective}
     common |= {"optimizer": optax.sgd(0.0), "schedule": Schedule(after=(copies("old", every(1)),))}
     state = init_state(KEY, bag_params, **common, frozen={"old": other.init(KEY)})
-    with pytest.raises(UserError, match=r"the frozen policy 'old' that is given .* frozen.old out"):
+    with pytest.raises(
+        UserError, match=r"the frozen policy 'old', and the given one has .* frozen.old out"
+    ):
         jax.eval_shape(make_step(**common), state, batch, SAMPLING)
 
 
