@@ -95,8 +95,8 @@ def run_of(folder, *, steps, before, after):
     return folder
 
 
+@pytest.mark.extra("plot")
 def test_curves_and_samples_are_those_of_the_run(gallery, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib", reason="needs the extra plot")
     monkeypatch.setattr(gallery, "ROOT", tmp_path)
     (tmp_path / "docs").mkdir()
     run = run_of(tmp_path / "run", steps=5, before=0.25, after=0.75)

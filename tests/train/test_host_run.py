@@ -982,7 +982,7 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
             ["data.turns=2", "method=sft", "objective={}"],
             "does not go with method = 'sft', which reads demonstrations",
         ),
-        ("talk", ["data.turns=2", "rewards={math={}}"], "rewards.math: the environment"),
+        ("talk", ["data.turns=2", "rewards={letters={}}"], "rewards.letters: the environment"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_run_begins(place, tmp_path, env, more, said):

@@ -344,7 +344,7 @@ def test_a_reward_model_that_cannot_serve_is_refused(place, dpo, rewarder, tmp_p
 
     path = json.dumps(rewarder[0].run.dir)
     assert "rewards.model.path is missing; it takes path" in say("{}")
-    assert "unknown keys paht" in say("{paht='a'}")
+    assert "rewards.model.paht = 'a': no such key" in say("{paht='a'}")
     assert "it holds no config.toml; train one" in say("{path='nowhere'}")
     assert "trained 'dpo', which has no values" in say(f"{{path={json.dumps(dpo[0].run.dir)}}}")
     other = f"model.path={json.dumps(str(place / 'other'))}"
