@@ -1,6 +1,7 @@
 """Programs that mean no good: none gets what it wants, ends late, or leaves anything behind."""
 
 import asyncio
+import fcntl
 import os
 import pathlib
 import re
@@ -91,13 +92,24 @@ def sandbox(request):
         return Sandbox(LIMITS)
 
 
+@pytest.fixture
+def alone(tmp_path_factory):
+    """One of these programs at a time, in all processes of the tests: each looks at the machine."""
+    root = tmp_path_factory.getbasetemp()
+    shared = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with (shared / "hostile.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def left_behind():
     """What there is on the machine, by name, that a program could leave."""
     found = {}
     for place in PLACES:
         if os.path.isdir(place):
             names = (name for name in os.listdir(place) if re.search("jrl|case|note", name))
-            found[place] = sorted(names)
+            # those of sandboxes of other tests come and go
+            found[place] = sorted(name for name in names if not name.startswith("jrl-sandbox-"))
     for path in QUEUES:
         if os.access(path, os.R_OK):
             text = pathlib.Path(path).read_text()
@@ -111,21 +123,40 @@ def left_behind():
     return found
 
 
+MARK = f"of-test-{os.getpid()}"
+
+
 def processes():
-    """Processes of sandboxes that run."""
+    """Processes that run with this process's mark in their environment."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             state = (path / "stat").read_text().rpartition(")")[2].split()[0]
-            if b"sandbox_child.py" in (path / "cmdline").read_bytes() and state not in "ZX":
+            if MARK.encode() in (path / "environ").read_bytes() and state not in "ZX":
                 found.append(path.name)
         except OSError:
             continue
     return found
 
 
+def test_a_mark_finds_its_processes():
+    marked = os.environ | {"JRL_CASE": MARK}
+    sleep = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=marked)
+    while str(sleep.pid) not in processes():
+        time.sleep(0.01)
+    sleep.kill()
+    sleep.wait()
+    assert not processes()
+
+
 @pytest.mark.parametrize("name", ENTRIES)
-def test_a_hostile_program_gets_nothing_and_leaves_nothing(name, sandbox, world):
+def test_a_hostile_program_gets_nothing_and_leaves_nothing(
+    name, sandbox, world, alone, monkeypatch
+):
+    made, make = [], tempfile.mkdtemp
+    marked = {**module._ENVIRONMENT, "JRL_CASE": MARK}
+    monkeypatch.setattr(module, "_ENVIRONMENT", marked)
+    monkeypatch.setattr(module.tempfile, "mkdtemp", lambda **k: made.append(make(**k)) or made[-1])
     code, status, _ = PROGRAMS[name]
     for word, value in world.items():
         code = re.sub(rf"\b{word}\b", value, code)
@@ -141,3 +172,4 @@ def test_a_hostile_program_gets_nothing_and_leaves_nothing(name, sandbox, world)
         time.sleep(0.05)
     assert not processes()
     assert left_behind() == before
+    assert not [directory for directory in made if os.path.exists(directory)]
