@@ -32,6 +32,7 @@ FLOORS = [
     {"sampling"},
     {"rewards", "data"},
     {"episodes"},
+    {"verifiers"},
     {"methods"},
     {"train"},
     {"evaluate"},

@@ -57,7 +57,11 @@ PUBLISHED = {
     "toolrl": f"{_ZOO}:toolrl",
 }
 """Reward functions of one paper each, by name."""
-FUNCTION_NAMES = (*REWARDS, *PUBLISHED)
+RUNNING = {
+    "code": "jrl.verifiers.code:code",
+}
+"""Reward functions that run something, by name; they stand above the sandbox of episodes."""
+FUNCTION_NAMES = (*REWARDS, *RUNNING, *PUBLISHED)
 """The names that ``[rewards]`` knows, functions of one's own aside."""
 
 
@@ -112,7 +116,7 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
         raise UserError(
             f"{unknown_choice('rewards', name, FUNCTION_NAMES)}, {FORMS}, a function {SIGNATURE}"
         )
-    key, name = key or f"rewards.{name}", PUBLISHED.get(name, name)
+    key, name = key or f"rewards.{name}", {**RUNNING, **PUBLISHED}.get(name, name)
     function = load(name, "rewards") if ":" in name else REWARDS[name]
     samples = form_of(function, key) == "samples"
     # in the other forms an argument may be a column, which the data has or not
@@ -128,6 +132,7 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
 __all__ = [
     "FUNCTION_NAMES",
     "REWARDS",
+    "RUNNING",
     "Columns",
     "RewardFn",
     "Sample",
