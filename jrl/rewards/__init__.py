@@ -13,6 +13,7 @@ from jrl.rewards.columns import SIGNATURE, adapted, form_of
 from jrl.rewards.combine import Columns
 from jrl.rewards.exact import exact_reward
 from jrl.rewards.format import confidence, format_reward
+from jrl.rewards.instructions import instructions
 from jrl.rewards.math import math_reward
 from jrl.user_code import FORMS, GIVEN, check_options, load
 
@@ -33,6 +34,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "tag_count": shaping.tag_count,
     "reasoning_steps": shaping.reasoning_steps,
     "reflection": shaping.reflection,
+    "instructions": instructions,
     "language": shaping.language,
     # of the length
     "soft_overlong": shaping.soft_overlong,
