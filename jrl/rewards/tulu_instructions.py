@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from jrl.rewards.language import language_of
+
 
 def _near(count: int, n: int, quantifier: str, around: int) -> bool:
     """TÜLU 3's three quantifiers; any other is not followed."""
@@ -67,8 +69,6 @@ def _two_responses(text: str) -> bool:
 
 
 def _language(text: str, language: str) -> bool:
-    from jrl.rewards.instructions import language_of
-
     return language_of(text) == language
 
 

@@ -5,7 +5,8 @@ import pathlib
 
 import pytest
 
-from jrl.rewards.instructions import follows, language_of
+from jrl.rewards.instructions import follows
+from jrl.rewards.language import language_of
 from jrl.rewards.tulu_instructions import FUNCTIONS
 
 pytestmark = pytest.mark.extra("ifeval")
