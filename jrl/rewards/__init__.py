@@ -61,6 +61,10 @@ PUBLISHED = {
 """Reward functions of one paper each, by name."""
 RUNNING = {
     "code": "jrl.verifiers.code:code",
+    "sql": "jrl.verifiers.sql:sql",
+    "sql_syntax": "jrl.verifiers.sql:sql_syntax",
+    "sql_schema": "jrl.verifiers.sql:sql_schema",
+    "sql_ngrams": "jrl.verifiers.sql:sql_ngrams",
 }
 """Reward functions that run something, by name; they stand above the sandbox of episodes."""
 FUNCTION_NAMES = (*REWARDS, *RUNNING, *PUBLISHED)
@@ -118,13 +122,15 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
         raise UserError(
             f"{unknown_choice('rewards', name, FUNCTION_NAMES)}, {FORMS}, a function {SIGNATURE}"
         )
-    key, name = key or f"rewards.{name}", {**RUNNING, **PUBLISHED}.get(name, name)
+    key, ours = key or f"rewards.{name}", name in FUNCTION_NAMES
+    name = {**RUNNING, **PUBLISHED}.get(name, name)
     function = load(name, "rewards") if ":" in name else REWARDS[name]
     samples = form_of(function, key) == "samples"
     # in the other forms an argument may be a column, which the data has or not
     check_options(function, options, key, first=int(samples), all_given=samples)
-    if ":" not in name:
+    if ours:
         function([], **options)  # says what is wrong with the options
+    if ":" not in name:
         return functools.partial(function, **options)
     if name.startswith(GIVEN):  # a worker process could not find it by this name
         return functools.partial(adapted(function), **options)

@@ -38,3 +38,16 @@ def test_code(tmp_path):
     texts = ["```python\nprint(2 * int(input()))\n```", "```python\nprint(6)\n```"]
     paid = points("code", rows, texts, tmp_path)
     assert paid["code"] == pytest.approx([1.0, 0.0])
+
+
+def test_sql(tmp_path):
+    row = {
+        "question": "How many?",
+        "schema": "CREATE TABLE t (a INTEGER); INSERT INTO t VALUES (1), (2);",
+        "query": "SELECT count(*) FROM t",
+    }
+    paid = points("sql", [row] * 2, ["```sql\nSELECT count(a) FROM t\n```", "SELECT 3"], tmp_path)
+    assert paid["sql"] == pytest.approx([1.0, 0.0])
+    assert paid["sql_syntax"] == pytest.approx([1.0, 1.0])
+    assert paid["sql_schema"] == pytest.approx([0.5, 0.0])
+    assert 0 < paid["sql_ngrams"][0] < 1
