@@ -65,6 +65,9 @@ RUNNING = {
     "sql_syntax": "jrl.verifiers.sql:sql_syntax",
     "sql_schema": "jrl.verifiers.sql:sql_schema",
     "sql_ngrams": "jrl.verifiers.sql:sql_ngrams",
+    "json_schema": "jrl.verifiers.json_schema:json_schema",
+    "lean": "jrl.verifiers.lean:lean",
+    "reasoning_gym": "jrl.verifiers.gym:reasoning_gym",
 }
 """Reward functions that run something, by name; they stand above the sandbox of episodes."""
 FUNCTION_NAMES = (*REWARDS, *RUNNING, *PUBLISHED)
