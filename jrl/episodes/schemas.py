@@ -38,8 +38,9 @@ def check_schema(schema: Mapping[str, Any], owner: str, *, of_object: bool = Tru
       of_object: whether it must be of an object, as arguments are.
 
     Raises:
-      UserError: the schema is invalid, is not of an object where it must be, has a ``$ref`` that leads nowhere or
-        out of the schema, a pattern that is no regular expression, or does not end.
+      UserError: the schema is invalid, is not of an object where it must be, has a ``$ref`` that
+        leads nowhere or out of the schema, a pattern that is no regular expression, or does not
+        end.
     """
     jsonschema = need("jsonschema", "tools", "a run with tools")
     if not isinstance(schema, Mapping):
