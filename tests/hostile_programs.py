@@ -601,7 +601,7 @@ try:
 except OSError:
     pass
 """,
-    "ok",
+    "ok timeout",
     fast=True,
 )
 _add(

@@ -386,7 +386,7 @@ def user_reward(place, name="fails", **options):
 
 
 def test_rewards_that_are_not_there(place):
-    refused(text(place, "rewards={maht={}}"), "'maht'; did you mean 'math'?", "FILE.py:function")
+    refused(text(place, "rewards={maht={}}"), "'maht'; did you mean 'math'", "FILE.py:function")
     refused(text(place, user_reward(place, "fail")), "has no function 'fail'; did you mean 'fails'")
     refused(text(place, user_reward(place / "x")), "there is no file ", "x/rewards.py")
     refused(

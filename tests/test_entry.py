@@ -99,7 +99,7 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
     assert refused.exit_code == 2
     assert "'python:digits' was passed to the run in Python and is not known here" in refused.stderr
     # Its rows are kept, so that what needs no reward works.
-    arguments = ["sample", str(result.dir), "--prompt", "1+1?", "--json"]
+    arguments = ["sample", str(result.dir), "--prompt", "1+1?", "-n", "2", "--json"]
     sampled = CliRunner().invoke(app, arguments)
     assert [s["completion"] for s in json.loads(sampled.stdout)] == [
         s["completion"] for s in result.sample("1+1?")
@@ -213,7 +213,7 @@ BAD = {
         {"reward": lambda completions, level: [0.0]},
         "takes level, and the data has no such column",
     ),
-    "its name": ({"reward": "maht"}, "did you mean 'math'?"),
+    "its name": ({"reward": "maht"}, "did you mean 'math'"),
     "a model": ({"model": 3}, "model = 3; give a directory"),
     "no model": ({"model": None}, "model.path is missing"),
     "an unknown model": ({"model": "org/none"}, "model.path = 'org/none': there is no such"),

@@ -185,7 +185,6 @@ def test_coordinators(given):
 REWARDS = {
     "import os; os._exit(0)": "calls os._exit(0), which would end the run; remove the call",
     "import sys; sys.exit()": "line 1: SystemExit",
-    "async def f(samples): return [1.0]": "the function is async; return a list of numbers",
     "def f(samples): yield 1.0": "the function yields; return a list of numbers",
     "class f: pass": "the function takes (); write",
     "def f(samples, *, a): return [a]": "a is missing",

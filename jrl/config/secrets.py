@@ -82,10 +82,12 @@ def hide(options: Mapping[str, Any]) -> dict[str, Any]:
     Text looks like one where a word of its name, or of a table or list that it stands in, is key,
     token, secret, password, auth or the like, or where it has the form of one, such as "Bearer
     ...", or holds such a name with its value, as queries of addresses and options of commands do.
-    What names an environment variable, as "env:JUDGE_KEY", is no secret.
+    What names an environment variable, as "env:JUDGE_KEY" or ``key_variable``, is no secret.
 
     >>> hide({"api_keys": ["sk-1"], "authToken": "env:TOKEN", "max_tokens": 5, "url": "a.b"})
     {'api_keys': ['(hidden)'], 'authToken': 'env:TOKEN', 'max_tokens': 5, 'url': 'a.b'}
+    >>> hide({"key_variable": "JUDGE_KEY"})
+    {'key_variable': 'JUDGE_KEY'}
     """
     return {name: _hidden(value, _names_one(name)) for name, value in options.items()}
 
@@ -145,6 +147,8 @@ def _value(key: str, value: str) -> str:
 
 def _names_one(name: object) -> bool:
     """Whether a name is that of a secret."""
+    if str(name).endswith("_variable"):  # it names a variable of the environment
+        return False
     together = {f"{before}key" for before in _KEYS}
     return any(w in _WORDS or w in together or w.endswith(_ENDINGS) for w in _words(name))
 

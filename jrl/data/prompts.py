@@ -143,7 +143,9 @@ def build_prompts(
                     solution = _solution(row, solution_key, where, tokenizer, template)
                 spoken = () if isinstance(question, str) else tuple(messages)
                 tokens = np.array(ids, np.int32)
-                prompts.append(Prompt(index, text, tokens, answer, meta, solution, spoken))
+                asked = question if isinstance(question, str) else ""
+                prompt = Prompt(index, text, tokens, answer, meta, solution, spoken, asked)
+                prompts.append(prompt)
     left_out = bad_rows.finish(len(source))
     if not prompts:
         raise _none_left(len(source), longest, max_prompt_tokens)

@@ -69,6 +69,7 @@ def endpoint(
     temperature: float = 1.0,
     fields: Mapping[str, Any] = NOTHING,
     timeout: float | None = None,
+    most_bytes: int | None = None,
 ) -> Speaker:
     """A model behind an OpenAI-compatible endpoint.
 
@@ -80,6 +81,7 @@ def endpoint(
       temperature: of sampling.
       fields: further ones of each request, such as "seed".
       timeout: seconds until the whole answer has arrived, or TimeoutError is raised; None waits.
+      most_bytes: of a response, or ValueError is raised; None takes any.
     """
     fixed = {"model": model, "max_tokens": max_tokens, "temperature": temperature, **fields}
     headers = {"Content-Type": "application/json"}
@@ -90,7 +92,7 @@ def endpoint(
         request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", body, headers)
         until = None if timeout is None else time.monotonic() + timeout
         with urllib.request.urlopen(request, timeout=timeout) as reply:
-            return json.loads(_body(reply, until))["choices"][0]["message"]["content"]
+            return json.loads(_body(reply, until, most_bytes))["choices"][0]["message"]["content"]
 
     return speak
 
@@ -142,10 +144,13 @@ def environment_variable(name: str, key: str) -> str:
     return os.environ[name]
 
 
-def _body(reply: Any, until: float | None) -> bytes:
+def _body(reply: Any, until: float | None, most: int | None) -> bytes:
     """The body of a response. A socket's own timeout is for each piece, however many arrive."""
-    pieces = []
+    pieces, size = [], 0
     while piece := reply.read1(1 << 16):
+        size += len(piece)
+        if most is not None and size > most:
+            raise ValueError(f"a response of more than {most} bytes")
         if until is not None and time.monotonic() > until:
             raise TimeoutError("timed out")
         pieces.append(piece)

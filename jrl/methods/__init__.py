@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any
 from jrl.errors import UserError, unknown_choice
 from jrl.methods.base import Method, Schedule
 from jrl.methods.curriculum import (
+    Between,
     Curriculum,
     Outcome,
     Query,
+    RoundTools,
     Selection,
     Table,
     add_rows,
@@ -47,7 +49,7 @@ from jrl.methods.domains import (
     Tokens,
     Whole,
 )
-from jrl.methods.edit import Edit, EditView, edit_of, fill, fill_groups, only, refill
+from jrl.methods.edit import Edit, EditView, edit_of, fill, fill_groups, of_parts, only, refill
 from jrl.methods.plan import Plan, StepView, also, more, new
 from jrl.methods.schedule import After, average, copies, every, restart
 from jrl.methods.stores import (
@@ -107,6 +109,7 @@ __all__ = [
     "AboveOne",
     "After",
     "AtLeastOne",
+    "Between",
     "Choice",
     "Count",
     "Curriculum",
@@ -123,6 +126,7 @@ __all__ = [
     "Published",
     "Query",
     "Range",
+    "RoundTools",
     "Schedule",
     "Selection",
     "StepView",
@@ -145,6 +149,7 @@ __all__ = [
     "member_store",
     "more",
     "new",
+    "of_parts",
     "only",
     "published",
     "put_rows",

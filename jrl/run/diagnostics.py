@@ -19,6 +19,7 @@ from jrl.system.devices import find_devices
 from jrl.system.extras import install_line, missing
 from jrl.train import build
 from jrl.train.frozen import run_shape
+from jrl.train.judges import check_judges
 from jrl.train.kinds import TextKind, kind_of
 from jrl.train.objective import method_of
 from jrl.train.optimizer import make_optimizer
@@ -59,6 +60,7 @@ def lacks(config: Config) -> list[str]:
         read = look(lambda: kind.read(tokenizer, method, _head))
         if read is not None:
             look(lambda: check_reward_columns(config, read.prompts["train"]))
+            look(lambda: check_judges(config, read.prompts["train"]))
     if note := missing_math(config):
         mistakes.lines.append(note)
     return mistakes.lines + list(_missing_sinks(config))

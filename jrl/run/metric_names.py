@@ -14,6 +14,8 @@ from jrl.train.shapes import abstract_batch
 RECORDED = CLOCKS | {
     *("prompts", "kl", "slot_use", "skipped_steps", "rollbacks", "staleness", "staleness_max"),
     *("reward_failures", "reward_timeouts", "reward_errors", "env_failures"),
+    *("judge_calls", "judge_cached", "judge_retries"),
+    *("judge_unreadable", "judge_timeouts", "judge_failures"),
     *("tree_shared_tokens", "rounds", "groups_kept", "groups_missing", "groups_redrawn"),
     *("search_nodes", "search_leaves", "read_tokens", "reread_tokens", "replayed"),
 }

@@ -50,7 +50,7 @@ def model_card(config: Config, *, step: int, name: str, adapters: bool = False) 
     if (license_name := base_license(config)) is not None:
         front["license"] = license_name
     front |= {"tags": ["jrl", "reinforcement-learning", method["name"]]}
-    if hub_sets := [found.repo for each in sets if (found := hub_name(each)) is not None]:
+    if hub_sets := [hub.repo for each in sets if (hub := hub_name(each)) is not None]:
         front["datasets"] = list(dict.fromkeys(hub_sets))
     paper = f" ({method['paper']})" if method["paper"] else ""
     rows = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
 
@@ -27,6 +28,7 @@ _MEANS = {
     "exact": "1 when the final answer equals the reference, as text",
     "format": "1 for an answer in the form that is asked for",
     "model": "a trained reward model",
+    "judge": "the verdict of a model behind an endpoint",
 }
 
 
@@ -78,6 +80,9 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
     text = str(prompt.answer)
     tokens = np.array(run.tokenizer.encode(text), np.int32)
     sample = Sample(prompt=prompt, completion=text, tokens=tokens, stop="stop_token")
+    if run.config.data.plays:  # as an episode of one turn
+        said = ({"role": "assistant", "content": text},)
+        sample = dataclasses.replace(sample, messages=said, stop="done")
     pool.probe(names, sample, run.config.sampling.group)
 
 

@@ -37,6 +37,7 @@ from jrl.train.adapters import has_base, with_kept_base
 from jrl.train.batches import check_sources
 from jrl.train.build import Run
 from jrl.train.compiled import warm_start, with_policy
+from jrl.train.judges import check_judges, probe_judges
 from jrl.train.kinds import EpisodeKind
 from jrl.train.objective import sampler_differs
 from jrl.train.reward_parts import reward_pool
@@ -164,6 +165,7 @@ def _set_up(
     programs.check_trainable(run)
     check_sources(run)
     check_reward_columns(run.config, run.data.prompts.get("train") or ())
+    check_judges(run.config, [p for listed in run.data.prompts.values() for p in listed])
     check_metric_names(run)
     if run.method.lacks:
         echo(f"{config.method}: the objective alone is trained; {run.method.lacks}")
@@ -180,6 +182,7 @@ def _set_up(
     pool = None if config.data.scored else stack.enter_context(reward_pool(config))
     if pool is not None:
         probe_rewards(run, pool)
+    probe_judges(run.config)
     stack.enter_context(jax.set_mesh(run.mesh))
     return run, pool
 

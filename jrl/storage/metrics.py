@@ -51,6 +51,7 @@ LOG_SECONDS = 20.0
 CLOCKS = frozenset(
     {
         *("seconds", "tokens_per_second", "rollout_seconds", "reward_seconds", "waited_seconds"),
+        "judge_seconds",
         *("mfu", "compiles", "new_compiles", "host_memory_bytes"),
     }
 )

@@ -59,6 +59,7 @@ TABLE: tuple[Feature, ...] = (
     _forbids("compiled", "rounds", "what it does between rounds takes a host"),
     _forbids("compiled", "own reward", "it judges on the host, between the two programs"),
     _forbids("compiled", "reward model", "it scores between the two programs"),
+    _forbids("compiled", "judge", "it is asked on the host, between the two programs"),
     _forbids("compiled", "row rewards", "it reads a column of the data, and a task has none"),
     # -- the network that a method trains
     _forbids("own layout", "lora", "all weights are trained"),
@@ -87,6 +88,7 @@ TABLE: tuple[Feature, ...] = (
     _forbids("search", "placement", "a search draws on the mesh of training"),
     _forbids("guided search", "sampling mesh", "its value network is on the mesh of training"),
     _forbids("search", "reward model", "a search goes by rewards of functions"),
+    _forbids("search", "judge", "a search goes by rewards of functions"),
     _forbids("search", "own reward of a task", "a search on a task goes by verify and partial"),
     # -- rounds, replay, problems that are chosen or written
     _forbids(
@@ -157,6 +159,7 @@ WITHOUT: Mapping[str, str] = {
     "held copies": "choose a method that copies no policy",
     "in flight": "set train.mode to 'host'",
     "int8": "set sampling.int8 to []",
+    "judge": "remove the judge",
     "lora": "remove [lora]",
     "nothing drawn": "choose a method that draws its own completions",
     "on-policy loss": "choose a method that learns from any data, such as sft, filtered_bc, ilql"
@@ -287,6 +290,7 @@ def _config_features(config: Config) -> Features:
     rewards = parts_of(config)
     models, by_row = rewards.given_by("model"), [p.name for p in rewards.combined if p.column]
     own = rewards.given_by("function") if config.rewards else ()
+    judges = rewards.given_by("judge")
     items = {
         "lora": (config.lora, "[lora]"),
         "placement": (config.placement, "[placement]"),
@@ -300,6 +304,7 @@ def _config_features(config: Config) -> Features:
         ),
         "value network kind": (config.value.kind != "head", f"value.kind = {config.value.kind!r}"),
         "reward model": (models, f"[rewards.{models[0]}]" if models else ""),
+        "judge": (judges, f"[rewards.{judges[0]}]" if judges else ""),
         "row rewards": (by_row, f"rewards.{by_row[0]}" if by_row else ""),
         "own reward": (own, f"rewards.{own[0]}" if own else ""),
         "several processes": (jax.process_count() > 1, f"{jax.process_count()} processes"),

@@ -40,7 +40,7 @@ from jrl.sampling.slots import Measure
 from jrl.train.build import Run, run_features
 from jrl.train.features import check_features, host_features
 from jrl.train.judging import answer_number
-from jrl.train.reward_parts import SUCCESS, reward_tables
+from jrl.train.reward_parts import SUCCESS, RunRewards, reward_tables
 from jrl.train.run_rows import RunRows, prompt_seeds, run_rows
 from jrl.train.sources import Groups, all_entries, drawing, epoch_order
 from jrl.train.sources_text import root_key
@@ -521,12 +521,17 @@ def host_source(
         seed=None if evaluates else run.config.data.order_seed(run.config.seed),
         tokenizer=run.tokenizer,
         weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else paid,
-        speaks=bool(run.rewards.given_by("function")) and not evaluates,
+        speaks=_reads_messages(run.rewards) and not evaluates,
         split=split,
         branches=branches,
         search=search,
         estimate=None if search is None else run_estimate(run),
     )
+
+
+def _reads_messages(rewards: RunRewards) -> bool:
+    """Whether anything on the host judges what was said."""
+    return bool(rewards.given_by("function") or rewards.given_by("judge"))
 
 
 def episode_scorer(

@@ -110,7 +110,28 @@ class _Share(NamedTuple):
         return (points, dropped, answers), scores.counts
 
     def _sample(self, i: int, j: int) -> Sample:
-        rollout, decode = self.rollout, self.judge.tokenizer.decode
+        texts = Texts(self.prompts, self.rollout, self.judge.tokenizer, self.spoken)
+        return texts.sample(i, j, self.step, self.judge.steps)
+
+
+class Texts(NamedTuple):
+    """What the members of N groups said, for whatever judges text.
+
+    Attributes:
+      prompts: N of them.
+      rollout: on the host.
+      tokenizer: turns completions into text.
+      spoken: of episodes, what was said behind their openings; () for completions.
+    """
+
+    prompts: Sequence[Prompt]
+    rollout: Rollout
+    tokenizer: Tokenizer
+    spoken: Spoken = ()
+
+    def sample(self, i: int, j: int, step: int, steps: int) -> Sample:
+        """Member j of group i, after some of the training steps."""
+        rollout, decode = self.rollout, self.tokenizer.decode
         tokens = np.asarray(rollout.tokens[i, j, : rollout.lengths[i, j]])
         spoken = self.spoken[i][j] if self.spoken else ()
         if spoken:
@@ -122,8 +143,8 @@ class _Share(NamedTuple):
             tokens=tokens,
             stop=StopReason(int(rollout.stop[i, j])).name.lower(),
             messages=tuple(spoken),
-            step=self.step,
-            steps=self.judge.steps,
+            step=step,
+            steps=steps,
         )
 
 

@@ -5,7 +5,7 @@
     source = JudgedParts(source, ...)     # a source whose groups have the points of all parts
 
 A part is given by the data (a task, an environment, records), by a function on the host, by a
-reward model, or is made of others (``rewards.combine``).
+reward model, by a judge, or is made of others (``rewards.combine``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from jrl.config import Config
+from jrl.config.judge import JudgeTable, judge_table
 from jrl.config.secrets import reveal
 from jrl.config.tables import RewardTable
 from jrl.errors import Mistakes, UserError, nearest, unknown_choice
@@ -36,7 +37,10 @@ it names."""
 MOST_PARTS = 31
 """Reward parts of a run: those without an opinion are bits of a label."""
 
-Giver = Literal["data", "function", "model", "combined"]
+JUDGE = "judge"
+"""The function of a part that a judge gives, a model behind an endpoint (``config.judge``)."""
+
+Giver = Literal["data", "function", "model", "judge", "combined"]
 
 
 class RunRewards(NamedTuple):
@@ -111,6 +115,9 @@ def _giver(config: Config, name: str) -> Giver:
         return "combined"
     if function == MODEL:
         return "model"
+    if function == JUDGE and JUDGE not in data.reward_names:
+        _check_judge(name, config)
+        return "judge"
     has_function = data.own_rewards and (":" in function or function in FUNCTION_NAMES)
     if data.scored:
         return "data"
@@ -143,6 +150,29 @@ def _check_keys(name: str, table: RewardTable) -> None:
                 )
     if table.range is not None and not table.range[0] < table.range[1]:
         raise UserError(f"{key}.range = {table.range}; give the least number, then the greatest")
+
+
+def judge_of(config: Config, name: str) -> JudgeTable:
+    """The keys of a part that a judge gives.
+
+    Raises:
+      UserError: a line for each mistake, which names the key.
+    """
+    key = f"rewards.{name}"
+    return judge_table(key, reveal(reward_tables(config)[name].options, key))
+
+
+def _check_judge(name: str, config: Config) -> None:
+    """Raises UserError for keys of a judge, or for a part that is judged first and is none."""
+    tables = reward_tables(config)
+    judge, key = judge_of(config, name), f"rewards.{name}"
+    if (limits := tables[name].range) is not None:
+        raise UserError(f"{key}.range = {limits}: a judge's points are within [0, 1]; remove it")
+    if config.data.scored:
+        raise UserError(f"{key}: the data hold the scores of their completions; remove it")
+    earlier = [n for n, t in tables.items() if function_of(n, t) != JUDGE and t.combine is None]
+    if judge.only and judge.only not in earlier:
+        raise unknown_choice(f"{key}.only", judge.only, earlier)
 
 
 def _combined(name: str, table: RewardTable, tables: Mapping[str, RewardTable]) -> Combined:

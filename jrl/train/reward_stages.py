@@ -13,7 +13,8 @@ from jrl.rewards.combine import Combined, combined
 from jrl.rewards.pool import RewardPool
 from jrl.train.build import Run
 from jrl.train.groups import counted
-from jrl.train.judging import HostJudge, without_silent
+from jrl.train.judges import Judges
+from jrl.train.judging import HostJudge, Texts, without_dropped, without_silent
 from jrl.train.kinds import TextKind
 from jrl.train.reward_parts import RunRewards
 from jrl.train.sources import Around, Groups, Source
@@ -118,6 +119,23 @@ def model_stage(rewards: RunRewards) -> Stage:
     return stage
 
 
+def judge_stage(judges: Judges, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
+    """The judges of a run, which may read the points so far."""
+
+    def stage(groups: Groups, points: Points, step: int) -> tuple[Groups, Points]:
+        rollout = jax.device_get(groups.rollout)
+        texts = Texts(prompts_of(groups), rollout, judges.tokenizer, groups.spoken or ())
+        more, dropped, counts = judges(texts, points, step)
+        if dropped.any():
+            rollout, left_out = without_dropped(rollout, dropped)
+            groups = groups._replace(rollout=rollout)
+            before = groups.counts.get("reward_dropped", 0.0)
+            counts["reward_dropped"] = before + left_out
+        return groups._replace(counts={**groups.counts, **counts}), more
+
+    return stage
+
+
 def judged_parts(run: Run, source: Source, pool: RewardPool | None, split: str = "train") -> Source:
     """The source with all reward parts of the run: functions, reward models, and what is combined.
 
@@ -137,6 +155,8 @@ def judged_parts(run: Run, source: Source, pool: RewardPool | None, split: str =
         stages.append(function_stage(judge, prompts_seen(run)))
     if rewards.models:
         stages.append(model_stage(rewards))
+    if rewards.given_by("judge"):
+        stages.append(judge_stage(Judges.of(run, split), prompts_seen(run)))
     if not stages and not rewards.combined:
         return source
     return JudgedParts(source, gives, stages, tuple(rewards.weights), rewards.combined)

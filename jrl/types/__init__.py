@@ -106,6 +106,7 @@ class Prompt:
       solution: [s] int32, the token ids of a completion that the data gives, its end-of-text token
         included; None where none was asked for.
       messages: the prompt as chat messages, where the data gives it so; else ().
+      question: the row's question, where that is a text; else "".
     """
 
     id: int
@@ -115,6 +116,7 @@ class Prompt:
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     solution: np.ndarray | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
+    question: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prompt:
         """Itself: it never changes, and its ``meta`` may be of a kind that cannot be copied."""

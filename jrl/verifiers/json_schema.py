@@ -93,9 +93,9 @@ def impossible(schema: Any, where: str = "the schema") -> str:
     if schema.get("not") in ({}, True) or schema.get("enum") == []:
         return f"{where} allows no value"
     for low, high in _BOUNDS:
-        bounds = schema.get(low), schema.get(high)
-        if all(isinstance(x, int | float) for x in bounds) and bounds[0] > bounds[1]:
-            return f"{where} has {low} = {bounds[0]} above {high} = {bounds[1]}"
+        least, most = schema.get(low), schema.get(high)
+        if isinstance(least, int | float) and isinstance(most, int | float) and least > most:
+            return f"{where} has {low} = {least} above {high} = {most}"
     properties = schema.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
     required = schema.get("required")

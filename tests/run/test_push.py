@@ -48,7 +48,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.answer({"url": url, "name": "me/sorter"})
         elif self.path.endswith("/preupload/main"):
             files = json.loads(data)["files"]
-            modes = [{"path": f["path"], "uploadMode": "regular"} for f in files]
+            modes = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files
+            ]
             self.answer({"files": modes})
         elif "/commit/main" in self.path:
             for line in data.splitlines():
@@ -84,7 +86,7 @@ def hub(monkeypatch):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A checkpoint with a license in its card."""
-    directory = hub_mirror.checkpoint(tmp_path_factory.mktemp("models") / "base")
+    directory = hub_mirror.checkpoint(tmp_path_factory.mktemp("models") / "base", chat=True)
     (directory / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
     return directory
 

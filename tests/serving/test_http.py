@@ -448,7 +448,8 @@ with t.serving() as (running, _):
 
 def test_more_silent_connections_than_files_cut_no_good_client():
     """The oldest silent one is closed for a new one, also under a limit of few files."""
-    command = [sys.executable, "-c", SILENT, os.path.dirname(__file__)]
+    here = os.path.dirname(os.path.abspath(__file__))
+    command = [sys.executable, "-c", SILENT, here, os.path.dirname(here)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -1,6 +1,7 @@
 """Trackers: what reaches them, and what is said when they are absent."""
 
 import sys
+import time
 import types
 
 import pytest
@@ -76,17 +77,6 @@ def test_wandb_gets_the_numbers_and_a_resumed_run_stays_one_run(tmp_path, monkey
     assert calls[0]["id"] == calls[1]["id"]
 
 
-@pytest.mark.extra("wandb")
-def test_wandb_itself_keeps_the_numbers_of_a_run_without_a_network(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    writer = RunWriter(config_in(tmp_path, "log.to=wandb:demo"))
-    for step in (1, 2):
-        writer.write(step, {"loss_of_this_test": 0.5 * step, "note": "text"})
-    writer.close()
-    (kept,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    assert b"loss_of_this_test" in kept.read_bytes()
-
-
 def test_wandb_that_cannot_start_is_an_error_and_one_that_fails_later_is_not(
     tmp_path, monkeypatch, capsys
 ):
@@ -135,7 +125,11 @@ def test_wandb_offline(tmp_path, monkeypatch):
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2
     assert len({path.stem for path in files}) == 1  # the id of one run
-    assert all(b"reward/a.py:right" in path.read_bytes() for path in files)
+    # Its service, a process, may write for a moment after the run has finished.
+    ends = time.monotonic() + 20
+    while not all(b"reward/a.py:right" in path.read_bytes() for path in files):
+        assert time.monotonic() < ends, [path.read_bytes() for path in files]
+        time.sleep(0.1)
 
 
 @pytest.mark.extra("trackio")
@@ -152,6 +146,7 @@ def test_trackio_on_this_machine(tmp_path, monkeypatch):
 
 
 @pytest.mark.extra("mlflow")
+@pytest.mark.filterwarnings("ignore")  # of its database library, about itself
 def test_mlflow_in_the_run_directory(tmp_path, monkeypatch):
     import mlflow
 
@@ -173,6 +168,7 @@ def test_mlflow_in_the_run_directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.extra("mlflow")
+@pytest.mark.filterwarnings("ignore")  # of its database library, about itself
 def test_mlflow_that_does_not_answer_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nothing://x")
     with pytest.raises(UserError, match="MLflow cannot be started.*MLFLOW_TRACKING_URI"):

@@ -9,6 +9,7 @@ from jrl.methods import get_method, refill
 from jrl.methods.curriculum import Curriculum, Selection, Table
 from jrl.methods.edit import edit_of
 from jrl.objectives.advantages import mean_centred
+from jrl.rewards.pool import Scores
 from jrl.train.collect import Collector
 from jrl.train.groups import to_batch
 from jrl.train.judging import answer_number
@@ -255,8 +256,11 @@ class Pool:
     def __init__(self, points):
         self.points = np.array(points, np.float32).reshape(-1, 1)
 
+    over_batch = False
+
     def scores(self, samples, *, group):
-        return self.points, {"reward_errors": float(np.isnan(self.points).sum())}
+        out = np.isnan(self.points[:, 0])
+        return Scores(self.points, out, {"reward_errors": float(out.sum())})
 
 
 class Letters:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from judge_server import judge_server
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jrl.config import load_config
@@ -262,7 +263,7 @@ def last_turn(samples):
 
 
 def as_in_trl(prompts, completions, trainer_state, **columns):
-    assert prompts[0][-1]["role"] == "user" and trainer_state.max_steps == 1
+    assert prompts[0][-1]["role"] == "user" and trainer_state.max_steps in (0, 1)
     return [float(len(c)) for c in completions]
 """
 
@@ -277,16 +278,26 @@ def test_reward_functions_stand_beside_an_environment(place, tmp_path, monkeypat
     rewards = (
         "rewards={reward={}, last={function=" + json.dumps(last) + "}, "
         "messages={function=" + json.dumps(trl) + "}, format={pattern='a', weight=0}, "
-        "both={combine='gate', of=['messages', 'reward'], least=3}}"
+        "both={combine='gate', of=['messages', 'reward'], least=3}, "
+        "judged={function='judge', url='URL', model='m', template='{conversation}', weight=0}}"
     )
     more = ("data.turns=2", "data.eval=", "train.steps=1", "reward_pool.workers=0")
-    train(settings(place, run, "talk", *more, rewards, "log.samples_every=1"), echo=print)
+
+    def by_turns(body, number):
+        text = body["messages"][-1]["content"]
+        return f"Score: {10 if 'Go on.' in text else 1}"
+
+    with judge_server(by_turns) as (url, bodies):
+        rewards = rewards.replace("URL", url)
+        train(settings(place, run, "talk", *more, rewards, "log.samples_every=1"), echo=print)
+    assert all("user: What is" in body["messages"][-1]["content"] for body in bodies[1:])
     (record,) = records_of(run)
     samples = read_jsonl(run / "samples.jsonl")
     for sample in samples:
         parts, turns = sample["rewards"], len(sample["turns"])
         assert parts["messages"] == turns
         assert (parts["last"] is None) == (turns == 1)
+        assert parts["judged"] == float(turns > 1)
         assert parts["both"] == (parts["reward"] if turns >= 3 else 0)
         assert sample["reward"] == pytest.approx((parts["last"] or 0) + parts["both"])
     known = [s["rewards"]["last"] for s in samples if s["rewards"]["last"] is not None]
@@ -527,7 +538,8 @@ def test_what_an_environment_labels_is_trained_on(place, tmp_path, method):
     said = []
     config = settings(place, tmp_path, "talk", named, *limits, "objective={}", *more)
     train(config, echo=said.append)
-    assert not [line for line in said if "the objective alone" in line]
+    lacking = [line for line in said if "the objective alone" in line]
+    assert all("a judge of the notions" in line for line in lacking)  # of masa
     records = records_of(tmp_path)
     assert all(r["logprob_diff"] < 1e-4 for r in records)
     # Both groups of a problem, or one.

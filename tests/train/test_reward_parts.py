@@ -1,6 +1,7 @@
 """Reward functions of one's own on procedural tasks: beside the task's parts, and alone."""
 
 import pytest
+from judge_server import judge_server
 
 from jrl.config import load_config
 from jrl.errors import UserError
@@ -57,13 +58,23 @@ def test_who_gives_a_part(place):
 def test_own_points_stand_beside_the_task_s(place):
     """The function that compares texts gives the points of the checker on the device."""
     said = []
-    parts = {"partial": "{weight=2.0}", "verify": "{}"}
-    config = load_config(None, [*RUN, rewards(place, "right", "length", **parts), run(place)])
-    train(config, echo=said.append)
+
+    def compares(body, number):
+        completion, _, answer = body["messages"][-1]["content"].partition("|")
+        return f"Verdict: {'yes' if completion == answer else 'no'}"
+
+    with judge_server(compares) as (url, _):
+        judge = "function='judge', model='m', form='yes_no', template='{completion}|{reference}'"
+        parts = {
+            **{"partial": "{weight=2.0}", "verify": "{}"},
+            "judged": f"{{{judge}, url='{url}', weight=0}}",
+        }
+        config = load_config(None, [*RUN, rewards(place, "right", "length", **parts), run(place)])
+        train(config, echo=said.append)
     records = read_jsonl(place / "run" / "metrics.jsonl")[1:]
     right, length = (f"reward/{place / 'mine.py'}:{name}" for name in ("right", "length"))
     for record in records:
-        assert record[right] == record["reward/verify"]
+        assert record[right] == record["reward/verify"] == record["reward/judged"]
         assert 0 < record[length] <= 4
         total = 0.5 * record[right] + 0.5 * record[length] + record["reward/verify"]
         assert record["reward"] == pytest.approx(total + 2 * record["reward/partial"])
@@ -112,6 +123,10 @@ def test_what_cannot_be_is_said(place):
         UserError,
         match=r"go with rewards.*mine.py:right: it judges on the host.*set train.mode to 'host'",
     ):
+        programs.check_trainable(build.setup(compiled))
+    judge = "rewards={verify={}, good={function='judge', url='http://127.0.0.1:1', model='m'}}"
+    compiled = load_config(None, [*RUN, judge, "train.mode=compiled"])
+    with pytest.raises(UserError, match=r"\[rewards.good\]: it is asked on the host"):
         programs.check_trainable(build.setup(compiled))
     with pytest.raises(UserError, match=r"rewards = 'verfy'; did you mean 'verify'.*FILE.py"):
         build.setup(load_config(None, [*RUN, "rewards={verfy={}}"]))

@@ -14,6 +14,7 @@ from jrl.mesh import make_mesh
 from jrl.methods import all_methods, get_method
 from jrl.methods.curriculum import Outcome, Query, Table
 from jrl.methods.edit import EditView
+from jrl.rewards.pool import Scores
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.train import plan_tools
@@ -389,9 +390,11 @@ def acts(name, batches):
 class Digits:
     """A reward of 1 for completions whose first token is the prompt's, and letters for text."""
 
+    over_batch = False
+
     def scores(self, samples, *, group):
         right = [float(len(s.tokens) and s.tokens[0] == s.prompt.tokens[0]) for s in samples]
-        return np.array(right, np.float32)[:, None], {}
+        return Scores(np.array(right, np.float32)[:, None], np.zeros(len(right), bool), {})
 
     def decode(self, ids):
         return "".join(chr(97 + i) for i in ids)

@@ -1,9 +1,11 @@
 """The main job end to end: a checkpoint that transformers wrote, questions in JSONL, and back."""
 
+import contextlib
 import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from judge_server import judge_server
 from needs_extra import require
 
 from jrl.config import load_config
@@ -364,6 +367,104 @@ def test_dapo_draws_prompts_until_the_batch_is_full(place, quick):
     for first, last in zip(samples[::2], samples[1::2], strict=True):  # two kept of each group
         assert first["prompt"] == last["prompt"]
         assert first["member"] < last["member"]
+
+
+def test_a_judge_s_points_reach_the_reward(place, quick):
+    """Half of the verdicts cannot be read: those are counted, and the part is left out there."""
+
+    def answer(body, number):
+        text = body["messages"][-1]["content"]
+        return f"Score: {len(text) % 10}" if len(text) % 2 else "Well written!"
+
+    with judge_server(answer) as (url, bodies):
+        judge = f"{{function='judge', url='{url}', model='m', scale=[0, 10], weight=0.5}}"
+        _, records, samples = quick(
+            f"rewards={{{reward(place, 'letters')}={{}}, good={judge}}}",
+            *(f"data.eval={json.dumps(str(place / 'eval.jsonl'))}", "eval.problems=2"),
+        )
+    first, *asked = [body["messages"][-1]["content"] for body in bodies]
+    assert first == "Answer with the word yes."  # before anything compiles
+    for text in asked:
+        assert "Ada has" in text
+        assert "<|turn|>" not in text.partition("Answer:")[0]  # the question as its row has it
+    assert finite(records, "reward/good", "judge_seconds", "judge_cached")
+    seen = {s["rewards"]["good"] for s in samples}
+    assert None in seen
+    assert len(seen) > 2
+    for s in samples:
+        (letters,) = (v for k, v in s["rewards"].items() if k.endswith(":letters"))
+        assert s["reward"] == pytest.approx(letters + 0.5 * (s["rewards"]["good"] or 0))
+    assert sum(r["judge_calls"] for r in records) < len(asked)
+    evaluated = [s["rewards"]["good"] for s in samples if s.get("split") == "eval"]
+    assert any(evaluated)  # held-out completions are judged, too
+    assert sum(r["judge_unreadable"] for r in records) > 0
+    assert not any(r["judge_failures"] or r["judge_timeouts"] for r in records)
+
+
+def test_a_judge_that_does_not_answer_is_said_before_anything_else(quick, tmp_path):
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))  # nobody listens there
+        url = f"http://127.0.0.1:{each.getsockname()[1]}/v1"
+        judge = f"rewards={{good={{function='judge', url='{url}', model='m'}}}}"
+        with pytest.raises(UserError, match=r"rewards.good.url = '.*' does not answer \(.*refused"):
+            quick(judge)
+    assert not (tmp_path / "run").exists()
+
+
+@contextlib.contextmanager
+def served(model, *more):
+    """``jrl serve`` of a checkpoint on loopback; yields its address."""
+    command = [sys.executable, "-m", "jrl", "serve", str(model), "--port", "0", *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            lines = iter(process.stdout.readline, "")
+            yield next(m[1] for x in lines if (m := re.match(r"serving \S+ at (http\S+)", x)))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+MET = "{enum=[true, false]}"
+CRITERIA = (
+    "{type='json_schema', json_schema={name='verdict', strict=true, schema={type='object', "
+    f"properties={{1={MET}, 2={MET}, 3={MET}}}, required=['1', '2', '3'], "
+    "additionalProperties=false}}}"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.extra("serve")
+def test_a_served_model_judges(place, tmp_path, monkeypatch):
+    """configs/judge.toml with a second model of this framework, whose server enforces the form."""
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
+    sizes = ("--slots", "4", "data.max_prompt_tokens=200", "sampling.max_new_tokens=50")
+    with served(place / "whole", "--name", "judge", *sizes) as url:
+        config = load_config(
+            GSM8K.with_name("judge.toml"),
+            [
+                f"run.dir={json.dumps(str(tmp_path / 'run'))}",
+                f"model.path={json.dumps(str(place / 'whole'))}",
+                f"data.train={json.dumps(str(place / 'train.jsonl'))}",
+                *("data.max_prompt_tokens=170", "model.dtype=float32", "mesh.fsdp=1"),
+                *("sampling.group=4", "sampling.max_new_tokens=6", "train.prompts=4"),
+                *("train.microbatches=1", "train.steps=1", "eval.every=0", "checkpoint.every=0"),
+                *("log.samples_every=1", "reward_pool.workers=0", f"rewards.clear.url={url}"),
+                # the policy is never right, and neither of the two can read a long question
+                *("rewards.clear.only=", "rewards.clear.template={completion}"),
+                *("rewards.clear.max_tokens=50", "rewards.clear.temperature=1.0"),
+                f"rewards.clear.fields={{response_format={CRITERIA}}}",
+            ],
+        )
+        train(config, echo=lambda line: None)
+    (record,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert record["judge_calls"] > 0
+    assert record["judge_failures"] == record["judge_timeouts"] == record["judge_unreadable"] == 0
+    points = {round(s["rewards"]["clear"], 4) for s in samples}
+    assert points <= {0.0, 0.3333, 0.6667, 1.0}
+    assert len(points) > 1
+    assert len(list((tmp_path / "run" / "judge").rglob("*.json"))) > 1
 
 
 @pytest.mark.slow

@@ -558,7 +558,7 @@ BAD = {
     "sampling.slots = 3: a search of tree.width = 5 needs a slot for each step": [
         *("tree={kind='search', by='uct', width=5}", "sampling.slots=3")
     ],
-    "tree.by = 'puct' does not go with method = 'online_dpo', which compares whole completions": [
+    "tree.kind = 'search' does not go with method = 'online_dpo', which compares whole": [
         *("tree.kind=search", "method=online_dpo")
     ],
     "tree.by = 'frontier' does not go with data.env = 'guess_number': completions and episodes": [

@@ -173,7 +173,7 @@ def test_the_command_prints_a_table(monkeypatch):
         ({"dtypes": ("float8",)}, "--dtype = 'float8'"),
         ({"meshes": ("tensr=2",)}, "--mesh 'tensr=2': 'tensr=2' must be AXIS=DEVICES"),
         ({"meshes": ("tensor=0",)}, "'tensor=0' must be AXIS=DEVICES"),
-        ({"meshes": ("tensor=9",)}, "tensor=9 needs 9 devices"),
+        ({"meshes": ("tensor=9",)}, "tensor = 9 needs 9 devices"),
         ({"meshes": ("",)}, "must be AXIS=DEVICES"),
     ],
     ids=str,

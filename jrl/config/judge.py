@@ -1,0 +1,157 @@
+"""The keys of a reward part that a judge gives: ``[rewards.NAME] function = "judge"``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from jrl.config.explain import explain
+from jrl.config.unions import Table, key
+from jrl.errors import UserError, nearest
+
+T = TypeVar("T", bound=Table)
+
+
+class Criterion(Table):
+    """One criterion of a rubric."""
+
+    text: str = key(..., "what the judge decides on: met or not", min_length=1)
+    weight: float = key(1.0, "of the criterion in the score; below 0 for what is not wanted")
+    veto: bool = key(False, "whether the score is 0 where it is not met")
+
+
+class JudgeTable(Table):
+    """A judge: a model behind an OpenAI-compatible endpoint, and what it is asked."""
+
+    url: str = key(..., "base of the API, such as http://localhost:8000/v1", min_length=1)
+    model: str = key(..., "the model's name there", min_length=1)
+    key_variable: str = key("", "environment variable that holds the key of the API")
+    form: Literal["score", "yes_no", "rubric", "pairwise", "listwise"] = key(
+        "score", "what is asked: a number, yes or no, criteria, which of two is better, a ranking"
+    )
+    template: str = key("", "the question to the judge; {fields} are filled in")
+    system: str = key("", "a system message before it")
+    principle: str = key("", "what fills {principle}")
+    scale: Annotated[list[float], Field(min_length=2, max_length=2)] = key(
+        [1.0, 10.0], "least and greatest score, which become 0 and 1"
+    )
+    criteria: list[Criterion] = key([], "of a rubric: tables with text, weight and veto")
+    column: str = key("", "column of the data with the criteria of each row, in place of criteria")
+    against: Literal["reference", "group"] = key(
+        "reference", "what a completion is compared with: the row's answer, the group's others"
+    )
+    swap: bool = key(True, "whether both orders of a pair are asked; where they disagree, a tie")
+    only: str = key("", "a part: only samples with points above 0 there are judged")
+    votes: int = key(1, "how often each question is asked", ge=1, le=1024)
+    vote: Literal["mean", "majority"] = key("mean", "what is made of the votes")
+    temperature: float = key(0.0, "of the judge's sampling", ge=0)
+    max_tokens: int = key(512, "limit of a reply", ge=1)
+    fields: dict[str, Any] = key({}, "further fields of each request, such as seed")
+    at_once: int = key(16, "requests at the same time", ge=1, le=4096)
+    timeout: float = key(60.0, "seconds for one request", gt=0)
+    seconds: float = key(
+        300.0, "for all verdicts of a step; what has none by then has no opinion", gt=0
+    )
+    retries: int = key(4, "after replies 429 and 5xx, timeouts, lost connections", ge=0, le=100)
+    requests_per_minute: float = key(0.0, "limit of requests sent; 0 for none", ge=0)
+    cache: str | bool = key(
+        True, "directory of verdicts already given; true is judge/ of the run, false none"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        wrong = _wrong(self)
+        if wrong:
+            raise ValueError(wrong)
+        return self
+
+
+def _wrong(judge: JudgeTable) -> str:
+    """What does not go together, as "KEY = VALUE: ..."; "" for nothing."""
+    low, high = judge.scale
+    if not low < high:
+        return f"scale = {judge.scale}; give the least score, then the greatest"
+    if judge.votes > 1 and judge.temperature == 0:
+        return (
+            f"votes = {judge.votes} with temperature = 0, where all votes are equal; set"
+            " temperature above 0, or votes = 1"
+        )
+    if judge.form != "rubric" and (judge.criteria or judge.column):
+        name = "criteria" if judge.criteria else "column"
+        return f"{name} with form = {judge.form!r}; set form = 'rubric'"
+    if judge.form == "rubric":
+        if judge.criteria and judge.column:
+            return f"column = {judge.column!r} with criteria; remove one of them"
+        if not judge.criteria and not judge.column:
+            return "criteria are missing: give a list of them, or column, whose rows have them"
+        return "" if judge.column else weightless(judge.criteria)
+    return ""
+
+
+def weightless(criteria: list[Criterion]) -> str:
+    """What is wrong with the weights of criteria, as "criteria ..."; "" for nothing."""
+    if not criteria:
+        return "criteria = []; give a rubric at least one"
+    if sum(max(c.weight, 0.0) for c in criteria) <= 0:
+        weights = [c.weight for c in criteria]
+        return f"criteria have weights {weights}, of which none counts; set one above 0"
+    return ""
+
+
+def judge_table(key: str, options: Mapping[str, Any]) -> JudgeTable:
+    """The checked keys of a judge.
+
+    Args:
+      key: "rewards.NAME", for messages.
+      options: its keys besides those that every reward part has.
+
+    Raises:
+      UserError: a line for each mistake, which names the key.
+    """
+    return _checked(JudgeTable, key, options)
+
+
+def criteria_of(rows: Any, where: str) -> list[Criterion]:
+    """The criteria that a row of the data holds: texts, or tables with text, weight and veto.
+
+    Args:
+      rows: the row's value.
+      where: names it, for messages.
+
+    Raises:
+      UserError: there are none, or they say nothing.
+    """
+    if not isinstance(rows, list | tuple):
+        raise UserError(f"{where} is {rows!r:.60}; write a list of criteria")
+    tables = [{"text": row} if isinstance(row, str) else row for row in rows]
+    criteria = [_checked(Criterion, f"{where}, criterion {i}", t) for i, t in enumerate(tables, 1)]
+    if wrong := weightless(criteria):
+        raise UserError(f"{where}: {wrong}")
+    return criteria
+
+
+def _checked(table: type[T], key: str, values: Any) -> T:
+    """A table of these values; raises UserError with a line for each mistake."""
+    try:
+        return table.model_validate(values)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        raise UserError("\n".join(_line(table, key, each) for each in errors)) from None
+
+
+def _line(table: type[Table], key: str, error: Any) -> str:
+    """One mistake in a table that is not one of the configuration's own."""
+    path, value = error["loc"], error["input"]
+    name = ".".join([key, *map(str, path)])
+    if error["type"] == "missing":
+        field = table.model_fields.get(str(path[0]))
+        text = (field and field.description) if len(path) == 1 else "give it"
+        return f"{name} is missing: {text}"
+    if error["type"] == "extra_forbidden":
+        known = table.model_fields if len(path) == 1 else Criterion.model_fields
+        return f"{name} = {value!r:.80}: no such key; {nearest(path[-1], known)}"
+    if error["type"] == "value_error":
+        return f"{key}.{error['ctx']['error']}"
+    return explain({**error, "loc": (key, *map(str, path))})

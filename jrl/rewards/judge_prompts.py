@@ -1,0 +1,155 @@
+"""The questions to judges: templates, their fields, and what fills those. Imports no JAX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jrl.config.judge import JudgeTable
+from jrl.errors import UserError, nearest
+from jrl.rewards.base import Sample
+
+_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
+_COMMON = ("question", "reference", "principle")
+_ONE = ("completion", "conversation")
+_FORM_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "score": (*_ONE, "low", "high"),
+    "yes_no": _ONE,
+    "rubric": (*_ONE, "criteria"),
+    "pairwise": ("first", "second"),
+    "listwise": ("completions", "count"),
+}
+"""Fields of each form's template, besides those of all."""
+
+TEMPLATES: Mapping[str, str] = {
+    "score": """{principle}
+Judge the answer to the question below.
+
+Question:
+{question}
+
+Answer:
+{completion}
+
+Give a score from {low} (worst) to {high} (best). End with a line "Score: NUMBER".""",
+    "yes_no": """{principle}
+Question:
+{question}
+
+Answer:
+{completion}
+
+Is the answer good? Think first, then end with a line "Verdict: yes" or "Verdict: no".""",
+    "rubric": """{principle}
+Judge the answer to the question by each of the criteria below.
+
+Question:
+{question}
+
+Answer:
+{completion}
+
+Criteria:
+{criteria}
+
+End with a JSON object of the criteria's numbers, each true where it is met, else false,
+such as {"1": true, "2": false}.""",
+    "pairwise": """{principle}
+Which of two answers to the question is better?
+
+Question:
+{question}
+
+Answer A:
+{first}
+
+Answer B:
+{second}
+
+Neither order nor length counts. End with [[A]], [[B]], or [[C]] for a tie.""",
+    "listwise": """{principle}
+Rank {count} answers to the question.
+
+Question:
+{question}
+
+{completions}
+
+End with a JSON object that lists their numbers, the best first, such as {"ranking": [2, 1]}.""",
+}
+"""The question of each form, where a part has no template of its own."""
+
+
+def check_template(table: JudgeTable, columns: Iterable[str], key: str) -> None:
+    """Raises UserError for a field of a template that nothing fills, or one without an answer.
+
+    Args:
+      table: the judge's keys.
+      columns: of the data.
+      key: "rewards.NAME", for messages.
+    """
+    names = _FORM_FIELDS[table.form]
+    known = [*dict.fromkeys([*_COMMON, *names, *columns])]
+    for place, text in (("template", table.template), ("system", table.system)):
+        for field in _FIELD.findall(text):
+            if field not in known:
+                raise UserError(
+                    f"{key}.{place} has {{{field}}}, which is no field of form ="
+                    f" {table.form!r} and no column of the data; {nearest(field, known)}"
+                )
+    wanted = {"pairwise": ("first", "second"), "listwise": ("completions",)}.get(table.form, _ONE)
+    used = _FIELD.findall(table.template)
+    absent = [name for name in wanted if name not in used]
+    if table.template and absent and (wanted != _ONE or len(absent) == len(_ONE)):
+        shown = " or ".join(f"{{{name}}}" for name in absent)
+        raise UserError(f"{key}.template does not show what is judged; write {shown} into it")
+
+
+def messages_of(
+    table: JudgeTable, sample: Sample, fields: Mapping[str, str]
+) -> tuple[Mapping[str, str], ...]:
+    """What a judge is asked, as messages.
+
+    Args:
+      table: the judge's keys.
+      sample: whose prompt fills the fields of all forms.
+      fields: those of the form, by name.
+    """
+    prompt = sample.prompt
+    values: Mapping[str, Any] = {
+        **prompt.meta,
+        "question": question_of(sample),
+        "reference": "" if prompt.answer is None else str(prompt.answer),
+        "principle": table.principle,
+        **fields,
+    }
+
+    def filled(template: str) -> str:
+        return _FIELD.sub(lambda m: str(values.get(m[1], "")), template).strip()
+
+    user = {"role": "user", "content": filled(table.template or TEMPLATES[table.form])}
+    system = ({"role": "system", "content": filled(table.system)},) if table.system else ()
+    return (*system, user)
+
+
+def question_of(sample: Sample) -> str:
+    """What was asked: the last message of the user, the row's question, or the whole prompt."""
+    said = [m["content"] for m in sample.prompt.messages if m["role"] == "user"]
+    return str(said[-1]) if said else getattr(sample.prompt, "question", "") or sample.prompt.text
+
+
+def shown(sample: Sample) -> dict[str, str]:
+    """The fields of forms that judge one sample."""
+    opening = sample.prompt.messages or ({"role": "user", "content": question_of(sample)},)
+    after = sample.messages or ({"role": "assistant", "content": sample.completion},)
+    return {"completion": sample.completion, "conversation": _spoken([*opening, *after])}
+
+
+def answer_of(sample: Sample) -> str:
+    """What is compared: a completion, or what came of an episode."""
+    return _spoken(sample.messages) if sample.messages else sample.completion
+
+
+def _spoken(messages: Iterable[Mapping[str, Any]]) -> str:
+    return "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)

@@ -1,0 +1,255 @@
+"""What judges are asked about samples, and the points that their verdicts are. Imports no JAX.
+
+    form = make_form(table, "rewards.helpful")      # of a [rewards.NAME] with function = "judge"
+    questions = form.questions(samples, vote=0)     # each with messages and a reader of the reply
+    points = form.points(samples, verdicts)         # [None | 0 ... 1] for each sample
+
+Forms: a score, yes or no, a rubric of criteria with weights and vetoes, a comparison with the
+reference answer or with each other member of the group (both orders asked; where they disagree it
+is a tie), and a ranking of the group. Rubrics as in OpenRubrics (arXiv:2510.07743) and Rubicon
+(arXiv:2508.12790), rankings by a principle as in RewardAnything (arXiv:2506.03637); no formula of
+those that sums up criteria is published, so the score is the weighted share that is met.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from jrl.config.judge import Criterion, JudgeTable, criteria_of
+from jrl.errors import UserError
+from jrl.rewards.base import Points, Sample
+from jrl.rewards.judge_prompts import answer_of, messages_of, shown
+from jrl.rewards.replies import (
+    read_criteria,
+    read_preference,
+    read_ranking,
+    read_score,
+    read_yes_no,
+)
+
+
+class Question(NamedTuple):
+    """One request to a judge.
+
+    Attributes:
+      messages: with role and content.
+      read: (reply) -> the verdict; None where the reply holds none.
+    """
+
+    messages: tuple[Mapping[str, str], ...]
+    read: Callable[[str], Any]
+
+
+class Form(NamedTuple):
+    """How a judge is asked about a unit of samples.
+
+    Attributes:
+      by_group: whether a unit is the members of a group; else one sample.
+      questions: (samples, vote) -> what to ask, as many for each vote.
+      points: (samples, for each question its readable verdicts) -> points in [0, 1] or None.
+    """
+
+    by_group: bool
+    questions: Callable[[Sequence[Sample], int], list[Question]]
+    points: Callable[[Sequence[Sample], Sequence[Sequence[Any]]], list[Points]]
+
+
+def make_form(table: JudgeTable, key: str) -> Form:
+    """The form that a judge's keys ask for.
+
+    Args:
+      table: the keys.
+      key: "rewards.NAME", for messages about rows of the data.
+    """
+    if table.form == "pairwise":
+        return _pairwise(table)
+    if table.form == "listwise":
+        return _listwise(table)
+    if table.form == "rubric":
+        return _rubric(table, key)
+    low, high = table.scale
+    read = partial(read_score, low=low, high=high) if table.form == "score" else read_yes_no
+    more = {"low": f"{low:g}", "high": f"{high:g}"}
+
+    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
+        return [_question(table, s, {**shown(s), **more}, read) for s in samples]
+
+    def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
+        return [pooled(votes, table.vote) for votes in verdicts]
+
+    return Form(False, questions, points)
+
+
+def pooled(votes: Sequence[float], how: str) -> Points:
+    """One verdict of several, or None of none.
+
+    Args:
+      votes: those that could be read.
+      how: "mean", or "majority": the most frequent one, the mean of those that are equally so.
+
+    >>> pooled([1.0, 0.0, 1.0], "majority"), pooled([1.0, 0.0], "majority"), pooled([], "mean")
+    (1.0, 0.5, None)
+    """
+    if not votes:
+        return None
+    if how == "majority":
+        counts = collections.Counter(votes)
+        votes = [vote for vote, count in counts.items() if count == max(counts.values())]
+    return sum(votes) / len(votes)
+
+
+def rubric_score(met: Sequence[float], criteria: Sequence[Criterion]) -> float:
+    """The weighted share of criteria that are met, 0 where one with a veto is not.
+
+    sum(w_k m_k) / sum(max(w_k, 0)), within [0, 1]; criteria with weights below 0 take points away.
+
+    Args:
+      met: how far each is met, in [0, 1]; a veto counts below 0.5.
+      criteria: of the rubric.
+
+    >>> criteria = [Criterion(text="right", weight=3.0), Criterion(text="safe", veto=True)]
+    >>> rubric_score([1.0, 1.0], criteria), rubric_score([0, 1], criteria)
+    (1.0, 0.25)
+    >>> rubric_score([1.0, 0.0], criteria)
+    0.0
+    """
+    if any(c.veto and m < 0.5 for m, c in zip(met, criteria, strict=True)):
+        return 0.0
+    total = sum(c.weight * m for m, c in zip(met, criteria, strict=True))
+    return min(max(total / sum(max(c.weight, 0.0) for c in criteria), 0.0), 1.0)
+
+
+def check_rubrics(table: JudgeTable, prompts: Iterable[Any], key: str) -> None:
+    """Raises UserError for a row whose rubric cannot be read; a row without one is not judged."""
+    if table.column:
+        present = [_row_criteria(prompt, table.column, key) for prompt in prompts]
+        if present and not any(present):
+            raise UserError(
+                f"{key}.column = {table.column!r}: no row of the data has a rubric there"
+            )
+
+
+# ---------------------------------------------------------------- the forms
+
+
+def _rubric(table: JudgeTable, key: str) -> Form:
+    def criteria(sample: Sample) -> list[Criterion]:
+        return table.criteria or _row_criteria(sample.prompt, table.column, key)
+
+    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
+        asked = []
+        for sample in samples:
+            if rubric := criteria(sample):
+                listed = "\n".join(f"{i}. {c.text}" for i, c in enumerate(rubric, 1))
+                fields = {**shown(sample), "criteria": listed}
+                read = partial(read_criteria, count=len(rubric))
+                asked.append(_question(table, sample, fields, read))
+        return asked
+
+    def points(
+        samples: Sequence[Sample], verdicts: Sequence[Sequence[list[float]]]
+    ) -> list[Points]:
+        left, out = iter(verdicts), list[Points]()
+        for sample in samples:
+            rubric = criteria(sample)
+            votes = next(left) if rubric else ()
+            met = [pooled(each, table.vote) or 0.0 for each in zip(*votes, strict=True)]
+            out.append(rubric_score(met, rubric) if votes else None)
+        return out
+
+    return Form(False, questions, points)
+
+
+def _row_criteria(prompt: Any, column: str, key: str) -> list[Criterion]:
+    rows = prompt.meta.get(column)
+    if not rows:
+        return []
+    return criteria_of(rows, f"{key}.column = {column!r}: row {prompt.id + 1}")
+
+
+def _pairwise(table: JudgeTable) -> Form:
+    by_group, orders = table.against == "group", 2 if table.swap else 1
+
+    def pairs(samples: Sequence[Sample]) -> list[tuple[int, int]]:
+        if by_group:
+            return [(i, j) for i in range(len(samples)) for j in range(i + 1, len(samples))]
+        return [(i, -1) for i, s in enumerate(samples) if s.prompt.answer not in (None, "")]
+
+    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
+        asked = []
+        for i, j in pairs(samples):
+            mine = answer_of(samples[i])
+            other = answer_of(samples[j]) if by_group else str(samples[i].prompt.answer)
+            for first, second in ((mine, other), (other, mine))[:orders]:
+                fields = {"first": first, "second": second}
+                asked.append(_question(table, samples[i], fields, read_preference))
+        return asked
+
+    def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
+        results: list[list[float]] = [[] for _ in samples]
+        for number, (i, j) in enumerate(pairs(samples)):
+            both = verdicts[number * orders : (number + 1) * orders]
+            wins = preferred([pooled(votes, table.vote) for votes in both])
+            if wins is not None:
+                results[i].append(wins)
+                if j >= 0:
+                    results[j].append(1 - wins)
+        return [pooled(each, "mean") for each in results]
+
+    return Form(by_group, questions, points)
+
+
+def preferred(verdicts: Sequence[Points]) -> Points:
+    """What the first of a pair gets, of the verdicts in both orders, or in one.
+
+    Args:
+      verdicts: for those named first in each order; 1 where that one is better.
+
+    Returns:
+      1 or 0 where both orders agree, 0.5 where they do not; None where one has no verdict.
+
+    >>> preferred([1.0, 0.0]), preferred([1.0, 1.0]), preferred([1.0, None])
+    (1.0, 0.5, None)
+    """
+    if any(verdict is None for verdict in verdicts):
+        return None
+    sides = [v if i == 0 else 1 - v for i, v in enumerate(verdicts) if v is not None]
+    better = [(side > 0.5) - (side < 0.5) for side in sides]
+    return (better[0] + 1) / 2 if len(set(better)) == 1 else 0.5
+
+
+def _listwise(table: JudgeTable) -> Form:
+    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
+        count = len(samples)
+        if count < 2:
+            return []
+        # Each vote begins with another member, since the first place of a list has an advantage.
+        order = [(i + vote) % count for i in range(count)]
+        texts = [f"Answer {n}:\n{answer_of(samples[i])}" for n, i in enumerate(order, 1)]
+        fields = {"completions": "\n\n".join(texts), "count": str(count)}
+        read = partial(_places, order=order)
+        return [_question(table, samples[0], fields, read)]
+
+    def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[list[int]]]) -> list[Points]:
+        if not verdicts:
+            return [None] * len(samples)
+        last = len(samples) - 1
+        ranks = [[1 - ranking.index(i) / last for ranking in verdicts[0]] for i in range(last + 1)]
+        return [pooled(each, table.vote) for each in ranks]
+
+    return Form(True, questions, points)
+
+
+def _places(reply: str, order: Sequence[int]) -> list[int] | None:
+    """The members of a group, best first, of a reply that names them by their places in a list."""
+    ranking = read_ranking(reply, len(order))
+    return None if ranking is None else [order[place] for place in ranking]
+
+
+def _question(
+    table: JudgeTable, sample: Sample, fields: Mapping[str, str], read: Callable[[str], Any]
+) -> Question:
+    return Question(messages_of(table, sample, fields), read)

@@ -1,0 +1,274 @@
+"""The client of judges: requests at the same time, with retries, limits, and a cache on disk.
+
+    client = JudgeClient(table, "rewards.helpful", cache=Path("runs/x/judge"))
+    verdicts, counts = client.verdicts([Asked(question, vote=0)])
+
+Requests wait for the network alone, so they run in threads of this process. Nothing of a judge ends
+a run: what has no verdict is None and counted.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import email.utils
+import hashlib
+import http.client
+import json
+import os
+import random
+import threading
+import time
+import urllib.error
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jrl.config.judge import JudgeTable
+from jrl.episodes.model_endpoint import check_url, endpoint, environment_variable
+from jrl.errors import UserError
+from jrl.rewards.verdicts import Question
+from jrl.system.wait_reports import waiting
+from jrl.train.judge_limits import Batch, Pace
+
+_LARGEST = 4 << 20
+"""Bytes of a response."""
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
+"""Seconds before the first retry, doubled for each further one up to the second."""
+_PROBE_SECONDS = 30.0
+_LONGEST_HOLD = 600.0
+"""Seconds after which a judge is asked again, whatever its Retry-After says."""
+_AGAIN = {408, 409, 425, 429}
+"""Statuses below 500 after which a request is repeated."""
+
+
+class Asked(NamedTuple):
+    """A question and which of its votes this is."""
+
+    question: Question
+    vote: int = 0
+
+
+class JudgeClient:
+    """A model behind an endpoint that gives verdicts.
+
+    Args:
+      table: the judge's keys.
+      key: "rewards.NAME", for messages.
+      cache: directory of verdicts already given; None for none. Several processes may share it.
+      processes: that share ``requests_per_minute``.
+
+    Raises:
+      UserError: no address, or an environment variable that does not exist.
+    """
+
+    def __init__(
+        self, table: JudgeTable, key: str, *, cache: Path | None = None, processes: int = 1
+    ) -> None:
+        self.table, self._key, self._cache = table, key, cache
+        self._secret = ""
+        self._batch: Batch | None = None
+        check_url(table.url, f"{key}.url")
+        if table.key_variable:
+            self._secret = environment_variable(table.key_variable, f"{key}.key_variable")
+        self._pace = Pace(table.requests_per_minute / processes)
+
+    def probe(self) -> None:
+        """Sends one request.
+
+        Raises:
+          UserError: nobody answers at the address, or the request is refused. A server that is busy
+            or fails, as its status says, is there.
+        """
+        table, message = self.table, {"role": "user", "content": "Answer with the word yes."}
+        where = f"{self._key}.url = {table.url!r}"
+        try:
+            self._send((message,), 0, min(table.timeout, _PROBE_SECONDS))
+        except urllib.error.HTTPError as error:
+            if not _is_passing(error):
+                reason = f"{error.code} {error.reason}"
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    text = error.read(300).decode("utf-8", "replace")
+                    reason += f": {' '.join(text.split())}"
+                raise UserError(
+                    f"{where} refuses model {table.model!r} ({reason}); check {self._key}.url,"
+                    f" {self._key}.model and {self._key}.key_variable"
+                ) from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(getattr(error, "reason", "") or error or type(error).__name__)
+            raise UserError(
+                f"{where} does not answer ({reason}); start the server, or correct the address"
+            ) from None
+        except _UNREADABLE as error:
+            raise UserError(
+                f"{where} answers, but not as OpenAI's API does ({error!r:.100}); name the base of"
+                " the API, such as http://localhost:8000/v1"
+            ) from None
+
+    def verdicts(self, asked: Sequence[Asked]) -> tuple[list[Any], dict[str, float]]:
+        """What the judge says, within ``seconds``.
+
+        Args:
+          asked: questions; equal ones are asked once.
+
+        Returns:
+          (a verdict for each, or None; ``judge_limits.COUNTS`` by name).
+        """
+        begin, names = time.monotonic(), [self._name(each) for each in asked]
+        self._batch = batch = Batch(begin + self.table.seconds)
+        known: dict[str, Any] = {}
+        left: dict[str, Asked] = {}
+        for name, each in zip(names, asked, strict=True):
+            if name in known or name in left:
+                continue
+            verdict = self._stored(name, each)
+            if verdict is None:
+                left[name] = each
+            else:
+                known[name] = verdict
+                batch.count("judge_cached")
+        if left:
+            self._answer(left, batch)
+        verdicts, counts = batch.close(len(left))
+        known |= verdicts
+        return [known.get(name) for name in names], counts
+
+    def stop(self) -> None:
+        """Ends ``verdicts`` where another thread waits in it."""
+        if self._batch is not None:
+            self._batch.over.set()
+
+    def _answer(self, left: Mapping[str, Asked], batch: Batch) -> None:
+        """Asks until all have an answer or the time is over."""
+        queue = collections.deque(left.items())
+
+        def work() -> None:
+            while not batch.over.is_set():
+                try:
+                    name, each = queue.popleft()
+                except IndexError:
+                    return
+                batch.finish(name, *self._ask(name, each, batch))
+                if batch.finished == len(left):
+                    batch.over.set()
+
+        # Daemons: a request that a server holds open for ever must not hold the process.
+        threads = [
+            threading.Thread(target=work, name="judge", daemon=True)
+            for _ in range(min(self.table.at_once, len(left)))
+        ]
+        for thread in threads:
+            thread.start()
+        with waiting("judges", lambda: batch.progress(len(left)), seconds=self.table.seconds):
+            batch.over.wait(max(batch.left(), 0))
+        batch.over.set()
+
+    def _ask(self, name: str, asked: Asked, batch: Batch) -> tuple[str, Any]:
+        """(what is to be counted besides, the verdict or None) of a question."""
+        for attempt in range(self.table.retries + 1):
+            if not self._pace.wait(batch):
+                return "judge_timeouts", None
+            batch.count("judge_calls")
+            if attempt:
+                batch.count("judge_retries")
+            try:
+                reply = self._send(asked.question.messages, asked.vote, batch.left())
+            except urllib.error.HTTPError as error:
+                error.close()
+                if not _is_passing(error):
+                    return "judge_failures", None
+                if asks := _retry_after(error.headers.get("Retry-After")):
+                    self._pace.hold(asks)  # the others would be refused, too
+            except (OSError, http.client.HTTPException):
+                pass
+            except _UNREADABLE:
+                return "judge_unreadable", None
+            else:
+                verdict = asked.question.read(reply) if isinstance(reply, str) else None
+                if verdict is not None:
+                    self._store(name, reply)
+                return ("" if verdict is not None else "judge_unreadable"), verdict
+            if batch.left() <= 0:
+                return "judge_timeouts", None
+            if attempt < self.table.retries:
+                # Jitter, so that requests that failed together do not return together.
+                wait = min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT)
+                batch.over.wait(min(wait * random.uniform(0.5, 1.5), max(batch.left(), 0)))
+        return "judge_failures", None
+
+    def _send(self, messages: Sequence[Mapping[str, str]], vote: int, seconds: float) -> Any:
+        table = self.table
+        fields = dict(table.fields)
+        if vote and isinstance(fields.get("seed"), int):
+            fields["seed"] += vote
+        speak = endpoint(
+            table.url,
+            table.model,
+            key=self._secret,
+            max_tokens=table.max_tokens,
+            temperature=table.temperature,
+            fields=fields,
+            timeout=max(min(table.timeout, seconds), 0.001),
+            most_bytes=_LARGEST,
+        )
+        return speak(list(messages))
+
+    def _name(self, asked: Asked) -> str:
+        """The sha256 of everything that a reply depends on."""
+        table = self.table
+        content = [
+            table.model,
+            [dict(message) for message in asked.question.messages],
+            {"temperature": table.temperature, "max_tokens": table.max_tokens, **table.fields},
+            asked.vote,
+        ]
+        text = json.dumps(content, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def _stored(self, name: str, asked: Asked) -> Any:
+        if self._cache is None:
+            return None
+        try:
+            kept = json.loads(self._file(name).read_bytes())
+            return asked.question.read(kept["reply"])
+        except (OSError, *_UNREADABLE):
+            return None
+
+    def _store(self, name: str, reply: str) -> None:
+        if self._cache is None:
+            return
+        if not self._cache.parent.is_dir():
+            return  # the run was moved away, and its directory shall not come back
+        file = self._file(name)
+        part = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+        text = json.dumps({"model": self.table.model, "reply": reply})
+        # A full disk loses a verdict of the cache, not the run.
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text, encoding="utf-8")
+            part.replace(file)  # whole, whoever else writes it
+
+    def _file(self, name: str) -> Path:
+        assert self._cache is not None
+        return self._cache / name[:2] / f"{name}.json"
+
+
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What a response that is none of OpenAI's API raises where it is read."""
+
+
+def _is_passing(error: urllib.error.HTTPError) -> bool:
+    return error.code >= 500 or error.code in _AGAIN
+
+
+def _retry_after(text: str | None) -> float:
+    """The seconds that a header Retry-After asks for, as a number or as a date; 0 for nothing."""
+    if not text:
+        return 0.0
+    try:
+        seconds = float(text) if text.strip().replace(".", "", 1).isdigit() else None
+        if seconds is None:
+            seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return 0.0
+    return min(max(seconds, 0.0), _LONGEST_HOLD)

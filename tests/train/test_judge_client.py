@@ -1,0 +1,252 @@
+"""The client of judges against a server that is slow, down, limited, broken, or lies."""
+
+import socket
+import threading
+import time
+
+import pytest
+from judge_server import judge_server, said
+
+from jrl.config.judge import judge_table
+from jrl.errors import UserError
+from jrl.rewards.replies import read_score
+from jrl.rewards.verdicts import Question
+from jrl.train import judge_client
+from jrl.train.judge_client import Asked, JudgeClient
+from jrl.train.judge_limits import COUNTS
+
+
+def asked(*texts, vote=0):
+    def read(reply):
+        return read_score(reply, 0, 10)
+
+    return [Asked(Question(({"role": "user", "content": t},), read), vote) for t in texts]
+
+
+def client(url, cache=None, **options):
+    table = judge_table("rewards.good", {"url": url, "model": "m"} | options)
+    return JudgeClient(table, "rewards.good", cache=cache)
+
+
+def counted(counts, **expected):
+    """Exactly these counts are above 0."""
+    assert {k: v for k, v in counts.items() if v} == {f"judge_{k}": v for k, v in expected.items()}
+    assert set(counts) == set(COUNTS)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(judge_client, "_FIRST_WAIT", 0.001)
+
+
+def test_requests_overlap_and_equal_ones_are_sent_once(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    together = threading.Barrier(3)  # passes if three requests are under way at once
+
+    def answer(body, number):
+        together.wait(20)
+        return f"Score: {len(body['messages'][-1]['content'])}"
+
+    with judge_server(answer) as (url, bodies):
+        options = {"key_variable": "JUDGE_KEY", "fields": {"seed": 3}, "at_once": 3}
+        mine = client(url, **options)
+        verdicts, counts = mine.verdicts(asked("a", "bb", "a", "ccc"))
+    assert verdicts == [0.1, 0.2, 0.1, 0.3]
+    counted(counts, calls=3)
+    assert {b["authorization"] for b in bodies} == {"Bearer sesame"}
+    assert {(b["model"], b["temperature"], b["seed"], b["max_tokens"]) for b in bodies} == {
+        ("m", 0.0, 3, 512)
+    }
+
+
+def test_a_failure_that_passes_is_tried_again():
+    statuses = [500, 503, 429]
+
+    def answer(body, number):
+        if number < len(statuses):
+            return statuses[number], {}, "not now"
+        return "Score: 5"
+
+    with judge_server(answer) as (url, _):
+        verdicts, counts = client(url).verdicts(asked("a"))
+        assert verdicts == [0.5]
+        counted(counts, calls=4, retries=3)
+        statuses[:] = [500] * 99
+        verdicts, counts = client(url, retries=2).verdicts(asked("b"))
+    assert verdicts == [None]
+    counted(counts, calls=3, retries=2, failures=1)
+
+
+def test_what_is_refused_is_not_tried_again():
+    with judge_server(lambda body, number: (400, {}, "too long")) as (url, _):
+        verdicts, counts = client(url).verdicts(asked("a"))
+    assert verdicts == [None]
+    counted(counts, calls=1, failures=1)
+
+
+@pytest.mark.parametrize(
+    ("after", "least"), [("0.3", 0.3), ("Mon, 01 Jan 2001 00:00:00 GMT", 0), ("soon", 0)]
+)
+def test_retry_after_is_honoured(after, least):
+    times = []
+
+    def answer(body, number):
+        times.append(time.monotonic())
+        return (429, {"Retry-After": after}, "") if number == 0 else "Score: 5"
+
+    with judge_server(answer) as (url, _):
+        verdicts, counts = client(url).verdicts(asked("a"))
+    assert verdicts == [0.5]
+    counted(counts, calls=2, retries=1)
+    assert times[1] - times[0] >= least
+
+
+def test_one_who_waits_too_long_loses_its_samples_alone():
+    with judge_server(lambda b, n: (429, {"Retry-After": "86400"}, "")) as (url, _):
+        verdicts, counts = client(url, at_once=1).verdicts(asked("a", "b"))
+    assert verdicts == [None, None]
+    counted(counts, calls=1, timeouts=2)  # nobody else was sent to be refused
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        (200, {}, "{"),
+        (200, {}, "[]"),
+        (200, {}, '{"choices": []}'),
+        (200, {}, '{"choices": [{"message": {"content": null}}]}'),
+        (200, {}, said("x" * (judge_client._LARGEST + 1))),
+        "What a fine answer, 10 of 10 for me!",
+        "Score: 1e9",
+        "Score: 10\nScore: 99",
+    ],
+)
+def test_what_cannot_be_read_is_counted_and_no_number(response, tmp_path):
+    with judge_server(lambda body, number: response) as (url, _):
+        mine = client(url, cache=tmp_path / "cache")
+        for _ in range(2):  # nor is it kept
+            verdicts, counts = mine.verdicts(asked("a"))
+            assert verdicts == [None]
+            counted(counts, calls=1, unreadable=1)
+
+
+def test_slow_ones_cost_their_own_samples():
+    go_on = threading.Event()
+
+    def answer(body, number):
+        if body["messages"][-1]["content"] == "slow":
+            go_on.wait(60)
+        return "Score: 5"
+
+    try:
+        with judge_server(answer) as (url, _):
+            # the limit of the batch: what is late has no verdict, the others do
+            verdicts, counts = client(url, seconds=3).verdicts(asked("slow", "a", "b"))
+            assert verdicts == [None, 0.5, 0.5]
+            counted(counts, calls=3, timeouts=1)
+            # the limit of a request: it is tried again
+            verdicts, counts = client(url, timeout=0.3, retries=1).verdicts(asked("slow"))
+            assert verdicts == [None]
+            counted(counts, calls=2, retries=1, failures=1)
+            go_on.set()
+    finally:
+        go_on.set()
+
+
+def test_requests_per_minute():
+    times = []
+
+    def answer(body, number):
+        times.append(time.monotonic())
+        return "Score: 5"
+
+    with judge_server(answer) as (url, _):
+        verdicts, _ = client(url, requests_per_minute=300).verdicts(asked("a", "b", "c"))
+        assert verdicts == [0.5] * 3
+        assert times[2] - times[0] >= 0.35
+        slow = client(url, requests_per_minute=1, seconds=5)
+        verdicts, counts = slow.verdicts(asked("d", "e"))
+        assert sorted(verdicts, key=str) == [0.5, None]
+        counted(counts, calls=1, timeouts=1)  # its turn would come too late
+
+
+def test_the_cache_is_one_of_several_clients(tmp_path):
+    with judge_server(lambda body, number: f"Score: {number}") as (url, _):
+        options = {"cache": tmp_path / "cache", "temperature": 1.0}
+        first, counts = client(url, **options).verdicts(asked("a"))
+        counted(counts, calls=1)
+        again, counts = client(url, **options).verdicts(asked("a", "a"))
+        counted(counts, cached=1)
+        assert again == first * 2
+        (file,) = (tmp_path / "cache").rglob("*.json")
+        for other in ({"model": "n"}, {"temperature": 0.5}, {"fields": {"seed": 1}}):
+            _, counts = client(url, **options | other).verdicts(asked("a"))
+            counted(counts, calls=1)
+        _, counts = client(url, **options).verdicts(asked("a", vote=1))
+        counted(counts, calls=1)
+        file.write_text('{"reply": "Sco')  # cut, as of a full disk
+        _, counts = client(url, **options).verdicts(asked("a"))
+        counted(counts, calls=1)
+        files = [f for f in (tmp_path / "cache").rglob("*") if f.is_file()]
+        assert len(files) == 5
+        assert {f.suffix for f in files} == {".json"}
+
+
+def closed_port():
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        return each.getsockname()[1]
+
+
+def test_a_judge_that_is_down_costs_its_own_samples():
+    verdicts, counts = client(f"http://127.0.0.1:{closed_port()}/v1", retries=1).verdicts(
+        asked("a", "b")
+    )
+    assert verdicts == [None, None]
+    counted(counts, calls=4, retries=2, failures=2)
+
+
+def test_the_probe_says_who_does_not_answer():
+    with pytest.raises(UserError, match=r"rewards.good.url = 'http.*does not answer \(.*refused"):
+        client(f"http://127.0.0.1:{closed_port()}/v1").probe()
+    replies = {
+        401: "refuses model 'm' .401 Unauthorized: no such key.*check rewards.good.url",
+        404: "refuses model 'm' .404 Not Found",
+        200: "not as OpenAI's API does",
+    }
+    for status, message in replies.items():
+        reply = (status, {}, "no such key")
+        with (
+            judge_server(lambda b, n, reply=reply: reply) as (url, _),
+            pytest.raises(UserError, match=message),
+        ):
+            client(url).probe()
+    for fine in ("yes", (503, {}, ""), (429, {}, "")):
+        with judge_server(lambda b, n, fine=fine: fine) as (url, bodies):
+            client(url).probe()
+            assert len(bodies) == 1
+    with pytest.raises(UserError, match=r"rewards.good.key_variable names 'NOT_THERE'"):
+        client("http://127.0.0.1/v1", key_variable="NOT_THERE")
+    with pytest.raises(UserError, match=r"rewards.good.url = 'localhost'; write an address"):
+        client("localhost")
+
+
+def test_another_thread_may_end_it():
+    go_on = threading.Event()
+
+    def answer(body, number):
+        go_on.wait(60)
+        return "Score: 5"
+
+    with judge_server(answer) as (url, bodies):
+        mine, results = client(url), []
+        thread = threading.Thread(target=lambda: results.append(mine.verdicts(asked("a"))))
+        thread.start()
+        while not bodies:
+            time.sleep(0.01)
+        mine.stop()
+        thread.join(20)
+        go_on.set()
+    ((verdicts, counts),) = results
+    assert verdicts == [None]
+    counted(counts, calls=1, timeouts=1)
