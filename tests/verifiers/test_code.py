@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hostile_solutions import PROGRAMS
 
+from jrl.episodes import sandbox
 from jrl.errors import UserError
 from jrl.rewards import Sample, make_reward
 from jrl.types import Prompt
@@ -250,6 +251,25 @@ def test_more_inputs_than_a_policy_s_code_may_have():
     long = "1 " * 600_000
     program = "print(sum(map(int, input().split())))"
     assert points(sample(program, {"inputs": [long], "outputs": ["600000"]})) == [1.0]
+
+
+@pytest.mark.slow
+def test_where_nothing_sets_the_code_apart(monkeypatch):
+    way = sandbox._way_in()._replace(prefix=(), filtered=True, fenced=True)
+    if not sandbox._runs(way):
+        way = way._replace(fenced=False)
+    monkeypatch.setattr(sandbox, "_way_in", lambda: way)
+    code._sandbox.cache_clear()
+    try:
+        limits = {"seconds": 1.0, "total_seconds": 4.0, "memory_mib": 256.0}
+        asserts = {"test_list": ["assert double(2) == 4", "assert double(2) in (4,)"]}
+        for name, program in PROGRAMS.items():
+            assert points(sample(program, DOUBLE), **limits) == [0.0], name
+            assert points(sample(program, **asserts), **limits) == [0.0], name
+        assert points(sample(RIGHT, DOUBLE), **limits) == [1.0]
+        assert points(sample("def double(x): return 2 * x", **asserts), **limits) == [1.0]
+    finally:
+        code._sandbox.cache_clear()
 
 
 def test_no_jax_is_loaded():
