@@ -301,8 +301,8 @@ def _constraints(
     """The constraints of a row."""
     if meta.get(column):
         names = list(_loaded(meta[column]))
-        given = list(_loaded(meta.get(kwargs_column)) or [{}] * len(names))
-        return _paired(names, given)
+        arguments = list(_loaded(meta.get(kwargs_column)) or [{}] * len(names))
+        return _paired(names, arguments)
     value = _loaded(answer)
     constraints: list[_Constraint] = []
     for item in [value] if isinstance(value, Mapping) else value if _is_list(value) else []:
@@ -317,14 +317,16 @@ def _constraints(
     return constraints
 
 
-def _paired(names: Sequence[str], given: Any) -> list[_Constraint]:
-    given = [given] if isinstance(given, Mapping) else list(given)
-    if len(given) != len(names):
+def _paired(names: Sequence[str], arguments: Any) -> list[_Constraint]:
+    arguments = [arguments] if isinstance(arguments, Mapping) else list(arguments)
+    if len(arguments) != len(names):
         raise UserError(
             f"rewards.instructions: {len(names)} constraints ({', '.join(names)[:80]}) have"
-            f" {len(given)} kwargs; give one object for each"
+            f" {len(arguments)} kwargs; give one object for each"
         )
-    return [(dict(_loaded(kwargs) or {}), name) for kwargs, name in zip(given, names, strict=True)]
+    return [
+        (dict(_loaded(kwargs) or {}), name) for kwargs, name in zip(arguments, names, strict=True)
+    ]
 
 
 def _tulu(name: str, text: str, kwargs: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.DO
 _MIB = 1 << 20
 _LONGEST_PROGRAM = 1 << 18
 _LONGEST_RUN = 64 * _MIB
-_KEPT = 256
+_CHECKED_ROWS = 256
 _SHOWN = 120
 _FREE_FILES = 64 * _MIB
 
@@ -269,7 +269,7 @@ def check_tests(tests: Tests, solution: str, language: str, limits: Any, row: ob
             f" 0): test {first} expects {str(tests.cases[first].expected)[:_SHOWN]!r} and has"
             f" {note[:300]}; repair the row or leave it out"
         )
-    if len(_checked) >= _KEPT:
+    if len(_checked) >= _CHECKED_ROWS:
         del _checked[next(iter(_checked))]
     _checked[key] = None
 

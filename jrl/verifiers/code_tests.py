@@ -120,7 +120,7 @@ def _sources(value: Any) -> str:
 def _pairs(inputs: list[Any], outputs: list[Any], function: str) -> Tests:
     if not function:
         pairs = zip(map(_text, inputs), map(_text, outputs), strict=True)
-        return Tests("stdin", [Case(given, wanted) for given, wanted in pairs])
+        return Tests("stdin", [Case(sent, wanted) for sent, wanted in pairs])
     cases = [Case(_arguments(a), _loaded(b)) for a, b in zip(inputs, outputs, strict=True)]
     return Tests("call", cases, function=function)
 

@@ -78,15 +78,15 @@ def _compile(spec: dict[str, Any]) -> str:
 
 def _one(spec: dict[str, Any], test: Any) -> tuple[str, str]:
     """How a test ended ("ok", "error", "failed", "timeout", "output"), and what it reported."""
-    with tempfile.TemporaryFile() as given:
+    with tempfile.TemporaryFile() as source:
         if spec["form"] == "stdin":
-            given.write(test.encode("utf-8", "surrogatepass"))
-            given.seek(0)
+            source.write(test.encode("utf-8", "surrogatepass"))
+            source.seek(0)
         reading, writing = os.pipe()
         asking, telling = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _be_the_test(spec, test, given.fileno(), writing, asking)
+            _be_the_test(spec, test, source.fileno(), writing, asking)
         os.close(writing)
         os.close(asking)
         token = secrets.token_hex(16)
@@ -144,13 +144,13 @@ def _end(pid: int) -> None:
 # ---------------------------------------------------------------- in the process of a test
 
 
-def _be_the_test(spec: dict[str, Any], test: Any, given: int, writing: int, asking: int) -> None:
+def _be_the_test(spec: dict[str, Any], test: Any, source: int, writing: int, asking: int) -> None:
     """Runs one test and ends the process."""
     status = 1
     leave = os._exit
     try:
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
-        os.dup2(given, 0)
+        os.dup2(source, 0)
         if spec["form"] == "stdin":
             os.dup2(writing, 1)
         # Above all that is open, then to their places, with nothing else left open.

@@ -108,7 +108,7 @@ def without_comments(text: str) -> str:
     >>> without_comments("a /- b /- c -/ d -/ e -- f")
     'a  e '
     """
-    kept, depth, i = [], 0, 0
+    outside, depth, i = [], 0, 0
     while i < len(text):
         pair = text[i : i + 2]
         if pair == "/-":
@@ -119,9 +119,9 @@ def without_comments(text: str) -> str:
             end = text.find("\n", i)
             i = len(text) if end < 0 else end
         else:
-            kept += [text[i]] if not depth else []
+            outside += [text[i]] if not depth else []
             i += 1
-    return "".join(kept)
+    return "".join(outside)
 
 
 def states(text: str, statement: str) -> bool:
