@@ -60,10 +60,9 @@ def code(
     The program is the last fenced block of the completion, or all of it. Its tests are read from
     the row in the layouts of APPS, TACO and verl's ``prime_code`` ({"inputs", "outputs"}, with
     "fn_name" where a function is called), of lists of {"input", "output"}, of MBPP (asserts) and
-    HumanEval (``test`` and ``entry_point``), each as values or as JSON text. Every test runs in a
-    process of its own within one run of ``jrl.episodes.sandbox``; outputs are compared outside of
-    it. This is the reward of AceReason (arXiv:2505.16400), DRIVE and Nemotron-Cascade's code
-    stages, all tests or nothing; a share of them is verl's and APPS's.
+    HumanEval (``test`` and ``entry_point``), each as values or as JSON text. Every test has a
+    process of its own in one run of the sandbox; outputs are compared outside. All tests or nothing
+    is the reward of AceReason (arXiv:2505.16400), a share of them verl's.
 
     Args:
       samples: what to judge.
@@ -72,14 +71,12 @@ def code(
       language_column: of the row's own language, if there is such a column.
       partial: pays the share of tests that are passed.
       seconds: of one test.
-      total_seconds: of all tests of a program, with the compiler; below
-        ``reward_pool.timeout_seconds``.
+      total_seconds: of a program with its compiler; below ``reward_pool.timeout_seconds``.
       memory_mib: of all its processes together, MiB.
       output_kib: of one test, KiB; of all of them four times as much.
       max_tests: at most, the first ones; 0 for all.
       tolerance: of numbers with a point or an exponent, absolute or relative.
-      check_solution: a column with a right program, whose failures are an error that names the
-        row and the tests; "" for none.
+      check_solution: a column with a right program; tests that it fails are named; "" for none.
 
     Raises:
       UserError: a row without tests, a language that cannot be run here, or a test that the row's
