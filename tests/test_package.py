@@ -32,6 +32,7 @@ FLOORS = [
     {"sampling"},
     {"rewards", "data"},
     {"episodes"},
+    {"verifiers"},
     {"methods"},
     {"train"},
     {"evaluate"},
@@ -65,6 +66,7 @@ HEAVY = {
     ),
     "huggingface_hub",
     *("jsonschema", "gymnasium", "textarena", "reasoning_gym", "openenv", "mcp"),
+    *("duckdb", "nltk", "punkt", "langdetect"),
 }
 """Loaded by what needs them, when it runs."""
 

@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Iterator
 from types import TracebackType
 from typing import Any
 
-from jrl.episodes.host import EnvError
+from jrl.episodes.env_error import EnvError
 
 QUEUE_SECONDS = 600.0
 """Queue timeout while no call finishes."""

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.episodes.chat import ChatFormat, Format, PlainFormat, chat_template
+from jrl.episodes.env_error import EnvError as EnvError
 from jrl.episodes.parsers import get_parser
 from jrl.episodes.tool_descriptions import describe
 from jrl.errors import UserError
@@ -30,10 +31,6 @@ from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
 from jrl.system.float32 import fits_float32
 from jrl.types import NOTHING, Prompt
-
-
-class EnvError(Exception):
-    """A fault of an environment, recorded with the member that it ends."""
 
 
 class Limits(NamedTuple):

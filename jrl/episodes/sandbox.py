@@ -27,12 +27,14 @@ import tempfile
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jrl.episodes.gate import Gate
 from jrl.episodes.sandbox_watch import remove_tree, watch
-from jrl.episodes.tools import Tool
 from jrl.errors import UserError
+
+if TYPE_CHECKING:
+    from jrl.episodes.tools import Tool
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
@@ -55,6 +57,8 @@ class SandboxLimits(NamedTuple):
       file_bytes: of one file, and of all temporary files together; where the code has no file
         system of its own, they are looked at 4 times a second, and more ends the run.
       processes: and threads.
+      address_bytes: of addresses in each process, where they may be more than the memory, which
+        compilers and virtual machines reserve; 0 for ``memory_bytes``.
     """
 
     seconds: float = 5.0
@@ -62,6 +66,7 @@ class SandboxLimits(NamedTuple):
     output_bytes: int = 16 << 10
     file_bytes: int = 16 << 20
     processes: int = 16
+    address_bytes: int = 0
 
 
 class SandboxResult(NamedTuple):
@@ -149,16 +154,20 @@ class Sandbox:
                 "and file systems in memory beyond file_bytes"
             )
 
-    async def run(self, code: str) -> SandboxResult:
+    async def run(self, code: str, *, longest: int = _LONGEST_CODE) -> SandboxResult:
         """Runs code and waits for its end, or ends it; never longer than a second past the limit.
 
         The time that a run waits for others, and that removing its files takes afterwards, is not
         counted; the first is not counted against ``Limits`` either.
 
+        Args:
+          code: Python source.
+          longest: characters of it; longer code is an error.
+
         Raises:
           EnvError: no other run ends for ten minutes.
         """
-        if len(code) > _LONGEST_CODE:
+        if len(code) > longest:
             return SandboxResult(f"code of {len(code)} characters is too long", "error", 0.0)
         async with self._gate:
             return await self._run(code)
@@ -370,6 +379,7 @@ def _runs(way: _Way) -> bool:
 
 def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
     """Python as a tool with one argument, "code"; each call starts a fresh interpreter."""
+    from jrl.episodes.tools import Tool  # brings JAX along, which reward workers do without
 
     async def call(code: str) -> str:
         result = await sandbox.run(code)

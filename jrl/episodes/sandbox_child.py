@@ -255,7 +255,7 @@ def confine(spec: dict[str, Any]) -> None:
     seconds = int(spec["seconds"]) + 1
     limits = {
         resource.RLIMIT_CPU: seconds,
-        resource.RLIMIT_AS: spec["memory_bytes"],
+        resource.RLIMIT_AS: spec["address_bytes"] or spec["memory_bytes"],
         resource.RLIMIT_FSIZE: spec["file_bytes"],
         resource.RLIMIT_NPROC: spec["processes"] + beside,
         resource.RLIMIT_NOFILE: 64,

@@ -27,18 +27,20 @@ class _TooLongError(Exception):
     """A check takes too long."""
 
 
-def check_schema(schema: Mapping[str, Any], owner: str) -> None:
+def check_schema(schema: Mapping[str, Any], owner: str, *, of_object: bool = True) -> None:
     """Raises a UserError for a schema that cannot check arguments.
 
     The draft is the one that ``$schema`` names, 2020-12 where it names none.
 
     Args:
-      schema: of an object.
+      schema: the schema.
       owner: whose it is, for the message.
+      of_object: whether it must be of an object, as arguments are.
 
     Raises:
-      UserError: the schema is invalid, is not of an object, has a ``$ref`` that leads nowhere or
-        out of the schema, a pattern that is no regular expression, or does not end.
+      UserError: the schema is invalid, is not of an object where it must be, has a ``$ref`` that
+        leads nowhere or out of the schema, a pattern that is no regular expression, or does not
+        end.
     """
     jsonschema = need("jsonschema", "tools", "a run with tools")
     if not isinstance(schema, Mapping):
@@ -52,7 +54,7 @@ def check_schema(schema: Mapping[str, Any], owner: str) -> None:
         raise UserError(f"{owner}: its schema is invalid: {error.message:.200}") from None
     except Exception as error:
         raise UserError(f"{owner}: its schema is invalid: {error!r:.200}") from None
-    if schema.get("type") != "object":
+    if of_object and schema.get("type") != "object":
         raise UserError(f'{owner}: its schema must have "type": "object"')
     _check_parts(schema, draft, owner)
     if why := fault(schema, {}, misfits=False):

@@ -13,6 +13,7 @@ from jrl.rewards.columns import SIGNATURE, adapted, form_of
 from jrl.rewards.combine import Columns
 from jrl.rewards.exact import exact_reward
 from jrl.rewards.format import confidence, format_reward
+from jrl.rewards.instructions import instructions
 from jrl.rewards.math import math_reward
 from jrl.user_code import FORMS, GIVEN, check_options, load
 
@@ -33,6 +34,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "tag_count": shaping.tag_count,
     "reasoning_steps": shaping.reasoning_steps,
     "reflection": shaping.reflection,
+    "instructions": instructions,
     "language": shaping.language,
     # of the length
     "soft_overlong": shaping.soft_overlong,
@@ -57,7 +59,18 @@ PUBLISHED = {
     "toolrl": f"{_ZOO}:toolrl",
 }
 """Reward functions of one paper each, by name."""
-FUNCTION_NAMES = (*REWARDS, *PUBLISHED)
+RUNNING = {
+    "code": "jrl.verifiers.code:code",
+    "sql": "jrl.verifiers.sql:sql",
+    "sql_syntax": "jrl.verifiers.sql:sql_syntax",
+    "sql_schema": "jrl.verifiers.sql:sql_schema",
+    "sql_ngrams": "jrl.verifiers.sql:sql_ngrams",
+    "json_schema": "jrl.verifiers.json_schema:json_schema",
+    "lean": "jrl.verifiers.lean:lean",
+    "reasoning_gym": "jrl.verifiers.gym:reasoning_gym",
+}
+"""Reward functions that run something, by name; they stand above the sandbox of episodes."""
+FUNCTION_NAMES = (*REWARDS, *RUNNING, *PUBLISHED)
 """The names that ``[rewards]`` knows, functions of one's own aside."""
 
 
@@ -112,13 +125,15 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
         raise UserError(
             f"{unknown_choice('rewards', name, FUNCTION_NAMES)}, {FORMS}, a function {SIGNATURE}"
         )
-    key, name = key or f"rewards.{name}", PUBLISHED.get(name, name)
+    key, ours = key or f"rewards.{name}", name in FUNCTION_NAMES
+    name = {**RUNNING, **PUBLISHED}.get(name, name)
     function = load(name, "rewards") if ":" in name else REWARDS[name]
     samples = form_of(function, key) == "samples"
     # in the other forms an argument may be a column, which the data has or not
     check_options(function, options, key, first=int(samples), all_given=samples)
-    if ":" not in name:
+    if ours:
         function([], **options)  # says what is wrong with the options
+    if ":" not in name:
         return functools.partial(function, **options)
     if name.startswith(GIVEN):  # a worker process could not find it by this name
         return functools.partial(adapted(function), **options)
@@ -128,6 +143,7 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
 __all__ = [
     "FUNCTION_NAMES",
     "REWARDS",
+    "RUNNING",
     "Columns",
     "RewardFn",
     "Sample",

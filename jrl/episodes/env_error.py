@@ -1,0 +1,5 @@
+"""The error of an environment. Imports nothing, as the sandbox and reward workers use it."""
+
+
+class EnvError(Exception):
+    """A fault of an environment, recorded with the member that it ends."""

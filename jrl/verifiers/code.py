@@ -1,0 +1,287 @@
+"""Programs by their tests, in the sandbox: the reward ``code``. Imports no JAX."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jrl.episodes.sandbox import Sandbox, SandboxLimits
+from jrl.errors import UserError
+from jrl.rewards.base import Sample
+from jrl.verifiers.code_tests import Tests, passes, tests_of
+from jrl.verifiers.languages import LANGUAGES, commands_of, language_named, source_of
+
+_DRIVER = Path(__file__).with_name("driver.py")
+_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.DOTALL | re.MULTILINE)
+_MIB = 1 << 20
+_LONGEST_PROGRAM = 1 << 18
+_LONGEST_RUN = 64 * _MIB
+_CHECKED_ROWS = 256
+_SHOWN = 120
+_FREE_FILES = 64 * _MIB
+
+
+class Verdicts(NamedTuple):
+    """What came of a program's tests.
+
+    Attributes:
+      passed: for each test.
+      notes: how each of them ended, as far as it ran: "ok" and what it gave, "timeout" ...
+      compiler: its complaint, or "".
+    """
+
+    passed: list[bool]
+    notes: list[str]
+    compiler: str = ""
+
+
+def code(
+    samples: list[Sample],
+    column: str = "",
+    language: str = "python",
+    language_column: str = "language",
+    partial: bool = False,
+    seconds: float = 4.0,
+    total_seconds: float = 8.0,
+    memory_mib: float = 512.0,
+    output_kib: float = 1024.0,
+    max_tests: int = 0,
+    tolerance: float = 1e-6,
+    check_solution: str = "",
+) -> list[float]:
+    """Programs by the tests of their rows: 1 where all are passed, else 0.
+
+    The program is the last fenced block of the completion, or all of it. Its tests are read from
+    the row in the layouts of APPS, TACO and verl's ``prime_code`` ({"inputs", "outputs"}, with
+    "fn_name" where a function is called), of lists of {"input", "output"}, of MBPP (asserts) and
+    HumanEval (``test`` and ``entry_point``), each as values or as JSON text. Every test has a
+    process of its own in one run of the sandbox; outputs are compared outside. All tests or nothing
+    is the reward of AceReason (arXiv:2505.16400), a share of them verl's.
+
+    Args:
+      samples: what to judge.
+      column: with the tests; "" looks in the usual ones.
+      language: of rows that do not say: "python", "c", "c++", "go", "java", "javascript", "rust".
+      language_column: of the row's own language, if there is such a column.
+      partial: pays the share of tests that are passed.
+      seconds: of one test.
+      total_seconds: of a program with its compiler; below ``reward_pool.timeout_seconds``.
+      memory_mib: of all its processes together, MiB.
+      output_kib: of one test, KiB; of all of them four times as much.
+      max_tests: at most, the first ones; 0 for all.
+      tolerance: of numbers with a point or an exponent, absolute or relative.
+      check_solution: a column with a right program; tests that it fails are named; "" for none.
+
+    Raises:
+      UserError: a row without tests, a language that cannot be run here, or a test that the row's
+        own solution fails.
+    """
+    limits = _Limits(seconds, total_seconds, memory_mib, output_kib, tolerance)
+    _check(limits, language, max_tests)
+    points = []
+    for sample in samples:
+        meta = sample.prompt.meta
+        name = language_named(str(meta.get(language_column) or language))
+        tests = tests_of(meta, sample.prompt.answer, column, sample.prompt.id)
+        if max_tests:
+            tests = tests._replace(cases=tests.cases[:max_tests])
+        if check_solution:
+            check_tests(tests, _solution(meta, check_solution), name, limits, sample.prompt.id)
+        program = last_block(sample.completion)
+        called = meta.get("entry_point")
+        if called and not re.search(rf"\bdef\s+{re.escape(str(called))}\b", program):
+            program = sample.prompt.text + program  # the body alone, as HumanEval asks for it
+        verdicts = judge(program, tests, name, limits, stop=not partial)
+        share = sum(verdicts.passed) / len(verdicts.passed)
+        points.append(share if partial else float(share == 1.0))
+    return points
+
+
+class _Limits(NamedTuple):
+    seconds: float
+    total_seconds: float
+    memory_mib: float
+    output_kib: float
+    tolerance: float
+
+
+def _check(limits: _Limits, language: str, max_tests: int) -> None:
+    for name, value in limits._asdict().items():
+        if not value > 0 and name != "tolerance":
+            raise UserError(f"rewards.code.{name} = {value} must be above 0")
+    if max_tests < 0:
+        raise UserError(f"rewards.code.max_tests = {max_tests}: give 0 for all, or a number")
+    if limits.seconds > limits.total_seconds:
+        raise UserError(
+            f"rewards.code.seconds = {limits.seconds:g} of one test is more than total_seconds ="
+            f" {limits.total_seconds:g} of all; raise total_seconds"
+        )
+    language_named(language)
+
+
+def last_block(text: str) -> str:
+    r"""The last fenced block of a text, or all of it.
+
+    >>> last_block("Thus:\n```python\nprint(1)\n```\n")
+    'print(1)\n'
+    """
+    blocks = _FENCE.findall(text)
+    return str(blocks[-1][1]) if blocks else text
+
+
+def judge(
+    program: str, tests: Tests, language: str, limits: Any, *, stop: bool = False
+) -> Verdicts:
+    """Runs a program's tests and judges what they gave.
+
+    Args:
+      program: source.
+      tests: of the row.
+      language: a name of ``language_named``.
+      limits: seconds, total_seconds, memory_mib, output_kib and tolerance.
+      stop: whether the first test that does not end well is the last.
+
+    Returns:
+      A verdict for each test; False for those that did not run.
+    """
+    count = len(tests.cases)
+    if len(program) > _LONGEST_PROGRAM or not program.strip():
+        return Verdicts([False] * count, [])
+    if language != "python":
+        _check_language(language, tests, limits.memory_mib)
+    lines = _run(program, tests, language, limits, stop)
+    if lines and "compiler" in lines[0]:
+        return Verdicts([False] * count, [], lines[0]["compiler"])
+    passed = [
+        passes(tests, case, line["how"], line["text"], limits.tolerance)
+        for case, line in zip(tests.cases, lines, strict=False)
+    ]
+    notes = [f"{line['how']} {line['text'][:_SHOWN]!r}" for line in lines]
+    return Verdicts(passed + [False] * (count - len(passed)), notes)
+
+
+def _run(
+    program: str, tests: Tests, language: str, limits: Any, stop: bool
+) -> list[dict[str, str]]:
+    """What the driver reports of each test, as far as they ran."""
+    compile_, command = ([], []) if language == "python" else commands_of(language)
+    spec = {
+        "form": tests.form,
+        "program": source_of(language, program),
+        "setup": tests.setup,
+        "function": tests.function,
+        "tests": [case.sent for case in tests.cases],
+        "seconds": limits.seconds,
+        "output": int(limits.output_kib * 1024),
+        "stop": stop,
+        "compile": compile_,
+        "command": command,
+        "file": LANGUAGES[language].file if command else "",
+    }
+    sent = json.dumps(json.dumps(spec))
+    run = f"{_DRIVER.read_text()}\nmain(json.loads({sent}))\n"
+    sandbox = _sandbox(limits.total_seconds, limits.memory_mib, limits.output_kib, language)
+    result = asyncio.run(sandbox.run(run, longest=_LONGEST_RUN))
+    lines = []
+    for line in result.output.splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:  # cut off
+            break
+    return lines
+
+
+@functools.cache
+def _sandbox(total_seconds: float, memory_mib: float, output_kib: float, language: str) -> Sandbox:
+    how = LANGUAGES.get(language)
+    return Sandbox(
+        SandboxLimits(
+            seconds=total_seconds,
+            memory_bytes=int(memory_mib * _MIB),
+            # escapes of JSON make up to six characters of one
+            output_bytes=int(output_kib * 1024) * 6 * 4 + _MIB,
+            file_bytes=_FREE_FILES if how is None else 4 * _FREE_FILES,
+            processes=32 if how is None else 128,
+            address_bytes=0 if how is None else how.address_bytes,
+        )
+    )
+
+
+@functools.cache
+def _hello(language: str, memory_mib: float) -> str:
+    """The complaint of a machine that cannot run a language, or ""."""
+    from jrl.verifiers.code_tests import Case
+
+    tests = Tests("stdin", [Case("", "42")])
+    lines = _run(
+        LANGUAGES[language].hello, tests, language, _Limits(20, 60, memory_mib, 64, 0), True
+    )
+    if not lines:
+        return "its process was ended"
+    return lines[0].get("compiler", "") or ("" if lines[0]["text"].strip() == "42" else str(lines))
+
+
+def _check_language(language: str, tests: Tests, memory_mib: float) -> None:
+    if tests.form != "stdin":
+        raise UserError(
+            f"rewards.code: a program in {language} has tests of the form {tests.form!r};"
+            " only Python has functions to call, give inputs and outputs as text"
+        )
+    trouble = _hello(language, memory_mib)
+    if trouble:
+        raise UserError(
+            f"rewards.code: programs in {language} cannot be run in the sandbox here: a first one"
+            f" ends with {trouble[:300]!r}; install {LANGUAGES[language].tools[0]} where every user"
+            " may run it, or raise memory_mib"
+        )
+
+
+# ---------------------------------------------------------------- tests of tests
+
+_checked: dict[int, None] = {}
+
+
+def check_tests(tests: Tests, solution: str, language: str, limits: Any, row: object) -> None:
+    """Runs a right program; each process does it once for each row.
+
+    Raises:
+      UserError: it fails tests, which are named.
+    """
+    key = hash((solution, language, str(tests)))
+    if key in _checked:
+        return
+    verdicts = judge(solution, tests, language, limits)
+    failed = [i for i, passed in enumerate(verdicts.passed) if not passed]
+    if failed:
+        first = failed[0]
+        note = verdicts.compiler or dict(enumerate(verdicts.notes)).get(first, "it did not run")
+        raise UserError(
+            f"rewards.code: the solution of row {row} fails its tests {failed[:10]} (counted from"
+            f" 0): test {first} expects {str(tests.cases[first].expected)[:_SHOWN]!r} and has"
+            f" {note[:300]}; repair the row or leave it out"
+        )
+    if len(_checked) >= _CHECKED_ROWS:
+        del _checked[next(iter(_checked))]
+    _checked[key] = None
+
+
+def _solution(meta: Mapping[str, Any], column: str) -> str:
+    """The first solution in a column: a text, a list of texts, or JSON of one."""
+    value = meta.get(column)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, Sequence) and not isinstance(value, str) and value:
+        value = value[0]
+    if not isinstance(value, str):
+        raise UserError(
+            f"rewards.code.check_solution = {column!r}: a row has {str(value)[:40]!r} in it, not a"
+            " program"
+        )
+    return last_block(value)

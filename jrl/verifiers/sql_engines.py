@@ -1,0 +1,181 @@
+"""Databases that one query may read and nothing may write: SQLite, and DuckDB. Imports no JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from jrl.errors import UserError
+from jrl.system.extras import need
+
+Rows = list[tuple[Any, ...]]
+ENGINES = ("sqlite", "duckdb")
+_STEPS = 1000
+_LONGEST_VALUE = 8 << 20
+_LONGEST_QUERY = 1 << 16
+
+
+class QueryError(Exception):
+    """A query that cannot be run, or is beyond a limit."""
+
+
+class Source(NamedTuple):
+    """A database.
+
+    Attributes:
+      engine: "sqlite" or "duckdb".
+      path: its file; "" for one in memory.
+      script: statements that fill one in memory.
+    """
+
+    engine: str
+    path: str
+    script: str
+
+
+class Database(Protocol):
+    """An open database."""
+
+    def run(self, query: str) -> Rows:
+        """The rows of a query; QueryError where there are none to be had."""
+
+    def names(self) -> set[str]:
+        """Its tables and columns, in lower case."""
+
+
+@contextlib.contextmanager
+def opened(source: Source, seconds: float, max_rows: int) -> Iterator[Database]:
+    """Opens a database to read.
+
+    Args:
+      source: which.
+      seconds: of one query.
+      max_rows: of its result; more are a QueryError.
+
+    Raises:
+      UserError: there is no such database, or its script fails.
+    """
+    if source.path and not Path(source.path).is_file():
+        raise UserError(f"rewards.sql.database: there is no file {source.path}")
+    made = _Sqlite if source.engine == "sqlite" else _Duckdb
+    database = made(source, seconds, max_rows)
+    try:
+        yield database
+    finally:
+        database.connection.close()
+
+
+def _bad_script(source: Source, error: Exception) -> UserError:
+    what = source.path or f"the script {source.script[:60]!r}"
+    return UserError(f"rewards.sql: {what} is no database for {source.engine}: {error}")
+
+
+class _Sqlite:
+    """A connection that reads: no ATTACH, PRAGMA, extension, nor anything that writes."""
+
+    _ALLOWED = frozenset((sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE))
+    _FUNCTIONS = frozenset(("load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"))
+
+    def __init__(self, source: Source, seconds: float, max_rows: int) -> None:
+        self._seconds, self._max_rows = seconds, max_rows
+        try:
+            if source.path:
+                address = Path(source.path).resolve().as_uri()
+                self.connection = sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True)
+            else:
+                self.connection = sqlite3.connect(":memory:")
+                self.connection.executescript(source.script)
+            self._names = self._read_names()
+        except sqlite3.Error as error:
+            raise _bad_script(source, error) from None
+        self.connection.text_factory = lambda data: data.decode("utf-8", "replace")
+        self.connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
+        self.connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        self.connection.set_authorizer(self._authorize)
+
+    def _read_names(self) -> set[str]:
+        query = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
+        tables = [name for (name,) in self.connection.execute(query)]
+        names = {name.lower() for name in tables}
+        for table in tables:
+            columns = self.connection.execute("SELECT name FROM pragma_table_info(?)", (table,))
+            names |= {str(name).lower() for (name,) in columns}
+        return names
+
+    def _authorize(self, action: int, first: str | None, second: str | None, *_: Any) -> int:
+        reads = action in self._ALLOWED
+        calls = action == sqlite3.SQLITE_FUNCTION and str(second).lower() not in self._FUNCTIONS
+        # table-valued functions such as pragma_table_info read what PRAGMA does
+        pragma = str(first).lower().startswith("pragma_")
+        return sqlite3.SQLITE_OK if (reads and not pragma) or calls else sqlite3.SQLITE_DENY
+
+    def names(self) -> set[str]:
+        return self._names
+
+    def run(self, query: str) -> Rows:
+        if len(query) > _LONGEST_QUERY:
+            raise QueryError(f"a query of {len(query)} characters")
+        end = time.monotonic() + self._seconds
+        self.connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS)
+        try:
+            cursor = self.connection.execute(query)
+            rows = cursor.fetchmany(self._max_rows + 1)
+        except (sqlite3.Error, sqlite3.Warning, OverflowError, MemoryError, ValueError) as error:
+            raise QueryError(str(error)) from None
+        finally:
+            self.connection.set_progress_handler(None, 0)
+        if cursor.description is None:
+            raise QueryError("it gives no rows")
+        if len(rows) > self._max_rows:
+            raise QueryError(f"more than {self._max_rows} rows")
+        return rows
+
+
+class _Duckdb:
+    """A connection without access to files, whose one statement is a SELECT."""
+
+    def __init__(self, source: Source, seconds: float, max_rows: int) -> None:
+        self._seconds, self._max_rows = seconds, max_rows
+        self._duckdb = need("duckdb", "duckdb", 'rewards.sql.engine = "duckdb"')
+        limits = {"threads": 1, "memory_limit": "512MB"}
+        try:
+            self.connection = self._duckdb.connect(
+                source.path or ":memory:", read_only=bool(source.path), config=limits
+            )
+            if source.script:
+                self.connection.execute(source.script)
+            query = "SELECT table_name, column_name FROM information_schema.columns"
+            rows = self.connection.execute(query).fetchall()
+            self.connection.execute("SET enable_external_access = false")
+            self.connection.execute("SET lock_configuration = true")
+        except self._duckdb.Error as error:
+            raise _bad_script(source, error) from None
+        self._names = {str(name).lower() for row in rows for name in row}
+
+    def names(self) -> set[str]:
+        return self._names
+
+    def run(self, query: str) -> Rows:
+        if len(query) > _LONGEST_QUERY:
+            raise QueryError(f"a query of {len(query)} characters")
+        timer = threading.Timer(self._seconds, self.connection.interrupt)
+        timer.start()
+        try:
+            statements = self.connection.extract_statements(query)
+            kinds = [statement.type for statement in statements]
+            if kinds != [self._duckdb.StatementType.SELECT]:
+                raise QueryError("it is not one SELECT")
+            rows = self.connection.execute(statements[0]).fetchmany(self._max_rows + 1)
+        except (self._duckdb.Error, RuntimeError, MemoryError) as error:
+            raise QueryError(str(error)) from None
+        finally:
+            timer.cancel()
+            timer.join()
+        if len(rows) > self._max_rows:
+            raise QueryError(f"more than {self._max_rows} rows")
+        return list(rows)
