@@ -46,15 +46,24 @@ def sandbox():
     return Sandbox(LIMITS, network=True)
 
 
+MARK = f"of-sandbox-test-{os.getpid()}"
+
+
+@pytest.fixture(autouse=True)
+def marked(monkeypatch):
+    """Sandboxes of this process say so in their environment: those of others run beside them."""
+    monkeypatch.setattr(module, "_ENVIRONMENT", {**module._ENVIRONMENT, "JRL_CASE": MARK})
+
+
 def processes():
-    """Processes of the sandbox's child."""
+    """Processes of this process's sandboxes."""
     found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
         try:
             text = path.read_bytes()
         except OSError:
             continue
-        if module.__file__.removesuffix(".py").encode() + b"_child" in text:
+        if MARK.encode() in text:
             found.append(path)
     return found
 
