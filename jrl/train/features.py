@@ -256,7 +256,7 @@ def features_of(
     found = _config_features(config) | data
     found |= method_features(method, named) | _network_features(network, named)
     if config.tree.model_fields_set == {"kind"}:  # its other keys are the method's
-        trees = {"tree", "search", "guided search", "branches"} & found.keys()
+        trees = {"tree", "asked tree", "search", "guided search", "branches"} & found.keys()
         found |= dict.fromkeys(trees, f"tree.kind = {config.tree.kind!r}")
     plan, group = method.plan, config.sampling.group
     further = plan.next is not None and plan.members(group) > 0

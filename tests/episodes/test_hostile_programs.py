@@ -108,8 +108,8 @@ def left_behind():
     for place in PLACES:
         if os.path.isdir(place):
             names = (name for name in os.listdir(place) if re.search("jrl|case|note", name))
-            # those of sandboxes of other tests come and go
-            found[place] = sorted(name for name in names if not name.startswith("jrl-sandbox-"))
+            # the library's own, for sandboxes and checkpoints of other tests, come and go
+            found[place] = sorted(name for name in names if not name.startswith("jrl-"))
     for path in QUEUES:
         if os.access(path, os.R_OK):
             text = pathlib.Path(path).read_text()
