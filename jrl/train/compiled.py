@@ -198,7 +198,10 @@ def _with_combined(
     groups = rollout(request, **how)
     points = dict(zip(paid, jnp.moveaxis(groups.rewards, -1, 0), strict=True))
     points = combined_points(combined, points, counted(groups.rollout), (), request.step)
-    return groups._replace(rewards=jnp.stack([points[name] for name in names], axis=-1))
+    rewards = jnp.stack([points[name] for name in names], axis=-1)
+    # A task has an opinion of everything: a NaN is a fault, and no combination may hide it.
+    broken = jnp.isnan(groups.rewards).any(axis=-1, keepdims=True)
+    return groups._replace(rewards=jnp.where(broken, jnp.nan, rewards))
 
 
 def shown_in_compiled(method: Method, prompts: int) -> int:

@@ -36,6 +36,8 @@ class JudgedParts(Around):
       stages: what gives the others, one after the other.
       names: all parts, in the order wanted.
       combined: the parts made of others.
+      certain: the parts that always have an opinion: a NaN of theirs is a fault, which must come to
+        light as a loss that is not finite, and not pass for silence.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class JudgedParts(Around):
         stages: Sequence[Stage],
         names: Sequence[str],
         combined: Sequence[Combined] = (),
+        certain: Sequence[str] = (),
     ) -> None:
         super().__init__(source)
+        self._certain = tuple(certain)
         self._gives, self._stages, self._names = tuple(gives), tuple(stages), tuple(names)
         self._combined = tuple(combined)
 
@@ -70,7 +74,11 @@ class JudgedParts(Around):
             listed = isinstance(groups.subject, list)
             rows = [prompt.meta for prompt in groups.subject] if listed else ()
             points = combined(self._combined, points, members, rows, step)
+        faults = [np.isnan(points[name]) for name in self._certain]
+        broken = np.any(faults, axis=0) if faults else np.zeros(groups.rollout.stop.shape, bool)
         rewards, silent = without_silent(np.stack([points[n] for n in self._names], axis=-1))
+        rewards, silent = np.where(broken[..., None], np.nan, rewards), np.where(broken, 0, silent)
+        rewards, silent = rewards.astype(np.float32), silent.astype(np.int32)
         return groups._replace(rewards=rewards, ids=groups.ids | {SILENT: silent}, spoken=None)
 
 
@@ -159,7 +167,8 @@ def judged_parts(run: Run, source: Source, pool: RewardPool | None, split: str =
         stages.append(judge_stage(Judges.of(run, split), prompts_seen(run)))
     if not stages and not rewards.combined:
         return source
-    return JudgedParts(source, gives, stages, tuple(rewards.weights), rewards.combined)
+    certain = (*(() if type(run.kind) is TextKind else gives), *rewards.models)
+    return JudgedParts(source, gives, stages, tuple(rewards.weights), rewards.combined, certain)
 
 
 def prompts_seen(run: Run) -> Callable[[Groups], Any]:

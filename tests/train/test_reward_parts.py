@@ -1,15 +1,22 @@
 """Reward functions of one's own on procedural tasks: beside the task's parts, and alone."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from judge_server import judge_server
 
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.rewards.combine import make_combined
 from jrl.run import run as running
 from jrl.run.run import train
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build, programs
 from jrl.train.reward_parts import parts_of
+from jrl.train.reward_stages import JudgedParts
+from jrl.train.sources import Groups
+from jrl.types import SILENT, StopReason
 
 REWARDS = """
 def right(samples):
@@ -135,3 +142,24 @@ def test_what_cannot_be_is_said(place):
     with pytest.raises(UserError, match="takes level, and the data has no such column"):
         train(asked, echo=lambda line: None)
     assert not (place / "run").exists()
+
+
+def test_a_broken_number_of_the_data_does_not_pass_for_silence():
+    """NaN of a part that always has an opinion stays NaN, in what is made of it, too."""
+    stop = np.full((1, 3), StopReason.STOP_TOKEN, np.int32)
+    rollout = SimpleNamespace(stop=stop, baseline=np.zeros((1, 3), bool))
+    paid = np.array([[[1.0], [np.nan], [3.0]]], np.float32)
+    drawn = Groups(rollout, paid, [], {}, {})
+    source = SimpleNamespace(draw=lambda request: drawn)
+
+    def stage(groups, points, step):
+        return groups, {"judged": np.array([[0.5, 0.5, np.nan]], np.float32)}
+
+    both = make_combined("both", "sum", ["paid", "judged"], {})
+    names = ["paid", "judged", "both"]
+    parts = JudgedParts(source, ["paid"], [stage], names, [both], certain=["paid"])
+    groups = parts.draw(SimpleNamespace(step=0))
+    nan = np.nan
+    expected = [[[1.0, 0.5, 1.5], [nan, nan, nan], [3.0, 0.0, 3.0]]]
+    np.testing.assert_array_equal(groups.rewards, np.array(expected, np.float32))
+    assert groups.ids[SILENT].tolist() == [[0, 0, 2]]
