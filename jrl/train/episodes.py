@@ -154,19 +154,7 @@ def scripted_batch(key: Array, *, env: Env, count: int) -> Batch:
 
     starts, tokens, lengths, drawn = jax.vmap(one)(jax.random.split(key, count))
     mask = drawn & (jnp.arange(tokens.shape[1])[None] < lengths[:, None])
-    ones = jnp.ones((count, 1), bool)
-    return Batch(
-        prompt_tokens=starts.tokens,
-        prompt_lengths=starts.length,
-        tokens=tokens[:, None],
-        lengths=lengths[:, None],
-        mask=mask[:, None],
-        rewards=jnp.zeros((count, 1, 1), jnp.float32),
-        reward_weights=jnp.ones(1, jnp.float32),
-        members=ones,
-        baseline=~ones,
-        truncated=~ones,
-    )
+    return _supervised(starts, tokens, lengths, mask)
 
 
 # ---------------------------------------------------------------- a task, or an environment
@@ -210,6 +198,19 @@ def _solved_batch(key: Array, task: Task, count: int) -> Batch:
     problems = jax.vmap(lambda k: task.generate(k, "train"))(jax.random.split(key, count))
     tokens, lengths = jax.vmap(task.solution)(problems)
     mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+    return _supervised(problems, tokens, lengths, mask)
+
+
+def _supervised(problems: Any, tokens: Array, lengths: Array, mask: Array) -> Batch:
+    """Examples of one completion each.
+
+    Args:
+      problems: with the fields ``tokens`` [N, P] and ``length`` [N].
+      tokens: [N, T] int32.
+      lengths: [N] int32, tokens.
+      mask: [N, T] bool, tokens to learn.
+    """
+    count = tokens.shape[0]
     ones = jnp.ones((count, 1), bool)
     return Batch(
         prompt_tokens=problems.tokens,
