@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -18,7 +17,6 @@ from benchmarks import (
     episodes,
     flags,
     floor,
-    gpu,
     host_episodes,
     rollout,
     runs,
@@ -127,64 +125,6 @@ def test_distribution_measures_every_sampler(capsys):
     for name, numbers in found.items():
         assert numbers["tokens"] == 2 * 2 * 4
         assert name == "float32" or 1e-5 < numbers["max_difference"] < 0.5
-
-
-@pytest.mark.slow
-def test_gpu_runs_on_a_cpu_and_writes_its_table(capsys, tmp_path):
-    path = tmp_path / "gpu.md"
-    sizes = ["--prompt-len", "8", "--gen-len", "4", "--gemm", "32", "--copy-mb", "1"]
-    rows = ["--batches", "2", "--packed", "32", "--rounds", "1", "--table", str(path)]
-    rows += ["--attention", "blockwise"]
-    gpu.main(["--shapes", "tiny", *sizes, *rows])
-    result = json.loads(capsys.readouterr().out)["shapes"]["tiny"]
-    (sampling,), (training,) = result["sampling"], result["training"]
-    assert sampling["decode_fraction"] > 0
-    assert training["packed_tokens"] == 32
-    assert training["attention"] == sampling["prefill_attention"] == "blockwise"
-    assert training["fraction"] > 0
-    assert training["memory_over_kept"] > 1
-    assert (training["layers"], training["remat"]) == (1, "elementwise")
-    assert "refused" not in training
-    assert "| 2 |" in path.read_text()
-    assert "--shapes tiny" in path.read_text()
-
-
-def test_out_of_memory_is_a_row_and_other_errors_are_not():
-    def exhausted():
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 GiB\nmore")
-
-    def broken():
-        raise jax.errors.JaxRuntimeError("INTERNAL: no")
-
-    assert gpu.attempt(exhausted) == {"does_not_fit": "RESOURCE_EXHAUSTED: 1 GiB"}
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        gpu.attempt(broken)
-
-
-def test_what_does_not_fit_is_known_before_it_runs():
-    args = gpu.parser().parse_args(["--memory-gb", "1e-6"])
-    limit, double = gpu.memory_limit(args), jax.jit(lambda x: 2 * x, donate_argnums=0)
-    small, large = (jax.ShapeDtypeStruct((n,), np.float32) for n in (200, 300))
-    assert gpu.held(gpu.fitting(double, limit, small)) == 800  # donated: once
-    with pytest.raises(gpu.DoesNotFit, match=r"needs 0\.0 GB"):
-        gpu.fitting(double, limit, large)
-    assert gpu.attempt(lambda: gpu.fitting(double, limit, large)).keys() == {"does_not_fit"}
-
-
-def test_training_gives_up_activations_and_then_layers(monkeypatch):
-    def row(config, variant, packed, args):
-        if variant.layers > 2:
-            raise gpu.DoesNotFit("too much")
-        return {"layers": variant.layers, "remat": variant.remat}
-
-    monkeypatch.setattr(gpu, "variant_row", row)
-    config = gpu.model_config("tiny", 8)
-    args = gpu.parser().parse_args([])
-    assert gpu.training_row(config, 8, args) == {"layers": 1, "remat": "elementwise"}
-    found = gpu.training_row(dataclasses.replace(config, layers=5), 8, args)
-    assert (found["layers"], found["remat"]) == (2, "full")
-    assert found["refused"] == ["5 layers, elementwise: too much", "5 layers, full: too much"]
-    assert gpu.cell(found, "refused") == "5 layers, elementwise: too much; 5 layers, full: too much"
 
 
 SMALL_POD = """
