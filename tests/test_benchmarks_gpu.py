@@ -33,7 +33,14 @@ def rows_of_output(text):
 
 
 @pytest.mark.slow
-def test_gpu_runs_on_a_cpu_and_writes_rows_as_they_come(capsys, tmp_path):
+def test_gpu_runs_on_a_cpu_and_writes_rows_as_they_come(capsys, monkeypatch, tmp_path):
+    seconds = iter([1.0, 4.0, 1.0])  # to prepare weights, in all, and to prefill
+
+    def repeated(call, rounds):
+        jax.block_until_ready(call())
+        return next(seconds)
+
+    monkeypatch.setattr(gpu_sampling, "repeated", repeated)
     path, lines = tmp_path / "gpu.md", tmp_path / "gpu.jsonl"
     flags = [*TINY, "--work", "4:8:16:2", "--packed", "32", "--attention", "blockwise"]
     flags += ["--lora", "2", "--peak-tflops", "1", "--int8", "weights", "cache"]
@@ -41,10 +48,13 @@ def test_gpu_runs_on_a_cpu_and_writes_rows_as_they_come(capsys, tmp_path):
     output = capsys.readouterr().out
     rows = rows_of_output(output)
     assert rows == rows_of_output(lines.read_text())
-    assert rows["rate"][1]["copy_gb_s"] > 0
     sampling, profile = rows["sampling"]
     assert (sampling["batch"], sampling["new"], sampling["group"]) == (4, 16, 2)
-    assert sampling["decode_fraction"] > 0
+    assert (sampling["decode_s"], sampling["tok_s"]) == (2, 4 * 16 / 2)
+    assert sampling["token_step_ms"] == 2 / 16 * 1e3
+    copied = rows["rate"][1]["copy_gb_s"] * 1e9
+    fraction = sampling["decode_bytes_s"] / copied
+    assert sampling["decode_fraction"] == pytest.approx(fraction, rel=2e-3)
     assert min(sampling["compile_s"], sampling["lower_s"], sampling["setup_s"]) > 0
     assert sampling["int8"] == ["cache", "weights"]
     assert profile["kernels_a_step"] is profile["idle_share"] is None  # no GPU
