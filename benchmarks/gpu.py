@@ -181,17 +181,17 @@ def measure(args: argparse.Namespace, record: Record) -> str:
     Returns:
       The reason that some were left out; "" where none were.
     """
-    budget, rates, reason = Budget(args.seconds), bare_rates(args, record), ""
+    budget, reason = Budget(args.seconds), ""
+    # A row that is cut off in the middle is named by these, too.
+    record.left_out = [row.name for shape in args.shapes for row in rows_of(shape, args)]
+    rates = bare_rates(args, record)
     for shape in args.shapes:
         for row in rows_of(shape, args):
             if not budget.fits(row.kind, row.cost):
-                record.left_out.append(row.name)
                 took = budget.estimate(row.kind, row.cost)
                 reason = f"--seconds {args.seconds:g}: {row.name} would take about {took:.0f} s"
                 continue
             begin = time.perf_counter()
-            # A row that is cut off in the middle is named, too.
-            record.left_out.append(row.name)
             measured = row.run()
             record.left_out.remove(row.name)
             names = {"kind": row.kind, "shape": row.shape}
