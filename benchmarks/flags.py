@@ -14,8 +14,8 @@ from typing import Any
 
 PAD, BOS, EOS = 0, 1, 2
 LEARNING_RATE, B1, B2 = 1e-3, 0.9, 0.95
-JAX_PLATFORM = {"cpu": "cpu", "gpu": "cuda"}
-"""Names of platforms here, and JAX's."""
+JAX_PLATFORM = {"cpu": "cpu", "gpu": "cuda,cpu"}
+"""Names of platforms here, and JAX's, the first of which programs run on."""
 WARMUP = 2
 """Steps left out of every median; the first compile programs."""
 

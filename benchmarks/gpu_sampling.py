@@ -142,7 +142,7 @@ def sampling_row(model: Policy, work: Work, args: argparse.Namespace) -> Measure
             begun = kernels.profiled(before.call, weights, prompts, lengths)[0]
             del weights
             done = kernels.profiled(program.call, *inputs)[0]
-        figures = kernels.step_figures(done, [prepared, begun], work.new)
+        figures = kernels.step_figures(done, [prepared, begun], work.new, row.get("decode_s"))
         title = f"{work}, largest kernels of one call"
         return figures | show_kernels(done, work.new, title, args.profile)
 

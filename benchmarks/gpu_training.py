@@ -170,7 +170,7 @@ def variant_row(
     def profile() -> dict[str, Any]:
         with jax.set_mesh(mesh):
             done = kernels.profiled(once, held_state.pop())[0]
-        figures = kernels.step_figures(done, [], 1)
+        figures = kernels.step_figures(done, [], 1, took)
         title = f"training on {work.tokens} tokens, largest kernels of one step"
         return figures | show_kernels(done, 1, title, args.profile)
 

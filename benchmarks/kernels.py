@@ -1,8 +1,10 @@
 """Kernels that a GPU ran in one call, from JAX's profiler.
 
-CUPTI reports each kernel of a CUDA graph on its own, so that counts are those of the device, not of
-launches by the host. Kernels in the body of a conditional node of a graph may be missing:
-``XLA_FLAGS=--xla_gpu_enable_command_buffer=`` profiles without graphs.
+While a profiler runs, XLA launches kernels one by one in place of its CUDA graphs, so that counts
+and durations are those of the program's kernels, while gaps between them are larger than without a
+profiler, and a loop inside a graph returns to the host. Hence the idle share is taken of the time
+measured without one. With ``XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true`` graphs
+stay; kernels in their conditional nodes may then be missing.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from benchmarks.clock import timed
 STREAMS = "Stream #"
 """Start of the names of the lines that hold what a GPU ran; other lines repeat it by operation."""
 COPY_TO_HOST = "MemcpyD2H"
+FIGURES = (
+    *("kernels_a_step", "copies_to_host_a_step", "busy_ms_a_step"),
+    *("idle_share", "profiled_idle_share"),
+)
 MOST_EVENTS = 2**23
 """Events kept of one call; XLA keeps 2 million by itself and drops the rest."""
 
@@ -94,22 +100,25 @@ def busy(events: Iterable[Event]) -> float:
     return total
 
 
-def step_figures(whole: Profile, outside: list[Profile], steps: int) -> dict[str, Any]:
+def step_figures(
+    whole: Profile, outside: list[Profile], steps: int, seconds: float | None
+) -> dict[str, Any]:
     """Figures of one step of a loop.
 
     Args:
       whole: of the program with the loop.
       outside: of programs that together do what the program does beside the loop.
       steps: how often the loop's body ran.
+      seconds: that all steps took without a profiler; None if unknown.
 
     Returns:
       ``kernels_a_step``; ``copies_to_host_a_step``, how often the loop returned to the host;
-      ``busy_ms_a_step`` and ``idle_share``, the part of the loop's time in which nothing ran on the
-      device. All None without events, as on a CPU.
+      ``busy_ms_a_step``, in which something ran on the device, and the rest as shares:
+      ``idle_share`` of ``seconds``, and ``profiled_idle_share`` of the profile. All None without
+      events, as on a CPU.
     """
     if not whole.events:
-        names = ("kernels_a_step", "copies_to_host_a_step", "busy_ms_a_step", "idle_share")
-        return dict.fromkeys(names)
+        return dict.fromkeys(FIGURES)
     kernels = _difference(whole, outside, lambda events: sum(map(is_kernel, events)))
     copies = _difference(
         whole, outside, lambda events: sum(event.name == COPY_TO_HOST for event in events)
@@ -119,7 +128,8 @@ def step_figures(whole: Profile, outside: list[Profile], steps: int) -> dict[str
         "kernels_a_step": kernels / steps,
         "copies_to_host_a_step": copies / steps,
         "busy_ms_a_step": worked / steps / 1e6,
-        "idle_share": 1 - worked / took if took > 0 else None,
+        "idle_share": 1 - worked / 1e9 / seconds if seconds else None,
+        "profiled_idle_share": 1 - worked / took if took > 0 else None,
     } | incomplete(whole)
 
 

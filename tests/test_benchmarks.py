@@ -463,7 +463,7 @@ def test_a_program_beside_another_runs_where_the_flags_say(monkeypatch, tmp_path
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "somewhere")
     environment = peers.environment_for("gpu")
-    assert environment["JAX_PLATFORMS"] == "cuda"
+    assert environment["JAX_PLATFORMS"] == "cuda,cpu"
     assert environment["PYTHONPATH"].split(os.pathsep)[1] == "elsewhere"
     assert "JAX_COMPILATION_CACHE_DIR" not in environment
     script = tmp_path / "script.py"
@@ -484,7 +484,7 @@ def test_the_platform_of_the_flags_is_jaxs(monkeypatch):
     monkeypatch.setattr(work, "return_compiler_memory", lambda: None)
     for given in ([], ["--platform", "cpu"], ["--platform", "gpu"]):
         work.place(work.parser("").parse_args(given))
-    assert platforms == [("jax_platforms", "cpu"), ("jax_platforms", "cuda")]
+    assert platforms == [("jax_platforms", "cpu"), ("jax_platforms", "cuda,cpu")]
 
 
 @pytest.mark.parametrize("peer", sorted(peers.PEERS))

@@ -247,12 +247,13 @@ def test_figures_of_a_token_step_are_those_of_the_loop():
     loop = [(i, begin + at, took) for at in (100, 140) for i, begin, took in step]
     loop.append((3, 179, 1))
     whole, before = profile_of(*prefill, *loop), profile_of(*prefill)
-    figures = kernels.step_figures(whole, [before], 2)
+    figures = kernels.step_figures(whole, [before], 2, 70e-6)
     assert figures == {
         "kernels_a_step": 3.5,
         "copies_to_host_a_step": 1,
         "busy_ms_a_step": pytest.approx(0.0265),
-        "idle_share": pytest.approx(1 - 53 / 80),
+        "idle_share": pytest.approx(1 - 53 / 70),
+        "profiled_idle_share": pytest.approx(1 - 53 / 80),
     }
     first, second, *_ = kernels.largest(whole, 2, most=3)
     assert (first["kernel"], first["count"], first["mean_us"]) == ("prefill_gemm", 2, 50)
@@ -269,8 +270,8 @@ def test_what_runs_at_the_same_time_is_busy_once():
 
 def test_a_profile_with_missing_events_has_a_note():
     events = profile_of((2, 0, 500_000)).events
-    assert "profile_note" not in kernels.step_figures(kernels.Profile(events, 0.52), [], 1)
-    note = kernels.step_figures(kernels.Profile(events, 1.0), [], 1)["profile_note"]
+    assert "profile_note" not in kernels.step_figures(kernels.Profile(events, 0.52), [], 1, None)
+    note = kernels.step_figures(kernels.Profile(events, 1.0), [], 1, None)["profile_note"]
     assert note == "events span 0.500 s of 1.000 s: some may be missing"
 
 
