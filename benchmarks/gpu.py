@@ -19,6 +19,7 @@ import re
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -192,7 +193,7 @@ def measure(args: argparse.Namespace, record: Record) -> str:
                 reason = f"--seconds {args.seconds:g}: {row.name} would take about {took:.0f} s"
                 continue
             begin = time.perf_counter()
-            measured = row.run()
+            measured = attempted(row)
             record.left_out.remove(row.name)
             names = {"kind": row.kind, "shape": row.shape}
             record.add(names | measured.row | fractions(measured.row, rates))
@@ -200,6 +201,15 @@ def measure(args: argparse.Namespace, record: Record) -> str:
             prepared = sum(measured.row.get(name, 0.0) for name in BEFORE)
             budget.spent(row.kind, row.cost, prepared, time.perf_counter() - begin)
     return reason
+
+
+def attempted(row: Row) -> Measured:
+    """A row, or the error that ended it, whose traceback is on stderr; the others go on."""
+    try:
+        return row.run()
+    except Exception as error:
+        traceback.print_exc()
+        return Measured({"name": row.name, "failed": f"{type(error).__name__}: {error}"[:300]})
 
 
 def add_profile(
@@ -312,7 +322,7 @@ def cell(row: dict[str, Any], name: str) -> str:
     """A figure of a row, or why it is not there."""
     if name in ("refused", "int8"):
         return "; ".join(row.get(name, []))
-    value = row.get(name, row.get("does_not_fit", ""))
+    value = row.get(name, row.get("does_not_fit", row.get("failed", "")))
     return "" if value is None else str(value)
 
 
@@ -338,6 +348,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = Record(args.json, summary)
     with ends_in_time(record, args.seconds):
         record.end(measure(args, record))
+    if any("failed" in row for row in record.rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -315,6 +315,24 @@ def test_rows_that_there_is_no_time_for_are_left_out(monkeypatch, capsys):
     assert "tiny sampling 2:8:4:1 would take about" in end["reason"]
 
 
+def test_a_row_that_fails_is_named_and_the_others_go_on(monkeypatch, capsys):
+    def row(model, work, args):
+        if work.rows == 1:
+            raise RuntimeError("broken kernel")
+        return Measured({"batch": work.rows})
+
+    monkeypatch.setattr(gpu, "policy", lambda config, args: None)
+    monkeypatch.setattr(gpu, "sampling_row", row)
+    with pytest.raises(SystemExit, match="1"):
+        gpu.main([*TINY, "--work", "1:8:4:1", "2:8:4:1", "--packed"])
+    printed = capsys.readouterr()
+    first, second = rows_of_output(printed.out)["sampling"]
+    assert first["failed"] == "RuntimeError: broken kernel"
+    assert second["batch"] == 2
+    assert "Traceback" in printed.err
+    assert "| RuntimeError: broken kernel |" in printed.out
+
+
 BLOCKED = """
 import sys, time
 from benchmarks.lease import Record, ends_in_time
