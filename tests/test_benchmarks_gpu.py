@@ -17,6 +17,7 @@ from benchmarks import (
     gpu,
     gpu_programs,
     gpu_sampling,
+    gpu_table,
     gpu_training,
     kernels,
 )
@@ -119,7 +120,10 @@ def test_training_gives_up_activations_and_then_layers(monkeypatch):
     assert (row["layers"], row["remat"]) == (2, "full")
     assert row["refused"] == ["5 layers, elementwise: too much", "5 layers, full: too much"]
     assert row["refused_s"] > 0
-    assert gpu.cell(row, "refused") == "5 layers, elementwise: too much; 5 layers, full: too much"
+    assert (
+        gpu_table.cell(row, "refused")
+        == "5 layers, elementwise: too much; 5 layers, full: too much"
+    )
 
 
 # ---------------------------------------------------------------- what the flags ask for
@@ -283,7 +287,7 @@ def test_a_profiler_that_fails_costs_no_row(capsys):
     record.add({"kind": "sampling"})
     args = gpu.parser().parse_args([])
     gpu.add_profile(record, {"kind": "sampling", "shape": "tiny"}, Measured({}, broken), args)
-    (row,) = gpu.merged(record.rows)
+    (row,) = gpu_table.merged(record.rows)
     assert row["profile_error"] == "RuntimeError: no rights"
 
 
