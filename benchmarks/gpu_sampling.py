@@ -121,7 +121,7 @@ def sampling_row(model: Policy, work: Work, args: argparse.Namespace) -> Measure
         kernel = kernel_for(args.attention, config, Shape(n, work.prompt, work.prompt), steady=True)
     del weights
     drawn = work.drawn()
-    row = {
+    row: dict[str, Any] = {
         **{"batch": work.rows, "prompt": work.prompt, "new": work.new, "group": work.group},
         "int8": sorted(args.int8),
         "prefill_attention": kernel,
