@@ -220,10 +220,10 @@ def add_profile(
     if measured.profile is None or args.profile == "none":
         return
     try:
-        found = measured.profile()
+        figures = measured.profile()
     except Exception as error:  # CUPTI needs rights that not every machine gives
-        found = {"profile_error": f"{type(error).__name__}: {error}"[:300]}
-    record.add(names | {"of_row": len(record.rows) - 1} | found)
+        figures = {"profile_error": f"{type(error).__name__}: {error}"[:300]}
+    record.add(names | {"of_row": len(record.rows) - 1} | figures)
 
 
 def bare_rates(args: argparse.Namespace, record: Record) -> dict[str, float | None]:
