@@ -92,25 +92,39 @@ def loop_launches(text: str | HloProgram) -> list[LoopLaunches]:
     return list(_loops(program, program.entry, ()))
 
 
+def token_loop(text: str | HloProgram) -> LoopLaunches | None:
+    """The loop of which a turn is a token step of a sampler; None for a program without one.
+
+    Its body itself has operations of the scope "draw". With several, as in a sampler that compiles
+    a loop for each number of slots, it is the one with the most launches.
+    """
+    program = parse_program(text) if isinstance(text, str) else text
+    loops = [loop for loop in loop_launches(program) if _draws(program, loop.body)]
+    return max(loops, key=lambda loop: loop.launches.total, default=None)
+
+
 def token_step(text: str | HloProgram) -> Launches | None:
     """Launches of one token step of a sampler; None for a program without one.
 
-    The token step is one turn of the loop whose body itself has operations of the scope "draw"
-    (with several, as in a sampler that compiles a loop for each number of slots, the one with the
-    most launches). Where a loop with a known number of turns is inside one that asks the host, the
-    latter's other launches and its return count in equal parts: with 16 turns, 1/16 each.
+    Where a loop with a known number of turns is inside one that asks the host, the latter's other
+    launches and its return count in equal parts: with 16 turns, 1/16 each.
     """
     program = parse_program(text) if isinstance(text, str) else text
-    loops = {loop.body: loop for loop in loop_launches(program)}
-    steps = [loop for loop in loops.values() if _draws(program, loop.body)]
-    if not steps:
+    step = token_loop(program)
+    if step is None:
         return None
-    step = max(steps, key=lambda loop: loop.launches.total)
+    loops = {loop.body: loop for loop in loop_launches(program)}
     around, turns = [loops[name] for name in step.inside], 1
     while step.trips is not None and around:
         turns *= step.trips
         step = around.pop()
     return Launches().plus(step.launches, 1 / turns)
+
+
+def program_launches(text: str | HloProgram) -> Launches:
+    """Launches of one run of a program; loops without a known number of turns count as one turn."""
+    program = parse_program(text) if isinstance(text, str) else text
+    return _launches(program, program.entry)
 
 
 def _loops(program: HloProgram, name: str, inside: tuple[str, ...]) -> Iterator[LoopLaunches]:
