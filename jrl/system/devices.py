@@ -81,10 +81,10 @@ def outdated_driver() -> str | None:
     driver, cuda = tuple(map(int, match[1].split("."))), max(majors)
     if driver >= OLDEST_DRIVER[cuda]:
         return None
-    fitting = [n for n, oldest in OLDEST_DRIVER.items() if driver >= oldest]
-    other = f"install JAX for CUDA {max(fitting)}: {install_line(f'cuda{max(fitting)}')}, "
+    older = max((n for n, oldest in OLDEST_DRIVER.items() if driver >= oldest), default=None)
+    other = f"install JAX for CUDA {older}: {install_line(f'cuda{older}')}, " if older else ""
     return (
         f"the NVIDIA driver {match[1]} is older than CUDA {cuda}, which JAX is installed for here,"
         f" needs ({OLDEST_DRIVER[cuda][0]} or newer): update it,"
-        f" {other if fitting else ''}or set JAX_PLATFORMS=cpu"
+        f" {other}or set JAX_PLATFORMS=cpu"
     )
