@@ -130,6 +130,7 @@ class Plan(NamedTuple):
       move_seconds: of the transfer of the weights to those devices.
       sampling_mesh: of the sampler on the devices of training; None where it has the same.
       experts: routed experts of a layer; 0 for none.
+      layers: of the policy.
     """
 
     topology: Topology
@@ -143,6 +144,7 @@ class Plan(NamedTuple):
     move_seconds: float = 0.0
     sampling_mesh: dict[str, int] | None = None
     experts: int = 0
+    layers: int = 0
 
     @property
     def step_seconds(self) -> float | None:
@@ -416,6 +418,7 @@ def judged(run: build.Run, topology: Topology, programs: dict[str, Program]) -> 
         tokens=prompts * group * length,
         sampling_mesh=None if drawing_mesh(run) == run.mesh else dict(drawing_mesh(run).shape),
         experts=run.shape.experts,
+        layers=run.shape.layers,
     )
 
 

@@ -88,6 +88,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield ""
         tokens = plan.tokens / topology.chips if plan.rollout_mesh is None else 0.0
         yield from _program(_WORDS[name], program, topology, tokens)
+        if program.kernels is not None:
+            yield from _launched(program.kernels, name, plan.layers)
     yield ""
     counted = any(program.counted for program in plan.programs.values())
     if (seconds := plan.step_seconds) is not None:
@@ -135,8 +137,6 @@ def _program(name: str, program: Program, topology: Topology, tokens: float) -> 
         split = ", ".join(f"{k} {_seconds(v)}" for k, v in program.bound.items() if v)
         least = "about" if program.counted else "at least"
         yield f"  {least} {_seconds(program.roofline_seconds)} ({split})"
-    if program.kernels is not None:
-        yield from _launched(program.kernels, name == "sampler")
     yield from _shares(program, topology, tokens)
 
 
@@ -147,20 +147,27 @@ def _through(topology: Topology, axes: str) -> str:
     return f" through {topology.chip.link}" if topology.chip.platform == "gpu" else ""
 
 
-def _launched(kernels: Mapping[str, float], sampler: bool) -> Iterator[str]:
-    """Lines on what the host launches on a GPU."""
-    parts = {name: kernels[name] for name in ("layers", "draw", "rest")}
-    total = sum(parts.values())
-    each = ", ".join(f"{name} {n:,.4g}" for name, n in parts.items() if n)
+def _launched(kernels: Mapping[str, float], name: str, layers: int) -> Iterator[str]:
+    """Lines on what the host launches on a GPU in a program of this name."""
+    parts = {part: kernels[part] for part in ("layers", "draw", "rest")}
+    each = [f"{part} {_count(n)}" for part, n in parts.items() if n]
+    if layers:
+        each[0] += f", {kernels['layers'] / layers:.3g} each of {layers}"
+    unit = "token step" if name == "sampler" else "training step"
     copied = 100 * kernels["copied"] / max(kernels["bytes"], 1.0)
     yield (
-        f"  {total:,.4g} kernels {'a token step' if sampler else 'a training step'} ({each});"
-        f" {copied:.1f} % of its bytes are copied or gathered only"
+        f"  {_count(sum(parts.values()))} kernels a {unit} ({'; '.join(each)}),"
+        f" {copied:.1f} % of its bytes copied or gathered only"
     )
     if kernels["returns"]:
         conditionals = kernels["conditionals"]
         of_them = f", {conditionals:.3g} of them conditionals" if conditionals else ""
-        yield f"  it returns to the host {kernels['returns']:.3g} times{of_them}"
+        times = "once" if kernels["returns"] == 1 else f"{kernels['returns']:.3g} times"
+        yield f"  a {unit} returns to the host {times}{of_them}"
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
 def _shares(program: Program, topology: Topology, tokens: float) -> Iterator[str]:

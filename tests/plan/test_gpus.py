@@ -201,10 +201,10 @@ def test_the_text_has_kernels_returns_and_networks():
     )
     found = plan.Plan(
         parse_topology("2*h100x8"), {"data": 2, "fsdp": 8}, {"sampler": program}, True, [], 5, 6
-    )
+    )._replace(layers=28)
     text = as_text(found)
-    assert "726 kernels a token step (layers 700, draw 16, rest 10); 2.5 % of its bytes" in text
-    assert "returns to the host 197 times, 196 of them conditionals" in text
+    assert "726 kernels a token step (layers 700, 25 each of 28; draw 16; rest 10), 2.5 %" in text
+    assert "a token step returns to the host 197 times, 196 of them conditionals" in text
     assert "all-gather over fsdp: 3 GB sent through NVLink" in text
     assert "all-reduce over data+fsdp: 1 GB sent through the data-centre network" in text
 
