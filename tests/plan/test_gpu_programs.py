@@ -42,13 +42,13 @@ class Bounds(NamedTuple):
 
 
 DECODING = {
-    "small": Bounds(26, 17, 12, 1, 0.05),
-    "small, 1,024 tokens": Bounds(120, 17, 12, 22, 0.05),
-    "1.7b": Bounds(26, 17, 12, 1, 0.01),
+    "small": Bounds(25, 12, 10, 1, 0.01),
+    "small, long": Bounds(120, 17, 12, 22, 0.05),
+    "1.7b": Bounds(26, 17, 10, 1, 0.01),
 }
 """To be lowered with the sampler: 10 kernels a layer, 12 for the draw and the rest together, and a
 return in 16 tokens."""
-TRAINING = {"small": Bounds(140, 0, 900, 2, 0.1), "1.7b": Bounds(140, 0, 900, 2, 0.1)}
+TRAINING = {"small": Bounds(125, 0, 235, 0, 0.02), "1.7b": Bounds(125, 0, 900, 0, 0.03)}
 
 SMALL = {
     **{"vocab_size": 4096, "embed_dim": 256, "heads": 4, "kv_heads": 2, "head_dim": 64},
@@ -58,7 +58,7 @@ LARGE = SMALL | {
     **{"vocab_size": 151936, "embed_dim": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128},
     **{"mlp_dim": 6144},
 }
-SHAPES = {"small": (SMALL, 64), "small, 1,024 tokens": (SMALL, 1024), "1.7b": (LARGE, 64)}
+SHAPES = {"small": (SMALL, 64), "small, long": (SMALL, 1024), "1.7b": (LARGE, 64)}
 
 
 def tree(shape: str, layers: int) -> dict:
