@@ -86,6 +86,25 @@ def gpu_program(tree: dict[str, Any], topology: str, name: str) -> dict[str, Any
     return as_json(plan.judged(run, hosts, programs))["programs"][name]
 
 
+def gpu_kinds(topologies: list[str]) -> list[str]:
+    """The device kinds of GPUs, for each of which a product and an activation are compiled."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import SingleDeviceSharding
+
+    from jrl.plan.topology import compile_devices, parse_topology
+
+    kinds = []
+    for name in topologies:
+        *_, last = compile_devices(parse_topology(name))
+        on = SingleDeviceSharding(last)
+        layer = jax.jit(lambda x, w: jax.nn.silu(x @ w), in_shardings=on, out_shardings=on)
+        shape = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+        assert "fusion(" in layer.lower(shape, shape).compile().as_text()
+        kinds.append(last.device_kind)
+    return kinds
+
+
 def refused(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:
     """What is said of configurations that cannot be planned for."""
     from jrl.config import build_config

@@ -17,7 +17,8 @@ from tpu_programs import ask
 from jrl.config import load_config
 from jrl.plan.compile import abstract_run_on
 from jrl.plan.count import counted_plan
-from jrl.plan.topology import parse_topology
+from jrl.plan.topology import CHIPS, parse_topology
+from jrl.train.gather import MEMORY
 
 pytestmark = [pytest.mark.extra("plan-gpu"), pytest.mark.slow]
 
@@ -122,6 +123,13 @@ def test_memory_and_operations_are_those_of_the_shape():
     # Of a token step at the least the weights, of which 64 times.
     assert sampler["hbm_bytes"] > 64 * weights
     assert sampler["hbm_bytes"] < 2 * 64 * weights
+
+
+def test_every_gpu_is_compiled_for():
+    names = [name for name, chip in CHIPS.items() if chip.platform == "gpu"]
+    kinds = ask("gpu_kinds", [f"2*{name}x8" for name in names])
+    assert all(kind in MEMORY for kind in kinds), kinds
+    assert len(set(kinds)) == len(names)
 
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("gpu_*.toml"))
