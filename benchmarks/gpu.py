@@ -37,6 +37,7 @@ from benchmarks.lease import Budget, Cost, Record, ends_in_time
 from jrl.models.attention.choice import ATTENTION
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import REMAT
+from jrl.system.devices import GPU_MEMORY_SHARE
 
 _NAMES = ("layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim", "vocab_size")
 _QWEN3 = {
@@ -274,8 +275,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         updates(args)
     except ValueError as error:
         asked.error(str(error))
-    # On GPUs JAX takes three quarters of the memory; nobody else is on the device here.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    # On GPUs JAX takes three quarters of the memory; this much is given to a run of JRL.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
     flags = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "-m", "benchmarks.gpu", *flags])
 

@@ -430,9 +430,9 @@ class PlanTable(Table):
 
     topology: str = key(
         "v5e:4x4",
-        "TPU slice that `jrl plan` compiles for, CHIP:SHAPE such as v6e:8x8 or SLICES*CHIP:SHAPE;"
-        " its option --topology overrides it",
-        pattern=r"^([1-9]\d*\*)?\w+:\d+(x\d+)*$",
+        "TPU slice or host of GPUs that `jrl plan` compiles for, CHIP:SHAPE such as v6e:8x8 or"
+        " GPUxCOUNT such as h100x8, NUMBER*... for several; its option --topology overrides it",
+        pattern=r"^([1-9]\d*\*)?[a-z]\w*?[:x]\d+(x\d+)*$",
     )
 
 
