@@ -313,9 +313,7 @@ def reaches(
     earliest = jnp.where(lives, at, jnp.iinfo(jnp.int32).max).reshape(lengths.shape[0], -1).min(1)
 
     def seen(window: int | None) -> Any:
-        begin = jnp.zeros_like(lengths)
-        if window is not None:
-            begin = jnp.clip(earliest - (window - 1), 0, lengths)
+        begin = None if window is None else jnp.clip(earliest - (window - 1), 0, lengths)
         return Reach(columns, at, begin, lengths)
 
     return {window: seen(window) for window in set(config.windows)}
