@@ -37,6 +37,7 @@ from jrl.plan.useful import decoding, floor_seconds, loop_trips, model_flops
 from jrl.train import build
 from jrl.train.gather import prepared_bytes
 from jrl.train.programs import check_resharding, drawing_mesh
+from jrl.train.remat import AUTO, choose, with_remat
 from jrl.train.shapes import abstract_batch
 
 PROGRAMS = ("resharding", "sampler", "train_step")
@@ -115,6 +116,7 @@ class Plan(NamedTuple):
       move_seconds: of the transfer of the weights to those devices.
       sampling_mesh: of the sampler on the devices of training; None where it has the same.
       experts: routed experts of a layer; 0 for none.
+      remat: ``model.remat``; what would be chosen where that is "auto".
     """
 
     topology: Topology
@@ -128,6 +130,7 @@ class Plan(NamedTuple):
     move_seconds: float = 0.0
     sampling_mesh: dict[str, int] | None = None
     experts: int = 0
+    remat: str = "elementwise"
 
     @property
     def step_seconds(self) -> float | None:
@@ -223,6 +226,7 @@ def quick_plan(
         memory of a chip is right, and the times are too short.
     """
     run = abstract_run_on(config, topology)
+    config = run.config  # fewer layers would fit with another rematerialisation
     model, sizes = run.shape, config.model.config
     if sizes is None:
         return make_plan(config, topology, echo=echo, placement=placement, effort=effort)
@@ -295,6 +299,8 @@ def abstract_run_on(config: Config, topology: Topology) -> build.Run:
     mesh = plan_mesh(config, topology)
     run = abstract_run(config, mesh)
     check_resharding(run)
+    if run.config.model.remat == AUTO:
+        run = with_remat(run, choose(run, topology.chip.hbm_bytes).remat)
     return run
 
 
@@ -381,6 +387,7 @@ def judged(run: build.Run, topology: Topology, programs: dict[str, Program]) -> 
         tokens=prompts * group * length,
         sampling_mesh=None if drawing_mesh(run) == run.mesh else dict(drawing_mesh(run).shape),
         experts=run.shape.experts,
+        remat=run.config.model.remat,
     )
 
 

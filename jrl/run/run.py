@@ -20,6 +20,7 @@ from jrl.rewards.pool import RewardPool
 from jrl.run.diagnostics import with_others
 from jrl.run.loops import Training, train_compiled, train_on_host
 from jrl.run.metric_names import check_metric_names
+from jrl.run.out_of_memory import memory_of
 from jrl.run.progress import above_live_line
 from jrl.run.records import Moved, RunRecords
 from jrl.run.revisions import pinned
@@ -40,6 +41,7 @@ from jrl.train.compiled import warm_start, with_policy
 from jrl.train.judges import check_judges, probe_judges
 from jrl.train.kinds import EpisodeKind
 from jrl.train.objective import sampler_differs
+from jrl.train.remat import settled
 from jrl.train.reward_parts import reward_pool
 from jrl.train.sampler_difference import difference_text
 from jrl.train.score import policy_of
@@ -113,11 +115,13 @@ def run_config(
                     raise
                 raise with_others(error, config) from error
             notes = stack.enter_context(CompileNotes(echo, sooner=_compiles_sooner(config)))
+            run = settled(run, echo)
             records = stack.enter_context(
                 RunRecords(run._replace(params=None), pool, stopping, on_record)
             )
             stopping.at_rest = lambda: notes.compiling and records.at_rest()
-            state, shardings = programs.new_state(run)
+            with memory_of("initial state", run):
+                state, shardings = programs.new_state(run)
             run = records.run  # without the checkpoint's weights on the host, which are done with
             if warning := records.check_space(state):
                 echo(warning)

@@ -14,7 +14,8 @@ from benchmarks import pods
 from jrl.config import build_config, load_config
 from jrl.mesh import make_mesh
 from jrl.plan import compile as plan
-from jrl.plan.lower import abstract_run, abstract_state
+from jrl.plan.lower import abstract_run
+from jrl.train.programs import abstract_state
 from jrl.plan.topology import parse_topology
 from jrl.plan.useful import floor_seconds, lengths_of, model_flops
 from jrl.train import programs
