@@ -26,7 +26,7 @@ from jrl.train.compiled import Iteration, iterate
 from jrl.train.loop import train_steps
 from jrl.train.plan import CollectState, packed, unpacked
 from jrl.train.sources import Groups
-from jrl.train.step import Metrics
+from jrl.train.step import Metrics, Step
 from jrl.train.tree_search import drawn_weights
 from jrl.types import Array, Batch, Params, TrainState
 
@@ -47,6 +47,7 @@ class Training(NamedTuple):
       stopping: whether it shall stop.
       pool: the reward functions on the host, or None.
       echo: where lines for a person go.
+      step: the training step, jitted; not called where one program makes all steps.
     """
 
     run: Run
@@ -55,6 +56,7 @@ class Training(NamedTuple):
     stopping: Stopping
     pool: RewardPool | None
     echo: Callable[[str], object]
+    step: Step
 
 
 # ---------------------------------------------------------------- batches made on the host
@@ -79,14 +81,13 @@ def train_on_host(training: Training, state: TrainState, notes: Mapping[str, Any
         if stop_requested(stopping):
             return state
         loop = HostLoop(records, stopping, batches, progress, state)
-        train_step = programs.train_program(run, training.shardings)
         sampling_params = jax.device_put(run.sampling_params, replicated(run.mesh))
         while True:
             with memory_of("training step", run):
                 state = train_steps(
                     state,
                     loop,
-                    train_step,
+                    training.step,
                     sampling_params,
                     run.config.train.steps,
                     cursor=records.position.cursor,

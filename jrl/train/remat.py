@@ -165,7 +165,7 @@ def compiled_bytes(run: build.Run) -> float:
     """
     shapes, shardings = programs.abstract_state(run)
     parameters = jax.eval_shape(lambda: run.sampling_params)
-    program = programs.train_program(run, shardings)
+    program: Any = programs.train_program(run, shardings)
     with jax.set_mesh(run.mesh):
         try:
             compiled = program.lower(shapes, abstract_batch(run), parameters).compile()

@@ -13,7 +13,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.routing import record_dtype
 from jrl.train import build
 from jrl.train.kinds import TextKind
-from jrl.types import Batch, RoutingRecord
+from jrl.types import SILENT, Batch, RoutingRecord
 
 
 def abstract_batch(run: build.Run) -> Batch:
@@ -41,6 +41,9 @@ def abstract_batch(run: build.Run) -> Batch:
         ids |= {name: array(jnp.int32, n, g, t) for name in ("turn", "step", "state")}
         ids["stratum"] = array(jnp.int32, n, g)
         stats["paid"] = array(jnp.float32, n, g, t)
+    if draw.own and config.data.given is None:
+        ids["answer"] = array(jnp.int32, n, g)
+        ids |= {SILENT: array(jnp.int32, n, g)} if type(run.kind) is TextKind else {}
     parts = len(run.rewards.weights)
     everywhere: Any = replicated(run.mesh)
     weights: Any = jax.ShapeDtypeStruct((parts,), jnp.float32, sharding=everywhere)
