@@ -14,10 +14,10 @@ from typing import Any, Self
 
 import jax
 
-from jrl.mesh import named_platform, replicated
+from jrl.mesh import named_platform
 from jrl.train import programs
 from jrl.train.build import Run
-from jrl.train.shapes import abstract_batch
+from jrl.train.shapes import abstract_batch, abstract_parameters
 
 
 class StepAhead:
@@ -66,11 +66,7 @@ class StepAhead:
         run = self._run
         # What fails here fails in the step itself, too, where it is reported.
         with contextlib.suppress(Exception), jax.set_mesh(run.mesh):
-            where = replicated(run.mesh)
-            parameters = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-                jax.eval_shape(lambda: run.sampling_params),
-            )
+            parameters = abstract_parameters(run)
             self.step.lower(self._shapes, abstract_batch(run), parameters).compile()
 
 

@@ -27,7 +27,7 @@ from jrl.system.processes import first_says
 from jrl.train import build, programs
 from jrl.train.gather import device_memory, prepared_bytes, weight_numbers
 from jrl.train.placement import sampler_mesh
-from jrl.train.shapes import abstract_batch
+from jrl.train.shapes import abstract_batch, abstract_parameters
 
 AUTO = "auto"
 ORDER = ("elementwise", "dots", "mlp", "full")
@@ -173,11 +173,12 @@ def compiled_bytes(run: build.Run) -> float:
     batch, which then comes from the compile cache.
     """
     shapes, shardings = programs.abstract_state(run)
-    parameters = jax.eval_shape(lambda: run.sampling_params)
     program: Any = programs.train_program(run, shardings)
     with jax.set_mesh(run.mesh):
         try:
-            compiled = program.lower(shapes, abstract_batch(run), parameters).compile()
+            compiled = program.lower(
+                shapes, abstract_batch(run), abstract_parameters(run)
+            ).compile()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jrl.mesh import batch_sharding, replicated
 from jrl.models.config import ModelConfig
 from jrl.models.routing import record_dtype
+from jrl.sampling.params import SamplingParams
 from jrl.train import build
 from jrl.train.kinds import TextKind
 from jrl.types import SILENT, Batch, RoutingRecord
@@ -63,6 +64,15 @@ def abstract_batch(run: build.Run) -> Batch:
         routing=_abstract_routing(run.shape, array, (n, p), (n, g, t))
         if config.replays_routing
         else None,
+    )
+
+
+def abstract_parameters(run: build.Run) -> SamplingParams:
+    """The shapes of the run's sampling parameters, as the training step is given them."""
+    where = replicated(run.mesh)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        jax.eval_shape(lambda: run.sampling_params),
     )
 
 
