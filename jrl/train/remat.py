@@ -86,7 +86,8 @@ def settled(run: build.Run, echo: Callable[[str], object] = lambda line: None) -
     """The run with a rematerialisation in place of "auto", as ``config.model.remat`` names it.
 
     That of a run directory that is resumed; else the best for the memory of the devices, which is
-    said; and "elementwise" where that memory is unknown, as on a CPU. All processes agree.
+    said. Where that memory is unknown, as on a CPU, nothing is chosen: the networks are those of
+    "elementwise" already, and the configuration stays as it was given. All processes agree.
     """
     if run.config.model.remat != AUTO:
         return run
@@ -94,7 +95,7 @@ def settled(run: build.Run, echo: Callable[[str], object] = lambda line: None) -
         return with_remat(run, before)
     limit = first_says(device_memory(run.mesh))
     if limit is None or run.model is None:
-        return with_remat(run, ORDER[0])
+        return run
     choice = choose(run, limit - _resident(run), compiled_bytes)
     echo(choice.text())
     return with_remat(run, choice.remat)
