@@ -1,4 +1,6 @@
-"""What tests ask of libtpu, in a process of its own: it serves one at a time.
+"""What tests ask of libtpu, and of the plugin for CUDA, in a process of its own.
+
+libtpu serves one at a time.
 
     python tests/tpu_programs.py FUNCTION ARGUMENTS_AS_JSON
 
@@ -69,6 +71,38 @@ def pod(path: str, topology: str, effort: float) -> dict[str, Any]:
     slices = parse_topology(topology)
     found = plan.quick_plan(load_config(path), slices, effort=effort, timed=False)
     return as_json(found) | {"text": as_text(found)}
+
+
+def gpu_program(tree: dict[str, Any], topology: str, name: str) -> dict[str, Any]:
+    """One program of a run, compiled for GPUs, in JSON."""
+    from jrl.config import build_config
+    from jrl.plan import compile as plan
+    from jrl.plan.text import as_json
+    from jrl.plan.topology import parse_topology
+
+    hosts = parse_topology(topology)
+    run = plan.abstract_run_on(build_config(tree), hosts)
+    programs = plan._programs(run, hosts, (name,), "colocated", 0.0, lambda line: None)
+    return as_json(plan.judged(run, hosts, programs))["programs"][name]
+
+
+def gpu_kinds(topologies: list[str]) -> list[str]:
+    """The device kinds of GPUs, for each of which a product and an activation are compiled."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import SingleDeviceSharding
+
+    from jrl.plan.topology import compile_devices, parse_topology
+
+    kinds = []
+    for name in topologies:
+        *_, last = compile_devices(parse_topology(name))
+        on = SingleDeviceSharding(last)
+        layer = jax.jit(lambda x, w: jax.nn.silu(x @ w), in_shardings=on, out_shardings=on)
+        shape = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+        assert "fusion(" in layer.lower(shape, shape).compile().as_text()
+        kinds.append(last.device_kind)
+    return kinds
 
 
 def refused(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:

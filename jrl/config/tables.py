@@ -93,11 +93,12 @@ class ModelTable(Table):
     )
     dtype: DType = key("float32", "type of activations")
     param_dtype: DType = key("float32", "type of weights and optimizer state")
-    attention: Literal["auto", "blockwise", "cudnn", "splash", "xla"] = key(
+    attention: Literal["auto", "blockwise", "cudnn", "splash", "triton", "xla"] = key(
         "auto",
         "attention kernel, all equal up to rounding: xla computes all scores at once; blockwise"
         " needs memory linear in the length; splash is for TPUs, in decoding too; cudnn is for GPUs"
-        " in 16 bit; auto takes the fastest exact one for the platform",
+        " in 16 bit, where decoding has kernels of its own (triton: these on any platform, slowly);"
+        " auto takes the fastest exact one for the platform",
     )
     remat: Literal["auto", "elementwise", "dots", "mlp", "full", "none"] = key(
         "auto",
@@ -431,9 +432,9 @@ class PlanTable(Table):
 
     topology: str = key(
         "v5e:4x4",
-        "TPU slice that `jrl plan` compiles for, CHIP:SHAPE such as v6e:8x8 or SLICES*CHIP:SHAPE;"
-        " its option --topology overrides it",
-        pattern=r"^([1-9]\d*\*)?\w+:\d+(x\d+)*$",
+        "TPU slice or host of GPUs that `jrl plan` compiles for, CHIP:SHAPE such as v6e:8x8 or"
+        " GPUxCOUNT such as h100x8, NUMBER*... for several; its option --topology overrides it",
+        pattern=r"^([1-9]\d*\*)?[a-z]\w*?[:x]\d+(x\d+)*$",
     )
 
 

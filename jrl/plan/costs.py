@@ -64,6 +64,7 @@ class Cost(NamedTuple):
       bytes: read from and written to the chip's main memory.
       collectives: one for each kind and set of axes.
       kinds: (flops, bytes) of the operations of each kind of ``KINDS``.
+      name: of the computation.
     """
 
     runs: float
@@ -71,6 +72,7 @@ class Cost(NamedTuple):
     bytes: float
     collectives: tuple[Collective, ...]
     kinds: Mapping[str, tuple[float, float]] = MappingProxyType({})
+    name: str = ""
 
 
 def program_costs(
@@ -110,7 +112,7 @@ def program_costs(
                     total[1] += hit[3]
         collectives = tuple(Collective(*key, *total) for key, total in collective_totals.items())
         flops, traffic = (sum(each[i] for each in kinds.values()) for i in (0, 1))
-        costs.append(Cost(times, flops, traffic, collectives, kinds))
+        costs.append(Cost(times, flops, traffic, collectives, kinds, name))
     return costs
 
 
@@ -120,9 +122,14 @@ def _kind(operation: Operation, inside: Sequence[Operation]) -> str:
     if operation.kind == "custom-call":
         if operation.name.startswith("read_cache") or _SPLASH.match(operation.name):
             return "attention"
+        if "__cudnn$fmha" in operation.text:
+            return "attention"
         if operation.name.startswith("write_columns"):
             return "copies"
-        return "products" if re.search(r'"flops":"?[1-9]', operation.text) else "the rest"
+        library = '="__cublas$' in operation.text
+        return (
+            "products" if library or re.search(r'"flops":"?[1-9]', operation.text) else "the rest"
+        )
     if kinds & {"dot", "convolution"}:
         return "products"
     if operation.kind in (
@@ -144,10 +151,8 @@ def _flops(
     if operation.kind == "custom-call":
         match = re.search(r'"flops":"?(\d+)', operation.text)
         if match is None:
-            custom_flops = _splash_flops(operation, operations) + _cache_flops(
-                operation, operations
-            )
-            return custom_flops * _share_read(operation, live)
+            kernels = (_splash_flops, _cache_flops, _cudnn_flops, _cublas_flops)
+            return sum(f(operation, operations) for f in kernels) * _share_read(operation, live)
         return float(match[1]) / _one_of(operation)
     if operation.kind == "dot":
         return _dot_flops(operation, operations)
@@ -200,6 +205,30 @@ def _cache_flops(operation: Operation, operations: dict[str, Operation]) -> floa
     sources = [operations[name].outputs[0].sizes for name in operation.operands]
     q, k = [sizes for sizes in sources if len(sizes) == 4][:2]
     return 4.0 * float(np.prod(q, dtype=np.float64)) * k[2]
+
+
+def _cudnn_flops(operation: Operation, operations: dict[str, Operation]) -> float:
+    """Of cuDNN's attention: two products with all keys, backward five; masked pairs included."""
+    match = re.search(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?"', operation.text)
+    scores = re.search(
+        r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]', operation.text
+    )
+    if match is None or scores is None:
+        return 0.0
+    pairs = float(np.prod([int(n) for n in re.findall(r"\d+", scores[1])], dtype=np.float64))
+    head = operations[operation.operands[0]].outputs[0].sizes[-1]
+    return 2.0 * (5 if match[1] else 2) * pairs * head
+
+
+def _cublas_flops(operation: Operation, operations: dict[str, Operation]) -> float:
+    """Of a product by cuBLAS, whose first result it is."""
+    if 'custom_call_target="__cublas$' not in operation.text:
+        return 0.0
+    contracted = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', operation.text)
+    left = operations[operation.operands[0]].outputs[0].sizes
+    inner = [left[int(i)] for i in re.findall(r"\d+", contracted[1])] if contracted else []
+    out = operation.outputs[0].sizes
+    return 2.0 * float(np.prod(out, dtype=np.float64) * np.prod(inner, dtype=np.float64))
 
 
 def _share_read(operation: Operation, live: Mapping[str, float]) -> float:
@@ -326,6 +355,13 @@ _MOVES = frozenset(
     )
 )
 """Operations that compute nothing."""
+_ELEMENTWISE = frozenset(
+    (
+        *("add", "and", "compare", "convert", "divide", "exponential", "log", "maximum"),
+        *("minimum", "multiply", "negate", "or", "select", "subtract"),
+    )
+)
+"""Operations of which a fusion computes no more numbers than are read."""
 _SLICES, _UPDATES = ("dynamic-slice", "gather", "slice"), ("dynamic-update-slice", "scatter")
 
 
@@ -341,17 +377,24 @@ def _read_of(
     """Bytes that a fusion reads of one of its parameters, or of what passes it on.
 
     Where all that reads it are slices, in fusions within the fusion too, they alone are read: a
-    loop over layers slices what is stacked over them where it is multiplied. What leaves a fusion
-    within (``inside``) as it is is read by another one.
+    loop over layers slices what is stacked over them where it is multiplied, and a gather of one
+    token's logit has the others not computed. What leaves a fusion within (``inside``) as it is is
+    read by another one.
     """
     full, partial = source.outputs[0].bytes, 0.0
-    if inside and (source.root or _is_result(inner, source)):
+    readers = _readers(inner, source)
+    if inside and (not readers or source.root or _is_result(inner, source)):
         return full
-    for reader in _readers(inner, source):
+    for reader in readers:
+        if partial >= full:
+            return full
         if reader.kind in _SLICES:
             partial += reader.outputs[0].bytes
         elif reader.kind == "bitcast":
             partial += _read_of(program, inner, reader, inside=True)
+        elif reader.kind in _ELEMENTWISE and _sizes(reader) == _sizes(source):
+            share = _read_of(program, inner, reader, inside=True) / reader.outputs[0].bytes
+            partial += share * full
         elif reader.kind == "fusion":
             for within, parameter in _entries(program, source, reader):
                 partial += _read_of(program, within, parameter, inside=True)
@@ -360,16 +403,26 @@ def _read_of(
     return min(partial, full)
 
 
+def _sizes(operation: Operation) -> tuple[int, ...]:
+    return operation.outputs[0].sizes
+
+
 def _is_updated(program: HloProgram, inner: dict[str, Operation], source: Operation) -> bool:
-    """Whether a fusion does nothing with a buffer but update a part of it in place."""
-    readers = _readers(inner, source)
-    for reader in readers:
+    """Whether a fusion does nothing with a buffer but update a part of it in place.
+
+    It may read that part before, as where something is added to it.
+    """
+    updates = False
+    for reader in _readers(inner, source):
         if reader.kind == "fusion":
             if not all(_is_updated(program, *each) for each in _entries(program, source, reader)):
                 return False
+        elif reader.kind == "dynamic-slice":
+            continue
         elif reader.kind not in _UPDATES or reader.operands[0] != source.name:
             return False
-    return bool(readers)
+        updates = True
+    return updates
 
 
 def _is_result(inner: dict[str, Operation], source: Operation) -> bool:

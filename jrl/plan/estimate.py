@@ -50,8 +50,15 @@ class Training(NamedTuple):
 def ring_bandwidth(topology: Topology, n: int) -> float:
     """Rough bytes a second that a chip sends in a collective over n chips.
 
-    They are taken to span a dimension of the torus that has their number, else the longest.
+    They are taken to span a dimension of the torus that has their number, else the longest, and
+    GPUs to be in one host where they fit.
     """
+    if (chip := topology.chip).dimensions == 0:
+        whole = n <= topology.shape[0]
+        members = topology.shape[0] if n % topology.shape[0] == 0 else 1
+        return (
+            chip.link_bandwidth if whole else min(chip.dcn_bandwidth * members, chip.link_bandwidth)
+        )
     sizes = sorted(enumerate(topology.shape), key=lambda x: (x[1] != n, -x[1]))
     links, left = 0, n
     for dimension, size in sizes:

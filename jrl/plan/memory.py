@@ -155,11 +155,15 @@ def roomier(topology: Topology, factor: float) -> list[str]:
 
 
 def other_chips(topology: Topology, factor: float) -> list[str]:
-    """A line with the chips that have ``factor`` times as much memory, or else the most."""
-    hbm_needed = min(topology.chip.hbm_bytes * factor, max(c.hbm_bytes for c in CHIPS.values()))
+    """A line with the chips that have ``factor`` times as much memory, or else the most.
+
+    They are TPUs or GPUs, as the topology's.
+    """
+    chips = {n: c for n, c in CHIPS.items() if c.platform == topology.chip.platform}
+    hbm_needed = min(topology.chip.hbm_bytes * factor, max(c.hbm_bytes for c in chips.values()))
     names = [
         f"{name} ({chip.hbm_bytes / GIB:.0f} GiB)"
-        for name, chip in CHIPS.items()
+        for name, chip in chips.items()
         if chip.hbm_bytes >= hbm_needed and name != topology.family
     ]
     return [f"or take a chip with more memory: {', '.join(names)}"] if names else []

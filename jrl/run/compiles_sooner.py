@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from jrl.models import gpu
 from jrl.models.matmul import time_follows_rows
 from jrl.sampling.slot_sizes import SHRINK_TOKENS
 from jrl.sampling.slots import pieces_of
@@ -33,6 +34,8 @@ def _of_sampler(run: Run) -> str | None:
     with jax.set_mesh(run.mesh):  # the platform decides how the loop is made
         shrinks, pieces = time_follows_rows(), pieces_of(longest)
         one_piece = next(n for n in range(longest, 0, -1) if pieces_of(n) == 1)
+        if run.model is not None and gpu.decodes(run.config.model.attention, run.model):
+            pieces = 1  # the kernels for GPUs read what is filled of one piece
     if shrinks and longest >= SHRINK_TOKENS:
         return f"{key}; below {SHRINK_TOKENS} it compiles in a third"
     # Lowered for a GPU with 28 layers, the program of 256 tokens has 22,100 lines, that of 512 and

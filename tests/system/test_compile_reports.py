@@ -181,7 +181,7 @@ def test_a_run_names_the_key_by_which_its_programs_compile_sooner(monkeypatch):
     def known(*settings):
         config = load_config(None, ["data.train=x.jsonl", "model.path=x", *settings])
         mesh = make_mesh({}, jax.devices()[:1])
-        return compiles_sooner(types.SimpleNamespace(config=config, mesh=mesh))
+        return compiles_sooner(types.SimpleNamespace(config=config, mesh=mesh, model=None))
 
     text = known("sampling.max_new_tokens=512")["generate"]
     assert text.startswith("sampling.max_new_tokens = 512; below 256")
