@@ -1,7 +1,6 @@
 """Programs compiled for an H100 that is not there: kernels, returns to the host, bytes, memory.
 
-A regression of what the host launches, or copies, is seen here without a GPU. The bounds are of
-JAX 0.11; what a layer launches is the difference of programs of three layers and of two.
+A regression of what the host launches, or copies, is seen here without a GPU. What a layer launches is the difference of programs of three layers and of two.
 """
 
 from __future__ import annotations
@@ -49,7 +48,12 @@ DECODING = {
 }
 """To be lowered with the sampler: 10 kernels a layer, 12 for the draw and the rest together, and a
 return in 16 tokens."""
-TRAINING = {"small": Bounds(125, 0, 235, 0, 0.02), "1.7b": Bounds(125, 0, 900, 0, 0.03)}
+TRAINING = {
+    "cudnn": {"small": Bounds(125, 0, 235, 0, 0.02), "1.7b": Bounds(140, 0, 900, 0, 0.03)},
+    "xla": {"small": Bounds(175, 0, 235, 0, 0.05), "1.7b": Bounds(205, 0, 900, 0, 0.06)},
+}
+"""By attention: JAX 0.10 cannot compile cuDNN's without a GPU."""
+ATTENTION = "cudnn" if jax.__version_info__ >= (0, 11) else "xla"
 
 SMALL = {
     **{"vocab_size": 4096, "embed_dim": 256, "heads": 4, "kv_heads": 2, "head_dim": 64},
@@ -65,8 +69,7 @@ SHAPES = {"small": (SMALL, 64), "small, long": (SMALL, 1024), "1.7b": (LARGE, 64
 def tree(shape: str, layers: int) -> dict:
     """A run of 64 rows, 8 of each prompt of 256 tokens."""
     sizes, new = SHAPES[shape]
-    # JAX 0.10 fails to fuse a slice beside cuDNN's attention.
-    attention = "auto" if jax.__version_info__ >= (0, 11) else "xla"
+    attention = {"cudnn": "auto", "xla": "xla"}[ATTENTION]
     model = {"dtype": "bfloat16", "param_dtype": "bfloat16", "attention": attention}
     return {
         "method": "grpo",
@@ -106,9 +109,9 @@ def test_a_token_step_launches_copies_and_asks_no_more_than_its_bounds(shape):
     check(shape, "sampler", DECODING[shape])
 
 
-@pytest.mark.parametrize("shape", TRAINING)
+@pytest.mark.parametrize("shape", TRAINING[ATTENTION])
 def test_a_training_step_launches_and_copies_no_more_than_its_bounds(shape):
-    check(shape, "train_step", TRAINING[shape])
+    check(shape, "train_step", TRAINING[ATTENTION][shape])
 
 
 def test_memory_and_operations_are_those_of_the_shape():
