@@ -1,6 +1,7 @@
 """Programs compiled for an H100 that is not there: kernels, returns to the host, bytes, memory.
 
-A regression of what the host launches, or copies, is seen here without a GPU. What a layer launches is the difference of programs of three layers and of two.
+A regression of what the host launches, or copies, is seen here without a GPU. What a layer launches
+is the difference of programs of three layers and of two.
 """
 
 from __future__ import annotations
