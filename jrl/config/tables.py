@@ -93,11 +93,12 @@ class ModelTable(Table):
     )
     dtype: DType = key("float32", "type of activations")
     param_dtype: DType = key("float32", "type of weights and optimizer state")
-    attention: Literal["auto", "blockwise", "cudnn", "splash", "xla"] = key(
+    attention: Literal["auto", "blockwise", "cudnn", "splash", "triton", "xla"] = key(
         "auto",
         "attention kernel, all equal up to rounding: xla computes all scores at once; blockwise"
         " needs memory linear in the length; splash is for TPUs, in decoding too; cudnn is for GPUs"
-        " in 16 bit; auto takes the fastest exact one for the platform",
+        " in 16 bit, where decoding has kernels of its own (triton: these on any platform, slowly);"
+        " auto takes the fastest exact one for the platform",
     )
     remat: Literal["elementwise", "dots", "full", "none"] = key(
         "elementwise",

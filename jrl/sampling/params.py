@@ -17,6 +17,7 @@ from flax import struct
 
 from jrl.errors import UserError
 from jrl.mesh import parts_of
+from jrl.models import gpu
 from jrl.types import Array
 
 COLDEST, HOTTEST = 1e-6, 1e12
@@ -333,6 +334,10 @@ def sample(uniform: Array, logits: Array, sampling_params: SamplingParams) -> tu
       equal to ``sampling_logprobs(logits, sampling_params)`` at the tokens.
     """
     chex.assert_rank([uniform, logits], [1, 2])
+    shaped = sampling_params.truncates or sampling_params.floors
+    if not shaped and sampling_params.bias is None and gpu.draws(logits):
+        temperature = jnp.asarray(sampling_params.temperature)
+        return gpu.draw(uniform, logits, jnp.broadcast_to(temperature, logits.shape[:1]))
     scaled, greedy = scaled_logits(logits, sampling_params)
     if sampling_params.bias is None:
         # The same number as below, and the scaled logits need not be stored to find it.
@@ -340,7 +345,7 @@ def sample(uniform: Array, logits: Array, sampling_params: SamplingParams) -> tu
         peak = scaled_logits(largest, sampling_params)[0]
     else:
         peak = jnp.max(scaled, axis=-1, keepdims=True)  # no truncation removes it
-    if sampling_params.truncates or sampling_params.floors:
+    if shaped:
         scaled = jnp.where(kept_tokens(scaled, sampling_params), scaled, -jnp.inf)
     weights = jnp.exp(scaled - peak)
     if sampling_params.greedy:

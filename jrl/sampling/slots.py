@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.errors import UserError
+from jrl.models import gpu
 from jrl.models.decode import put_columns
 from jrl.sampling.cache import pick, share, take, take_within
 from jrl.sampling.params import SamplingParams, per_row, sample, sampling_logprobs
@@ -319,11 +320,20 @@ def decode(
         return goes if idle is None else goes & ((i == 0) | (spent + idle.of(runs) <= idle.steps))
 
     one_token = partial(_one_token, weights, version, stops, first, network, idle, measure)
+    # Steps between two looks at the end: a number that is known, and no more than there are.
+    at_once = min(gpu.steps_at_once(), steps) if isinstance(steps, int) else 1
+
+    def several(carry: tuple[Array, Slots, Array]) -> tuple[Array, Slots, Array]:
+        # Steps beyond the end draw nothing, so that it is exact.
+        one = lambda _, carry: one_token(carry, running(carry))  # noqa: E731
+        return jax.lax.fori_loop(0, at_once, one, carry)
+
     # A loop that ends early has no trip count in its program. It is named, so that a profile tells
     # it apart, and ``plan.useful`` can say how often it runs.
     with jax.named_scope("decode"):
         begin = jnp.int32(0), slots, jnp.int32(0)
-        count, slots, _ = jax.lax.while_loop(running, one_token, begin)
+        step = one_token if at_once == 1 else several
+        count, slots, _ = jax.lax.while_loop(running, step, begin)
     return slots, count
 
 
@@ -336,6 +346,7 @@ def _one_token(
     idle: IdleLimit | None,
     measure: Measure | None,
     carry: tuple[Array, Slots, Array],
+    goes: Array | bool = True,
 ) -> tuple[Array, Slots, Array]:
     """One decode step: a token more in every running row.
 
@@ -348,11 +359,12 @@ def _one_token(
       idle: counts the slot-steps that draw nothing; None where nobody asks.
       measure: as in ``decode``.
       carry: the number of the step, the state, and the slot-steps so far that drew nothing.
+      goes: [] bool, False for a step that leaves everything as it is.
     """
     i, slots, spent = carry
     column = None if first is None else first + i
-    runs = slots.stop == StopReason.RUNNING
-    spent = spent if idle is None else spent + idle.of(jnp.sum(runs))
+    runs = (slots.stop == StopReason.RUNNING) & goes
+    spent = spent if idle is None else spent + jnp.where(goes, idle.of(jnp.sum(runs)), 0)
     # The newest token is the only one that the cache lacks; its position is the row's last.
     position = slots.prompt_lengths + slots.lengths - 1
     cache = slots.cache.replace(column=column)
@@ -368,7 +380,9 @@ def _one_token(
     # From the same logits, so that a report costs no second pass over the vocabulary matrix.
     report = slots.report
     if report is not None:
-        report = report.with_step(i, logits, token, slots.sampling_params)
+        # Past the last column nothing is written.
+        at = jnp.where(goes, i, report.logprobs.shape[1])
+        report = report.with_step(at, logits, token, slots.sampling_params)
     lengths = slots.lengths + runs
     at_limit = jnp.where(lengths >= slots.limits, StopReason.LENGTH, StopReason.RUNNING)
     stopped = jnp.any(token[:, None] == stops, axis=1)
@@ -394,7 +408,7 @@ def _one_token(
         report=report,
         measured=measured,
     )
-    return i + 1, slots, spent
+    return i + jnp.asarray(goes, jnp.int32), slots, spent
 
 
 def _uniforms(keys: Array, counts: Array) -> Array:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
+from jrl.models import gpu
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.cache import share
@@ -317,6 +318,18 @@ def test_chunks_are_bit_equal_to_one_go(chunk):
     for _ in range(-(-T // chunk)):
         slots = advance(slots, steps=chunk)
     assert_same(slots, decoded())
+
+
+@pytest.mark.parametrize("limits", [{}, {"until": 6}, {"idle": IdleLimit(12, 20)}])
+def test_a_loop_that_looks_at_its_end_less_often_ends_where_it_should(limits, monkeypatch):
+    def ended(steps_at_once):
+        monkeypatch.setattr(gpu, "steps_at_once", lambda: steps_at_once)
+        how = {"network": NETWORK, "steps": T, "stop_tokens": STOPS} | limits
+        return jit(partial(decode, **how))(weights(), begin(), VERSION)
+
+    (slots, count), (want, steps) = ended(4), ended(1)
+    assert count == steps
+    assert_same(slots, want)
 
 
 def test_a_chunk_ends_where_it_should():
