@@ -29,6 +29,15 @@ from jrl.types import Array, Cache, Params
 STEPS = 16
 """Token steps between two looks of the decode loop at the host."""
 
+COMPILER_OPTIONS = {
+    # Loops and branches become part of the CUDA graph of what they run: their conditions stay on
+    # the device, so that loops whose end is computed do not wait for the host either.
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+    ),
+}
+"""Options of XLA for programs that decode on a GPU."""
+
 _OLDEST = 8
 """Compute capability from which Triton has what the kernels use."""
 
@@ -236,9 +245,8 @@ def fused(
     )
 
     def look(x: Array, own: Any, prompt: Any, turn: tuple, reached: tuple) -> Any:
-        rows, prompts = reached
-        reach = Reach(rows, prompts)
-        return attend_cache(x, own, prompt, Turn(*turn), reach, how=how, interpret=_interpret())
+        made = Turn(*turn), Reach(*reached)
+        return attend_cache(x, own, prompt, *made, how=how, interpret=_interpret())
 
     def attend(out: Any, w: Params) -> tuple[Array, Any]:
         norms = (w["q_norm"], w["k_norm"]) if config.qk_norm else (None, None)
@@ -247,7 +255,7 @@ def fused(
             of_queries = w["q_bias"].reshape(config.kv_heads, -1, config.head_dim)
             biases = [of_queries, w["k_bias"][:, None], w["v_bias"][:, None]]
             bias = jnp.concatenate(biases, axis=1)
-        turn, reached = (cos, sin, *norms, bias), (reach.rows, reach.prompts)
+        turn, reached = (cos, sin, *norms, bias), tuple(reach)
         everywhere, of_heads = PartitionSpec(), PartitionSpec(heads)
         specs = (
             PartitionSpec(None, batch, heads),
@@ -255,7 +263,7 @@ def fused(
             jax.tree.map(lambda _: by_head, prompt),
             (by_row, by_row, *(everywhere if n is not None else None for n in norms),
              None if bias is None else of_heads),
-            (by_row, None if reach.prompts is None else by_row),
+            tuple(None if x is None else by_row for x in reach),
         )  # fmt: skip
         per_head = config.heads // config.kv_heads + 2
         x = _parts(out, config.kv_heads, per_head, config.head_dim)
@@ -298,20 +306,19 @@ def reaches(
     from jrl.models.gpu_kernels import Reach
 
     at, lives = positions[:, 0], live[:, 0]
-    rows = jnp.stack([jnp.where(lives, at - cache.offsets(), -1), at], axis=1)
-    if cache.prefix_lengths is None:
-        return {window: Reach(rows, None) for window in set(config.windows)}
-    lengths = cache.prefix_lengths
+    columns, lengths = jnp.where(lives, at - cache.offsets(), -1), cache.prefix_lengths
+    if lengths is None:
+        return {window: Reach(columns, at) for window in set(config.windows)}
     # The earliest row of a prompt decides where reading begins.
     earliest = jnp.where(lives, at, jnp.iinfo(jnp.int32).max).reshape(lengths.shape[0], -1).min(1)
-    reached = {}
-    for window in set(config.windows):
-        first = jnp.zeros_like(lengths)
+
+    def seen(window: int | None) -> Any:
+        begin = jnp.zeros_like(lengths)
         if window is not None:
-            first = jnp.maximum(earliest - (window - 1), 0)
-        prompts = jnp.stack([jnp.minimum(first, lengths), lengths], axis=1)
-        reached[window] = Reach(rows, prompts)
-    return reached
+            begin = jnp.clip(earliest - (window - 1), 0, lengths)
+        return Reach(columns, at, begin, lengths)
+
+    return {window: seen(window) for window in set(config.windows)}
 
 
 # ---------------------------------------------------------------- the draw

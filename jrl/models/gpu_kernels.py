@@ -60,14 +60,17 @@ class Reach(NamedTuple):
     """Columns that each row's query sees; the same in all layers with a window of this size.
 
     Attributes:
-      rows: [S, 2] int32: the own column that the token is written to, -1 for a row that has ended,
-        and its position.
-      prompts: [N, 2] int32: the first column of a prompt that any of its rows sees, and its length;
-        None without prompts.
+      columns: [S] int32, the own column that the token is written to, -1 for a row that has ended.
+      positions: [S] int32, tokens; the token's.
+      firsts: [N] int32, the first column of a prompt that any of its rows sees; None without
+        prompts.
+      lengths: [N] int32, columns of each prompt that count.
     """
 
-    rows: Array
-    prompts: Array | None
+    columns: Array
+    positions: Array
+    firsts: Array | None = None
+    lengths: Array | None = None
 
 
 def _power(n: int) -> int:
@@ -197,7 +200,8 @@ def attend_cache(
     inputs["x"] = x_nskgh, whole
     inputs["cos"] = turn.cos, rows(d // 2, heads_axis=False)
     inputs["sin"] = turn.sin, rows(d // 2, heads_axis=False)
-    inputs["rows"] = reach.rows, rows(2, heads_axis=False)
+    inputs["columns"] = reach.columns, rows(heads_axis=False)
+    inputs["positions"] = reach.positions, rows(heads_axis=False)
     if turn.q_norm is not None:
         assert turn.k_norm is not None
         inputs["q_norm"], inputs["k_norm"] = (
@@ -208,11 +212,11 @@ def attend_cache(
         spec = pl.BlockSpec((None, per_head, d), lambda i, k, n: (k, 0, 0))
         inputs["bias"] = turn.bias, spec
     if prompt is not None:
-        assert reach.prompts is not None
         p = prompt["k"].shape[2]
         shapes = {"k": (p, d), "v": (p, d), "k_scale": (1, p), "v_scale": (1, p)}
         inputs |= {f"past_{name}": (prompt[name], of_prompt(*shapes[name])) for name in prompt}
-        inputs["prompts"] = reach.prompts, pl.BlockSpec((None, 2), lambda i, k, n: (n, 0))
+        one = pl.BlockSpec((1,), lambda i, k, n: (n,))
+        inputs |= {"firsts": (reach.firsts, one), "lengths": (reach.lengths, one)}
     names = list(inputs)
     results: dict[str, tuple[Any, pl.BlockSpec]] = {
         name: (own[name], rows(*cache_specs[name])) for name in own
@@ -283,13 +287,13 @@ def _attend_prompt(ins: dict, outs: dict, chunk: Any, tile: Any, z: _Sizes) -> N
     # What is masked keeps places of its own: interpreted stores write the old number there.
     real = (index < z.tile * z.group) & (member < z.members)
     q = _queries(ins, member, g, real, z)
-    first, length = ins["prompts"][0], ins["prompts"][1]
+    first, length = ins["firsts"][0], ins["lengths"][0]
     lo, hi = _share(first, length, chunk, z.chunks)
     cache = {name: ins[f"past_{name}"] for name in ("k", "v", "k_scale", "v_scale")
              if f"past_{name}" in ins}  # fmt: skip
     oldest = None
     if z.scores.window is not None:
-        position = plgpu.load(_at(ins["rows"], member, 1))
+        position = plgpu.load(_at(ins["positions"], member))
         oldest = position - z.scores.window + 1
     peak, total, values = _read(q, cache, (), lo, hi, first, length, oldest, z)
     where = member, chunk, g
@@ -306,7 +310,7 @@ def _attend_own(ins: dict, outs: dict, member: Any, split: Any, z: _Sizes) -> No
     real = g < z.group
     members = jnp.zeros_like(g) + member
     q = _queries(ins, members, g, real, z)
-    column = ins["rows"][member, 0]
+    column = ins["columns"][member]
     first = 0 if z.scores.window is None else jnp.maximum(column - z.scores.window + 1, 0)
     lo, hi = _share(first, column, split, z.splits)
     cache = {name: ins[name] for name in ("k", "v", "k_scale", "v_scale") if name in ins}

@@ -311,6 +311,8 @@ def decode(
     # Found once and counted up: a maximum over rows in the loop would be sent between devices.
     first = jnp.max(slots.lengths) if slots.aligned else None
 
+    before = slots.lengths
+
     def running(carry: tuple[Array, Slots, Array]) -> Array:
         i, slots, spent = carry
         runs = jnp.sum(slots.stop == StopReason.RUNNING)
@@ -319,27 +321,38 @@ def decode(
         goes = (i < steps) & (runs > until)
         return goes if idle is None else goes & ((i == 0) | (spent + idle.of(runs) <= idle.steps))
 
-    one_token = partial(_one_token, weights, version, stops, first, network, idle, measure)
+    one_token = partial(_one_token, weights, stops, first, network, idle, measure)
     # Steps between two looks at the end: a number that is known, and no more than there are.
     at_once = min(gpu.steps_at_once(), steps) if isinstance(steps, int) else 1
 
     def several(carry: tuple[Array, Slots, Array]) -> tuple[Array, Slots, Array]:
         # Steps beyond the end draw nothing, so that it is exact.
-        one = lambda _, carry: one_token(carry, running(carry))  # noqa: E731
-        return jax.lax.fori_loop(0, at_once, one, carry)
+        begin = carry[0]
+
+        def one(step: Array, state: tuple[Slots, Array]) -> tuple[Slots, Array]:
+            now = begin + step, *state
+            return one_token(now, running(now))[1:]
+
+        return begin + at_once, *jax.lax.fori_loop(0, at_once, one, carry[1:])
 
     # A loop that ends early has no trip count in its program. It is named, so that a profile tells
     # it apart, and ``plan.useful`` can say how often it runs.
     with jax.named_scope("decode"):
         begin = jnp.int32(0), slots, jnp.int32(0)
         step = one_token if at_once == 1 else several
-        count, slots, _ = jax.lax.while_loop(running, step, begin)
-    return slots, count
+        _, slots, _ = jax.lax.while_loop(running, step, begin)
+    # What follows from the lengths is not written step by step. A row that runs has run from the
+    # beginning, so that the one with the most new tokens has one for each step.
+    columns = jnp.arange(slots.tokens.shape[1])[None]
+    new = (columns >= before[:, None]) & (columns < slots.lengths[:, None])
+    slots = slots.replace(
+        mask=slots.mask | new, versions=jnp.where(new, version, slots.versions).astype(jnp.int32)
+    )
+    return slots, jnp.max(slots.lengths - before)
 
 
 def _one_token(
     weights: Any,
-    version: Array,
     stops: Array,
     first: Array | None,
     network: Network,
@@ -352,7 +365,6 @@ def _one_token(
 
     Args:
       weights: the policy's.
-      version: [] int32.
       stops: [S or 1, K] int32.
       first: [] int32, where the rows are aligned their column at step 0.
       network: the policy.
@@ -401,14 +413,12 @@ def _one_token(
         pending=jnp.where(runs, token, slots.pending),
         lengths=lengths,
         tokens=put(slots.tokens, token),
-        mask=put(slots.mask, True),
         logprobs=put(slots.logprobs, logprob),
-        versions=put(slots.versions, version),
         stop=jnp.where(runs, reason, slots.stop).astype(jnp.int32),
         report=report,
         measured=measured,
     )
-    return i + jnp.asarray(goes, jnp.int32), slots, spent
+    return i + 1, slots, spent
 
 
 def _uniforms(keys: Array, counts: Array) -> Array:

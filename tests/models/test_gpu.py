@@ -33,6 +33,7 @@ from jrl.sampling.params import SamplingParams, sample
 from jrl.sampling.slots import prefill
 
 BF16 = jnp.bfloat16
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def numbers(seed):
@@ -66,7 +67,7 @@ def plain_step(x, own, prompt, turn, reach, how):
     q, k, v = normed(x[:, :, :group], turn.q_norm), normed(x[:, :, group], turn.k_norm), x[:, :, -1]
     q = rotate(q, turn.cos[:, None, None], turn.sin[:, None, None])
     k = rotate(k, turn.cos[:, None], turn.sin[:, None])
-    column, position = reach.rows[:, :1], reach.rows[:, 1]
+    column, position = reach.columns[:, None], reach.positions
     new = {"k": k[:, :, None], "v": v[:, :, None]}
     own = write(own, new, column, column >= 0)
     window = how.window or 2**30
@@ -75,7 +76,7 @@ def plain_step(x, own, prompt, turn, reach, how):
     parts = [Part(own["k"], own["v"], (back >= 0) & (back < window), None, *scales)]
     if prompt is not None:
         n, columns = prompt["k"].shape[0], jnp.arange(prompt["k"].shape[2])[None, None]
-        lengths = jnp.repeat(reach.prompts[:, 1], s // n)[:, None, None]
+        lengths = jnp.repeat(reach.lengths, s // n)[:, None, None]
         mask = (columns < lengths) & (position[:, None, None] - columns < window)
         scales = prompt.get("k_scale"), prompt.get("v_scale")
         parts.append(Part(prompt["k"], prompt["v"], mask, None, *scales))
@@ -86,11 +87,11 @@ def plain_step(x, own, prompt, turn, reach, how):
 @pytest.mark.parametrize(
     ("rows", "prompts", "heads", "group", "columns", "width", "how", "in_8_bits", "bias"),
     [
-        (6, 2, 2, 2, 70, 70, {}, False, False),
+        slow(6, 2, 2, 2, 70, 70, {}, False, False),
         (8, 2, 1, 3, 40, 100, {"window": 30, "softcap": 5.0}, False, True),
         (4, 2, 2, 2, 70, 40, {"plus_one": True}, True, False),
-        (3, 0, 1, 4, 300, 0, {"window": 90}, False, False),
-        (1, 1, 1, 2, 300, 300, {}, True, True),
+        slow(3, 0, 1, 4, 300, 0, {"window": 90}, False, False),
+        slow(1, 1, 1, 2, 300, 300, {}, True, True),
     ],
 )
 def test_a_step_of_attention_is_the_plain_one(
@@ -110,14 +111,13 @@ def test_a_step_of_attention_is_the_plain_one(
     freqs = jnp.asarray(frequencies(Rope(1e4), size))
     cos, sin = (t[:, 0] for t in angles(position[:, None], freqs))
     turn = Turn(cos, sin, draw(size), draw(size), draw(heads, group + 2, size) if bias else None)
-    table = None
+    first = None
     if prompts:
         first = jnp.zeros_like(lengths)
         if how.window:
             earliest = position.reshape(prompts, -1).min(1)
             first = jnp.clip(earliest - how.window + 1, 0, lengths)
-        table = jnp.stack([first, lengths], axis=1)
-    reach = Reach(jnp.stack([column, position], axis=1), table)
+    reach = Reach(column, position, first, lengths)
     halves = jnp.stack([x.astype(jnp.float32) / 2] * 2)  # parts of a product
     seen, new = attend_cache(halves, own, prompt, turn, reach, how=how, interpret=True)
     want, stored = plain_step(x, own, prompt, turn, reach, how)
