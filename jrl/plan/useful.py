@@ -77,8 +77,8 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     shared = -(-live // sizes.group) if rounds > 1 else prompts
     each = token_bytes(model, mesh.shape["tensor"], config.sampling.int8)
     cache = each * (shared * sizes.prompt + live * (sizes.new + 1) / 2)
-    tile = _TILE if mesh.devices.flat[0].platform == "tpu" else 1
-    columns = -(-sizes.new // tile) * tile
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    columns = sizes.new if on_gpu else -(-sizes.new // _TILE) * _TILE
 
     def read(block: int) -> float:
         return float(np.ceil(np.arange(1, sizes.new + 1) / block).mean() * block / columns)
@@ -88,8 +88,10 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     # Of the embedding only the rows of some tokens are read.
     over = mesh.shape["tensor"] * (1 if gathered else mesh.shape["fsdp"])
     size -= model.vocab_size * model.embed_dim * jnp.dtype(model.dtype).itemsize / over
-    kernels = {"read_cache": cache_read.block_columns(columns)}
-    kernels |= {"splash": splash_cache.block_columns(columns), "attend_cache": COLUMNS}
+    kernels = {"attend_cache": COLUMNS}
+    if not on_gpu:
+        kernels = {"read_cache": cache_read.block_columns(columns)}
+        kernels["splash"] = splash_cache.block_columns(columns)
     read_by = {name: read(block) for name, block in kernels.items()}
     return Decoding(float(sizes.new * rounds), size, cache, read_by)
 

@@ -27,7 +27,7 @@ class Bounds(NamedTuple):
     """The most of a program.
 
     Attributes:
-      layer: kernels of a layer.
+      layer: kernels of a layer; 10 at most in decoding, 12 for the draw.
       draw: kernels of the draw in a token step.
       rest: kernels of a token step outside of both; of a training step all that is no layer's.
       returns: to the host in a token step.
@@ -43,12 +43,10 @@ class Bounds(NamedTuple):
 
 
 DECODING = {
-    "small": Bounds(25, 12, 10, 1, 0.01),
-    "small, long": Bounds(120, 17, 12, 22, 0.05),
-    "1.7b": Bounds(26, 17, 10, 1, 0.01),
+    "small": Bounds(8, 5, 14, 1 / 16, 0.01),
+    "small, long": Bounds(8, 5, 14, 1 / 16, 0.01),
+    "1.7b": Bounds(8, 5, 14, 1 / 16, 0.01),
 }
-"""To be lowered with the sampler: 10 kernels a layer, 12 for the draw and the rest together, and a
-return in 16 tokens."""
 TRAINING = {
     "cudnn": {"small": Bounds(125, 0, 235, 0, 0.02), "1.7b": Bounds(140, 0, 900, 0, 0.03)},
     "xla": {"small": Bounds(175, 0, 235, 0, 0.05), "1.7b": Bounds(205, 0, 900, 0, 0.06)},
