@@ -72,19 +72,6 @@ def steps_at_once() -> int:
     return STEPS if platform() == "gpu" else 1
 
 
-def loop_options() -> dict[str, str] | None:
-    """Options of XLA for a decode loop of a number of steps that is not known beforehand.
-
-    The loop becomes part of the CUDA graph of its body, and its condition stays on the device. A
-    whole rollout so compiled took as long as with ``STEPS`` to a look, on an H200 with JAX 0.11.
-    XLA leaves it out where the driver is too old for graphs of loops (CUDA 12.3).
-    """
-    if platform() != "gpu":
-        return None
-    graphs = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
-    return {"xla_gpu_enable_command_buffer": graphs}
-
-
 def _interpret() -> bool:
     return platform() != "gpu"
 

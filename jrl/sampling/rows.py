@@ -21,7 +21,6 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.mesh import parts_of
-from jrl.models import gpu
 from jrl.sampling import batch as programs
 from jrl.sampling.admission import AdmissionBuilder, RowSampling, RowStart, widths
 from jrl.sampling.batch import ChunkOutput, DecodeBatch
@@ -169,7 +168,6 @@ class Rows:
                 stack=stack,
             ),
             donate_argnums=1,
-            compiler_options=gpu.loop_options(),
         )
         self._recompute = jax.jit(bind(programs.recompute, network=network), donate_argnums=1)
         self._extend = jax.jit(bind(programs.extend, network=network), donate_argnums=1)
