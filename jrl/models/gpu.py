@@ -29,6 +29,9 @@ from jrl.types import Array, Cache, Params
 STEPS = 16
 """Token steps between two looks of the decode loop at the host."""
 
+HALVINGS = 8
+"""The same of a search for the threshold of top-k or top-p."""
+
 _OLDEST = 8
 """Compute capability from which Triton has what the kernels use."""
 
@@ -70,6 +73,11 @@ def steps_at_once() -> int:
     number of steps does not.
     """
     return STEPS if platform() == "gpu" else 1
+
+
+def halvings_at_once() -> int:
+    """Halvings of a search between two returns to the host; 1 for no inner loop."""
+    return HALVINGS if platform() == "gpu" else 1
 
 
 def _interpret() -> bool:
