@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jrl.plan.gpu_costs import gpu_flops, gpu_kind, kernel_bytes, kernel_name
 from jrl.plan.hlo import (
     COLLECTIVES,
     HloProgram,
@@ -122,14 +123,11 @@ def _kind(operation: Operation, inside: Sequence[Operation]) -> str:
     if operation.kind == "custom-call":
         if operation.name.startswith("read_cache") or _SPLASH.match(operation.name):
             return "attention"
-        if "__cudnn$fmha" in operation.text:
-            return "attention"
         if operation.name.startswith("write_columns"):
             return "copies"
-        library = '="__cublas$' in operation.text
-        return (
-            "products" if library or re.search(r'"flops":"?[1-9]', operation.text) else "the rest"
-        )
+        if kind := gpu_kind(operation):
+            return kind
+        return "products" if re.search(r'"flops":"?[1-9]', operation.text) else "the rest"
     if kinds & {"dot", "convolution"}:
         return "products"
     if operation.kind in (
@@ -151,8 +149,12 @@ def _flops(
     if operation.kind == "custom-call":
         match = re.search(r'"flops":"?(\d+)', operation.text)
         if match is None:
-            kernels = (_splash_flops, _cache_flops, _cudnn_flops, _cublas_flops)
-            return sum(f(operation, operations) for f in kernels) * _share_read(operation, live)
+            if flops := gpu_flops(operation, operations):
+                return flops / _one_of(operation)
+            custom_flops = _splash_flops(operation, operations) + _cache_flops(
+                operation, operations
+            )
+            return custom_flops * _share_read(operation, live)
         return float(match[1]) / _one_of(operation)
     if operation.kind == "dot":
         return _dot_flops(operation, operations)
@@ -205,30 +207,6 @@ def _cache_flops(operation: Operation, operations: dict[str, Operation]) -> floa
     sources = [operations[name].outputs[0].sizes for name in operation.operands]
     q, k = [sizes for sizes in sources if len(sizes) == 4][:2]
     return 4.0 * float(np.prod(q, dtype=np.float64)) * k[2]
-
-
-def _cudnn_flops(operation: Operation, operations: dict[str, Operation]) -> float:
-    """Of cuDNN's attention: two products with all keys, backward five; masked pairs included."""
-    match = re.search(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?"', operation.text)
-    scores = re.search(
-        r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]', operation.text
-    )
-    if match is None or scores is None:
-        return 0.0
-    pairs = float(np.prod([int(n) for n in re.findall(r"\d+", scores[1])], dtype=np.float64))
-    head = operations[operation.operands[0]].outputs[0].sizes[-1]
-    return 2.0 * (5 if match[1] else 2) * pairs * head
-
-
-def _cublas_flops(operation: Operation, operations: dict[str, Operation]) -> float:
-    """Of a product by cuBLAS, whose first result it is."""
-    if 'custom_call_target="__cublas$' not in operation.text:
-        return 0.0
-    contracted = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', operation.text)
-    left = operations[operation.operands[0]].outputs[0].sizes
-    inner = [left[int(i)] for i in re.findall(r"\d+", contracted[1])] if contracted else []
-    out = operation.outputs[0].sizes
-    return 2.0 * float(np.prod(out, dtype=np.float64) * np.prod(inner, dtype=np.float64))
 
 
 def _share_read(operation: Operation, live: Mapping[str, float]) -> float:
@@ -287,6 +265,8 @@ def _bytes_moved(
         match = re.search(r"calls=%([\w.\-]+)", operation.text)
         assert match is not None
         return _fusion_bytes(program, program.computations[match[1]], operation, sources)
+    if kernel_name(operation):
+        return kernel_bytes(operation, operations, live)
     if reported := re.search(r'"bytes_accessed":"?(\d+)', operation.text):
         # A kernel that reports its traffic, of which what lies in the fast memory is no part. Of a
         # grouped product all matrices are read, [E, D, F], and of the rows, [M, D], those that it

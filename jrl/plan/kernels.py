@@ -139,30 +139,33 @@ def _loops(program: HloProgram, name: str, inside: tuple[str, ...]) -> Iterator[
                 yield from _loops(program, called, inside)
 
 
-def _turn(program: HloProgram, loop: Operation) -> Launches:
+def _turn(program: HloProgram, loop: Operation, part: str = "rest") -> Launches:
     """Launches of one turn of a loop, and of its condition where that decides."""
-    one = _launches(program, _attribute(loop, "body"))
+    one = _launches(program, _attribute(loop, "body"), part)
     if known_trips(loop) is not None:
         return one
-    return one.plus(_launches(program, _attribute(loop, "condition"))).plus(Launches(returns=1))
+    condition = _launches(program, _attribute(loop, "condition"), part)
+    return one.plus(condition).plus(Launches(returns=1))
 
 
-def _launches(program: HloProgram, name: str) -> Launches:
-    """Launches of one run of a computation."""
+def _launches(program: HloProgram, name: str, part: str = "rest") -> Launches:
+    """Launches of one run of a computation; ``part`` is that of operations without a name."""
     operations, total = program.computations[name], Launches()
     for operation in operations.values():
         called = _called(program, operation)
         if operation.kind == "while":
-            total = total.plus(_turn(program, operation), known_trips(operation) or 1)
+            own = _scope(program, operation, operations) or part
+            total = total.plus(_turn(program, operation, own), known_trips(operation) or 1)
         elif operation.kind == "conditional":
-            branches = [_launches(program, branch) for branch in called]
+            own = _scope(program, operation, operations) or part
+            branches = [_launches(program, branch, own) for branch in called]
             longest = max(branches, key=lambda x: x.total, default=Launches())
             total = total.plus(longest).plus(Launches(conditionals=1, returns=1))
         elif operation.kind in ("call", "async-start"):
             for computation in called:
-                total = total.plus(_launches(program, computation))
+                total = total.plus(_launches(program, computation, part))
         elif launches(operation):
-            scope = _scope(program, operation, operations)
+            scope = _scope(program, operation, operations) or part
             total = total.plus(Launches(**{scope: 1.0}))
     return total
 
@@ -198,23 +201,32 @@ def _called(program: HloProgram, operation: Operation) -> list[str]:
 
 
 def _scope(program: HloProgram, operation: Operation, operations: Mapping[str, Operation]) -> str:
-    """The part of a token step that an operation belongs to, else that of what it reads."""
-    seen: set[str] = set()
-    while operation.name not in seen:
-        seen.add(operation.name)
-        if names := _names(program, operation):
-            return Counter(map(_part, names)).most_common(1)[0][0]
-        made = (operations[n] for n in operation.operands if n in operations)
-        operation = next((o for o in made if launches(o) or o.kind == "bitcast"), operation)
-    return "rest"
+    """The part of a token step that an operation belongs to; "" where nothing tells.
+
+    XLA drops the names of some: then the nearest of what it reads decides.
+    """
+    near, seen = [operation], {operation.name}
+    while near:
+        for each in near:
+            if names := _names(program, each):
+                return Counter(map(_part, names)).most_common(1)[0][0]
+        reads = [name for each in near for name in each.operands if name in operations]
+        near = [operations[name] for name in dict.fromkeys(reads) if name not in seen]
+        near = [each for each in near if each.kind not in ("constant", "iota", "parameter")]
+        seen.update(each.name for each in near)
+    return ""
 
 
 def _names(program: HloProgram, operation: Operation) -> list[str]:
-    """The traced name of an operation, or those of what is fused where XLA dropped it."""
-    if name := op_name(operation):
+    """The traced name of an operation, or those of what is fused where XLA dropped it.
+
+    A name without a path, such as "cumsum" of a loop that a sharded one becomes, tells no scope.
+    """
+    if "/" in (name := op_name(operation)):
         return [name]
-    fused = [o for c in _called(program, operation) for o in program.computations[c].values()]
-    return list(filter(None, map(op_name, fused)))
+    called = _called(program, operation) if operation.kind == "fusion" else []
+    fused = [o for c in called for o in program.computations[c].values()]
+    return [name for name in map(op_name, fused) if "/" in name]
 
 
 def _part(name: str) -> str:

@@ -145,6 +145,41 @@ def test_products_of_nvidia_libraries_are_counted():
     assert cost.kinds["products"][0] == 2 * 64 * 128 * 256 * 512
 
 
+ATTENDS = (
+    "(bf16[4,2,64,32]{3,2,1,0}, f32[4,2,8]{2,1,0}) custom-call(%cache, %query),"
+    ' custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{0}: (0, {})},'
+    ' metadata={op_name="jit(f)/decode/while/body/attention/jit(attend_cache)/attend_cache/'
+    'pallas_call"}'
+)
+GROUPED = (
+    "f32[64,24]{1,0} custom-call(%t, %t, %t, %rows, %matrices),"
+    ' custom_call_target="__gpu$xla.gpu.triton",'
+    ' metadata={op_name="jit(f)/experts/one_of_2/grouped_rows/pallas_call"}'
+)
+TRITON = f"""HloModule jit_f
+
+ENTRY %main (cache: bf16[4,2,64,32], query: f32[4,2,8], t: s32[9]) -> f32[] {{
+  %cache = bf16[4,2,64,32]{{3,2,1,0}} parameter(0)
+  %query = f32[4,2,8]{{2,1,0}} parameter(1)
+  %t = s32[9]{{0}} parameter(2)
+  %rows = bf16[64,16]{{1,0}} constant(0)
+  %matrices = bf16[8,16,24]{{2,1,0}} constant(0)
+  %seen = {ATTENDS}
+  %made = {GROUPED}
+  ROOT %out = f32[] constant(0)
+}}
+"""
+
+
+def test_triton_kernels_are_counted_by_their_names():
+    (cost,) = program_costs(TRITON, (1,), {"attend_cache": 0.25})
+    small = 4 * 4 * 2 * 8
+    # A quarter of the cache is read, and it is written in place; the query is read, values written.
+    assert cost.kinds["attention"][1] == 0.25 * 2 * 4 * 2 * 64 * 32 + 2 * small
+    # Each of 64 rows has one matrix, of which half are on another device.
+    assert cost.kinds["products"][0] == 2 * 64 * 16 * 24 / 2
+
+
 ADDED = """HloModule jit_f
 
 %adds (all: f32[1000,16], part: f32[10,16], i: s32[]) -> f32[1000,16] {

@@ -46,6 +46,13 @@ def test_where_xla_dropped_a_name_those_of_what_is_fused_decide():
     assert token_step(PROGRAM.replace(argmax, argmax.split(", metadata=")[0])).draw == 4
 
 
+def test_a_loop_without_a_name_is_part_of_what_it_reads():
+    lines = PROGRAM.replace("attention/add", "draw/add").splitlines()
+    lines = [x.split(", metadata=")[0] if "/threshold/" in x else x for x in lines]
+    # The sum that it starts from, three launches of a turn, the argmax.
+    assert token_step("\n".join(lines)).draw == 5
+
+
 @pytest.mark.parametrize("line", ["", "  %copy.1 = f32[] copy(%x)\n"])
 def test_a_program_without_a_loop_has_no_token_step(line):
     program = f"ENTRY %main (x: f32[]) -> f32[] {{\n  %x = f32[] parameter(0)\n{line}}}\n"
