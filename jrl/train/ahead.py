@@ -34,6 +34,7 @@ class StepAhead:
         self._shapes, shardings = programs.abstract_state(run)
         self._run = run._replace(params=None)  # the host's copy of a checkpoint must not stay
         self.step: Any = programs.train_program(self._run, shardings)
+        self._batch: Any = None  # the shapes that are compiled for
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -52,10 +53,11 @@ class StepAhead:
         """Waits for the compiler, which cannot be interrupted and must not outlive the process."""
         self._wait()
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, state: Any, batch: Any, *rest: Any) -> Any:
         """The step, compiled once."""
-        self._wait()  # two threads would compile the same program twice
-        return self.step(*args)
+        if _shapes(batch) == _shapes(self._batch):
+            self._wait()  # two threads would compile the same program twice
+        return self.step(state, batch, *rest)
 
     def _wait(self) -> None:
         if self._thread is not None:
@@ -66,8 +68,14 @@ class StepAhead:
         run = self._run
         # What fails here fails in the step itself, too, where it is reported.
         with contextlib.suppress(Exception), jax.set_mesh(run.mesh):
-            parameters = abstract_parameters(run)
-            self.step.lower(self._shapes, abstract_batch(run), parameters).compile()
+            self._batch = abstract_batch(run)
+            self.step.lower(self._shapes, self._batch, abstract_parameters(run)).compile()
+
+
+def _shapes(tree: Any) -> Any:
+    """What two trees of arrays, or of their shapes, are compared by."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def pays(run: Run) -> bool:

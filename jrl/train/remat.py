@@ -42,7 +42,7 @@ those of the shipped pods from 20 % too low to 1 % too high."""
 MOST = 2
 """Candidates that are compiled to be asked."""
 
-COMPILED, SCALED, COUNTED = 0.97, 0.95, 0.9
+COMPILED, SCALED, COUNTED = 0.95, 0.93, 0.9
 """Of a device's memory what a step may take that is compiled (the allocator needs much of it in one
 piece), one that is counted and scaled by what a compiled one took, and one that is only counted."""
 

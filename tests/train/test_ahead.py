@@ -6,6 +6,7 @@ import json
 import threading
 
 import jax
+import numpy as np
 import pytest
 import tokenizers
 
@@ -98,7 +99,26 @@ def test_what_fails_in_the_thread_is_left_to_the_step_itself(monkeypatch, tmp_pa
     with ahead.StepAhead(run) as step:
         step._wait()
         monkeypatch.setattr(step, "step", lambda *args: args)
-        assert step(1, 2) == (1, 2)
+        assert step(1, None, 2) == (1, None, 2)
+
+
+def test_a_batch_of_other_shapes_does_not_wait_for_those_foreseen(monkeypatch, tmp_path):
+    run = build.setup(load_config("configs/tiny.toml", (*SIZES, f"run.dir={tmp_path}")))
+    monkeypatch.setattr(ahead, "pays", lambda run: True)
+    go, began = threading.Event(), threading.Event()
+
+    def compile_slowly(self):
+        self._batch = {"tokens": jax.ShapeDtypeStruct((4, 2), "int32")}
+        began.set()
+        go.wait(60)
+
+    monkeypatch.setattr(ahead.StepAhead, "_compile", compile_slowly)
+    with ahead.StepAhead(run) as step:
+        began.wait(60)
+        monkeypatch.setattr(step, "step", lambda *args: step._thread)
+        assert step(0, {"tokens": np.zeros((4, 3), np.int32)}).is_alive()
+        go.set()
+        assert step(0, {"tokens": np.zeros((4, 2), np.int32)}) is None
 
 
 @pytest.mark.parametrize(
