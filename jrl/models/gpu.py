@@ -1,4 +1,4 @@
-"""Decoding on NVIDIA GPUs: all that only they need; the kernels are in ``models/gpu_kernels.py``.
+"""Decoding on NVIDIA GPUs: all that only they need; the kernels are in ``models/gpu_kernels``.
 
 A token step reads the weights and the caches once, which takes about a millisecond for a small
 model, in some hundred kernels. What else takes time is the kernels that move next to nothing, and

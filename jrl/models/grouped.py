@@ -23,7 +23,7 @@ from jrl.types import Array
 
 KERNELS = ("auto", "blocks", "megablox", "ragged", "triton")
 """Kernels of grouped products: ``ragged`` is XLA's own operation, ``megablox`` the Pallas
-kernels for TPUs, ``triton`` those of ``gpu_grouped``, ``blocks`` by a loop over runs of equal
+kernels for TPUs, ``triton`` those of ``gpu_kernels``, ``blocks`` by a loop over runs of equal
 height. ``auto`` takes blocks on the CPU, where XLA multiplies every row by every matrix; on TPUs
 ragged, but megablox for the gradients of matrices, for which XLA multiplies so there, too (E times
 the work, as compiled); on GPUs triton for 16-bit floats, since XLA does so there in both; else
@@ -289,7 +289,7 @@ def _megablox_groups(x_md: Array, g_mf: Array, rows_e: Array, *, interpret: bool
 
 
 def _triton_rows(x_md: Array, w_edf: Array, rows_e: Array, *, interpret: bool) -> Array:
-    from jrl.models import gpu_grouped  # Pallas takes long to import
+    from jrl.models.gpu_kernels import grouped as gpu_grouped  # Pallas takes long to import
 
     (m, _), groups = x_md.shape, rows_e.shape[0]
     height = gpu_grouped.block_rows(m, groups)
@@ -303,7 +303,7 @@ def _triton_rows(x_md: Array, w_edf: Array, rows_e: Array, *, interpret: bool) -
 
 
 def _triton_groups(x_md: Array, g_mf: Array, rows_e: Array, *, interpret: bool) -> Array:
-    from jrl.models import gpu_grouped
+    from jrl.models.gpu_kernels import grouped as gpu_grouped
 
     return gpu_grouped.by_group(x_md, g_mf, rows_e, interpret=interpret)
 

@@ -11,7 +11,7 @@ from jrl.plan.hlo import Operation
 
 _ATTENTION = ("attend_cache",)
 _PRODUCTS = ("few_rows", "gated", "grouped_rows", "grouped_matrices")
-"""Names of the kernels of ``models.gpu_kernels`` and ``models.gpu_grouped``, by kind."""
+"""Names of the kernels of ``models.gpu_kernels``, by kind."""
 
 
 def kernel_name(operation: Operation) -> str:

@@ -1,0 +1,199 @@
+"""All of a layer's attention in a token step, between its two products.
+
+Norms and rotation of queries and keys, the new entry of the cache, and the values seen of the
+prompt's and the row's own keys. Only columns that a query sees are read.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jrl.models.gpu_kernels.attention_program import COLUMNS, Scores, Sizes, attend
+from jrl.types import Array
+
+WARPS, STAGES = 2, 3
+"""Warps of a program, and blocks of columns under way. Measured on an H200, with ``COLUMNS``,
+beside 16 to 128 columns, 1 to 8 warps, and 2 to 6 blocks."""
+
+QUERIES = 64
+"""Most queries of a program: more would spill the sums of their values."""
+
+PROGRAMS = 528
+"""Programs that fill a GPU: four for each of the 132 processors of an H100."""
+
+
+class Turn(NamedTuple):
+    """What turns a layer's products into queries, keys and values.
+
+    Attributes:
+      cos: [S, h / 2] float32, of each row's position.
+      sin: the same.
+      q_norm: [h], weight of the queries' norm; None for no norms.
+      k_norm: [h].
+      bias: [K, H / K + 2, h], in the layout of the products; None for none.
+    """
+
+    cos: Array
+    sin: Array
+    q_norm: Array | None = None
+    k_norm: Array | None = None
+    bias: Array | None = None
+
+
+class Reach(NamedTuple):
+    """Columns that each row's query sees; the same in all layers with a window of this size.
+
+    Attributes:
+      columns: [S] int32, the own column that the token is written to, -1 for a row that has ended.
+      positions: [S] int32, tokens; the token's.
+      firsts: [N] int32, the first column of a prompt that any of its rows sees; None for 0.
+      lengths: [N] int32, columns of each prompt that count; None without prompts.
+    """
+
+    columns: Array
+    positions: Array
+    firsts: Array | None = None
+    lengths: Array | None = None
+
+
+def _sizes(x: Array, own: dict, prompt: dict | None, scores: Scores) -> Sizes:
+    _, s, heads, per_head, d = x.shape
+    group, columns = per_head - 2, own["k"].shape[2]
+    n = s if prompt is None else prompt["k"].shape[0]
+    members = s // n
+    tile = min(members, max(QUERIES // group, 1))
+
+    def parts(programs: int, columns: int) -> int:
+        # More parts than fill the GPU are only more to merge; each has two blocks of columns.
+        wanted = min(pl.cdiv(PROGRAMS, programs), 8)
+        return max(min(wanted, columns // (2 * COLUMNS)), 1)
+
+    chunks = 0
+    if prompt is not None:
+        chunks = parts(n * heads * pl.cdiv(members, tile), prompt["k"].shape[2])
+    splits = parts(s * heads, columns)
+    return Sizes(members, group, d, chunks, splits, tile, scores)
+
+
+@functools.partial(jax.jit, static_argnames=("how", "interpret"))
+def attend_cache(
+    x_nskgh: Array,
+    own: dict[str, Array],
+    prompt: dict[str, Array] | None,
+    turn: Turn,
+    reach: Reach,
+    *,
+    how: Scores,
+    interpret: bool = False,
+) -> tuple[Array, dict[str, Array]]:
+    """A decode step's attention from its product to what the output matrix multiplies.
+
+    The numbers are those of norms, rotation, ``decode.write`` and ``dense.attend_parts`` one after
+    the other, up to the order of sums.
+
+    Args:
+      x_nskgh: [n, S, K, H / K + 2, h], the queries of a key-value head, its key, its value, in
+        parts that are added up, as of ``few_rows``.
+      own: "k" and "v" [S, K, C, h] of 16-bit floats, or as int8 with "k_scale" and "v_scale"
+        [S, K, 1, C] float32. Written in place where the caller gives it up.
+      prompt: the same of N prompts of P columns; row s continues prompt s // (S / N). None for no
+        prompts.
+      turn: norms and rotation.
+      reach: what is seen.
+      how: scores are made.
+      interpret: runs the kernel's steps as plain JAX, for tests on other platforms.
+
+    Returns:
+      The values seen [S, H, h] and ``own`` with the new entries. Zeros for a row that sees nothing.
+    """
+    pieces, s, heads, per_head, d = x_nskgh.shape
+    z = _sizes(x_nskgh, own, prompt, how)
+    n, m, parts = s // z.members, z.members, z.chunks + z.splits
+
+    def rows(*shape: int, heads_axis: bool = True) -> pl.BlockSpec:
+        """All members of a prompt; of one head."""
+        zeros = (0,) * len(shape)
+        if heads_axis:
+            return pl.BlockSpec((m, None, *shape), lambda i, k, n: (n, k, *zeros))
+        return pl.BlockSpec((m, *shape), lambda i, k, n: (n, *zeros))
+
+    def of_prompt(*shape: int) -> pl.BlockSpec:
+        zeros = (0,) * len(shape)
+        return pl.BlockSpec((None, None, *shape), lambda i, k, n: (n, k, *zeros))
+
+    def vector(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((size,), lambda i, k, n: (0,))
+
+    c = own["k"].shape[2]
+    cache_specs = {"k": (c, d), "v": (c, d), "k_scale": (1, c), "v_scale": (1, c)}
+    inputs: dict[str, tuple[Any, pl.BlockSpec]] = {
+        name: (own[name], rows(*cache_specs[name])) for name in own
+    }
+    whole = pl.BlockSpec((pieces, m, None, per_head, d), lambda i, k, n: (0, n, k, 0, 0))
+    inputs["x"] = x_nskgh, whole
+    inputs["cos"] = turn.cos, rows(d // 2, heads_axis=False)
+    inputs["sin"] = turn.sin, rows(d // 2, heads_axis=False)
+    inputs["columns"] = reach.columns, rows(heads_axis=False)
+    inputs["positions"] = reach.positions, rows(heads_axis=False)
+    if turn.q_norm is not None:
+        assert turn.k_norm is not None
+        inputs["q_norm"], inputs["k_norm"] = (
+            (turn.q_norm, vector(d)),
+            (turn.k_norm, vector(d)),
+        )
+    if turn.bias is not None:
+        spec = pl.BlockSpec((None, per_head, d), lambda i, k, n: (k, 0, 0))
+        inputs["bias"] = turn.bias, spec
+    if prompt is not None:
+        p = prompt["k"].shape[2]
+        shapes = {"k": (p, d), "v": (p, d), "k_scale": (1, p), "v_scale": (1, p)}
+        inputs |= {f"past_{name}": (prompt[name], of_prompt(*shapes[name])) for name in prompt}
+        one = pl.BlockSpec((1,), lambda i, k, n: (n,))
+        inputs["lengths"] = reach.lengths, one
+        if reach.firsts is not None:
+            inputs["firsts"] = reach.firsts, one
+    names = list(inputs)
+    results: dict[str, tuple[Any, pl.BlockSpec]] = {
+        name: (own[name], rows(*cache_specs[name])) for name in own
+    }
+    values = jax.ShapeDtypeStruct((s, heads, parts, z.group, d), jnp.float32)
+    sums = jax.ShapeDtypeStruct((s, heads, parts, z.group), jnp.float32)
+    results |= {
+        "values": (values, rows(parts, z.group, d)),
+        "peak": (sums, rows(parts, z.group)),
+        "total": (sums, rows(parts, z.group)),
+    }
+    out = pl.pallas_call(
+        functools.partial(attend, names=names, results=list(results), z=z),
+        grid=(z.chunks * z.tiles + m * z.splits, heads, n),
+        in_specs=[spec for _, spec in inputs.values()],
+        out_specs=[spec for _, spec in results.values()],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in results.values()],
+        input_output_aliases={names.index(name): i for i, name in enumerate(own)},
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        interpret=interpret,
+        name="attend_cache",
+    )(*(x for x, _ in inputs.values()))
+    by_name = dict(zip(results, out, strict=True))
+    seen = _merged(by_name["values"], by_name["peak"], by_name["total"])
+    seen = seen.reshape(s, heads * z.group, d).astype(how.dtype)
+    return seen, {name: by_name[name] for name in own}
+
+
+def _merged(values: Array, peak: Array, total: Array) -> Array:
+    """[S, K, G, h]: the parts of [S, K, parts, G, h] under one softmax.
+
+    Part by part, not by reductions, which would each be a kernel.
+    """
+    parts = range(peak.shape[2])
+    top = functools.reduce(jnp.maximum, [peak[:, :, i] for i in parts])
+    shares = [jnp.exp(peak[:, :, i] - top) for i in parts]
+    sums = functools.reduce(jnp.add, [total[:, :, i] * shares[i] for i in parts])
+    read = functools.reduce(jnp.add, [values[:, :, i] * shares[i][..., None] for i in parts])
+    return read / jnp.maximum(sums, 1e-30)[..., None]

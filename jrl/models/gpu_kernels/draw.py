@@ -1,0 +1,159 @@
+"""The draw of a token from logits over a vocabulary, in two kernels for GPUs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jrl.models.attention.dense import MASKED
+from jrl.models.gpu_kernels.common import place, power
+from jrl.types import Array
+
+BLOCK, BLOCKS = 64, 64
+"""Tokens whose weights are summed together, and such blocks of one program."""
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def block_sums(
+    logits_sv: Array, temperature: Array, *, interpret: bool = False
+) -> tuple[Array, Array]:
+    """Sums of exponentials over blocks of tokens: what a draw needs of the whole vocabulary.
+
+    Args:
+      logits_sv: [S, V] float32.
+      temperature: [S] float32; 0 counts the tokens of the largest logit in place of exponentials.
+      interpret: see ``attend_cache``.
+
+    Returns:
+      [S, n] float32, the largest scaled logit of each ``BLOCK * BLOCKS`` tokens; and [S, n, BLOCKS]
+      float32, sums of exp(logit / temperature - that) over each ``BLOCK``.
+    """
+    s, v = logits_sv.shape
+    n = pl.cdiv(v, BLOCK * BLOCKS)
+
+    def kernel(x_ref: Any, t_ref: Any, peak_ref: Any, sum_ref: Any) -> None:
+        start = pl.program_id(1) * (BLOCK * BLOCKS)
+        block = jax.lax.broadcasted_iota(jnp.int32, (BLOCKS, BLOCK), 0)
+        token = start + block * BLOCK + jax.lax.broadcasted_iota(jnp.int32, (BLOCKS, BLOCK), 1)
+        x = plgpu.load(place(x_ref, 0, token), mask=token < v, other=-jnp.inf)
+        t = t_ref[0]
+        scaled = x / jnp.where(t <= 0, 1.0, t)
+        # Finite, so that tokens that are all forbidden weigh nothing.
+        peak = jnp.maximum(scaled.max(1).max(0), MASKED)
+        weights = jnp.where(t <= 0, (scaled == peak).astype(jnp.float32), jnp.exp(scaled - peak))
+        peak_ref[0, 0] = peak
+        plgpu.store(place(sum_ref, 0, 0, jnp.arange(BLOCKS)), weights.sum(1))
+
+    return tuple(
+        pl.pallas_call(
+            kernel,
+            grid=(s, n),
+            in_specs=[
+                pl.BlockSpec((1, v), lambda i, j: (i, 0)),
+                pl.BlockSpec((1,), lambda i, j: (i,)),
+            ],
+            out_specs=[
+                pl.BlockSpec((1, 1), lambda i, j: (i, j)),
+                pl.BlockSpec((1, 1, BLOCKS), lambda i, j: (i, j, 0)),
+            ],
+            out_shape=[
+                jax.ShapeDtypeStruct((s, n), jnp.float32),
+                jax.ShapeDtypeStruct((s, n, BLOCKS), jnp.float32),
+            ],
+            compiler_params=plgpu.CompilerParams(num_warps=4),
+            interpret=interpret,
+            name="block_sums",
+        )(logits_sv, temperature)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def pick(
+    uniform: Array,
+    logits_sv: Array,
+    temperature: Array,
+    peaks: Array,
+    sums: Array,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+    """The token of each row where the running sum of weights passes its random number.
+
+    Args:
+      uniform: [S] float32 in [0, 1).
+      logits_sv: [S, V] float32.
+      temperature: [S] float32; 0 takes the first of the largest.
+      peaks: of ``block_sums``.
+      sums: of ``block_sums``.
+      interpret: see ``attend_cache``.
+
+    Returns:
+      tokens [S] int32 and their log-probabilities [S] float32, nats; see ``params.sample``.
+    """
+    (s, v), n = logits_sv.shape, peaks.shape[1]
+    wide = power(n)
+
+    def kernel(*refs: Any) -> None:
+        u_ref, x_ref, t_ref, peak_ref, sum_ref, token_ref, logprob_ref = refs
+        t = t_ref[0]
+        cold = t <= 0
+        chunk = jnp.arange(wide)
+        local = plgpu.load(place(peak_ref, 0, chunk), mask=chunk < n, other=MASKED)
+        peak = local.max(0)
+        share = jnp.where(cold, (local == peak).astype(jnp.float32), jnp.exp(local - peak))
+        share = jnp.where(chunk < n, share, 0.0)
+        rows = jax.lax.broadcasted_iota(jnp.int32, (wide, BLOCKS), 0)
+        blocks = jax.lax.broadcasted_iota(jnp.int32, (wide, BLOCKS), 1)
+        mass = (
+            plgpu.load(place(sum_ref, 0, rows, blocks), mask=rows < n, other=0.0) * share[:, None]
+        )
+        of_chunks = mass.sum(1)
+        total = of_chunks.sum(0)
+        left = jnp.where(cold, 0.0, u_ref[0] * total)
+        at_chunk, left = _inverted(left, of_chunks)
+        inside = jnp.where(rows == at_chunk, mass, 0.0).sum(0)
+        at_block, left = _inverted(left, inside)
+        first = (at_chunk * BLOCKS + at_block) * BLOCK
+        index = jnp.arange(BLOCK)
+        x = plgpu.load(place(x_ref, 0, first + index), mask=first + index < v, other=-jnp.inf)
+        scaled = x / jnp.where(cold, 1.0, t)
+        weights = jnp.where(cold, (scaled == peak).astype(jnp.float32), jnp.exp(scaled - peak))
+        at_token, _ = _inverted(left, weights)
+        chosen = jnp.where(index == at_token, scaled, -jnp.inf).max(0)
+        token_ref[0] = first + at_token
+        logprob_ref[0] = jnp.where(cold, 0.0, chosen - peak - jnp.log(total))
+
+    def row(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *shape), lambda i: (i, *(0,) * len(shape)))
+
+    return tuple(
+        pl.pallas_call(
+            kernel,
+            grid=(s,),
+            in_specs=[row(), row(v), row(), row(n), row(n, BLOCKS)],
+            out_specs=[row(), row()],
+            out_shape=[
+                jax.ShapeDtypeStruct((s,), jnp.int32),
+                jax.ShapeDtypeStruct((s,), jnp.float32),
+            ],
+            compiler_params=plgpu.CompilerParams(num_warps=4),
+            interpret=interpret,
+            name="pick",
+        )(uniform, logits_sv, temperature, peaks, sums)
+    )
+
+
+def _inverted(target: Any, mass: Array) -> tuple[Any, Any]:
+    """``params._invert`` of one row: the entry where the running sum passes, and what is left."""
+    index, above = jnp.arange(mass.shape[0]), jnp.cumsum(mass)
+    last = jnp.where(mass > 0, index, 0).max(0)
+    passed = jnp.minimum((above <= target).astype(jnp.int32).sum(0), last)
+    # A target that lands in an empty entry by rounding moves to the next one with mass.
+    at = jnp.where((mass > 0) & (index >= passed), index, last).min(0)
+    below = jnp.where(index == at, above - mass, 0.0).sum(0)
+    return at, jnp.maximum(target - below, 0.0)

@@ -1,0 +1,210 @@
+"""Products of few rows with matrices, and the residual and norm that read them, on GPUs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jrl.models.gpu_kernels.common import LEAST, place, power
+from jrl.types import Array
+
+FEW = 64
+"""Most rows of a device for which these kernels take less time than XLA's products and sums."""
+
+_WIDE, _DEEP = 64, 128
+"""Outputs and inputs of a weight that a program reads at a time."""
+
+_LEAST_DEEP = 64
+"""Inputs where ``_DEEP`` does not divide them, and of ``gated``."""
+
+PAIRED = 32
+"""Columns of a gate that lie beside those of up; see ``gated``."""
+
+_ENOUGH = 128
+"""Programs of a product: about one for each processor of an H100; more parts are only more to add
+up."""
+
+
+class Weight(NamedTuple):
+    """A matrix to multiply by.
+
+    Attributes:
+      values: [D, N], 16-bit floats, or int8.
+      scales: [N] float32 of int8 values; else None.
+    """
+
+    values: Array
+    scales: Array | None = None
+
+
+def takes_product(rows: int, inputs: int, outputs: int) -> bool:
+    """Whether ``few_rows`` has a kernel for these sizes."""
+    return rows <= FEW and inputs % _LEAST_DEEP == 0 and outputs % _WIDE == 0
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def few_rows(x_sd: Array, weight: Weight, *, interpret: bool = False) -> Array:
+    """The product of few rows with a matrix, in parts that whoever reads them adds up.
+
+    Args:
+      x_sd: [S, D], 16-bit floats.
+      weight: of sizes that ``takes_product``.
+      interpret: see ``attend_cache``.
+
+    Returns:
+      [n, S, N] float32. A GPU is filled by some hundred programs, so that with few outputs each
+      sums a part of the inputs; adding the parts in a kernel of its own would take as long as a
+      fifth of the product.
+    """
+    (s, d), n = x_sd.shape, weight.values.shape[1]
+    parts, deep = 1, _DEEP if d % _DEEP == 0 else _LEAST_DEEP
+    while n // _WIDE * parts < _ENOUGH and d % (2 * parts * deep) == 0 and parts < 8:
+        parts *= 2
+
+    def kernel(x_ref: Any, w_ref: Any, *refs: Any) -> None:
+        i, part = pl.program_id(0), pl.program_id(1)
+        at = i * _WIDE + jnp.arange(_WIDE)
+        sums = _accumulated(x_ref, w_ref, at, part * (d // parts), d // parts, s, deep)
+        if weight.scales is not None:
+            sums = sums * plgpu.load(place(refs[0], at))[None]
+        rows = jnp.arange(sums.shape[0])[:, None]
+        out = place(refs[-1], part, rows, at[None])
+        plgpu.store(out, sums, mask=(rows < s) & (at[None] >= 0))
+
+    scales = [] if weight.scales is None else [weight.scales]
+    return pl.pallas_call(
+        kernel,
+        grid=(n // _WIDE, parts),
+        out_shape=jax.ShapeDtypeStruct((parts, s, n), jnp.float32),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=4),
+        interpret=interpret,
+        name="few_rows",
+    )(x_sd, weight.values, *scales)
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "interpret"))
+def gated(
+    x_sd: Array,
+    weight: Weight,
+    activation: Callable[[Array], Array],
+    *,
+    interpret: bool = False,
+) -> Array:
+    """activation(x @ gate) * (x @ up) of few rows.
+
+    Args:
+      x_sd: [S, D], 16-bit floats.
+      weight: [D, 2 F], ``PAIRED`` columns of the gate and those of up, in turn, so that a program
+        reads whole lines of memory and has both; ``takes_product`` holds for 2 F.
+      activation: of the gate.
+      interpret: see ``attend_cache``.
+
+    Returns:
+      [S, F] in the dtype of ``x_sd``.
+    """
+    (s, d), f = x_sd.shape, weight.values.shape[1] // 2
+    dtype = x_sd.dtype
+
+    def kernel(x_ref: Any, w_ref: Any, *refs: Any) -> None:
+        i = pl.program_id(0)
+        at = i * 2 * PAIRED + jnp.arange(2 * PAIRED)
+        sums = _accumulated(x_ref, w_ref, at, 0, d, s, _LEAST_DEEP)
+        if weight.scales is not None:
+            sums = sums * plgpu.load(place(refs[0], at))[None]
+        pair = sums.reshape(-1, 2, PAIRED)
+        second = jax.lax.broadcasted_iota(jnp.int32, pair.shape, 1)
+        gate, up = (jnp.where(second == n, pair, 0.0).sum(1) for n in (0, 1))
+        gate, up = (x.astype(dtype).astype(jnp.float32) for x in (gate, up))
+        gate = activation(gate).astype(dtype).astype(jnp.float32)
+        rows = jnp.arange(gate.shape[0])[:, None]
+        columns = i * PAIRED + jnp.arange(PAIRED)[None]
+        out = place(refs[-1], rows, columns)
+        plgpu.store(out, (gate * up).astype(dtype), mask=(rows < s) & (columns >= 0))
+
+    scales = [] if weight.scales is None else [weight.scales]
+    return pl.pallas_call(
+        kernel,
+        grid=(f // PAIRED,),
+        out_shape=jax.ShapeDtypeStruct((s, f), dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=5),
+        interpret=interpret,
+        name="gated",
+    )(x_sd, weight.values, *scales)
+
+
+def _accumulated(
+    x_ref: Any, w_ref: Any, columns: Array, start: Any, inputs: int, s: int, deep: int
+) -> Array:
+    """Sums over some inputs of x times some columns of the weight, [S or more, n]."""
+    rows = jnp.arange(max(power(s), LEAST))[:, None]
+
+    def block(j: Any, sums: Array) -> Array:
+        at = start + j * deep + jnp.arange(deep)
+        x = plgpu.load(place(x_ref, rows, at[None]), mask=(rows < s) & (at[None] >= 0), other=0)
+        w = plgpu.load(place(w_ref, at[:, None], columns[None])).astype(x.dtype)
+        return sums + plgpu.dot(x, w)
+
+    begin = jnp.zeros((rows.shape[0], columns.shape[0]), jnp.float32)
+    return jax.lax.fori_loop(0, inputs // deep, block, begin)
+
+
+# ---------------------------------------------------------------- residuals
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "plus_one", "interpret"))
+def added_norm(
+    x_sd: Array,
+    out_nsd: Array,
+    weight: Array,
+    *,
+    eps: float,
+    plus_one: bool = False,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+    """``x + out`` and the norm of that, as ``layers.rms_norm`` has it.
+
+    Args:
+      x_sd: [S, D].
+      out_nsd: [n, S, D], parts that are added up and rounded to the dtype of ``x_sd``.
+      weight: [D].
+      eps: of the norm.
+      plus_one: whether it multiplies by 1 + weight.
+      interpret: see ``attend_cache``.
+    """
+    s, d = x_sd.shape
+    wide, parts = power(d), out_nsd.shape[0]
+
+    def kernel(x_ref: Any, out_ref: Any, w_ref: Any, sum_ref: Any, normed_ref: Any) -> None:
+        columns = jnp.arange(wide)
+        mask = columns < d
+
+        def read(ref: Any, *lead: int) -> Array:
+            return plgpu.load(place(ref, *lead, columns), mask=mask, other=0)
+
+        out = [read(out_ref, i, 0).astype(jnp.float32) for i in range(parts)]
+        x = read(x_ref, 0) + functools.reduce(jnp.add, out).astype(x_sd.dtype)
+        plgpu.store(place(sum_ref, 0, columns), x, mask=mask)
+        x32, w = x.astype(jnp.float32), read(w_ref).astype(jnp.float32)
+        scale = jax.lax.rsqrt((x32 * x32).sum(0) / d + eps)
+        normed = (x32 * scale * (1.0 + w if plus_one else w)).astype(x.dtype)
+        plgpu.store(place(normed_ref, 0, columns), normed, mask=mask)
+
+    row = pl.BlockSpec((1, d), lambda i: (i, 0))
+    shape = jax.ShapeDtypeStruct((s, d), x_sd.dtype)
+    out_spec = pl.BlockSpec((parts, 1, d), lambda i: (0, i, 0))
+    return pl.pallas_call(
+        kernel,
+        grid=(s,),
+        in_specs=[row, out_spec, pl.BlockSpec((d,), lambda i: (0,))],
+        out_specs=[row, row],
+        out_shape=[shape, shape],
+        compiler_params=plgpu.CompilerParams(num_warps=4 if wide <= 4096 else 8),
+        interpret=interpret,
+        name="added_norm",
+    )(x_sd, out_nsd, weight)
