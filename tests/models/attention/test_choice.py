@@ -335,6 +335,13 @@ def test_kernels_that_cannot_are_refused_with_what_would_do(monkeypatch):
         choose("gpu", how="cudnn", dtype="bfloat16", head_dim=12)
     with pytest.raises(UserError, match="not on GPUs"):
         choose("gpu", how="splash")
+    with pytest.raises(UserError, match="'triton': it computes in.*model.dtype = 'float32'"):
+        choose("gpu", how="triton")
+    with pytest.raises(UserError, match="'triton': it takes heads of 32, 64.*head_dim = 12"):
+        choose("gpu", how="triton", dtype="bfloat16", head_dim=12)
+    with pytest.raises(UserError, match="not on TPUs"):
+        choose("tpu", how="triton", dtype="bfloat16", head_dim=32)
+    assert choose("gpu", how="triton", dtype="bfloat16", head_dim=32) == "cudnn"
     with pytest.raises(UserError, match="choose from auto, blockwise, cudnn, splash, triton, xla"):
         transformer(MODEL, attention="flash")
     mesh, config = make_mesh({"context": 2}), dataclasses.replace(MODEL, dtype="bfloat16")
