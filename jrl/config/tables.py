@@ -100,10 +100,12 @@ class ModelTable(Table):
         " in 16 bit, where decoding has kernels of its own (triton: these on any platform, slowly);"
         " auto takes the fastest exact one for the platform",
     )
-    remat: Literal["elementwise", "dots", "full", "none"] = key(
-        "elementwise",
+    remat: Literal["auto", "elementwise", "dots", "mlp", "full", "none"] = key(
+        "auto",
         "rematerialisation in the backward pass. elementwise: all but matrix products and"
-        " attention; dots: attention as well; full: whole layers; none: nothing",
+        " attention; dots: attention as well; mlp: elementwise and the two wide products of the"
+        " feed-forward part; full: whole layers; none: nothing; auto: the first of these that fits"
+        " the memory of a GPU or TPU, elementwise on a CPU; a run directory keeps the choice",
     )
 
 

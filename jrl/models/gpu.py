@@ -29,14 +29,8 @@ from jrl.types import Array, Cache, Params
 STEPS = 16
 """Token steps between two looks of the decode loop at the host."""
 
-COMPILER_OPTIONS = {
-    # Loops and branches become part of the CUDA graph of what they run: their conditions stay on
-    # the device, so that loops whose end is computed do not wait for the host either.
-    "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
-    ),
-}
-"""Options of XLA for programs that decode on a GPU."""
+HALVINGS = 8
+"""The same of a search for the threshold of top-k or top-p."""
 
 _OLDEST = 8
 """Compute capability from which Triton has what the kernels use."""
@@ -79,6 +73,11 @@ def steps_at_once() -> int:
     number of steps does not.
     """
     return STEPS if platform() == "gpu" else 1
+
+
+def halvings_at_once() -> int:
+    """Halvings of a search between two returns to the host; 1 for no inner loop."""
+    return HALVINGS if platform() == "gpu" else 1
 
 
 def _interpret() -> bool:
@@ -313,9 +312,7 @@ def reaches(
     earliest = jnp.where(lives, at, jnp.iinfo(jnp.int32).max).reshape(lengths.shape[0], -1).min(1)
 
     def seen(window: int | None) -> Any:
-        begin = jnp.zeros_like(lengths)
-        if window is not None:
-            begin = jnp.clip(earliest - (window - 1), 0, lengths)
+        begin = None if window is None else jnp.clip(earliest - (window - 1), 0, lengths)
         return Reach(columns, at, begin, lengths)
 
     return {window: seen(window) for window in set(config.windows)}

@@ -62,9 +62,8 @@ class Reach(NamedTuple):
     Attributes:
       columns: [S] int32, the own column that the token is written to, -1 for a row that has ended.
       positions: [S] int32, tokens; the token's.
-      firsts: [N] int32, the first column of a prompt that any of its rows sees; None without
-        prompts.
-      lengths: [N] int32, columns of each prompt that count.
+      firsts: [N] int32, the first column of a prompt that any of its rows sees; None for 0.
+      lengths: [N] int32, columns of each prompt that count; None without prompts.
     """
 
     columns: Array
@@ -216,7 +215,9 @@ def attend_cache(
         shapes = {"k": (p, d), "v": (p, d), "k_scale": (1, p), "v_scale": (1, p)}
         inputs |= {f"past_{name}": (prompt[name], of_prompt(*shapes[name])) for name in prompt}
         one = pl.BlockSpec((1,), lambda i, k, n: (n,))
-        inputs |= {"firsts": (reach.firsts, one), "lengths": (reach.lengths, one)}
+        inputs["lengths"] = reach.lengths, one
+        if reach.firsts is not None:
+            inputs["firsts"] = reach.firsts, one
     names = list(inputs)
     results: dict[str, tuple[Any, pl.BlockSpec]] = {
         name: (own[name], rows(*cache_specs[name])) for name in own
@@ -287,7 +288,7 @@ def _attend_prompt(ins: dict, outs: dict, chunk: Any, tile: Any, z: _Sizes) -> N
     # What is masked keeps places of its own: interpreted stores write the old number there.
     real = (index < z.tile * z.group) & (member < z.members)
     q = _queries(ins, member, g, real, z)
-    first, length = ins["firsts"][0], ins["lengths"][0]
+    first, length = ins["firsts"][0] if "firsts" in ins else 0, ins["lengths"][0]
     lo, hi = _share(first, length, chunk, z.chunks)
     cache = {name: ins[f"past_{name}"] for name in ("k", "v", "k_scale", "v_scale")
              if f"past_{name}" in ins}  # fmt: skip

@@ -25,7 +25,7 @@ from jrl.models.attention.choice import Owners, is_cudnn, row_attention, shared_
 from jrl.models.attention.dense import NO_WINDOW
 from jrl.models.config import ModelConfig, Rope
 from jrl.models.gpu import Fused
-from jrl.models.matmul import PRODUCT, SEEN, project
+from jrl.models.matmul import PRODUCT, SEEN, WIDE, project
 from jrl.models.weights import WeightSpec, weights
 from jrl.types import NOTHING, Array, Head, Params, RoutingRecord, SharedRows
 
@@ -409,10 +409,16 @@ def block(
 
 # ---------------------------------------------------------------- complete sequences
 
-_KEPT = {"dots": (PRODUCT,), "elementwise": (PRODUCT, SEEN), "full": ()}
+_KEPT = {
+    "elementwise": (PRODUCT, WIDE, SEEN),
+    "dots": (PRODUCT, WIDE),
+    "mlp": (PRODUCT, SEEN),
+    "full": (),
+}
 REMAT = (*_KEPT, "none")
-"""What the backward pass of a layer recomputes: all but products with weights, all but products and
-attention, all, nothing."""
+"""What the backward pass of a layer recomputes: all but products with weights and attention, all
+but products, all but attention and the products that are not wide, all, nothing. The first four are
+in the order of the memory that they take, the largest first, and of the time, the least first."""
 
 
 def hidden(

@@ -48,6 +48,7 @@ from jrl.system.extras import install_line
 from jrl.train import build
 from jrl.train.gather import prepared_bytes
 from jrl.train.programs import check_resharding, drawing_mesh
+from jrl.train.remat import AUTO, choose, with_remat
 from jrl.train.shapes import abstract_batch
 
 PROGRAMS = ("resharding", "sampler", "train_step")
@@ -130,6 +131,7 @@ class Plan(NamedTuple):
       move_seconds: of the transfer of the weights to those devices.
       sampling_mesh: of the sampler on the devices of training; None where it has the same.
       experts: routed experts of a layer; 0 for none.
+      remat: ``model.remat``; what would be chosen where that is "auto".
       layers: of the policy.
     """
 
@@ -144,6 +146,7 @@ class Plan(NamedTuple):
     move_seconds: float = 0.0
     sampling_mesh: dict[str, int] | None = None
     experts: int = 0
+    remat: str = "elementwise"
     layers: int = 0
 
     @property
@@ -241,6 +244,7 @@ def quick_plan(
         memory of a chip is right, and the times are too short.
     """
     run = abstract_run_on(config, topology)
+    config = run.config  # fewer layers would fit with another rematerialisation
     model, sizes = run.shape, config.model.config
     if sizes is None:
         return make_plan(config, topology, echo=echo, placement=placement, effort=effort)
@@ -313,6 +317,8 @@ def abstract_run_on(config: Config, topology: Topology) -> build.Run:
     mesh = plan_mesh(config, topology)
     run = abstract_run(config, mesh)
     check_resharding(run)
+    if run.config.model.remat == AUTO:
+        run = with_remat(run, choose(run, topology.chip.hbm_bytes).remat)
     return run
 
 
@@ -418,6 +424,7 @@ def judged(run: build.Run, topology: Topology, programs: dict[str, Program]) -> 
         tokens=prompts * group * length,
         sampling_mesh=None if drawing_mesh(run) == run.mesh else dict(drawing_mesh(run).shape),
         experts=run.shape.experts,
+        remat=run.config.model.remat,
         layers=run.shape.layers,
     )
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from jrl.mesh import batch_shards
-from jrl.plan.lower import abstract_state
 from jrl.plan.topology import CHIPS, Topology, larger
 from jrl.train import build
 from jrl.train.gather import (
@@ -17,7 +16,7 @@ from jrl.train.gather import (
     slots_on_chip,
     token_bytes,
 )
-from jrl.train.programs import drawing_mesh, held_bytes
+from jrl.train.programs import abstract_state, drawing_mesh, held_bytes
 from jrl.train.score import policy_of
 
 GIB = 1 << 30

@@ -36,6 +36,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "rollout_mesh": plan.rollout_mesh,
         "sampling_mesh": plan.sampling_mesh,
         "parameters": plan.parameters,
+        "remat": plan.remat,
         "chip": {
             "hbm_bytes": chip.hbm_bytes,
             "flops": chip.flops,
@@ -84,6 +85,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"in parallel; sending the weights takes {_seconds(plan.move_seconds)}"
     if plan.experts and max(m.get("expert", 1) for m in (plan.mesh, plan.sampling_mesh or {})) > 1:
         yield "experts are counted as visited equally often; a chip with more visits takes longer"
+    yield f"rematerialisation {plan.remat}"
     for name, program in plan.programs.items():
         yield ""
         tokens = plan.tokens / topology.chips if plan.rollout_mesh is None else 0.0

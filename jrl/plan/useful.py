@@ -115,6 +115,8 @@ def loop_trips(run: build.Run, mesh: Mesh, name: str) -> dict[str, int]:
     slots = min(rows, slots_on_chip(run.config.sampling.slots, mesh.shape, whole) or rows)
     trips |= {"queue": -(-rows // slots), "refill": slots}
     trips |= run.kind.decode_trips
+    if mesh.devices.flat[0].platform == "gpu":
+        trips["threshold"] = -(-MOST_HALVINGS // gpu.HALVINGS)
     if (tokens := trips.get("decode")) and mesh.devices.flat[0].platform == "gpu":
         # On GPUs a turn of the loop that ends early is several token steps.
         trips["decode"] = -(-tokens // min(gpu.STEPS, tokens))

@@ -230,9 +230,16 @@ def _search(
 
     low, high = _ordered(lowest), _ordered(jnp.max(values, axis=-1)) + 1
     start: tuple[Array, ...] = jnp.int32(0), low, high, above(low), jnp.zeros(low.shape)
+
+    def halves(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        # Rows whose search is over stay as they are.
+        return jax.lax.fori_loop(0, at_once, lambda _, carry: halve(carry), carry)
+
+    at_once = gpu.halvings_at_once()
+    step = halve if at_once == 1 else halves
     # Named for profiles and for ``plan.useful``: it ends early, so its program has no trip count.
     with jax.named_scope("threshold"):
-        _, low, _, mass, _ = jax.lax.while_loop(lambda c: jnp.any(open_(*c[1:])), halve, start)
+        _, low, _, mass, _ = jax.lax.while_loop(lambda c: jnp.any(open_(*c[1:])), step, start)
     return jnp.where(mass >= limit, _unordered(low), -jnp.inf)
 
 

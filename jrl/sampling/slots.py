@@ -286,6 +286,7 @@ def decode(
     until: Array | int = 0,
     idle: IdleLimit | None = None,
     measure: Measure | None = None,
+    at_once: int = 1,
 ) -> tuple[Slots, Array]:
     """Draws up to ``steps`` tokens for every running slot, ending early when none runs.
 
@@ -301,6 +302,9 @@ def decode(
       idle: the call also ends before more slot-steps than this would draw nothing; None for never.
       measure: of the distribution that each token is drawn from, written to ``slots.measured``;
         None where that is None.
+      at_once: steps that nearly every call takes, where their number is an array. On a GPU the end
+        is looked for after so many, at most ``gpu.STEPS``; steps beyond it take time, and draw
+        nothing.
 
     Returns:
       The new state, and the number of decode steps taken, [] int32.
@@ -323,7 +327,7 @@ def decode(
 
     one_token = partial(_one_token, weights, stops, first, network, idle, measure)
     # Steps between two looks at the end: a number that is known, and no more than there are.
-    at_once = min(gpu.steps_at_once(), steps) if isinstance(steps, int) else 1
+    at_once = min(gpu.steps_at_once(), steps if isinstance(steps, int) else at_once)
 
     def several(carry: tuple[Array, Slots, Array]) -> tuple[Array, Slots, Array]:
         # Steps beyond the end draw nothing, so that it is exact.

@@ -112,11 +112,9 @@ def test_a_step_of_attention_is_the_plain_one(
     cos, sin = (t[:, 0] for t in angles(position[:, None], freqs))
     turn = Turn(cos, sin, draw(size), draw(size), draw(heads, group + 2, size) if bias else None)
     first = None
-    if prompts:
-        first = jnp.zeros_like(lengths)
-        if how.window:
-            earliest = position.reshape(prompts, -1).min(1)
-            first = jnp.clip(earliest - how.window + 1, 0, lengths)
+    if prompts and how.window:
+        earliest = position.reshape(prompts, -1).min(1)
+        first = jnp.clip(earliest - how.window + 1, 0, lengths)
     reach = Reach(column, position, first, lengths)
     halves = jnp.stack([x.astype(jnp.float32) / 2] * 2)  # parts of a product
     seen, new = attend_cache(halves, own, prompt, turn, reach, how=how, interpret=True)

@@ -332,6 +332,17 @@ def test_a_loop_that_looks_at_its_end_less_often_ends_where_it_should(limits, mo
     assert_same(slots, want)
 
 
+def test_a_queue_that_looks_less_often_draws_the_same(monkeypatch):
+    def drawn(steps_at_once):
+        monkeypatch.setattr(gpu, "steps_at_once", lambda: steps_at_once)
+        sizes = {"group": G, "max_new_tokens": T, "slots": 6, "stop_tokens": STOPS}
+        draw = jit(partial(generate, network=NETWORK, **sizes))
+        inputs = jax.random.key(1), params(), prompts(), LENGTHS, SAMPLING, VERSION, IDS
+        return draw(*inputs)[0]
+
+    assert_same_rollouts(drawn(5), drawn(1))
+
+
 def test_a_chunk_ends_where_it_should():
     slots = advance(begin(), steps=3)
     r = rollout()
