@@ -71,7 +71,13 @@ LARGE = SMALL | {
     **{"vocab_size": 151936, "embed_dim": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128},
     **{"mlp_dim": 6144},
 }
-SHAPES = {"small": (SMALL, 64), "small, long": (SMALL, 1024), "1.7b": (LARGE, 64)}
+EXPERTS = SMALL | {"experts": 16, "experts_per_token": 2, "expert_mlp_dim": 256}
+SHAPES = {
+    "experts": (EXPERTS, 64),
+    "small": (SMALL, 64),
+    "small, long": (SMALL, 1024),
+    "1.7b": (LARGE, 64),
+}
 
 
 def tree(shape: str, layers: int) -> dict:
@@ -134,6 +140,14 @@ def test_memory_and_operations_are_those_of_the_shape():
     # Of a token step at the least the weights, of which 64 times.
     assert sampler["hbm_bytes"] > 64 * weights
     assert sampler["hbm_bytes"] < 2 * 64 * weights
+
+
+def test_experts_multiply_the_rows_that_visit_them():
+    """XLA's own product for GPUs multiplies all rows by all 16."""
+    step = program("experts", "train_step", 2)
+    assert step["flops"] < 2.5 * step["model_flops"]
+    sampler = program("experts", "sampler", 2)
+    assert sampler["flops"] < 2.5 * sampler["model_flops"]
 
 
 def test_every_gpu_is_compiled_for():
