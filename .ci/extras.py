@@ -30,7 +30,7 @@ TABLE = ROOT / "tests" / "extras.toml"
 RECORD = ROOT / "tests" / "last_extras_run.md"
 PYTEST = ["hypothesis", "packaging", "pytest", "pytest-timeout", "pytest-xdist"]
 NO_PACKAGE = re.compile(r"No matching distribution found|is not a supported wheel|Requires-Python")
-ELSEWHERE = ("cuda12", "cuda13", "tpu")
+ELSEWHERE = ("cuda12", "cuda13", "plan-gpu", "tpu")
 """Extras of an accelerator, which have no packages for every platform."""
 
 Row = collections.namedtuple("Row", "extra versions passed skipped failed seconds note")

@@ -14,6 +14,8 @@ from typing import Any
 
 PAD, BOS, EOS = 0, 1, 2
 LEARNING_RATE, B1, B2 = 1e-3, 0.9, 0.95
+JAX_PLATFORM = {"cpu": "cpu", "gpu": "cuda,cpu"}
+"""Names of platforms here, and JAX's, the first of which programs run on."""
 WARMUP = 2
 """Steps left out of every median; the first compile programs."""
 
@@ -58,11 +60,29 @@ def parser(about: str) -> argparse.ArgumentParser:
     )
     work.add_argument("--seed", type=int, default=0, help="of weights, prompts and draws")
     place = p.add_argument_group("placement")
+    place.add_argument(
+        "--platform",
+        default="auto",
+        choices=["auto", *JAX_PLATFORM],
+        help="auto: what there is",
+    )
     place.add_argument("--devices", type=int, default=1, help="virtual CPU devices")
     place.add_argument("--fsdp", type=int, default=1)
     place.add_argument("--tp", type=int, default=1)
     p.add_argument("--json", default="", help="also write the result to this file")
     return p
+
+
+def jax_platform(args: argparse.Namespace) -> str | None:
+    """JAX's name for ``--platform``; None to leave the choice to it."""
+    return JAX_PLATFORM.get(args.platform)
+
+
+def progress(name: str, row: dict[str, Any]) -> None:
+    """A line on stderr at once, so that a program that is cut off leaves what it has measured."""
+    figures = {n: round(x, 4) if isinstance(x, float) else x for n, x in row.items()}
+    sys.stderr.write(json.dumps({"row": name} | figures) + "\n")
+    sys.stderr.flush()
 
 
 def prompt_width(args: argparse.Namespace) -> int:

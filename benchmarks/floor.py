@@ -67,10 +67,56 @@ def score_flops(config: ModelConfig, drawn: Completions) -> float:
     return forward_flops(config, p.sum() + t.sum(), pairs, drawn.lengths.sum())
 
 
-def decode_bytes(config: ModelConfig, drawn: Completions, weights_bytes: int) -> float:
-    """What decoding must read: all weights every step, live keys and values, a prefix once."""
-    item = jnp.dtype(config.dtype).itemsize
-    entry = 2 * config.layers * config.kv_heads * config.head_dim * item
+def update_flops(config: ModelConfig, drawn: Completions, adapters: int = 0) -> float:
+    """A training step without recomputation: three passes.
+
+    Args:
+      config: the model.
+      drawn: what is trained on.
+      adapters: trained weights of adapters on a frozen base, which has no gradients of its own and
+        so costs two passes; 0 where all weights are trained.
+    """
+    whole = score_flops(config, drawn)
+    if not adapters:
+        return 3 * whole
+    p, t = drawn.prompts, np.maximum(drawn.lengths - 1, 0)
+    tokens, scored = p.sum() + t.sum(), drawn.lengths.sum()
+    # Of attention, which has no weights, both gradients are needed in any case.
+    attention = whole - forward_flops(config, tokens, 0, scored)
+    return 2 * whole + attention + 6.0 * adapters * tokens
+
+
+def prime_rl_flops(config: ModelConfig, length: int, adapters: int = 0) -> float:
+    """Operations of a training step for each token, as prime-rl counts them for its MFU.
+
+    ``PerfCounter._get_num_flop_per_token`` of its ``src/prime_rl/trainer/perf.py``: 6 for each
+    weight of a product, the output matrix at every token, or with adapters 4, and 6 for each of
+    theirs; attention as if each token saw the whole row, with heads of embed_dim / heads numbers
+    whatever their size is.
+
+    Args:
+      config: a model without experts.
+      length: tokens in a packed row.
+      adapters: trained weights of adapters; 0 where all weights are trained.
+    """
+    active = trunk_weights(config) + config.embed_dim * config.vocab_size
+    attention = 12.0 * config.layers * config.embed_dim * length
+    return (4 * active + 6 * adapters if adapters else 6 * active) + attention
+
+
+def decode_bytes(
+    config: ModelConfig, drawn: Completions, weights_bytes: int, vector_bytes: int = 0
+) -> float:
+    """What decoding must read: all weights every step, live keys and values, a prefix once.
+
+    Args:
+      config: the model.
+      drawn: what is sampled.
+      weights_bytes: read in each step.
+      vector_bytes: of a key or value of one head; 0 for numbers of the model's dtype.
+    """
+    vector_bytes = vector_bytes or config.head_dim * jnp.dtype(config.dtype).itemsize
+    entry = 2 * config.layers * config.kv_heads * vector_bytes
     steps = drawn.lengths.max(1)
     own = (drawn.lengths * (drawn.lengths - 1) // 2).sum()
     read = int(drawn.lengths.max()) * weights_bytes

@@ -1,9 +1,10 @@
 """Decode bandwidth, prefill rate and training rate of large shapes on one accelerator.
 
-python -m benchmarks.gpu --shapes 1.7b 8b --json gpu.json --table benchmarks/gpu.md
+python -m benchmarks.gpu --shapes 1.7b 8b --json gpu.jsonl --table benchmarks/gpu.md
 
 Weights are random and bfloat16, and so are gradients and the moments of Adam. Each figure is a
-fraction of what the same device reached on a bare copy or a bare product just before. What a
+fraction of what the same device reached on a bare copy or a bare product just before. A row is
+printed as soon as it is measured, and what a profile of one call adds to it after that. What a
 program needs is known when it is compiled. Sampling that does not fit the device is reported as
 such; training first gives up saved activations (rematerialisation "full"), then half of the layers
 at a time, and its row says what it ran with and why.
@@ -12,86 +13,95 @@ at a time, and its row says what it ran with and why.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import os
+import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from benchmarks import floor
-from benchmarks.clock import rounded, timed, typical
-from benchmarks.flags import write
-from jrl.mesh import make_mesh
-from jrl.methods import get_method
-from jrl.models.attention.choice import ATTENTION, Shape, kernel_for
+from benchmarks.gpu_programs import Measured, attempt, memory_limit
+from benchmarks.gpu_sampling import Policy, Work, policy, sampling_row
+from benchmarks.gpu_table import table
+from benchmarks.gpu_training import Update, training_row
+from benchmarks.lease import Budget, Cost, Record, ends_in_time
+from jrl.models.attention.choice import ATTENTION
 from jrl.models.config import ModelConfig
-from jrl.models.transformer import REMAT, transformer
-from jrl.sampling.generate import generate
-from jrl.sampling.params import make_sampling_params
-from jrl.sampling.slots import prefill
-from jrl.train.state import init_state, state_shardings
-from jrl.train.step import compile_step, make_step
-from jrl.types import Batch, TrainState
+from jrl.models.transformer import REMAT
+from jrl.system.devices import GPU_MEMORY_SHARE
 
+_NAMES = ("layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim", "vocab_size")
+_QWEN3 = {
+    "0.6b": (28, 1024, 16, 8, 128, 3072, 151_936),
+    "1.7b": (28, 2048, 16, 8, 128, 6144, 151_936),
+    "4b": (36, 2560, 32, 8, 128, 9728, 151_936),
+    "8b": (36, 4096, 32, 8, 128, 12_288, 151_936),
+    "tiny": (1, 32, 2, 1, 16, 64, 64),
+}
 SHAPES: dict[str, dict[str, int | bool]] = {
-    "tiny": {
-        "layers": 1,
-        "embed_dim": 32,
-        "heads": 2,
-        "kv_heads": 1,
-        "head_dim": 16,
-        "mlp_dim": 64,
-        "vocab_size": 64,
-    },
-    "1.7b": {
-        "layers": 28,
-        "embed_dim": 2048,
-        "heads": 16,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "mlp_dim": 6144,
-        "vocab_size": 151_936,
-    },
-    "8b": {
-        "layers": 36,
-        "embed_dim": 4096,
-        "heads": 32,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "mlp_dim": 12_288,
-        "vocab_size": 151_936,
-        "tied_embeddings": False,
-    },
+    name: dict(zip(_NAMES, sizes, strict=True)) | {"tied_embeddings": name != "8b"}
+    for name, sizes in _QWEN3.items()
 }
 """Shapes of Qwen3 models, and one for a quick look."""
+
+PEAKS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0, "L4": 121.0}
+"""TFLOP/s in bfloat16 without sparsity, by a word of the device's name, of NVIDIA's datasheets."""
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--shapes", nargs="+", default=["1.7b", "8b"], choices=sorted(SHAPES))
     p.add_argument(
+        *("--work", "--sampling"),
+        nargs="*",
+        type=Work.parse,
+        metavar="ROWS:PROMPT:NEW:GROUP",
+        help="sampling rows; in place of --batches, --prompt-len, --gen-len and --group",
+    )
+    p.add_argument(
         "--batches", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     )
     p.add_argument("--group", type=int, default=1, help="rows that share a prompt, where they fit")
     p.add_argument("--prompt-len", type=int, default=512)
     p.add_argument("--gen-len", type=int, default=1024)
+    p.add_argument(
+        "--int8", nargs="*", default=[], choices=["weights", "cache"], help="sampled in 8 bits"
+    )
     p.add_argument("--packed", nargs="*", type=int, default=[4096, 16_384], help="training tokens")
+    p.add_argument(
+        "--completions",
+        type=int,
+        default=0,
+        help="that training tokens are in, behind a prompt of --prompt-len; 0: as long as that",
+    )
+    p.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters; 0: all")
     p.add_argument("--remat", default="elementwise", choices=REMAT)
     p.add_argument("--attention", default="auto", choices=ATTENTION, help="on a GPU auto is cuDNN")
-    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--rounds", type=int, default=3, help="fewer where they take over 3 s")
     p.add_argument("--gemm", type=int, default=8192, help="side of the bare product")
     p.add_argument("--copy-mb", type=int, default=4096, help="size of the bare copy")
+    p.add_argument("--peak-tflops", type=float, default=0, help="datasheet's; 0: by device name")
     p.add_argument("--memory-gb", type=float, default=0, help="to fit into; 0: the device's own")
-    p.add_argument("--json", default="")
+    p.add_argument(
+        "--profile",
+        nargs="?",
+        default="counts",
+        const="kernels",
+        choices=["none", "counts", "kernels"],
+        help="of one call of each row on a GPU; alone: also the largest kernels, to stderr",
+    )
+    p.add_argument("--hlo", default="", help="write the optimised programs into this directory")
+    p.add_argument("--seconds", type=float, default=0, help="to end within; 0: no limit")
+    p.add_argument("--json", default="", help="append the rows to this file, a line each")
     p.add_argument("--table", default="", help="append the record to this file")
     return p
 
@@ -99,274 +109,189 @@ def parser() -> argparse.ArgumentParser:
 def model_config(shape: str, max_length: int) -> ModelConfig:
     """A shape in bfloat16, weights and all."""
     sizes: dict[str, Any] = dict(SHAPES[shape])
-    dtypes = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+    dtypes: dict[str, Any] = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
     return ModelConfig(max_length=max_length, qk_norm=True, **dtypes, **sizes)
 
 
-# ---------------------------------------------------------------- memory
+# ---------------------------------------------------------------- what is measured
+
+BEFORE = ("setup_s", "refused_s", "lower_s", "compile_s", "prefill_compile_s")
+"""Parts of a row's time that do not grow with its tokens."""
 
 
-class DoesNotFit(Exception):
-    """A compiled program needs more memory than there is; the message has both figures."""
+class Row(NamedTuple):
+    """A row to measure.
 
-
-def memory_limit(args: argparse.Namespace) -> float:
-    """Bytes that programs may use in all; infinity where the device does not tell."""
-    if args.memory_gb:
-        return args.memory_gb * 1e9
-    found = jax.devices()[0].memory_stats() or {}
-    return float(found.get("bytes_limit", np.inf))
-
-
-def held(compiled: Any) -> int:
-    """Bytes of a program's arguments, results and temporaries; what is donated counts once."""
-    used = compiled.memory_analysis()
-    results = used.output_size_in_bytes - used.alias_size_in_bytes
-    return used.argument_size_in_bytes + used.temp_size_in_bytes + results
-
-
-def fitting(program: Any, limit: float, *args: Any) -> Any:
-    """The jitted program, compiled for these arguments or shapes.
-
-    Raises:
-      DoesNotFit: it needs more than ``limit`` bytes.
+    Attributes:
+      kind: "sampling" or "training".
+      shape: a name of ``SHAPES``.
+      name: for people.
+      cost: for the budget.
+      run: measures it.
     """
-    compiled = program.lower(*args).compile()
-    if (needed := held(compiled)) > limit:
-        raise DoesNotFit(f"needs {needed / 1e9:.1f} GB of {limit / 1e9:.1f} GB")
-    return compiled
+
+    kind: str
+    shape: str
+    name: str
+    cost: Cost
+    run: Callable[[], Measured]
 
 
-def attempt(run: Any) -> dict[str, Any]:
-    """A row, or why the device has no room for it."""
-    try:
-        return run()
-    except DoesNotFit as error:
-        return {"does_not_fit": str(error)}
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return {"does_not_fit": str(error).splitlines()[0][:160]}
+def works(args: argparse.Namespace) -> list[Work]:
+    """The sampling rows of the flags."""
+    if args.work is not None:
+        return args.work
+    group = lambda rows: args.group if rows % args.group == 0 else 1  # noqa: E731
+    return [Work(n, args.prompt_len, args.gen_len, group(n)) for n in args.batches]
 
 
-# ---------------------------------------------------------------- sampling
+def updates(args: argparse.Namespace) -> list[Update]:
+    """The training rows of the flags."""
+    return [Update.of(packed, args.completions, args.prompt_len) for packed in args.packed]
 
 
-def tokens_like(rng: np.random.Generator, config: ModelConfig, *shape: int) -> jax.Array:
-    return jnp.asarray(rng.integers(3, config.vocab_size, shape), jnp.int32)
+def rows_of(shape: str, args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of a shape. Its weights are made for the first sampling row, and freed after all."""
+    sampled = works(args)
+    longest = max((work.prompt + work.new for work in sampled), default=1)
+    config = model_config(shape, longest)
+    models: list[Policy] = []
+
+    def sample(work: Work) -> Measured:
+        begin = time.perf_counter()
+        if not models:
+            models.append(policy(config, args))
+        setup = time.perf_counter() - begin
+        measured = sampling_row(models[0], work, args)
+        return measured._replace(row=measured.row | {"setup_s": setup})
+
+    weights = 2 * floor.trunk_weights(config)
+    for work in sampled:
+        cost = Cost(config.layers, floor.decode_bytes(config, work.drawn(), weights))
+        name = f"{shape} sampling {work}"
+        yield Row("sampling", shape, name, cost, partial(attempt, partial(sample, work)))
+    models.clear()
+    for update in updates(args):
+        config = model_config(shape, update.prompt + update.new)
+        cost = Cost(config.layers, floor.score_flops(config, update.drawn()))
+        name = f"{shape} training {update.tokens}"
+        yield Row("training", shape, name, cost, partial(training_row, config, update, args))
 
 
-def sampling_row(
-    config: ModelConfig, params: Any, batch: int, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Decode and prefill of ``batch`` rows: times, and what they move and compute."""
-    network, rng = transformer(config, attention=args.attention), np.random.default_rng(0)
-    group = args.group if batch % args.group == 0 else 1
-    n, p, t = batch // group, args.prompt_len, args.gen_len
-    prompts, lengths = tokens_like(rng, config, n, p), jnp.full(n, p, jnp.int32)
-    ids, key = jnp.arange(n, dtype=jnp.int32), jax.random.key(0)
-    draw = partial(generate, network=network, group=group, max_new_tokens=t, stop_tokens=())
-    program = jax.jit(draw)
-    inputs = (key, params, prompts, lengths, make_sampling_params(), jnp.int32(0), ids)
-    compiled = fitting(program, memory_limit(args), *inputs)
-    whole = typical(compiled, *inputs, rounds=args.rounds)
+def measure(args: argparse.Namespace, record: Record) -> str:
+    """Every row of every shape that there is time for, with its fraction of the bare rates.
 
-    def only_prefill(params: Any, prompts: jax.Array, lengths: jax.Array) -> Any:
-        return prefill(network.prepare(params), prompts, lengths, network=network)
-
-    before = typical(jax.jit(only_prefill), params, prompts, lengths, rounds=args.rounds)
-    drawn = floor.Completions(np.full(n, p), np.full((n, group), t))
-    decode_s = max(whole - before, 1e-9)
-    return {
-        "batch": batch,
-        "group": group,
-        "prefill_attention": kernel_for(args.attention, config, Shape(n, p, p), steady=True),
-        "prefill_s": before,
-        "decode_s": decode_s,
-        "tok_s": batch * t / decode_s,
-        "decode_bytes_s": floor.decode_bytes(config, drawn, weight_bytes(params)) / decode_s,
-        "prefill_flop_s": floor.prefill_flops(config, drawn) / before,
-    }
-
-
-# ---------------------------------------------------------------- training
-
-
-class Variant(NamedTuple):
-    """What a training row ran with: so many layers of the shape, and a name of ``REMAT``."""
-
-    layers: int
-    remat: str
-
-
-def variants(config: ModelConfig, remat: str) -> Iterator[Variant]:
-    """What to train, in the order in which memory is given up."""
-    layers = config.layers
-    if remat != "full":
-        yield Variant(layers, remat)
-    while layers:
-        yield Variant(layers, "full")
-        layers //= 2
-
-
-def training_row(config: ModelConfig, packed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The first of the ``variants`` that fits, with what was said of those before it."""
-    refused = []
-    for variant in variants(config, args.remat):
-        row = attempt(partial(variant_row, config, variant, packed, args))
-        if "does_not_fit" not in row:
-            break
-        refused.append(f"{variant.layers} layers, {variant.remat}: {row['does_not_fit']}")
-    return row | ({"refused": refused} if refused else {})
-
-
-def variant_row(
-    config: ModelConfig, variant: Variant, packed: int, args: argparse.Namespace
-) -> dict[str, Any]:
-    """One GRPO update on one group whose prompt and completions are ``packed`` tokens together."""
-    config = dataclasses.replace(config, layers=variant.layers)
-    network, p = transformer(config, attention=args.attention, remat=variant.remat), args.prompt_len
-    members = packed // p - 1
-    objective, mesh = get_method("grpo").objective, make_mesh({"data": 1})
-    optimizer = optax.adamw(1e-6)
-    make = partial(init_state, network=network, objective=objective, optimizer=optimizer)
-    key = jax.random.key(0)
-    shapes = jax.eval_shape(make, key)
-    shardings = state_shardings(shapes, mesh, network=network)
-    step = make_step(network=network, objective=objective, optimizer=optimizer)
-    batch, sampling_params = group_of(config, members, p), make_sampling_params()
-    with jax.set_mesh(mesh):
-        # Compiled before there is a state: what does not fit is never put on the device.
-        program = compile_step(step, shardings, mesh)
-        compiled = fitting(program, memory_limit(args), shapes, batch, sampling_params)
-        state = jax.jit(make, out_shardings=shardings)(key)
-        kept = must_be_kept(state)
-        seconds = []
-        for _ in range(args.rounds + 1):
-            took, (state, _) = timed(compiled, state, batch, sampling_params)
-            seconds.append(took)
-    drawn = floor.Completions(np.array([p]), np.full((1, members), p))
-    took = float(np.median(seconds[1:]))
-    return {
-        "packed_tokens": p * (1 + members),
-        "layers": variant.layers,
-        "remat": variant.remat,
-        "attention": kernel_for(args.attention, config, Shape(members, p, 2 * p), steady=True),
-        "step_s": took,
-        "flop_s": 3 * floor.score_flops(config, drawn) / took,
-        "held_bytes": held(compiled),
-        "kept_bytes": kept,
-    }
-
-
-def group_of(config: ModelConfig, members: int, size: int) -> Batch:
-    """One prompt with completions as long as itself, and rewards that differ."""
-    rng, shape = np.random.default_rng(0), (1, members, size)
-    exist = jnp.ones((1, members), bool)
-    return Batch(
-        prompt_tokens=tokens_like(rng, config, 1, size),
-        prompt_lengths=jnp.full(1, size, jnp.int32),
-        tokens=tokens_like(rng, config, *shape),
-        lengths=jnp.full((1, members), size, jnp.int32),
-        mask=jnp.ones(shape, bool),
-        rewards=jnp.arange(members, dtype=jnp.float32).reshape(1, members, 1),
-        reward_weights=jnp.ones(1, jnp.float32),
-        members=exist,
-        baseline=~exist,
-        truncated=~exist,
-        stats={"sampler_logprobs": jnp.full(shape, -np.log(config.vocab_size), jnp.float32)},
-    )
-
-
-def weight_bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def must_be_kept(state: TrainState) -> int:
-    """Bytes of weights, optimiser state and one gradient."""
-    return weight_bytes(state.params) * 2 + weight_bytes(state.opt_state)
-
-
-# ---------------------------------------------------------------- the record
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Every row of every shape, with its fraction of the bare rates."""
-    gemm, copy = floor.gemm_rate(args.gemm, "bfloat16"), floor.copy_rate(args.copy_mb)
-    shapes = {}
+    Returns:
+      The reason that some were left out; "" where none were.
+    """
+    budget, reason = Budget(args.seconds), ""
+    # A row that is cut off in the middle is named by these, too.
+    record.left_out = [row.name for shape in args.shapes for row in rows_of(shape, args)]
+    rates = bare_rates(args, record)
     for shape in args.shapes:
-        config = model_config(shape, args.prompt_len + args.gen_len)
-        params = jax.jit(transformer(config).init)(jax.random.key(0))
-        sampling = []
-        for batch in args.batches:
-            row = attempt(partial(sampling_row, config, params, batch, args))
-            if "decode_s" in row:
-                row["decode_fraction"] = row["decode_bytes_s"] / copy
-                row["prefill_fraction"] = row["prefill_flop_s"] / gemm
-            sampling.append({"batch": batch} | row)
-        del params
-        training = []
-        for packed in args.packed:
-            row = training_row(config, packed, args)
-            if "step_s" in row:
-                row["fraction"] = row["flop_s"] / gemm
-                row["memory_over_kept"] = row["held_bytes"] / row["kept_bytes"]
-            training.append({"packed_tokens": packed} | row)
-        shapes[shape] = {"sampling": sampling, "training": training}
-    device = jax.devices()[0]
-    return rounded(
-        {
-            "device": device.device_kind,
-            "jax": jax.__version__,
-            "date": datetime.date.today().isoformat(),
-            "gemm_tflop_s": gemm / 1e12,
-            "copy_gb_s": copy / 1e9,
-            "memory_gb": limit / 1e9 if np.isfinite(limit := memory_limit(args)) else None,
-            "shapes": shapes,
+        for row in rows_of(shape, args):
+            if not budget.fits(row.kind, row.cost):
+                took = budget.estimate(row.kind, row.cost)
+                reason = f"--seconds {args.seconds:g}: {row.name} would take about {took:.0f} s"
+                continue
+            begin = time.perf_counter()
+            measured = attempted(row)
+            record.left_out.remove(row.name)
+            names = {"kind": row.kind, "shape": row.shape}
+            record.add(names | measured.row | fractions(measured.row, rates))
+            add_profile(record, names, measured, args)
+            prepared = sum(measured.row.get(name, 0.0) for name in BEFORE)
+            budget.spent(row.kind, row.cost, prepared, time.perf_counter() - begin)
+    return reason
+
+
+def attempted(row: Row) -> Measured:
+    """A row, or the error that ended it, whose traceback is on stderr; the others go on."""
+    try:
+        return row.run()
+    except Exception as error:
+        traceback.print_exc()
+        return Measured({"name": row.name, "failed": f"{type(error).__name__}: {error}"[:300]})
+
+
+def add_profile(
+    record: Record, names: dict[str, str], measured: Measured, args: argparse.Namespace
+) -> None:
+    """Writes what a profile says of a row; a profiler that fails costs that and no more."""
+    if measured.profile is None or args.profile == "none":
+        return
+    try:
+        figures = measured.profile()
+    except Exception as error:  # CUPTI needs rights that not every machine gives
+        figures = {"profile_error": f"{type(error).__name__}: {error}"[:300]}
+    record.add(names | {"of_row": len(record.rows) - 1} | figures)
+
+
+def bare_rates(args: argparse.Namespace, record: Record) -> dict[str, float | None]:
+    """What the device is and reaches; each is written at once."""
+    device, flags = jax.devices()[0], os.environ.get("XLA_FLAGS", "")
+    limit = memory_limit(args)
+    head = {"kind": "device", "device": device.device_kind, "jax": jax.__version__}
+    head |= {"date": datetime.date.today().isoformat(), "xla_flags": flags}
+    record.add(head | {"memory_gb": limit / 1e9 if np.isfinite(limit) else None})
+    peak = args.peak_tflops or peak_of(device.device_kind)
+    gemm = floor.gemm_rate(args.gemm, "bfloat16")
+    record.add({"kind": "rate", "gemm_tflop_s": gemm / 1e12, "peak_tflop_s": peak})
+    copy = floor.copy_rate(args.copy_mb)
+    record.add({"kind": "rate", "copy_gb_s": copy / 1e9})
+    return {"gemm": gemm, "copy": copy, "peak": peak and peak * 1e12}
+
+
+def peak_of(device_kind: str) -> float | None:
+    """TFLOP/s of the datasheet; None for a card that is not in ``PEAKS``."""
+    words = set(re.split(r"\W+", device_kind))
+    # Slower cards of the same name.
+    if words & {"PCIe", "NVL"}:
+        return None
+    return next((PEAKS[name] for name in PEAKS if name in words), None)
+
+
+def fractions(row: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
+    """A row's rates over those of the device."""
+    if "prefill_s" in row:
+        prefilled = {"prefill_fraction": row["prefill_flop_s"] / rates["gemm"]}
+        if "decode_bytes_s" not in row:
+            return prefilled
+        return {"decode_fraction": row["decode_bytes_s"] / rates["copy"]} | prefilled
+    if "step_s" in row:
+        peak = rates["peak"]
+        return {
+            "fraction": row["flop_s"] / rates["gemm"],
+            "prime_rl_mfu": row["prime_rl_flop_s"] / peak if peak else None,
+            "memory_over_kept": row["held_bytes"] / row["kept_bytes"],
         }
-    )
-
-
-def table(result: dict[str, Any], command: str) -> str:
-    """The record as Markdown: machine, date, command, figures."""
-    lines = [
-        f"\n## {result['device']}, {result['date']}",
-        f"\n`{command}`\n",
-        f"jax {result['jax']}; bare product {result['gemm_tflop_s']} TFLOP/s in bfloat16; bare "
-        f"copy {result['copy_gb_s']} GB/s, read and written.",
-    ]
-    sampling = ("batch", "decode_s", "tok_s", "decode_fraction", "prefill_s", "prefill_fraction")
-    training = ("packed_tokens", "layers", "remat", "attention", "step_s", "fraction")
-    training += ("memory_over_kept", "refused")
-    for shape, rows in result["shapes"].items():
-        for kind, names in (("sampling", sampling), ("training", training)):
-            if rows[kind]:
-                lines += [f"\n{shape}, {kind}:\n", f"| {' | '.join(names)} |"]
-                lines += ["|" + " --- |" * len(names)]
-            for row in rows[kind]:
-                cells = [cell(row, name) for name in names]
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def cell(row: dict[str, Any], name: str) -> str:
-    """A figure of a row, or why it is not there."""
-    if name == "refused":
-        return "; ".join(row.get(name, []))
-    return str(row.get(name, row.get("does_not_fit", "")))
+    return {}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parser().parse_args(argv)
-    # On GPUs JAX takes three quarters of the memory; nobody else is on the device here.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    result = measure(args)
-    given = sys.argv[1:] if argv is None else argv
-    record = table(result, shlex.join(["python", "-m", "benchmarks.gpu", *given]))
-    write(result, args.json)
-    if args.table:
-        with Path(args.table).open("a", encoding="utf-8") as file:
-            file.write(record)
+    asked = parser()
+    args = asked.parse_args(argv)
+    try:
+        updates(args)
+    except ValueError as error:
+        asked.error(str(error))
+    # On GPUs JAX takes three quarters of the memory; this much is given to a run of JRL.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
+    flags = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "-m", "benchmarks.gpu", *flags])
+
+    def summary(record: Record) -> str:
+        text = table(record, command)
+        if args.table:
+            with Path(args.table).open("a", encoding="utf-8") as file:
+                file.write(text)
+        return text
+
+    record = Record(args.json, summary)
+    with ends_in_time(record, args.seconds):
+        record.end(measure(args, record))
+    if any("failed" in row for row in record.rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import phases
 from benchmarks.clock import peak_memory_mb, rounded, steady
-from benchmarks.flags import WARMUP
+from benchmarks.flags import WARMUP, progress
 from benchmarks.work import Source, Work, build, new_state, report
 from jrl.system.compile_cache import CompileCounter
 from jrl.train.sources import simple_request
@@ -37,6 +37,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 )
                 source.draw(asked)
                 walls.append(time.perf_counter() - begin)
+                progress(f"step {step + 1}", {"step_s": walls[-1], "compiles": compiles.count})
                 counts.append(compiles.count)
             used = peak_memory_mb()
             result = sampling_figures(work, policy, source, walls, counts)

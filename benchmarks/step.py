@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks import phases
 from benchmarks.clock import peak_memory_mb, rounded, steady, timed
+from benchmarks.flags import progress
 from benchmarks.rollout import describe, sampling_figures
 from benchmarks.work import Source, Work, build, new_state, report
 from jrl.mesh import batch_shards, replicated
@@ -43,6 +44,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 seconds, (state, metrics) = timed(step, state, batch, sampling_params)
                 walls.append(time.perf_counter() - begin)
                 updates.append(seconds)
+                row = {"step_s": walls[-1], "rollout_s": source.rollout_seconds[-1]}
+                progress(f"step {i + 1}", row | {"train_s": seconds, "compiles": compiles.count})
                 counts.append(compiles.count)
                 rewards.append(float(metrics["reward"]))
                 padding.append(float(metrics["padding"]))

@@ -78,6 +78,8 @@ def parser(about: str) -> argparse.ArgumentParser:
 def place(args: argparse.Namespace) -> None:
     """Readies the process as a run does, with virtual CPU devices; before anything is computed."""
     return_compiler_memory()
+    if (platform := flags.jax_platform(args)) is not None:
+        jax.config.update("jax_platforms", platform)
     if args.devices > 1:
         jax.config.update("jax_num_cpu_devices", args.devices)
 

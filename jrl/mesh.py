@@ -8,7 +8,7 @@ another table.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -252,6 +252,30 @@ def parts_of(logical: str, size: int) -> int:
     """Over how many devices the compiler divides an axis of this size; 1 if it does not divide."""
     parts = math.prod(free_axes().get(axis, 1) for axis in RULES[logical])
     return parts if size % parts == 0 else 1
+
+
+def by_device(
+    function: Callable[..., Any], specs: tuple[Any, ...], *args: Any, results: Any = None
+) -> Any:
+    """``function`` of each device's own part; the compiler does not divide a kernel.
+
+    Args:
+      function: of ``args``.
+      specs: a tree of partitions for each of ``args``.
+      args: arrays and trees of them.
+      results: partitions of what it returns; None for those of the first of ``args``.
+    """
+    axes = free_axes()
+    if all(size == 1 for size in axes.values()):
+        return function(*args)
+    # A Pallas or cuDNN call is opaque to the partitioner, which would replicate its operands.
+    return jax.shard_map(
+        function,
+        in_specs=specs,
+        out_specs=specs[0] if results is None else results,
+        axis_names=set(axes),
+        check_vma=False,
+    )(*args)
 
 
 def lone_axes(gathered: bool) -> tuple[str, ...]:

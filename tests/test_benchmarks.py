@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -18,7 +17,6 @@ from benchmarks import (
     episodes,
     flags,
     floor,
-    gpu,
     host_episodes,
     rollout,
     runs,
@@ -127,64 +125,6 @@ def test_distribution_measures_every_sampler(capsys):
     for name, numbers in found.items():
         assert numbers["tokens"] == 2 * 2 * 4
         assert name == "float32" or 1e-5 < numbers["max_difference"] < 0.5
-
-
-@pytest.mark.slow
-def test_gpu_runs_on_a_cpu_and_writes_its_table(capsys, tmp_path):
-    path = tmp_path / "gpu.md"
-    sizes = ["--prompt-len", "8", "--gen-len", "4", "--gemm", "32", "--copy-mb", "1"]
-    rows = ["--batches", "2", "--packed", "32", "--rounds", "1", "--table", str(path)]
-    rows += ["--attention", "blockwise"]
-    gpu.main(["--shapes", "tiny", *sizes, *rows])
-    result = json.loads(capsys.readouterr().out)["shapes"]["tiny"]
-    (sampling,), (training,) = result["sampling"], result["training"]
-    assert sampling["decode_fraction"] > 0
-    assert training["packed_tokens"] == 32
-    assert training["attention"] == sampling["prefill_attention"] == "blockwise"
-    assert training["fraction"] > 0
-    assert training["memory_over_kept"] > 1
-    assert (training["layers"], training["remat"]) == (1, "elementwise")
-    assert "refused" not in training
-    assert "| 2 |" in path.read_text()
-    assert "--shapes tiny" in path.read_text()
-
-
-def test_out_of_memory_is_a_row_and_other_errors_are_not():
-    def exhausted():
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 GiB\nmore")
-
-    def broken():
-        raise jax.errors.JaxRuntimeError("INTERNAL: no")
-
-    assert gpu.attempt(exhausted) == {"does_not_fit": "RESOURCE_EXHAUSTED: 1 GiB"}
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        gpu.attempt(broken)
-
-
-def test_what_does_not_fit_is_known_before_it_runs():
-    args = gpu.parser().parse_args(["--memory-gb", "1e-6"])
-    limit, double = gpu.memory_limit(args), jax.jit(lambda x: 2 * x, donate_argnums=0)
-    small, large = (jax.ShapeDtypeStruct((n,), np.float32) for n in (200, 300))
-    assert gpu.held(gpu.fitting(double, limit, small)) == 800  # donated: once
-    with pytest.raises(gpu.DoesNotFit, match=r"needs 0\.0 GB"):
-        gpu.fitting(double, limit, large)
-    assert gpu.attempt(lambda: gpu.fitting(double, limit, large)).keys() == {"does_not_fit"}
-
-
-def test_training_gives_up_activations_and_then_layers(monkeypatch):
-    def row(config, variant, packed, args):
-        if variant.layers > 2:
-            raise gpu.DoesNotFit("too much")
-        return {"layers": variant.layers, "remat": variant.remat}
-
-    monkeypatch.setattr(gpu, "variant_row", row)
-    config = gpu.model_config("tiny", 8)
-    args = gpu.parser().parse_args([])
-    assert gpu.training_row(config, 8, args) == {"layers": 1, "remat": "elementwise"}
-    found = gpu.training_row(dataclasses.replace(config, layers=5), 8, args)
-    assert (found["layers"], found["remat"]) == (2, "full")
-    assert found["refused"] == ["5 layers, elementwise: too much", "5 layers, full: too much"]
-    assert gpu.cell(found, "refused") == "5 layers, elementwise: too much; 5 layers, full: too much"
 
 
 SMALL_POD = """
@@ -464,7 +404,7 @@ def test_prompts_are_the_same_for_everybody_and_fit(over):
 # ---------------------------------------------------------------- peers
 
 
-def test_a_record_leaves_the_first_steps_out():
+def test_a_record_leaves_the_first_steps_out(capsys):
     record = Record()
     for seconds in (9.0, 8.0, 1.0, 3.0, 2.0):
         record.begin()
@@ -477,12 +417,15 @@ def test_a_record_leaves_the_first_steps_out():
     assert found["rollout_tok_s"] == 3.0
     assert found["slot_use"] == 0.75
     assert (found["compiles"], found["late_compiles"]) == (1, 0)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["row"] for line in lines] == [f"step {i}" for i in range(1, 6)]
+    assert lines[3]["rollout_s"] == 3.0
 
 
 def test_pairs_run_back_to_back_and_the_middle_ratio_counts(monkeypatch):
     times, ran = iter([1.0, 2.0, 8.0, 1.0, 1.0, 4.0]), []
 
-    def run(command, given):
+    def run(command, flags, platform):
         ran.append("own" if "-m" in command else "other")
         return {"step_s": next(times), "compiles": 6, "rollout_tok_s": 10.0}
 
@@ -491,6 +434,57 @@ def test_pairs_run_back_to_back_and_the_middle_ratio_counts(monkeypatch):
     assert ran == ["own", "other", "other", "own", "own", "other"]
     assert result["ratios"]["step_s"] == 4.0
     assert result["ratios"]["compiles"] == 1.0
+
+
+def test_a_peer_that_fails_costs_no_figures(monkeypatch, capsys, tmp_path):
+    calls, path = [], tmp_path / "peers.json"
+
+    def run(command, flags, platform):
+        calls.append((command[-1], flags, platform))
+        own = "-m" in command
+        return {"step_s": 2.0, "args": {}} if own else {"failed": "out of memory"}
+
+    monkeypatch.setattr(peers, "run", run)
+    given = ["--peer", "trl", "--python", "python", "--rounds", "1", "--steps", "3"]
+    with pytest.raises(SystemExit, match="out of memory"):
+        peers.main([*given, "--platform", "gpu", "--peer-micro", "1", "--json", str(path)])
+    own, other = calls
+    assert own == ("benchmarks.step", ["--steps", "3", "--gemm", "0"], "gpu")
+    assert other[1:] == (["--steps", "3", "--micro", "1"], "gpu")
+    printed = capsys.readouterr()
+    (pair,) = json.loads(path.read_text())["rounds"]
+    assert pair["own"]["step_s"] == 2
+    assert pair["other"] == {"failed": "out of memory"}
+    assert json.loads(printed.out)["ratios"] == {}
+    assert json.loads(printed.err.splitlines()[0]) == {"row": "own", "step_s": 2}
+
+
+def test_a_program_beside_another_runs_where_the_flags_say(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "somewhere")
+    environment = peers.environment_for("gpu")
+    assert environment["JAX_PLATFORMS"] == "cuda,cpu"
+    assert environment["PYTHONPATH"].split(os.pathsep)[1] == "elsewhere"
+    assert "JAX_COMPILATION_CACHE_DIR" not in environment
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "seen = {'given': sys.argv[1:-2], 'jax': os.environ['JAX_PLATFORMS']}\n"
+        "json.dump(seen, open(sys.argv[-1], 'w'))\n"
+    )
+    ran = peers.run([sys.executable, str(script)], ["--steps", "3"])
+    assert ran == {"given": ["--steps", "3", "--platform", "cpu"], "jax": "cpu"}
+    script.write_text("raise SystemExit(3)")
+    assert "ended with status 3" in peers.run([sys.executable, str(script)], [])["failed"]
+
+
+def test_the_platform_of_the_flags_is_jaxs(monkeypatch):
+    platforms = []
+    monkeypatch.setattr(jax.config, "update", lambda name, value: platforms.append((name, value)))
+    monkeypatch.setattr(work, "return_compiler_memory", lambda: None)
+    for given in ([], ["--platform", "cpu"], ["--platform", "gpu"]):
+        work.place(work.parser("").parse_args(given))
+    assert platforms == [("jax_platforms", "cpu"), ("jax_platforms", "cuda,cpu")]
 
 
 @pytest.mark.parametrize("peer", sorted(peers.PEERS))

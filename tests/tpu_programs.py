@@ -1,4 +1,6 @@
-"""What tests ask of libtpu, in a process of its own: it serves one at a time.
+"""What tests ask of libtpu, and of the plugin for CUDA, in a process of its own.
+
+libtpu serves one at a time.
 
     python tests/tpu_programs.py FUNCTION ARGUMENTS_AS_JSON
 
@@ -15,6 +17,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +73,78 @@ def pod(path: str, topology: str, effort: float) -> dict[str, Any]:
     slices = parse_topology(topology)
     found = plan.quick_plan(load_config(path), slices, effort=effort, timed=False)
     return as_json(found) | {"text": as_text(found)}
+
+
+def gpu_program(tree: dict[str, Any], topology: str, name: str) -> dict[str, Any]:
+    """One program of a run, compiled for GPUs, in JSON."""
+    from jrl.config import build_config
+    from jrl.plan import compile as plan
+    from jrl.plan.text import as_json
+    from jrl.plan.topology import parse_topology
+
+    hosts = parse_topology(topology)
+    run = plan.abstract_run_on(build_config(tree), hosts)
+    programs = plan._programs(run, hosts, (name,), "colocated", 0.0, lambda line: None)
+    return as_json(plan.judged(run, hosts, programs))["programs"][name]
+
+
+def gpu_kinds(topologies: list[str]) -> list[str]:
+    """The device kinds of GPUs, for each of which the kernels of a token step are compiled."""
+    import jax
+
+    from jrl.mesh import make_mesh, replicated
+    from jrl.plan.topology import compile_devices, parse_topology
+
+    kinds = []
+    for name in topologies:
+        *_, last = compile_devices(parse_topology(name))
+        mesh = make_mesh({"data": 1}, [last])
+        on = replicated(mesh)
+        with jax.set_mesh(mesh):
+            for function, shapes in _kernels_of_a_step():
+                program = jax.jit(function, in_shardings=on, out_shardings=on).lower(*shapes)
+                assert "custom-call" in program.compile().as_text()
+        kinds.append(last.device_kind)
+    return kinds
+
+
+def _kernels_of_a_step() -> Iterator[tuple[Callable[..., Any], tuple]]:
+    """(function, shapes) of ``models.gpu_kernels`` at sizes of 64 rows; heads of 64 to 256."""
+    import jax
+    import jax.numpy as jnp
+
+    from jrl.models import gpu_kernels as gk
+
+    def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    floats, whole = partial(shape, dtype=jnp.float32), partial(shape, dtype=jnp.int32)
+    short = partial(shape, dtype=jnp.int8)
+    yield lambda x, w: gk.few_rows(x, gk.Weight(w)), (shape(64, 6144), shape(6144, 2048))
+    in_8_bits = shape(64, 2048), short(2048, 4096), floats(4096)
+    yield lambda x, w, s: gk.few_rows(x, gk.Weight(w, s)), in_8_bits
+    silu = partial(gk.gated, activation=jax.nn.silu)
+    yield lambda x, w: silu(x, gk.Weight(w)), (shape(64, 2048), shape(2048, 4096))
+    residual = shape(64, 4096), floats(4, 64, 4096), shape(4096)
+    yield partial(gk.added_norm, eps=1e-6), residual
+    yield gk.block_sums, (floats(64, 151_936), floats(64))
+    sums = floats(64, 38), floats(64, 38, gk.BLOCKS)
+    yield gk.pick, (floats(64), floats(64, 151_936), floats(64), *sums)
+
+    def attend(x: Any, own: Any, prompt: Any, turn: Any, reach: Any) -> Any:
+        how = gk.Scores(jnp.dtype(jnp.bfloat16), 0.1, softcap=50.0)
+        return gk.attend_cache(x, own, prompt, turn, reach, how=how)
+
+    def cache(rows: int, columns: int, size: int, number: Any) -> dict[str, Any]:
+        both = {name: number(rows, 8, columns, size) for name in ("k", "v")}
+        scales = {f"{name}_scale": floats(rows, 8, 1, columns) for name in ("k", "v")}
+        return both | (scales if number is short else {})
+
+    for size, number in ((64, shape), (128, short), (128, shape), (256, shape)):
+        turn = gk.Turn(floats(64, size // 2), floats(64, size // 2), shape(size), shape(size))
+        reach = gk.Reach(whole(64), whole(64), whole(8), whole(8))
+        caches = cache(64, 128, size, number), cache(8, 256, size, number)
+        yield attend, (floats(2, 64, 8, 4, size), *caches, turn, reach)
 
 
 def refused(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.flags import WARMUP
+from benchmarks.flags import WARMUP, progress
 
 
 class Record:
@@ -61,6 +61,7 @@ class Record:
             row["rollout_tok_s"] = row["tokens"] / row["rollout_s"]
             row["slot_use"] = row["tokens"] / row.pop("slot_steps")
         self.rows.append(row)
+        progress(f"step {len(self.rows)}", row)
 
     def summary(self) -> dict[str, Any]:
         """Medians over the steady steps."""

@@ -11,6 +11,17 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks import flags
 
 
+def on_gpu(args: argparse.Namespace) -> bool:
+    """Whether the flags, or what is there, say to run on a GPU."""
+    return args.platform == "gpu" or (args.platform == "auto" and torch.cuda.is_available())
+
+
+def wait(args: argparse.Namespace) -> None:
+    """Returns when the device has done what it was given, so that times are those of the work."""
+    if on_gpu(args):
+        torch.cuda.synchronize()
+
+
 def make_model(args: argparse.Namespace) -> Qwen3ForCausalLM:
     """Weights at random; no token ends a completion when the flags say so."""
     warnings.filterwarnings("ignore")

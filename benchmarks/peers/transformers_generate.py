@@ -13,17 +13,19 @@ import transformers
 
 from benchmarks import flags
 from benchmarks.peers.record import Record
-from benchmarks.peers.torch_model import end_token, make_model
+from benchmarks.peers.torch_model import end_token, make_model, on_gpu, wait
 
 
 def main() -> None:
     args = flags.parser(__doc__ or "").parse_args()
-    model, record, width = make_model(args).eval(), Record(), flags.prompt_width(args)
+    device = "cuda" if on_gpu(args) else "cpu"
+    model, record, width = make_model(args).eval().to(device), Record(), flags.prompt_width(args)
     with torch.no_grad():
         for rows in flags.prompts(args, args.steps):
             # Padding on the left, as its documentation asks for.
-            tokens = torch.tensor([[flags.PAD] * (width - len(row)) + row for row in rows])
-            live = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+            padded = [[flags.PAD] * (width - len(row)) + row for row in rows]
+            mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+            tokens, live = (torch.tensor(x).to(device) for x in (padded, mask))
             record.begin()
             begin = time.perf_counter()
             out = model.generate(
@@ -37,6 +39,7 @@ def main() -> None:
                 eos_token_id=end_token(args),
                 pad_token_id=flags.PAD,
             )[:, width:]
+            wait(args)
             record.spent("rollout", time.perf_counter() - begin)
             # Without an end of text, every token counts.
             ended = (out == end_token(args)).long()

@@ -5,6 +5,7 @@ Its trainer is used as it is; a step is what happens between two calls of its ca
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
 from typing import Any
@@ -17,7 +18,7 @@ import trl
 
 from benchmarks import flags
 from benchmarks.peers.record import Record
-from benchmarks.peers.torch_model import end_token, make_model
+from benchmarks.peers.torch_model import end_token, make_model, on_gpu, wait
 
 
 def make_tokenizer(vocab: int, end: int) -> transformers.PreTrainedTokenizerFast:
@@ -41,8 +42,8 @@ def even_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
 class Clock(transformers.TrainerCallback):
     """Tells the record where steps begin and end."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
+    def __init__(self, record: Record, args: argparse.Namespace) -> None:
+        self.record, self.args = record, args
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """See ``TrainerCallback``."""
@@ -50,6 +51,7 @@ class Clock(transformers.TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """See ``TrainerCallback``."""
+        wait(self.args)
         self.record.end()
 
 
@@ -63,7 +65,7 @@ def main() -> None:
         make_model(args).save_pretrained(directory)
         config = trl.GRPOConfig(
             output_dir=directory,
-            use_cpu=True,
+            use_cpu=not on_gpu(args),
             bf16=args.dtype == "bfloat16",
             model_init_kwargs={"dtype": args.dtype},
             report_to=[],
@@ -97,13 +99,14 @@ def main() -> None:
             reward_funcs=even_share,
             train_dataset=datasets.Dataset.from_dict({"prompt": texts}),
             processing_class=make_tokenizer(args.vocab, end_token(args)),
-            callbacks=[Clock(record)],
+            callbacks=[Clock(record, args)],
         )
         draw = trainer._generate_single_turn
 
         def timed(*positional: Any, **named: Any) -> Any:
             begin = time.perf_counter()
             out = draw(*positional, **named)
+            wait(args)
             record.spent("rollout", time.perf_counter() - begin)
             record.drew([len(ids) for ids in out[0]])
             return out

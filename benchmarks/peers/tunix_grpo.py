@@ -23,6 +23,8 @@ from benchmarks import flags
 from benchmarks.peers.record import Record
 
 ARGS = flags.parser(__doc__ or "").parse_args()
+if flags.jax_platform(ARGS) is not None:
+    jax.config.update("jax_platforms", flags.jax_platform(ARGS))
 if ARGS.devices > 1:
     jax.config.update("jax_num_cpu_devices", ARGS.devices)
 

@@ -157,8 +157,8 @@ def plan(
     topology: Annotated[
         str | None,
         typer.Option(
-            help="TPU slice, such as v5p:8x8x16 or 2*v5e:16x16; default plan.topology of the file,"
-            " or v5e:4x4."
+            help="TPU slice, such as v5p:8x8x16 or 2*v5e:16x16, or hosts of GPUs, such as h100x8 or"
+            " 2*h100x8; default plan.topology of the file, or v5e:4x4."
         ),
     ] = None,
     quick: Annotated[
@@ -186,17 +186,19 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile a run for a TPU slice without a TPU, and estimate its memory and time.
+    """Compile a run for TPUs or GPUs that are not here, and estimate its memory and time.
 
-    XLA compiles the sampler and the training step for every chip of the slice. This needs libtpu,
-    but no TPU and no weights. The output has memory per chip, FLOPs, collectives, and a lower bound
-    of the time. With --quick nothing is compiled: the state, the sampler's weights and its cache
-    are exact, temporaries and times are estimates. The exit code is 1 if the run does not fit.
+    XLA compiles the sampler and the training step for every chip of the topology. This needs libtpu
+    (extra plan) or JAX's plugin for CUDA (extra plan-gpu), but no accelerator and no weights. The
+    output has memory per chip, FLOPs, collectives, a lower bound of the time, and for GPUs the
+    kernels of a token step. With --quick nothing is compiled: the state, the sampler's weights and
+    its cache are exact, temporaries and times are estimates. The exit code is 1 if the run does not
+    fit.
 
     Example: jrl plan configs/pod_8b_v5e.toml --quick
     """
     settings = read(config, overrides)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu only compiles
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compilers of others only compile
     from jrl.plan.compile import make_plan, quick_plan
     from jrl.plan.count import counted_plan
     from jrl.plan.disjoint import plan_disjoint

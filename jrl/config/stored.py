@@ -87,7 +87,9 @@ def differences(old: Config, new: Config, old_label: str, label: str) -> list[st
     lines = [
         f"{key} = {before.get(key)!r} {old_label}, {after.get(key)!r} {label}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not may_differ(key)
+        if before.get(key) != after.get(key)
+        and not may_differ(key)
+        and not (key == "model.remat" and after[key] == "auto")  # the run keeps its choice
     ]
     scheduled = after["optimizer.schedule"] != "constant"
     if scheduled and before["train.steps"] != after["train.steps"]:

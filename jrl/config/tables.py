@@ -93,16 +93,19 @@ class ModelTable(Table):
     )
     dtype: DType = key("float32", "type of activations")
     param_dtype: DType = key("float32", "type of weights and optimizer state")
-    attention: Literal["auto", "blockwise", "cudnn", "splash", "xla"] = key(
+    attention: Literal["auto", "blockwise", "cudnn", "splash", "triton", "xla"] = key(
         "auto",
         "attention kernel, all equal up to rounding: xla computes all scores at once; blockwise"
         " needs memory linear in the length; splash is for TPUs, in decoding too; cudnn is for GPUs"
-        " in 16 bit; auto takes the fastest exact one for the platform",
+        " in 16 bit, where decoding has kernels of its own (triton: these on any platform, slowly);"
+        " auto takes the fastest exact one for the platform",
     )
-    remat: Literal["elementwise", "dots", "full", "none"] = key(
-        "elementwise",
+    remat: Literal["auto", "elementwise", "dots", "mlp", "full", "none"] = key(
+        "auto",
         "rematerialisation in the backward pass. elementwise: all but matrix products and"
-        " attention; dots: attention as well; full: whole layers; none: nothing",
+        " attention; dots: attention as well; mlp: elementwise and the two wide products of the"
+        " feed-forward part; full: whole layers; none: nothing; auto: the first of these that fits"
+        " the memory of a GPU or TPU, elementwise on a CPU; a run directory keeps the choice",
     )
 
 
@@ -429,9 +432,9 @@ class PlanTable(Table):
 
     topology: str = key(
         "v5e:4x4",
-        "TPU slice that `jrl plan` compiles for, CHIP:SHAPE such as v6e:8x8 or SLICES*CHIP:SHAPE;"
-        " its option --topology overrides it",
-        pattern=r"^([1-9]\d*\*)?\w+:\d+(x\d+)*$",
+        "TPU slice or host of GPUs that `jrl plan` compiles for, CHIP:SHAPE such as v6e:8x8 or"
+        " GPUxCOUNT such as h100x8, NUMBER*... for several; its option --topology overrides it",
+        pattern=r"^([1-9]\d*\*)?[a-z]\w*?[:x]\d+(x\d+)*$",
     )
 
 

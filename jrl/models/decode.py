@@ -18,18 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jrl.mesh import constrain, divided, parts_of, platform
+from jrl.mesh import by_device, constrain, divided, parts_of, platform
+from jrl.models import gpu
 from jrl.models.attention.choice import (
     SHORTEST,
     RowAttention,
     Shape,
-    by_device,
     cached_attention,
     caches_in_tiles,
     kernel_for,
     mesh_axes,
     reads_in_one_piece,
     row_attention,
+    scale_of,
 )
 from jrl.models.attention.dense import NO_WINDOW, Part
 from jrl.models.config import ModelConfig
@@ -37,9 +38,11 @@ from jrl.models.layers import (
     PLAIN,
     Mix,
     Options,
+    Rotation,
     block,
     embed,
     layer_weights,
+    residual_sum,
     rms_norm,
     rotations,
     stored_dtype,
@@ -143,7 +146,10 @@ def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Par
         return jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
 
     def paired(gate: Array, up: Array) -> Array:
-        return jnp.stack([gate, up], axis=1)
+        if not (size := gpu.pairs(config.mlp_dim)):
+            return jnp.stack([gate, up], axis=1)
+        # [D, F / n, 2, n]; scales of 8 bits have one row.
+        return jnp.stack([x.reshape(x.shape[0], -1, size) for x in (gate, up)], axis=2)
 
     attention = dict(layer["attention"])
     # Of weights in 8 bits integers and scales are joined alike.
@@ -154,7 +160,8 @@ def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Par
     if "mlp" in layer:
         mlp = dict(layer["mlp"])
         pair = jax.tree.map(paired, *(_short(mlp.pop(n), dtype) for n in ("gate", "up")))
-        mlp["gate_up"] = ready("gate_up", pair, "embed", None, "mlp")
+        axes = ("mlp", None, None) if jax.tree.leaves(pair)[0].ndim == 4 else (None, "mlp")
+        mlp["gate_up"] = ready("gate_up", pair, "embed", *axes)
         mlp["down"] = ready("down", mlp["down"], "mlp", "embed")
         fused["mlp"] = mlp
     else:
@@ -217,9 +224,16 @@ def extend(
 
         return mix
 
+    by_kernels = fresh is None and gpu.takes(options.attention, config, cache, tokens)
+    reached = gpu.reaches(config, cache, positions, live) if by_kernels else {}
+
+    def bind_kernels(i: int, rotation: Rotation) -> gpu.Fused:
+        return gpu.fused(config, cache, i, rotation, reached[config.windows[i]], scale_of(config))
+
     # Unrolled: a scan over layers would copy the cache of each out of a stack and back.
     for i, window in enumerate(config.windows):
-        mix, rotation = bind_cache(i, views[window]), tables[rotation_ids[i]]
+        rotation = tables[rotation_ids[i]]
+        mix = bind_kernels(i, rotation) if by_kernels else bind_cache(i, views[window])
         x_sqd, new, routing = block(
             config, weights["layers"][i], x_sqd, live, rotation, mix, None, options
         )
@@ -227,7 +241,7 @@ def extend(
             new = record(cache.rows[i], new, routing.experts, views[window], live)
         entries.append(new)
     with jax.named_scope("final_norm"):
-        x_sqd = rms_norm(x_sqd, weights["final_norm"], config)
+        x_sqd = rms_norm(residual_sum(x_sqd), weights["final_norm"], config)
     return x_sqd, cache.replace(rows=tuple(entries))
 
 
@@ -285,6 +299,8 @@ def init_cache(
         zeros = jnp.zeros((rows, config.kv_heads, *shape), jnp.dtype(config.dtype))
         return constrain(zeros, "batch", "kv_heads", None, None)
 
+    if gpu.decodes(attention, config):
+        pieces = 1
     size, d = -(-length // pieces), config.head_dim
     sizes = [min(size, length - start) for start in range(0, length, size)]
     layer = lambda: tuple({"k": empty(c, d), "v": empty(c, d)} for c in sizes)  # noqa: E731

@@ -21,11 +21,13 @@ from jrl.models.collectives import gathered, sum_scattered
 from jrl.models.matmul import PRODUCT
 from jrl.types import Array
 
-KERNELS = ("auto", "blocks", "megablox", "ragged")
+KERNELS = ("auto", "blocks", "megablox", "ragged", "triton")
 """Kernels of grouped products: ``ragged`` is XLA's own operation, ``megablox`` the Pallas
-kernels for TPUs, ``blocks`` by a loop over runs of equal height. ``auto`` takes blocks on the CPU,
-where XLA multiplies every row by every matrix; on TPUs ragged, but megablox for the gradients of
-matrices, for which XLA multiplies so there, too (E times the work, as compiled); else ragged."""
+kernels for TPUs, ``triton`` those of ``gpu_grouped``, ``blocks`` by a loop over runs of equal
+height. ``auto`` takes blocks on the CPU, where XLA multiplies every row by every matrix; on TPUs
+ragged, but megablox for the gradients of matrices, for which XLA multiplies so there, too (E times
+the work, as compiled); on GPUs triton for 16-bit floats, since XLA does so there in both; else
+ragged."""
 
 _TILE = 128
 """Rows that megablox takes at once, and the largest block."""
@@ -143,10 +145,11 @@ def _choose(options: _Options, kernels: dict[str, Callable[..., Array]], *args: 
     if kernel == "auto":
         # XLA's ragged products on TPUs are fast for rows times matrices only; see ``KERNELS``.
         on_tpu = "megablox" if kernels is _KERNELS_BY_GROUP else "ragged"
-        kernel = {"cpu": "blocks", "tpu": on_tpu}.get(where, "ragged")
+        on_gpu = "triton" if args[0].dtype.itemsize == 2 else "ragged"
+        kernel = {"cpu": "blocks", "tpu": on_tpu, "gpu": on_gpu}.get(where, "ragged")
     run = kernels[kernel]
-    if kernel == "megablox":
-        run = functools.partial(run, interpret=where != "tpu")
+    if kernel in _PALLAS:
+        run = functools.partial(run, interpret=where != _PALLAS[kernel])
     if options.one_of == 1:
         return run(*args)
     with jax.named_scope(f"one_of_{options.one_of}"):  # read by plan.costs
@@ -282,13 +285,40 @@ def _megablox_groups(x_md: Array, g_mf: Array, rows_e: Array, *, interpret: bool
     return tgmm(x_md.T, g_mf, rows_e, jnp.float32, tiles, interpret=interpret)
 
 
+# ---------------------------------------------------------------- GPUs
+
+
+def _triton_rows(x_md: Array, w_edf: Array, rows_e: Array, *, interpret: bool) -> Array:
+    from jrl.models import gpu_grouped  # Pallas takes long to import
+
+    (m, _), groups = x_md.shape, rows_e.shape[0]
+    height = gpu_grouped.block_rows(m, groups)
+    count, block = blocks(rows_e, height)
+    # As many as there can be: each group's last block may be short.
+    numbers = jnp.arange(m // height + groups)
+    at = jax.vmap(block)(numbers)
+    rows = jnp.where(numbers < count, at.rows, 0)
+    group = jnp.minimum(at.group, groups - 1).astype(jnp.int32)
+    return gpu_grouped.rows_times(x_md, w_edf, at.start, rows, group, interpret=interpret)
+
+
+def _triton_groups(x_md: Array, g_mf: Array, rows_e: Array, *, interpret: bool) -> Array:
+    from jrl.models import gpu_grouped
+
+    return gpu_grouped.by_group(x_md, g_mf, rows_e, interpret=interpret)
+
+
+_PALLAS = {"megablox": "tpu", "triton": "gpu"}
+"""Kernels of Pallas, and the platform that they are not interpreted on."""
 _KERNELS_OF_ROWS: dict[str, Callable[..., Array]] = {
     "blocks": _blocks_rows,
     "megablox": _megablox_rows,
     "ragged": _ragged_rows,
+    "triton": _triton_rows,
 }
 _KERNELS_BY_GROUP: dict[str, Callable[..., Array]] = {
     "blocks": _blocks_groups,
     "megablox": _megablox_groups,
     "ragged": _ragged_groups,
+    "triton": _triton_groups,
 }

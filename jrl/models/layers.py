@@ -20,11 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.mesh import constrain
-from jrl.models import moe
+from jrl.models import gpu, moe
 from jrl.models.attention.choice import Owners, is_cudnn, row_attention, shared_attention
 from jrl.models.attention.dense import NO_WINDOW
 from jrl.models.config import ModelConfig, Rope
-from jrl.models.matmul import PRODUCT, SEEN, project
+from jrl.models.gpu import Fused
+from jrl.models.matmul import PRODUCT, SEEN, WIDE, project
 from jrl.models.weights import WeightSpec, weights
 from jrl.types import NOTHING, Array, Head, Params, RoutingRecord, SharedRows
 
@@ -249,9 +250,16 @@ def _projected_at_once(
 
 
 def _attention(
-    config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation, mix: Mix
-) -> tuple[Array, Any]:
+    config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation, mix: Mix | Fused
+) -> tuple[Any, Any]:
     """Projections, head norms and rotation around ``mix``, which sees the keys and values."""
+    if isinstance(mix, Fused):
+        in_parts = gpu.product(x_bqd, w["qkv"], 1)
+        whole = in_parts if in_parts is not None else project("bqd,dkgh->bqkgh", x_bqd, w["qkv"])
+        seen_bqhd, extra = mix.attend(whole, w)
+        if (in_parts := gpu.product(seen_bqhd, w["o"], 2)) is None:
+            return _attention_output(config, w, seen_bqhd), extra
+        return _biased(config.o_bias, w, "o", in_parts, x_bqd), extra
     projection = _projected_at_once if "qkv" in w else _projected
     q_bqhd, k_bkqd, v_bkqd = projection(config, w, x_bqd, rotation)
     q_bqhd = constrain(q_bqhd, "batch", "length", "heads", None)
@@ -260,10 +268,31 @@ def _attention(
     k_bkqd = constrain(k_bkqd, "batch", "kv_heads", None, None)
     v_bkqd = constrain(v_bkqd, "batch", "kv_heads", None, None)
     seen_bqhd, extra = mix(q_bqhd, k_bkqd, v_bkqd)
+    return _attention_output(config, w, seen_bqhd), extra
+
+
+def _attention_output(config: ModelConfig, w: Params, seen_bqhd: Array) -> Array:
     out = project("bqhk,hkd->bqd", seen_bqhd, w["o"], axes=("heads", None, "embed"))
-    if config.o_bias:
-        out = out + _row(w["o_bias"], 3).astype(out.dtype)
-    return out, extra
+    return out + _row(w["o_bias"], 3).astype(out.dtype) if config.o_bias else out
+
+
+def _biased(has: bool, w: Params, name: str, out: gpu.Sum, like: Array) -> Array | gpu.Sum:
+    """A product in parts with its bias, if it has one; then as one array."""
+    if not has:
+        return out
+    whole = gpu.whole(out, like.dtype)
+    return whole + _row(w[f"{name}_bias"], 3).astype(whole.dtype)
+
+
+def _mlp_step(config: ModelConfig, w: Params, x_bqd: Array) -> Array | gpu.Sum:
+    """``_mlp`` of a token step on a GPU."""
+    hidden = None
+    if not config.mlp_bias:
+        activation = config.activation
+        hidden = gpu.gated(x_bqd, w["gate_up"], activation, _ACTIVATIONS[activation])
+    if hidden is None or (out := gpu.product(hidden, w["down"], 1)) is None:
+        return _mlp(config, w, x_bqd)
+    return out
 
 
 def _mlp(config: ModelConfig, w: Params, x_bqd: Array) -> Array:
@@ -273,9 +302,13 @@ def _mlp(config: ModelConfig, w: Params, x_bqd: Array) -> Array:
         return x + _row(w[f"{name}_bias"], 3).astype(x.dtype) if config.mlp_bias else x
 
     if "gate_up" in w:  # prepared for sampling
-        both = project("bqd,dcf->bqcf", x_bqd, w["gate_up"])
         # One product with both matrices: few rows wait for weights, not for arithmetic.
-        gate, up = both[:, :, 0], both[:, :, 1]
+        if gpu.in_pairs(w["gate_up"]):
+            both = project("bqd,dncf->bqncf", x_bqd, w["gate_up"])
+            gate, up = (both[:, :, :, i].reshape(*x_bqd.shape[:2], -1) for i in (0, 1))
+        else:
+            both = project("bqd,dcf->bqcf", x_bqd, w["gate_up"])
+            gate, up = both[:, :, 0], both[:, :, 1]
     else:
         wide = "embed", "mlp"
         gate, up = (project("bqd,df->bqf", x_bqd, w[name], axes=wide) for name in ("gate", "up"))
@@ -312,42 +345,80 @@ def _experts(
     return y_bqd, Routed(experts_bqk, moe.router_sums(logits_me, routing, live_bq.reshape(-1)))
 
 
+_BY_TOKEN = "batch", "length", "act_embed"
+
+
+class Residual(NamedTuple):
+    """A sum that the next norm makes: of a kernel that does both."""
+
+    x: Array
+    out: Array | gpu.Sum
+
+
+def residual_sum(x: Array | Residual) -> Array:
+    """What a layer returned, as one array."""
+    return x.x + gpu.whole(x.out, x.x.dtype) if isinstance(x, Residual) else x
+
+
+def _added_norm(
+    config: ModelConfig, x: Array | Residual, weight: Array, mix: Mix | Fused
+) -> tuple[Array, Array]:
+    """A residual, and its norm."""
+    if isinstance(x, Residual) and isinstance(mix, Fused):
+        return mix.added_norm(x.x, x.out, weight)
+    total = x if not isinstance(x, Residual) else constrain(residual_sum(x), *_BY_TOKEN)
+    return total, rms_norm(total, weight, config)
+
+
 def block(
     config: ModelConfig,
     w: Params,
-    x_bqd: Array,
+    x_bqd: Array | Residual,
     live_bq: Array,
     rotation: Rotation,
-    mix: Mix,
+    mix: Mix | Fused,
     recorded_bqk: Array | None = None,
     options: Options = PLAIN,
-) -> tuple[Array, Any, Routed]:
-    """One layer: x plus attention plus feed-forward; also the result of ``mix`` and the routing."""
+) -> tuple[Any, Any, Routed]:
+    """One layer: x plus attention plus feed-forward; also the result of ``mix`` and the routing.
+
+    With ``Fused`` the last sum is left to the next layer.
+    """
     with jax.named_scope("attention"):
-        normed = rms_norm(x_bqd, w["attention_norm"], config)
+        x, normed = _added_norm(config, x_bqd, w["attention_norm"], mix)
         out, extra = _attention(config, w["attention"], normed, rotation, mix)
         if config.post_norms:
-            out = rms_norm(out, w["attention_post_norm"], config)
-        x_bqd = constrain(x_bqd + out, "batch", "length", "act_embed")
+            out = rms_norm(gpu.whole(out, x.dtype), w["attention_post_norm"], config)
+        after = Residual(x, out)
     with jax.named_scope("experts" if "experts" in w else "mlp"):
-        normed = rms_norm(x_bqd, w["mlp_norm"], config)
+        x, normed = _added_norm(config, after, w["mlp_norm"], mix)
         routing = Routed()
         if "experts" in w:
             out, routing = _experts(config, w["experts"], normed, live_bq, recorded_bqk, options)
         else:
-            out = _mlp(config, w["mlp"], normed)
+            feed_forward = _mlp_step if isinstance(mix, Fused) else _mlp
+            out = feed_forward(config, w["mlp"], normed)
         if config.post_norms:
-            out = rms_norm(out, w["mlp_post_norm"], config)
-        x_bqd = constrain(x_bqd + out, "batch", "length", "act_embed")
+            out = rms_norm(gpu.whole(out, x.dtype), w["mlp_post_norm"], config)
+        after = Residual(x, out)
+        if isinstance(mix, Fused):
+            return after, extra, routing
+        x_bqd = constrain(residual_sum(after), *_BY_TOKEN)
     return x_bqd, extra, routing
 
 
 # ---------------------------------------------------------------- complete sequences
 
-_KEPT = {"dots": (PRODUCT,), "elementwise": (PRODUCT, SEEN), "full": ()}
+_KEPT = {
+    "elementwise": (PRODUCT, WIDE, SEEN),
+    "dots": (PRODUCT, WIDE),
+    "mlp": (PRODUCT, SEEN),
+    "full": (),
+}
 REMAT = (*_KEPT, "none")
-"""What the backward pass of a layer recomputes: all but products with weights, all but products and
-attention, all, nothing."""
+"""What the backward pass of a layer recomputes: all but products with weights and attention, all
+but products, all but attention and the products that are not wide, all, nothing. The first four are
+in the order of the memory that they take, the largest first, and of the time, the least first."""
 
 
 def hidden(

@@ -24,6 +24,7 @@ from flax import struct
 
 from jrl.errors import UserError, unknown_choice
 from jrl.mesh import Axes, constrain
+from jrl.models import low_rank
 from jrl.models.config import ModelConfig
 from jrl.models.decode import output_matrix
 from jrl.models.layers import layer_weights, stored_dtype
@@ -124,6 +125,9 @@ class Adapted(struct.PyTreeNode, Factored):
 
     def times(self, spec: str, x: Array, dtype: Any = None, axes: Axes | None = None) -> Array:
         """``matmul`` with both, summed in float32 before it is rounded."""
+        if not isinstance(self.base, Factored) and low_rank.joins(spec, x, self.base, axes):
+            dtype = dtype or x.dtype
+            return low_rank.joined(spec, self.scale, dtype, x, self.base, self.a, self.b)
         operands, out = spec.split("->")
         left, right = operands.split(",")
         r = next(c for c in string.ascii_letters if c not in spec)

@@ -28,6 +28,9 @@ from jrl.types import Array
 PRODUCT = "product"
 """The name, for rematerialisation, of results of products with weights."""
 
+WIDE = "wide"
+"""The same of those that are as wide as a layer's feed-forward part, which are half of all."""
+
 SEEN = "seen"
 """The same for what attention's backward pass starts from: weights, outputs, log sums."""
 
@@ -35,14 +38,14 @@ SEEN = "seen"
 def project(
     spec: str, x: Array, w: Array | Factored, dtype: Any = None, axes: Axes | None = None
 ) -> Array:
-    """``matmul`` of activations with a weight, named ``PRODUCT`` for rematerialisation."""
+    """``matmul`` of activations with a weight, named ``PRODUCT`` or ``WIDE`` for recomputation."""
     # Every product with a weight passes here, so that "dots" and "elementwise" can keep its result.
     # A policy that looks for products does not find those inside a custom derivative.
     if isinstance(w, Factored):
         out = w.times(spec, x, dtype, axes)
     else:
         out = matmul(spec, x, w, dtype, axes)
-    return checkpoint_name(out, PRODUCT)
+    return checkpoint_name(out, WIDE if axes is not None and axes[-1] == "mlp" else PRODUCT)
 
 
 def summed_short(spec: str, shape: tuple[int, ...], axes: Axes | None) -> str | None:

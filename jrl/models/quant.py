@@ -43,6 +43,10 @@ class Int8(struct.PyTreeNode, Factored):
         short = summed_short(spec, self.values.shape, axes)
         return _times(spec, x, self.values, self.scales, dtype, short)
 
+    def integers(self) -> tuple[Array, Array]:
+        """Values and scales."""
+        return self.values, self.scales
+
     def in_8_bits(self, inputs: int, quantise: Callable[..., Int8]) -> Int8:
         """Itself."""
         del inputs, quantise

@@ -20,6 +20,16 @@ from jrl.types import Array, Head
 
 _LOWEST = -1e30  # finite, so that nothing times it is 0
 
+ROOM = {"cpu": 2**22, "tpu": 2**24, "gpu": 2**26}
+"""Scores of a part on a device, by platform. 2**22 float32 are 16 MiB, which stay in a CPU's
+last-level cache. Elsewhere each part of the backward pass reads and writes the sums of all tokens'
+gradients, and few parts do so seldom: on an H100 parts of 2**24 would spend a fifth of their time
+on that (16,384 tokens of 2,048 numbers)."""
+
+TILE = 128
+"""Columns of a part are a multiple of this on a GPU. Its matrix units are fed 16 bytes at a time,
+and a part of 1,057 columns has rows that begin anywhere."""
+
 
 class _Walk(NamedTuple):
     """Partition of the vocabulary into shards and parts; static."""
@@ -69,8 +79,7 @@ def fused_logprobs(
       devices: over how many the tokens are divided, and over how many the vocabulary.
       at_once: when a device has no more scores than this, the vocabulary is one part.
       room: how many scores a part has on a device; at least 128 for each of its tokens. None for
-        what fits a CPU's cache, and four times as many elsewhere: there each part of the backward
-        pass reads and writes the sums of all tokens' gradients, and few parts do so seldom.
+        ``ROOM``.
 
     Returns:
       "logprobs" [B, T] float32, nats, and with ``entropy`` also "entropy" [B, T] float32, nats.
@@ -79,11 +88,9 @@ def fused_logprobs(
     shards, local_tokens = devices[1], max(tokens.size // devices[0], 1)
     # Each device walks over its own shard of the vocabulary, so that no part crosses devices.
     size = head.weight.shape[head.axis] // shards
-    # 2**22 float32 scores are 16 MiB: they stay in a CPU's last-level cache.
-    room = room or 2 ** (22 if platform() == "cpu" else 24)
-    width = size if local_tokens * size <= at_once else min(size, max(128, room // local_tokens))
-    if size % -(-size // width) == 0:  # parts of one length, of which none overlap
-        width = size // -(-size // width)
+    room = ROOM.get(platform(), ROOM["tpu"]) if room is None else room
+    most = size if local_tokens * size <= at_once else min(size, max(128, room // local_tokens))
+    width = _part_width(size, most, TILE if platform() == "gpu" else 1)
     walk = _Walk(head.axis, head.softcap, entropy, shards, size, width)
     temperature = jax.lax.stop_gradient(temperature)
     early = head.softcap is None and hidden.dtype == jnp.float32
@@ -94,6 +101,20 @@ def fused_logprobs(
     over = None if early else temperature
     logprobs, spread = _fused(walk, hidden, head.weight, tokens, over)
     return {"logprobs": logprobs} | ({"entropy": spread} if entropy else {})
+
+
+def _part_width(size: int, most: int, tile: int) -> int:
+    """Columns of a part: about ``most``, such that the last part repeats few.
+
+    >>> _part_width(151_936, 4_227, 128), _part_width(151_936, 1_057, 1), _part_width(96, 40, 1)
+    (4224, 1057, 32)
+    """
+    if tile > 1 and tile <= most < size:
+        tiles = -(-size // tile)
+        parts = -(-tiles // (most // tile))
+        return min(-(-tiles // parts) * tile, size)
+    parts = -(-size // most)
+    return size // parts if size % parts == 0 else most  # parts of one length overlap nowhere
 
 
 def _start(walk: _Walk, i: Array | int) -> Array:

@@ -28,6 +28,10 @@ class Factored:
         """``matmul(spec, x, self, dtype, axes)``."""
         raise NotImplementedError
 
+    def integers(self) -> tuple[Array, Array] | None:
+        """Integers and the scales of the outputs, if that is what the weight is."""
+        return None
+
     def in_8_bits(self, inputs: int, quantise: Callable[..., Any]) -> Any:
         """The weight with its matrix in 8 bits.
 

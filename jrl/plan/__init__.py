@@ -3,6 +3,7 @@
 - ``topology``: chips, slices, and devices to compile for
 - ``lower``: a run without data or weights, and its two programs traced for a mesh
 - ``hlo``, ``costs``: operations, bytes and collectives of a compiled program
+- ``kernels``: launches in the loops of a program compiled for a GPU, and returns to the host
 - ``memory``: bytes on a chip, and what would make a program fit
 - ``compile``: the plan of a run
 - ``count``: a plan from counting alone, within seconds

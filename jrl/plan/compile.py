@@ -1,8 +1,9 @@
-"""Memory and time of a run on a TPU slice, from its compiled programs.
+"""Memory and time of a run on a TPU slice or on GPUs, from its compiled programs.
 
-XLA compiles the real sampler and the real training step for the slice, without weights and without
-a TPU. The compiled programs give bytes per chip, operations, collectives by kind and mesh axis, and
-a lower bound of the time from the chip's figures.
+XLA compiles the real sampler and the real training step for the chips, without weights and without
+any of them here. The compiled programs give bytes per chip, operations, collectives by kind and
+mesh axis, a lower bound of the time from the chip's figures, and for GPUs the kernels that the host
+launches.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import count_params
 from jrl.plan.costs import KINDS, Cost, program_costs
+from jrl.plan.hlo import parse_program
+from jrl.plan.kernels import program_launches, token_loop, token_step
 from jrl.plan.lower import (
     abstract_run,
     lower_resharding,
@@ -32,22 +35,31 @@ from jrl.plan.lower import (
     outputs,
 )
 from jrl.plan.memory import cache_bytes, remedies, state_bytes
-from jrl.plan.topology import HOP_SECONDS, Topology, axis_bandwidth, compile_devices, larger
+from jrl.plan.topology import (
+    HOP_SECONDS,
+    Topology,
+    axis_bandwidth,
+    compile_devices,
+    larger,
+    several,
+)
 from jrl.plan.useful import decoding, floor_seconds, loop_trips, model_flops
+from jrl.system.extras import install_line
 from jrl.train import build
 from jrl.train.gather import prepared_bytes
 from jrl.train.programs import check_resharding, drawing_mesh
+from jrl.train.remat import AUTO, choose, with_remat
 from jrl.train.shapes import abstract_batch
 
 PROGRAMS = ("resharding", "sampler", "train_step")
-RATIOS: Mapping[str, tuple[float, float]] = {
-    "resharding": (60.0, 35.0),
-    "sampler": (20.0, 10.0),
-    "train_step": (100.0, 22.0),
+RATIOS: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "tpu": {"resharding": (60.0, 35.0), "sampler": (20.0, 10.0), "train_step": (100.0, 22.0)},
+    "gpu": {"resharding": (20.0, 20.0), "sampler": (20.0, 20.0), "train_step": (15.0, 15.0)},
 }
-"""Program -> how many times as long as tracing and lowering libtpu compiles it, with effort 0 and
-below; rough. With effort -1 two layers of ``configs/pod_8b_v6e.toml`` gave 35, 10 and 22; those of
-effort 0 follow from the seconds in ``benchmarks/pods.json``."""
+"""Platform -> program -> how many times as long as tracing and lowering XLA compiles it, with
+effort 0 and below; rough. With effort -1 two layers of ``configs/pod_8b_v6e.toml`` gave 35, 10 and
+22; those of effort 0 follow from the seconds in ``benchmarks/pods.json``. Of GPUs: two layers of
+1.7B with JAX 0.11."""
 FAST_BYTES = 128 << 20
 """A chip's vector memory (VMEM), or more: XLA keeps weights there for as long as a loop runs."""
 
@@ -78,6 +90,9 @@ class Program(NamedTuple):
       operations: seconds that the operations of each kind would take by themselves; see
         ``costs.KINDS``. What is sent counts with the network's time.
       counted: whether nothing was compiled, and temporaries and times are estimates.
+      kernels: on GPUs, of one token step of a sampler or a whole training step, launches in the
+        "layers", the "draw" and the "rest", "conditionals", "returns" to the host, "bytes" of
+        memory traffic, and those "copied" by operations that only move arrays (``plan.kernels``).
     """
 
     bytes_per_chip: dict[str, float]
@@ -97,6 +112,7 @@ class Program(NamedTuple):
     effort: float = 0.0
     operations: dict[str, float] | None = None
     counted: bool = False
+    kernels: dict[str, float] | None = None
 
 
 class Plan(NamedTuple):
@@ -115,6 +131,8 @@ class Plan(NamedTuple):
       move_seconds: of the transfer of the weights to those devices.
       sampling_mesh: of the sampler on the devices of training; None where it has the same.
       experts: routed experts of a layer; 0 for none.
+      remat: ``model.remat``; what would be chosen where that is "auto".
+      layers: of the policy.
     """
 
     topology: Topology
@@ -128,6 +146,8 @@ class Plan(NamedTuple):
     move_seconds: float = 0.0
     sampling_mesh: dict[str, int] | None = None
     experts: int = 0
+    remat: str = "elementwise"
+    layers: int = 0
 
     @property
     def step_seconds(self) -> float | None:
@@ -149,6 +169,7 @@ def plan_mesh(config: Config, topology: Topology) -> jax.sharding.Mesh:
         if size > 0 and size != topology.chips and not (key != "mesh" and config.placement):
             each = topology.chips // topology.slices
             fitting = larger(topology, size / topology.slices) if size > each else None
+            fitting = fitting or several(topology, size)
             such = f", such as --topology {fitting}" if fitting else ""
             raise UserError(
                 f"{key} ({_axes(axes)}) is for {size} chips, and {topology.name} has"
@@ -156,7 +177,7 @@ def plan_mesh(config: Config, topology: Topology) -> jax.sharding.Mesh:
                 " plan.topology; or make the product of the mesh's axes the number of chips, or set"
                 " one axis to -1"
             )
-    return make_mesh(config.mesh_axes, compile_devices(topology))
+    return make_mesh(config.mesh_axes, compile_devices(topology), slices=topology.slices)
 
 
 def _axes(axes: Mapping[str, int]) -> str:
@@ -223,6 +244,7 @@ def quick_plan(
         memory of a chip is right, and the times are too short.
     """
     run = abstract_run_on(config, topology)
+    config = run.config  # fewer layers would fit with another rematerialisation
     model, sizes = run.shape, config.model.config
     if sizes is None:
         return make_plan(config, topology, echo=echo, placement=placement, effort=effort)
@@ -234,7 +256,7 @@ def quick_plan(
 
     low, deep = 2 * period, prepared_size(run)
     each = (deep - prepared_size(of(low))) / max(model.layers - low, 1)
-    if timed and each * model.layers > FAST_BYTES:
+    if timed and each * model.layers > FAST_BYTES and topology.chip.platform == "tpu":
         low *= math.ceil(FAST_BYTES / (each * low))
     high = low + 2 * period
     if low + high > model.layers:  # two programs of so many layers take longer than the one
@@ -279,7 +301,7 @@ def extrapolate(low: Program, high: Program, steps: float, topology: Topology) -
     sizes["total"] = sum(size for part, size in sizes.items() if part != "total")
     numbers = (
         *("flops", "hbm_bytes", "collective_bytes", "roofline_seconds", "bound", "alone"),
-        *("full_seconds", "floor_seconds", "model_flops", "reads", "operations"),
+        *("full_seconds", "floor_seconds", "model_flops", "reads", "operations", "kernels"),
     )
     return Program(
         sizes,
@@ -295,6 +317,8 @@ def abstract_run_on(config: Config, topology: Topology) -> build.Run:
     mesh = plan_mesh(config, topology)
     run = abstract_run(config, mesh)
     check_resharding(run)
+    if run.config.model.remat == AUTO:
+        run = with_remat(run, choose(run, topology.chip.hbm_bytes).remat)
     return run
 
 
@@ -315,12 +339,13 @@ def _programs(
         lowered = _lowered(run, name, weights)
         if lowered is None:
             continue
-        about = compile_estimate(name, time.perf_counter() - began, effort)
+        took, platform = time.perf_counter() - began, topology.chip.platform
+        about = compile_estimate(name, took, effort, platform)
         echo(f"compiling {name} for {topology.name} ({about}) ...")
         state = held_bytes if placement == "colocated" or name == "train_step" else {}
         if name != "train_step" and placement != "colocated":
             state = {"weights": held_bytes["weights"]}
-        compiled, seconds = _compiled(lowered, effort_options(effort))
+        compiled, seconds = _compiled(lowered, effort_options(effort), name, topology)
         if isinstance(compiled, str):
             programs[name] = _out_of_memory(compiled, run, name, state, seconds)
             break
@@ -331,9 +356,11 @@ def _programs(
     return programs
 
 
-def compile_estimate(name: str, lowering_seconds: float, effort: float) -> str:
+def compile_estimate(
+    name: str, lowering_seconds: float, effort: float, platform: str = "tpu"
+) -> str:
     """About how long XLA compiles a program, such as "about 6 min", from what lowering it took."""
-    seconds = RATIOS[name][effort < 0] * lowering_seconds
+    seconds = RATIOS[platform][name][effort < 0] * lowering_seconds
     if seconds < 90:
         return f"about {max(10 * round(seconds / 10), 10)} s"
     return f"about {seconds / 60:.0f} min"
@@ -345,7 +372,9 @@ def _lowered(run: build.Run, name: str, weights: Any) -> Any:
     return lower_step(run) if name == "train_step" else lower_sampler(run, weights)
 
 
-def _compiled(lowered: Any, options: Mapping[str, Any] | None) -> tuple[Any, float]:
+def _compiled(
+    lowered: Any, options: Mapping[str, Any] | None, name: str, topology: Topology
+) -> tuple[Any, float]:
     """The compiled program, or XLA's error where memory is too small, and the time it took."""
     start = time.perf_counter()
     try:
@@ -353,9 +382,23 @@ def _compiled(lowered: Any, options: Mapping[str, Any] | None) -> tuple[Any, flo
             compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if temporaries_in_error(str(error), 0.0) is None:
+            if topology.chip.platform == "gpu":
+                raise UserError(_not_compiled(str(error), name, topology)) from None
             raise
         compiled = str(error)
     return compiled, time.perf_counter() - start
+
+
+def _not_compiled(error: str, name: str, topology: Topology) -> str:
+    """The line for a program that XLA does not compile for a GPU."""
+    line = f"XLA of JAX {jax.__version__} does not compile {name} for {topology.name}"
+    if "libdevice" in error:
+        return f"{line} without CUDA's libdevice; install it: {install_line('plan-gpu')}"
+    why = error.splitlines()[0][:200]
+    # JAX 0.10.2 fails on a slice that it fuses with cuDNN's attention in the prefill.
+    newer = jax.__version_info__ < (0, 11)
+    hint = "; JAX 0.11, on Python 3.12 or newer, may, and so may" if newer else "; try"
+    return f"{line}{hint} model.attention=xla ({why})"
 
 
 def effort_options(effort: float) -> dict[str, Any] | None:
@@ -381,6 +424,8 @@ def judged(run: build.Run, topology: Topology, programs: dict[str, Program]) -> 
         tokens=prompts * group * length,
         sampling_mesh=None if drawing_mesh(run) == run.mesh else dict(drawing_mesh(run).shape),
         experts=run.shape.experts,
+        remat=run.config.model.remat,
+        layers=run.shape.layers,
     )
 
 
@@ -468,7 +513,24 @@ def _measured(
         if decode is None
         else {"weights": decode.steps * decode.weights, "cache": decode.steps * decode.cache},
         operations=by_operation(costs, topology, mesh.devices),
+        kernels=_kernels(text, name, costs) if topology.chip.platform == "gpu" else None,
     )
+
+
+def _kernels(text: str, name: str, costs: list[Cost]) -> dict[str, float] | None:
+    """``Program.kernels`` of a program for GPUs; None for a resharding."""
+    if name == "resharding":
+        return None
+    program = parse_program(text)
+    loop = token_loop(program) if name == "sampler" else None
+    launches = token_step(program) if name == "sampler" else program_launches(program)
+    if launches is None:
+        return None
+    # A loop inside the token step, such as that of the draw's threshold, has little traffic.
+    parts = [c._replace(runs=1.0) for c in costs if loop is not None and c.name == loop.body]
+    parts = parts or costs
+    copied = sum(c.runs * c.kinds.get("copies", (0.0, 0.0))[1] for c in parts)
+    return launches._asdict() | {"bytes": _moved(parts), "copied": copied}
 
 
 def _moved(costs: list[Cost]) -> float:

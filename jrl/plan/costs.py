@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jrl.plan.gpu_costs import gpu_flops, gpu_kind, kernel_bytes, kernel_name
 from jrl.plan.hlo import (
     COLLECTIVES,
     HloProgram,
@@ -64,6 +65,7 @@ class Cost(NamedTuple):
       bytes: read from and written to the chip's main memory.
       collectives: one for each kind and set of axes.
       kinds: (flops, bytes) of the operations of each kind of ``KINDS``.
+      name: of the computation.
     """
 
     runs: float
@@ -71,6 +73,7 @@ class Cost(NamedTuple):
     bytes: float
     collectives: tuple[Collective, ...]
     kinds: Mapping[str, tuple[float, float]] = MappingProxyType({})
+    name: str = ""
 
 
 def program_costs(
@@ -110,7 +113,7 @@ def program_costs(
                     total[1] += hit[3]
         collectives = tuple(Collective(*key, *total) for key, total in collective_totals.items())
         flops, traffic = (sum(each[i] for each in kinds.values()) for i in (0, 1))
-        costs.append(Cost(times, flops, traffic, collectives, kinds))
+        costs.append(Cost(times, flops, traffic, collectives, kinds, name))
     return costs
 
 
@@ -122,6 +125,8 @@ def _kind(operation: Operation, inside: Sequence[Operation]) -> str:
             return "attention"
         if operation.name.startswith("write_columns"):
             return "copies"
+        if kind := gpu_kind(operation):
+            return kind
         return "products" if re.search(r'"flops":"?[1-9]', operation.text) else "the rest"
     if kinds & {"dot", "convolution"}:
         return "products"
@@ -144,6 +149,8 @@ def _flops(
     if operation.kind == "custom-call":
         match = re.search(r'"flops":"?(\d+)', operation.text)
         if match is None:
+            if flops := gpu_flops(operation, operations):
+                return flops / _one_of(operation)
             custom_flops = _splash_flops(operation, operations) + _cache_flops(
                 operation, operations
             )
@@ -258,6 +265,8 @@ def _bytes_moved(
         match = re.search(r"calls=%([\w.\-]+)", operation.text)
         assert match is not None
         return _fusion_bytes(program, program.computations[match[1]], operation, sources)
+    if kernel_name(operation):
+        return kernel_bytes(operation, operations, live)
     if reported := re.search(r'"bytes_accessed":"?(\d+)', operation.text):
         # A kernel that reports its traffic, of which what lies in the fast memory is no part. Of a
         # grouped product all matrices are read, [E, D, F], and of the rows, [M, D], those that it
@@ -326,6 +335,13 @@ _MOVES = frozenset(
     )
 )
 """Operations that compute nothing."""
+_ELEMENTWISE = frozenset(
+    (
+        *("add", "and", "compare", "convert", "divide", "exponential", "log", "maximum"),
+        *("minimum", "multiply", "negate", "or", "select", "subtract"),
+    )
+)
+"""Operations of which a fusion computes no more numbers than are read."""
 _SLICES, _UPDATES = ("dynamic-slice", "gather", "slice"), ("dynamic-update-slice", "scatter")
 
 
@@ -341,17 +357,24 @@ def _read_of(
     """Bytes that a fusion reads of one of its parameters, or of what passes it on.
 
     Where all that reads it are slices, in fusions within the fusion too, they alone are read: a
-    loop over layers slices what is stacked over them where it is multiplied. What leaves a fusion
-    within (``inside``) as it is is read by another one.
+    loop over layers slices what is stacked over them where it is multiplied, and a gather of one
+    token's logit has the others not computed. What leaves a fusion within (``inside``) as it is is
+    read by another one.
     """
     full, partial = source.outputs[0].bytes, 0.0
-    if inside and (source.root or _is_result(inner, source)):
+    readers = _readers(inner, source)
+    if inside and (not readers or source.root or _is_result(inner, source)):
         return full
-    for reader in _readers(inner, source):
+    for reader in readers:
+        if partial >= full:
+            return full
         if reader.kind in _SLICES:
             partial += reader.outputs[0].bytes
         elif reader.kind == "bitcast":
             partial += _read_of(program, inner, reader, inside=True)
+        elif reader.kind in _ELEMENTWISE and _sizes(reader) == _sizes(source):
+            share = _read_of(program, inner, reader, inside=True) / reader.outputs[0].bytes
+            partial += share * full
         elif reader.kind == "fusion":
             for within, parameter in _entries(program, source, reader):
                 partial += _read_of(program, within, parameter, inside=True)
@@ -360,16 +383,26 @@ def _read_of(
     return min(partial, full)
 
 
+def _sizes(operation: Operation) -> tuple[int, ...]:
+    return operation.outputs[0].sizes
+
+
 def _is_updated(program: HloProgram, inner: dict[str, Operation], source: Operation) -> bool:
-    """Whether a fusion does nothing with a buffer but update a part of it in place."""
-    readers = _readers(inner, source)
-    for reader in readers:
+    """Whether a fusion does nothing with a buffer but update a part of it in place.
+
+    It may read that part before, as where something is added to it.
+    """
+    updates = False
+    for reader in _readers(inner, source):
         if reader.kind == "fusion":
             if not all(_is_updated(program, *each) for each in _entries(program, source, reader)):
                 return False
+        elif reader.kind == "dynamic-slice":
+            continue
         elif reader.kind not in _UPDATES or reader.operands[0] != source.name:
             return False
-    return bool(readers)
+        updates = True
+    return updates
 
 
 def _is_result(inner: dict[str, Operation], source: Operation) -> bool:

@@ -15,7 +15,6 @@ from jrl.plan.estimate import (
     Training,
     resharding_seconds,
     sampling_times,
-    training_temporaries,
     training_times,
 )
 from jrl.plan.memory import cache_bytes, state_bytes
@@ -23,6 +22,7 @@ from jrl.plan.topology import Topology
 from jrl.plan.useful import floor_seconds, model_flops
 from jrl.train import build
 from jrl.train.programs import drawing_mesh, train_sampler
+from jrl.train.remat import counted_bytes
 from jrl.train.resharding import ReshardedSampler
 
 SAMPLER_TEMPORARIES = 2**28
@@ -72,7 +72,8 @@ def counted_plan(
 def _training(run: build.Run, topology: Topology, state: dict[str, float]) -> Program:
     config = run.config
     options = Training(dict(run.mesh.shape.items()), config.model.remat, config.train.microbatches)
-    sizes = {**state, "temporaries": training_temporaries(config, run.shape, options)}
+    temporaries = max(counted_bytes(run) - sum(state.values()), 0.0)
+    sizes = {**state, "temporaries": temporaries}
     times = training_times(config, run.shape, topology, options)
     return _program(run, topology, "train_step", sizes, times)
 

@@ -14,7 +14,7 @@ import numpy as np
 from jrl.config import Config
 from jrl.errors import UserError
 from jrl.plan.compile import Plan
-from jrl.plan.topology import SHAPES, Topology, parse_topology
+from jrl.plan.topology import SHAPES, Topology, parse_topology, spelled
 
 
 def half(topology: Topology) -> Topology | None:
@@ -22,7 +22,7 @@ def half(topology: Topology) -> Topology | None:
     if topology.slices > 1:
         return None
     for shape in SHAPES[topology.family]:
-        other = parse_topology(f"{topology.family}:{shape}")
+        other = parse_topology(spelled(topology.family, shape))
         if 2 * other.chips == topology.chips:
             return other
     return None

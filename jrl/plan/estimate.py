@@ -27,6 +27,7 @@ from jrl.train.gather import (
     token_bytes,
     weight_numbers,
 )
+from jrl.train.remat import saved_numbers
 
 _forward_flops = functools.cache(forward_flops)
 """The same for all candidates of a search."""
@@ -49,8 +50,15 @@ class Training(NamedTuple):
 def ring_bandwidth(topology: Topology, n: int) -> float:
     """Rough bytes a second that a chip sends in a collective over n chips.
 
-    They are taken to span a dimension of the torus that has their number, else the longest.
+    They are taken to span a dimension of the torus that has their number, else the longest, and
+    GPUs to be in one host where they fit.
     """
+    if (chip := topology.chip).dimensions == 0:
+        whole = n <= topology.shape[0]
+        members = topology.shape[0] if n % topology.shape[0] == 0 else 1
+        return (
+            chip.link_bandwidth if whole else min(chip.dcn_bandwidth * members, chip.link_bandwidth)
+        )
     sizes = sorted(enumerate(topology.shape), key=lambda x: (x[1] != n, -x[1]))
     links, left = 0, n
     for dimension, size in sizes:
@@ -91,7 +99,7 @@ def training_times(
 ) -> dict[str, float]:
     """Rough seconds of a training step that "compute" and "network" take by themselves."""
     axes, lengths = {"context": 1, **options.mesh}, _lengths(config)
-    again = {"full": 4, "dots": 3.1}.get(options.remat, 3)
+    again = {"full": 4, "mlp": 3.5, "dots": 3.1}.get(options.remat, 3)
     compute = again * _forward_flops(model, lengths) / topology.chips / topology.chip.flops
     tokens = _trained_tokens(config, axes)
     network = _weights_sent(model, topology, options) + _tokens_sent(model, topology, axes, tokens)
@@ -101,7 +109,8 @@ def training_times(
 def training_temporaries(config: Config, model: ModelConfig, options: Training) -> float:
     """Rough bytes on a chip besides the state: activations, gradient, and 256 MiB of the rest."""
     axes = {"context": 1, **options.mesh}
-    saved = model.layers * _saved(model, axes["tensor"], options.remat)
+    # In 16 bits.
+    saved = model.layers * 2.0 * saved_numbers(model, axes["tensor"], options.remat)
     activations = _trained_tokens(config, axes) / options.microbatches * saved
     # The gradient is float32, and of the head's scores some are there at once.
     return 4 * weight_numbers(model, axes) + activations + 2**28
@@ -124,22 +133,6 @@ def _shards(axes: Mapping[str, int]) -> int:
     for axis in RULES["batch"]:
         parts *= axes.get(axis, 1)
     return parts
-
-
-def _saved(model: ModelConfig, tensor: int, remat: str) -> float:
-    """Bytes of a layer that are kept for the backward pass, of one token, in 16 bits."""
-    if remat == "full":
-        return 2.0 * model.embed_dim
-    wide = model.mlp_dim
-    if any(model.sparse):
-        wide = model.experts_per_token * model.expert_mlp_dim
-    heads = (model.heads + 2 * model.kv_heads) * model.head_dim
-    products = 3.0 * model.embed_dim + (heads + 2 * wide) / tensor
-    attention = (
-        {"dots": 0.0, "elementwise": 1.0}.get(remat, 3.0) * model.heads * model.head_dim / tensor
-    )
-    rest = 0.0 if remat != "none" else 4.0 * model.embed_dim + 2 * wide / tensor
-    return 2.0 * (products + attention + rest)
 
 
 def _weights_sent(model: ModelConfig, topology: Topology, options: Training) -> float:

@@ -21,7 +21,6 @@ from jrl.train.members import is_plain, members_of
 from jrl.train.resharding import ReshardedSampler
 from jrl.train.shapes import abstract_batch
 from jrl.train.sources import simple_request
-from jrl.types import TrainState
 from jrl.types.asks import Asks, new_ask
 
 
@@ -123,7 +122,7 @@ def first_asks(run: build.Run, n: int) -> Asks:
 
 def lower_step(run: build.Run) -> Any:
     """The training step, lowered for the run's mesh."""
-    state, shardings = abstract_state(run)
+    state, shardings = programs.abstract_state(run)
     sampling_params = jax.eval_shape(lambda: run.sampling_params)
     program = programs.train_program(run, shardings)
     return _lower(run, program, state, abstract_batch(run), sampling_params)
@@ -145,12 +144,3 @@ def outputs(lowered: Any, compiled: Any) -> Any:
 
 def _int(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def abstract_state(run: build.Run) -> tuple[TrainState, TrainState]:
-    """The shapes of a run's state with their shardings, and the shardings alone."""
-    make, shardings = programs.state_layout(run)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    shapes = jax.eval_shape(make, key, None, {})
-    sharded = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
-    return jax.tree.map(sharded, shapes, shardings), shardings

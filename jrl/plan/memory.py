@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from jrl.mesh import batch_shards
-from jrl.plan.lower import abstract_state
 from jrl.plan.topology import CHIPS, Topology, larger
 from jrl.train import build
 from jrl.train.gather import (
@@ -17,7 +16,7 @@ from jrl.train.gather import (
     slots_on_chip,
     token_bytes,
 )
-from jrl.train.programs import drawing_mesh, held_bytes
+from jrl.train.programs import abstract_state, drawing_mesh, held_bytes
 from jrl.train.score import policy_of
 
 GIB = 1 << 30
@@ -156,11 +155,15 @@ def roomier(topology: Topology, factor: float) -> list[str]:
 
 
 def other_chips(topology: Topology, factor: float) -> list[str]:
-    """A line with the chips that have ``factor`` times as much memory, or else the most."""
-    hbm_needed = min(topology.chip.hbm_bytes * factor, max(c.hbm_bytes for c in CHIPS.values()))
+    """A line with the chips that have ``factor`` times as much memory, or else the most.
+
+    They are TPUs or GPUs, as the topology's.
+    """
+    chips = {n: c for n, c in CHIPS.items() if c.platform == topology.chip.platform}
+    hbm_needed = min(topology.chip.hbm_bytes * factor, max(c.hbm_bytes for c in chips.values()))
     names = [
         f"{name} ({chip.hbm_bytes / GIB:.0f} GiB)"
-        for name, chip in CHIPS.items()
+        for name, chip in chips.items()
         if chip.hbm_bytes >= hbm_needed and name != topology.family
     ]
     return [f"or take a chip with more memory: {', '.join(names)}"] if names else []

@@ -30,6 +30,7 @@ from jrl.plan.estimate import Training, resharding_seconds, sampling_seconds, tr
 from jrl.plan.isolate import EndedError, Isolated
 from jrl.plan.lower import run_model
 from jrl.plan.topology import Topology
+from jrl.train.build import remat_of
 from jrl.train.gather import slots_on_chip
 from jrl.train.kinds import kind_of
 
@@ -194,7 +195,7 @@ def configured(config: Config, candidates: list[Candidate]) -> list[Candidate]:
     )
     sampler = None if sampler == tuple(training_mesh) else sampler
     current = Candidate(
-        tuple(training_mesh), config.model.remat, config.train.microbatches, None, sampler
+        tuple(training_mesh), remat_of(config), config.train.microbatches, None, sampler
     )
     return [current] if current._replace(sampler=None) in candidates else []
 

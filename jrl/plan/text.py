@@ -36,6 +36,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "rollout_mesh": plan.rollout_mesh,
         "sampling_mesh": plan.sampling_mesh,
         "parameters": plan.parameters,
+        "remat": plan.remat,
         "chip": {
             "hbm_bytes": chip.hbm_bytes,
             "flops": chip.flops,
@@ -72,7 +73,8 @@ def as_text(plan: Plan) -> str:
 
 def _lines(plan: Plan) -> Iterator[str]:
     topology = plan.topology
-    yield f"{plan.parameters / 1e9:.2f}B parameters on {topology.name}, {topology.chips} chips"
+    chips = "1 chip" if topology.chips == 1 else f"{topology.chips} chips"
+    yield f"{plan.parameters / 1e9:.2f}B parameters on {topology.name}, {chips}"
     if plan.sampling_mesh is not None:
         yield f"training on mesh {_mesh(plan.mesh)}, sampling on mesh {_mesh(plan.sampling_mesh)}"
         yield "of the same chips; the weights are resharded once a rollout"
@@ -83,10 +85,13 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"in parallel; sending the weights takes {_seconds(plan.move_seconds)}"
     if plan.experts and max(m.get("expert", 1) for m in (plan.mesh, plan.sampling_mesh or {})) > 1:
         yield "experts are counted as visited equally often; a chip with more visits takes longer"
+    yield f"rematerialisation {plan.remat}"
     for name, program in plan.programs.items():
         yield ""
         tokens = plan.tokens / topology.chips if plan.rollout_mesh is None else 0.0
         yield from _program(_WORDS[name], program, topology, tokens)
+        if program.kernels is not None:
+            yield from _launched(program.kernels, name, plan.layers)
     yield ""
     counted = any(program.counted for program in plan.programs.values())
     if (seconds := plan.step_seconds) is not None:
@@ -129,12 +134,42 @@ def _program(name: str, program: Program, topology: Topology, tokens: float) -> 
         yield f"  {program.flops:.3g} operations, {traffic} of memory traffic"
     for key, size in (program.collective_bytes or {}).items():
         kind, _, axes = key.partition("/")
-        yield f"  {kind} over {axes}: {_bytes(size)} sent"
+        yield f"  {kind} over {axes}: {_bytes(size)} sent{_through(topology, axes)}"
     if program.roofline_seconds is not None and program.bound is not None:
         split = ", ".join(f"{k} {_seconds(v)}" for k, v in program.bound.items() if v)
         least = "about" if program.counted else "at least"
         yield f"  {least} {_seconds(program.roofline_seconds)} ({split})"
     yield from _shares(program, topology, tokens)
+
+
+def _through(topology: Topology, axes: str) -> str:
+    """The network of a collective over mesh axes; "" where there is but that between TPUs."""
+    if topology.slices > 1 and "data" in axes.split("+"):  # no other axis crosses slices
+        return " through the data-centre network"
+    return f" through {topology.chip.link}" if topology.chip.platform == "gpu" else ""
+
+
+def _launched(kernels: Mapping[str, float], name: str, layers: int) -> Iterator[str]:
+    """Lines on what the host launches on a GPU in a program of this name."""
+    parts = {part: kernels[part] for part in ("layers", "draw", "rest")}
+    each = [f"{part} {_count(n)}" for part, n in parts.items() if n]
+    if layers:
+        each[0] += f", {kernels['layers'] / layers:.3g} each of {layers}"
+    unit = "token step" if name == "sampler" else "training step"
+    copied = 100 * kernels["copied"] / max(kernels["bytes"], 1.0)
+    yield (
+        f"  {_count(sum(parts.values()))} kernels a {unit} ({'; '.join(each)}),"
+        f" {copied:.1f} % of its bytes copied or gathered only"
+    )
+    if kernels["returns"]:
+        conditionals = kernels["conditionals"]
+        of_them = f", {conditionals:.3g} of them conditionals" if conditionals else ""
+        times = "once" if kernels["returns"] == 1 else f"{kernels['returns']:.3g} times"
+        yield f"  a {unit} returns to the host {times}{of_them}"
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
 def _shares(program: Program, topology: Topology, tokens: float) -> Iterator[str]:

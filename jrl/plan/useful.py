@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jrl.mesh import batch_shards
+from jrl.models import gpu
 from jrl.models.flops import Lengths, forward_flops
 from jrl.plan.topology import Topology
 from jrl.sampling.params import MOST_HALVINGS
@@ -67,6 +68,7 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     """Reads of one chip of the sampler's mesh."""
     config, model, sizes = run.config, run.shape, lengths_of(run)
     from jrl.models.attention import cache_read, splash_cache  # Pallas takes long to import
+    from jrl.models.gpu_kernels import COLUMNS
 
     prompts = -(-sizes.prompts // batch_shards(mesh))
     rows, gathered = prompts * sizes.group, gathers(config, model, mesh)
@@ -75,7 +77,8 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     shared = -(-live // sizes.group) if rounds > 1 else prompts
     each = token_bytes(model, mesh.shape["tensor"], config.sampling.int8)
     cache = each * (shared * sizes.prompt + live * (sizes.new + 1) / 2)
-    columns = -(-sizes.new // _TILE) * _TILE
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    columns = sizes.new if on_gpu else -(-sizes.new // _TILE) * _TILE
 
     def read(block: int) -> float:
         return float(np.ceil(np.arange(1, sizes.new + 1) / block).mean() * block / columns)
@@ -85,8 +88,10 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     # Of the embedding only the rows of some tokens are read.
     over = mesh.shape["tensor"] * (1 if gathered else mesh.shape["fsdp"])
     size -= model.vocab_size * model.embed_dim * jnp.dtype(model.dtype).itemsize / over
-    kernels = {"read_cache": cache_read.block_columns(columns)}
-    kernels["splash"] = splash_cache.block_columns(columns)
+    kernels = {"attend_cache": COLUMNS}
+    if not on_gpu:
+        kernels = {"read_cache": cache_read.block_columns(columns)}
+        kernels["splash"] = splash_cache.block_columns(columns)
     read_by = {name: read(block) for name, block in kernels.items()}
     return Decoding(float(sizes.new * rounds), size, cache, read_by)
 
@@ -109,7 +114,13 @@ def loop_trips(run: build.Run, mesh: Mesh, name: str) -> dict[str, int]:
     whole = gathers(run.config, run.shape, mesh)
     slots = min(rows, slots_on_chip(run.config.sampling.slots, mesh.shape, whole) or rows)
     trips |= {"queue": -(-rows // slots), "refill": slots}
-    return trips | run.kind.decode_trips
+    trips |= run.kind.decode_trips
+    if mesh.devices.flat[0].platform == "gpu":
+        trips["threshold"] = -(-MOST_HALVINGS // gpu.HALVINGS)
+    if (tokens := trips.get("decode")) and mesh.devices.flat[0].platform == "gpu":
+        # On GPUs a turn of the loop that ends early is several token steps.
+        trips["decode"] = -(-tokens // min(gpu.STEPS, tokens))
+    return trips
 
 
 def floor_seconds(run: build.Run, mesh: Mesh, topology: Topology, name: str) -> float:

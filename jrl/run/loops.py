@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jrl.mesh import replicated
 from jrl.rewards.pool import RewardPool
+from jrl.run.out_of_memory import memory_of
 from jrl.run.progress import Progress
 from jrl.run.records import RunRecords, all_heard
 from jrl.system.processes import stop_requested
@@ -25,7 +26,7 @@ from jrl.train.compiled import Iteration, iterate
 from jrl.train.loop import train_steps
 from jrl.train.plan import CollectState, packed, unpacked
 from jrl.train.sources import Groups
-from jrl.train.step import Metrics
+from jrl.train.step import Metrics, Step
 from jrl.train.tree_search import drawn_weights
 from jrl.types import Array, Batch, Params, TrainState
 
@@ -46,6 +47,7 @@ class Training(NamedTuple):
       stopping: whether it shall stop.
       pool: the reward functions on the host, or None.
       echo: where lines for a person go.
+      step: the training step, jitted; not called where one program makes all steps.
     """
 
     run: Run
@@ -54,6 +56,7 @@ class Training(NamedTuple):
     stopping: Stopping
     pool: RewardPool | None
     echo: Callable[[str], object]
+    step: Step
 
 
 # ---------------------------------------------------------------- batches made on the host
@@ -78,19 +81,19 @@ def train_on_host(training: Training, state: TrainState, notes: Mapping[str, Any
         if stop_requested(stopping):
             return state
         loop = HostLoop(records, stopping, batches, progress, state)
-        train_step = programs.train_program(run, training.shardings)
         sampling_params = jax.device_put(run.sampling_params, replicated(run.mesh))
         while True:
-            state = train_steps(
-                state,
-                loop,
-                train_step,
-                sampling_params,
-                run.config.train.steps,
-                cursor=records.position.cursor,
-                weights=drawn_weights(run),
-                on_step=loop.after_step,
-            )
+            with memory_of("training step", run):
+                state = train_steps(
+                    state,
+                    loop,
+                    training.step,
+                    sampling_params,
+                    run.config.train.steps,
+                    cursor=records.position.cursor,
+                    weights=drawn_weights(run),
+                    on_step=loop.after_step,
+                )
             if not records.rolls_back:
                 break
             batches.forget(records.position.cursor)
@@ -132,7 +135,11 @@ class HostLoop:
         """``Batches.collect``; saves the previous step if it is interrupted or fails."""
         stopping = self._stopping
         try:
-            with waiting("rollout", of=f"step {step + 1}"), stopping.interruptible():
+            with (
+                waiting("rollout", of=f"step {step + 1}"),
+                stopping.interruptible(),
+                memory_of("sampler", self._records.run),
+            ):
                 return self._batches.collect(key, weights, step=step, cursor=cursor)
         except (Exception, KeyboardInterrupt) as error:
             if stopping.gave_up if isinstance(error, KeyboardInterrupt) else all_heard(error):
@@ -197,13 +204,15 @@ def train_compiled(training: Training, state: TrainState, notes: Mapping[str, An
                     donate_argnums=0,  # the training state alone
                 )
                 # Before the clock runs, so that the steps' time is their own.
-                compiled[steps] = segment.lower(state, collected, sampling_params).compile()
+                with memory_of("program of all steps", run):
+                    compiled[steps] = segment.lower(state, collected, sampling_params).compile()
                 records.start_clock()
                 if stop_requested(stopping):  # a signal came meanwhile
                     break
             before = int(collected.cursor)
-            state, collected, curves = compiled[steps](state, collected, sampling_params)
-            issued = (int(collected.cursor) - before) // steps
+            with memory_of("program of all steps", run):
+                state, collected, curves = compiled[steps](state, collected, sampling_params)
+                issued = (int(collected.cursor) - before) // steps  # waits for the program
             with waiting("training", of=f"steps {done + 1} to {done + steps}"):
                 curves = jax.device_get(curves)
             seconds = records.lap() / steps

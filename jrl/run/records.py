@@ -19,6 +19,7 @@ from jrl.evaluate.samples import samples_of
 from jrl.rewards.pool import RewardPool
 from jrl.run.contents import check_contents, contents_of
 from jrl.run.metric_names import asked_of_evaluations
+from jrl.run.out_of_memory import memory_of
 from jrl.run.reward_metrics import rewards_by
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.integrity import first_nonfinite
@@ -588,7 +589,10 @@ class RunRecords:
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Metrics of the policy on held-out prompts or pairs; {} without any."""
-        with waiting("evaluation", lambda: self._evaluator.progress, of=f"step {int(state.step)}"):
+        with (
+            waiting("evaluation", lambda: self._evaluator.progress, of=f"step {int(state.step)}"),
+            memory_of("evaluation", self.run),
+        ):
             return self._evaluate(state)
 
     def _evaluate(self, state: TrainState) -> dict[str, float]:

@@ -17,14 +17,15 @@ from jrl.errors import Overdue, UserError
 from jrl.models.tokenizer import FileTokenizer
 from jrl.report.page import write_report
 from jrl.rewards.pool import RewardPool
+from jrl.run.compiles_sooner import compiles_sooner
 from jrl.run.diagnostics import with_others
 from jrl.run.loops import Training, train_compiled, train_on_host
 from jrl.run.metric_names import check_metric_names
+from jrl.run.out_of_memory import memory_of
 from jrl.run.progress import above_live_line
 from jrl.run.records import Moved, RunRecords
 from jrl.run.revisions import pinned
 from jrl.run.reward_probe import check_reward_columns, missing_math, probe_rewards, reward_text
-from jrl.sampling.slot_sizes import SHRINK_TOKENS
 from jrl.storage.step_files import what_is_saved
 from jrl.system.compile_cache import enable_compile_cache, return_compiler_memory
 from jrl.system.compile_reports import CompileNotes
@@ -34,12 +35,14 @@ from jrl.system.signals import Stopping
 from jrl.system.wait_reports import Waits, moved, waiting
 from jrl.train import build, programs
 from jrl.train.adapters import has_base, with_kept_base
+from jrl.train.ahead import StepAhead
 from jrl.train.batches import check_sources
 from jrl.train.build import Run
 from jrl.train.compiled import warm_start, with_policy
 from jrl.train.judges import check_judges, probe_judges
 from jrl.train.kinds import EpisodeKind
 from jrl.train.objective import sampler_differs
+from jrl.train.remat import settled
 from jrl.train.reward_parts import reward_pool
 from jrl.train.sampler_difference import difference_text
 from jrl.train.score import policy_of
@@ -112,17 +115,20 @@ def run_config(
                 if type(error) is not UserError:
                     raise
                 raise with_others(error, config) from error
-            notes = stack.enter_context(CompileNotes(echo, sooner=_compiles_sooner(config)))
+            notes = stack.enter_context(CompileNotes(echo, sooner=compiles_sooner(run)))
+            run = settled(run, echo)
             records = stack.enter_context(
                 RunRecords(run._replace(params=None), pool, stopping, on_record)
             )
             stopping.at_rest = lambda: notes.compiling and records.at_rest()
-            state, shardings = programs.new_state(run)
+            step = stack.enter_context(StepAhead(run))
+            with memory_of("initial state", run):
+                state, shardings = programs.new_state(run)
             run = records.run  # without the checkpoint's weights on the host, which are done with
             if warning := records.check_space(state):
                 echo(warning)
         try:
-            return _run(Training(run, shardings, records, stopping, pool, echo), state)
+            return _run(Training(run, shardings, records, stopping, pool, echo, step), state)
         except UserError as error:
             saved = what_is_saved(records.dir)
             if saved in str(error) or isinstance(error, Moved):
@@ -132,15 +138,6 @@ def run_config(
         except Exception as error:
             error.add_note(what_is_saved(records.dir))
             raise
-
-
-def _compiles_sooner(config: Config) -> dict[str, str]:
-    """Function -> the key by which its program would compile much sooner; {} where none would."""
-    longest = config.sampling.max_new_tokens
-    if longest < SHRINK_TOKENS:
-        return {}
-    text = f"sampling.max_new_tokens = {longest}; below {SHRINK_TOKENS} it compiles in a third"
-    return {"generate": text, "task_rollout": text}
 
 
 def _overdue(stopping: Stopping, message: str) -> None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jrl.mesh import constrain, divided, free_axes, lone_axes
+from jrl.models import gpu
 from jrl.sampling.cache import rows_of
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.queue import Queue, Results, finish
@@ -130,11 +131,12 @@ def sample_rows(
       stop_tokens: ids that end a turn.
       slots: S.
       block: of slots.
-      chunk: decode steps between refills, and after which turns that ended are answered.
+      chunk: decode steps between refills, and after which turns that ended are answered; on a GPU
+        at least ``gpu.STEPS``.
       shrink: into smaller states.
       turns: None for rows that end with their first turn.
     """
-    n = ids.shape[0]
+    n, chunk = ids.shape[0], max(chunk, gpu.steps_at_once())
 
     def run(parts: int) -> Callable[..., Any]:
         # Devices that draw by themselves have their own slots: sizes are those of one's part.
@@ -185,7 +187,7 @@ def _sample_rows(
         network,
     )
     queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
-    draw = partial(decode, weights, version=version, stop_tokens=stop_tokens)
+    draw = partial(decode, weights, version=version, stop_tokens=stop_tokens, at_once=chunk)
     recorded = network.extras.recorded
     routing = None if recorded is None else recorded(sequences.prompts.rows)
 

@@ -17,6 +17,7 @@ from flax import struct
 
 from jrl.errors import UserError
 from jrl.mesh import parts_of
+from jrl.models import gpu
 from jrl.types import Array
 
 COLDEST, HOTTEST = 1e-6, 1e12
@@ -229,9 +230,16 @@ def _search(
 
     low, high = _ordered(lowest), _ordered(jnp.max(values, axis=-1)) + 1
     start: tuple[Array, ...] = jnp.int32(0), low, high, above(low), jnp.zeros(low.shape)
+
+    def halves(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        # Rows whose search is over stay as they are.
+        return jax.lax.fori_loop(0, at_once, lambda _, carry: halve(carry), carry)
+
+    at_once = gpu.halvings_at_once()
+    step = halve if at_once == 1 else halves
     # Named for profiles and for ``plan.useful``: it ends early, so its program has no trip count.
     with jax.named_scope("threshold"):
-        _, low, _, mass, _ = jax.lax.while_loop(lambda c: jnp.any(open_(*c[1:])), halve, start)
+        _, low, _, mass, _ = jax.lax.while_loop(lambda c: jnp.any(open_(*c[1:])), step, start)
     return jnp.where(mass >= limit, _unordered(low), -jnp.inf)
 
 
@@ -333,6 +341,10 @@ def sample(uniform: Array, logits: Array, sampling_params: SamplingParams) -> tu
       equal to ``sampling_logprobs(logits, sampling_params)`` at the tokens.
     """
     chex.assert_rank([uniform, logits], [1, 2])
+    shaped = sampling_params.truncates or sampling_params.floors
+    if not shaped and sampling_params.bias is None and gpu.draws(logits):
+        temperature = jnp.asarray(sampling_params.temperature)
+        return gpu.draw(uniform, logits, jnp.broadcast_to(temperature, logits.shape[:1]))
     scaled, greedy = scaled_logits(logits, sampling_params)
     if sampling_params.bias is None:
         # The same number as below, and the scaled logits need not be stored to find it.
@@ -340,7 +352,7 @@ def sample(uniform: Array, logits: Array, sampling_params: SamplingParams) -> tu
         peak = scaled_logits(largest, sampling_params)[0]
     else:
         peak = jnp.max(scaled, axis=-1, keepdims=True)  # no truncation removes it
-    if sampling_params.truncates or sampling_params.floors:
+    if shaped:
         scaled = jnp.where(kept_tokens(scaled, sampling_params), scaled, -jnp.inf)
     weights = jnp.exp(scaled - peak)
     if sampling_params.greedy:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.errors import UserError
+from jrl.models import gpu
 from jrl.models.decode import put_columns
 from jrl.sampling.cache import pick, share, take, take_within
 from jrl.sampling.params import SamplingParams, per_row, sample, sampling_logprobs
@@ -285,6 +286,7 @@ def decode(
     until: Array | int = 0,
     idle: IdleLimit | None = None,
     measure: Measure | None = None,
+    at_once: int = 1,
 ) -> tuple[Slots, Array]:
     """Draws up to ``steps`` tokens for every running slot, ending early when none runs.
 
@@ -300,6 +302,9 @@ def decode(
       idle: the call also ends before more slot-steps than this would draw nothing; None for never.
       measure: of the distribution that each token is drawn from, written to ``slots.measured``;
         None where that is None.
+      at_once: steps that nearly every call takes, where their number is an array. On a GPU the end
+        is looked for after so many, at most ``gpu.STEPS``; steps beyond it take time, and draw
+        nothing.
 
     Returns:
       The new state, and the number of decode steps taken, [] int32.
@@ -310,6 +315,8 @@ def decode(
     # Found once and counted up: a maximum over rows in the loop would be sent between devices.
     first = jnp.max(slots.lengths) if slots.aligned else None
 
+    before = slots.lengths
+
     def running(carry: tuple[Array, Slots, Array]) -> Array:
         i, slots, spent = carry
         runs = jnp.sum(slots.stop == StopReason.RUNNING)
@@ -318,41 +325,62 @@ def decode(
         goes = (i < steps) & (runs > until)
         return goes if idle is None else goes & ((i == 0) | (spent + idle.of(runs) <= idle.steps))
 
-    one_token = partial(_one_token, weights, version, stops, first, network, idle, measure)
+    one_token = partial(_one_token, weights, stops, first, network, idle, measure)
+    # Steps between two looks at the end: a number that is known, and no more than there are.
+    at_once = min(gpu.steps_at_once(), steps if isinstance(steps, int) else at_once)
+
+    def several(carry: tuple[Array, Slots, Array]) -> tuple[Array, Slots, Array]:
+        # Steps beyond the end draw nothing, so that it is exact.
+        begin = carry[0]
+
+        def one(step: Array, state: tuple[Slots, Array]) -> tuple[Slots, Array]:
+            now = begin + step, *state
+            return one_token(now, running(now))[1:]
+
+        return begin + at_once, *jax.lax.fori_loop(0, at_once, one, carry[1:])
+
     # A loop that ends early has no trip count in its program. It is named, so that a profile tells
     # it apart, and ``plan.useful`` can say how often it runs.
     with jax.named_scope("decode"):
         begin = jnp.int32(0), slots, jnp.int32(0)
-        count, slots, _ = jax.lax.while_loop(running, one_token, begin)
-    return slots, count
+        step = one_token if at_once == 1 else several
+        _, slots, _ = jax.lax.while_loop(running, step, begin)
+    # What follows from the lengths is not written step by step. A row that runs has run from the
+    # beginning, so that the one with the most new tokens has one for each step.
+    columns = jnp.arange(slots.tokens.shape[1])[None]
+    new = (columns >= before[:, None]) & (columns < slots.lengths[:, None])
+    slots = slots.replace(
+        mask=slots.mask | new, versions=jnp.where(new, version, slots.versions).astype(jnp.int32)
+    )
+    return slots, jnp.max(slots.lengths - before)
 
 
 def _one_token(
     weights: Any,
-    version: Array,
     stops: Array,
     first: Array | None,
     network: Network,
     idle: IdleLimit | None,
     measure: Measure | None,
     carry: tuple[Array, Slots, Array],
+    goes: Array | bool = True,
 ) -> tuple[Array, Slots, Array]:
     """One decode step: a token more in every running row.
 
     Args:
       weights: the policy's.
-      version: [] int32.
       stops: [S or 1, K] int32.
       first: [] int32, where the rows are aligned their column at step 0.
       network: the policy.
       idle: counts the slot-steps that draw nothing; None where nobody asks.
       measure: as in ``decode``.
       carry: the number of the step, the state, and the slot-steps so far that drew nothing.
+      goes: [] bool, False for a step that leaves everything as it is.
     """
     i, slots, spent = carry
     column = None if first is None else first + i
-    runs = slots.stop == StopReason.RUNNING
-    spent = spent if idle is None else spent + idle.of(jnp.sum(runs))
+    runs = (slots.stop == StopReason.RUNNING) & goes
+    spent = spent if idle is None else spent + jnp.where(goes, idle.of(jnp.sum(runs)), 0)
     # The newest token is the only one that the cache lacks; its position is the row's last.
     position = slots.prompt_lengths + slots.lengths - 1
     cache = slots.cache.replace(column=column)
@@ -368,7 +396,9 @@ def _one_token(
     # From the same logits, so that a report costs no second pass over the vocabulary matrix.
     report = slots.report
     if report is not None:
-        report = report.with_step(i, logits, token, slots.sampling_params)
+        # Past the last column nothing is written.
+        at = jnp.where(goes, i, report.logprobs.shape[1])
+        report = report.with_step(at, logits, token, slots.sampling_params)
     lengths = slots.lengths + runs
     at_limit = jnp.where(lengths >= slots.limits, StopReason.LENGTH, StopReason.RUNNING)
     stopped = jnp.any(token[:, None] == stops, axis=1)
@@ -387,9 +417,7 @@ def _one_token(
         pending=jnp.where(runs, token, slots.pending),
         lengths=lengths,
         tokens=put(slots.tokens, token),
-        mask=put(slots.mask, True),
         logprobs=put(slots.logprobs, logprob),
-        versions=put(slots.versions, version),
         stop=jnp.where(runs, reason, slots.stop).astype(jnp.int32),
         report=report,
         measured=measured,

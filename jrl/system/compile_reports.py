@@ -36,6 +36,10 @@ _MOST = 120
 LONG = 60
 """Seconds of an estimate from which settings that compile sooner are named."""
 
+LARGE = 1.0
+"""The same in seconds of tracing and lowering where there is no estimate, as on a GPU: a sampler of
+28 layers takes 2, and then 30 to compile."""
+
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "generate": "the sampler",
@@ -67,7 +71,7 @@ class CompileNotes:
       echo: where the lines go; called from another thread.
       names: function -> what its program is; programs of other functions are not reported.
       sooner: function -> which settings compile sooner, told where a program is expected to take
-        ``LONG`` seconds or more.
+        ``LONG`` seconds or more, or is ``LARGE``.
     """
 
     def __init__(
@@ -125,7 +129,8 @@ class CompileNotes:
                 traced = self._traced.pop(name, None)
                 seconds = _estimate(traced, duration_secs)
                 about = _about(seconds)
-                if seconds is not None and seconds >= LONG and name in self._sooner:
+                large = (traced or 0.0) + duration_secs >= LARGE
+                if name in self._sooner and (large if seconds is None else seconds >= LONG):
                     about += f"; {self._sooner[name]}"
                 self._start(name, label, about)
         elif event.endswith(_COMPILED):

@@ -223,12 +223,17 @@ def sampler_of(run: Run, network: Network | None = None) -> Network:
     return recording(network, run.model) if run.config.replays_routing else network
 
 
+def remat_of(config: Config) -> str:
+    """``model.remat``; "elementwise" where ``remat.settled`` has not replaced "auto" yet."""
+    return "elementwise" if config.model.remat == "auto" else config.model.remat
+
+
 def policy_network(config: Config, model: ModelConfig, mesh: Mesh) -> Network:
     """The policy as a function of whole weights."""
     return transformer(
         model,
         attention=config.model.attention,
-        remat=config.model.remat,
+        remat=remat_of(config),
         gather=gathers(config, model, mesh),
     )
 

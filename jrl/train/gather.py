@@ -19,6 +19,7 @@ from jrl.mesh import RULES
 from jrl.models.config import ModelConfig
 from jrl.models.weights import WeightSpec
 from jrl.models.weights import weights as weight_table
+from jrl.system.devices import GPU_MEMORY_SHARE
 
 GIB = 1 << 30
 MEMORY: Mapping[str, int] = {
@@ -27,6 +28,16 @@ MEMORY: Mapping[str, int] = {
     "TPU v5": 95 * GIB,
     "TPU v5p": 95 * GIB,
     "TPU v6 lite": 32 * GIB,
+    **{
+        f"NVIDIA {name}": int(GPU_MEMORY_SHARE * size)
+        for name, size in {
+            "A100-SXM4-80GB": 85_100_068_864,
+            "H100 80GB HBM3": 84_942_979_072,
+            "H200": 150_119_153_664,
+            "B200": 191_514_411_008,
+            "L4": 23_622_320_128,
+        }.items()
+    },
 }
 """Bytes of a chip by its device kind; also for chips that are compiled for and not there."""
 
@@ -198,9 +209,8 @@ def cached_tokens(prompts: float, group: int, width: int, new: int, slots: int) 
 
 def device_memory(mesh: Mesh) -> int | None:
     """Bytes of a device of a mesh; None where that is unknown."""
-    device = mesh.devices.flat[0]
-    # TPUs are asked by kind, since planning has no device to ask; a GPU reports its own limit.
-    if device.device_kind in MEMORY or device.platform != "gpu":
-        return MEMORY.get(device.device_kind)
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit")
+    device, local = mesh.devices.flat[0], jax.local_devices()[0]
+    # A GPU reports its own limit; planning has no device to ask, and neither do TPUs need one.
+    if device.platform == "gpu" and local.platform == "gpu":
+        return (local.memory_stats() or {}).get("bytes_limit")
+    return MEMORY.get(device.device_kind)

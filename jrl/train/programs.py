@@ -230,6 +230,13 @@ def _layout(run: Run) -> tuple[Callable[..., TrainState], TrainState, TrainState
     return make, shapes, shardings
 
 
+def abstract_state(run: Run) -> tuple[TrainState, TrainState]:
+    """The shapes of a run's state with their shardings, and the shardings alone."""
+    _, shapes, shardings = _layout(run)
+    placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
+    return jax.tree.map(placed, shapes, shardings), shardings
+
+
 def new_state(run: Run) -> tuple[TrainState, TrainState]:
     """A state at step 0 on the run's mesh, and its shardings."""
     make, shardings = state_layout(run)
@@ -279,9 +286,7 @@ def check_resharding(run: Run) -> None:
     own, limit = sampler_mesh(run.config, run.mesh), device_memory(run.mesh)
     if own is None or limit is None or run.model is None:
         return
-    _, shapes, shardings = _layout(run)
-    placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
-    state = held_bytes(jax.tree.map(placed, shapes, shardings))
+    state = held_bytes(abstract_state(run)[0])
     copy = prepared_bytes(run.config, run.model, own)
     if (over := state + copy - limit) <= 0:
         return

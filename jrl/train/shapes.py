@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jrl.mesh import batch_sharding, replicated
 from jrl.models.config import ModelConfig
 from jrl.models.routing import record_dtype
+from jrl.sampling.params import SamplingParams
 from jrl.train import build
 from jrl.train.kinds import TextKind
-from jrl.types import Batch, RoutingRecord
+from jrl.types import SILENT, Batch, RoutingRecord
 
 
 def abstract_batch(run: build.Run) -> Batch:
@@ -41,6 +42,9 @@ def abstract_batch(run: build.Run) -> Batch:
         ids |= {name: array(jnp.int32, n, g, t) for name in ("turn", "step", "state")}
         ids["stratum"] = array(jnp.int32, n, g)
         stats["paid"] = array(jnp.float32, n, g, t)
+    if draw.own and config.data.given is None:
+        ids["answer"] = array(jnp.int32, n, g)
+        ids |= {SILENT: array(jnp.int32, n, g)} if type(run.kind) is TextKind else {}
     parts = len(run.rewards.weights)
     everywhere: Any = replicated(run.mesh)
     weights: Any = jax.ShapeDtypeStruct((parts,), jnp.float32, sharding=everywhere)
@@ -60,6 +64,15 @@ def abstract_batch(run: build.Run) -> Batch:
         routing=_abstract_routing(run.shape, array, (n, p), (n, g, t))
         if config.replays_routing
         else None,
+    )
+
+
+def abstract_parameters(run: build.Run) -> SamplingParams:
+    """The shapes of the run's sampling parameters, as the training step is given them."""
+    where = replicated(run.mesh)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        jax.eval_shape(lambda: run.sampling_params),
     )
 
 

@@ -21,6 +21,8 @@ PEAKS: Mapping[str, float] = {
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L4": 121e12,
 }
 """bfloat16 operations a second by what a device calls itself, vendors' figures without sparsity; of
 several names that it begins with, the first."""

@@ -267,7 +267,9 @@ def test_remat_recomputes_what_it_says_and_changes_no_number(shared, attending):
     # "elementwise" repeats the norms only: no product, and nothing of attention.
     assert products["elementwise"] == products["none"]
     assert roots["elementwise"] > roots["none"]
-    for remat in ("dots", "elementwise", "full"):
+    # "mlp" also the gate and up products, of prompts and of rows.
+    assert products["mlp"] - products["none"] == 2 * (2 if shared else 1)
+    for remat in ("dots", "elementwise", "mlp", "full"):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
             gradients[remat],

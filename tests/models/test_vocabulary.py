@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.models import vocabulary
 from jrl.models.vocabulary import fused_logprobs
 from jrl.types import Head
 
@@ -45,7 +46,11 @@ def total(stats):
     ],
 )
 @pytest.mark.parametrize("entropy", [False, True])
-def test_fused_logprobs_equal_the_whole_softmax(v, axis, softcap, devices, at_once, entropy):
+@pytest.mark.parametrize("where", ["cpu", "gpu"])
+def test_fused_logprobs_equal_the_whole_softmax(
+    v, axis, softcap, devices, at_once, entropy, where, monkeypatch
+):
+    monkeypatch.setattr(vocabulary, "platform", lambda: where)  # a GPU's parts are in tiles
     hidden, weight, tokens = head_inputs(v, axis)
 
     def fused(hidden, weight):

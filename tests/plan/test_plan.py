@@ -420,7 +420,7 @@ def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
         assert c.sampler != c.mesh
         assert c.sampler is None or (c.rollout is None and np.prod([n for _, n in c.sampler]) == 64)
     assert len({c.sampler for c in found}) == 1 + plan_search.SAMPLERS
-    assert {c.remat for c in found} == {"full", "dots", "elementwise", "none"}
+    assert {c.remat for c in found} == {"full", "mlp", "dots", "elementwise", "none"}
     assert {c.int8 for c in found} == {None}  # nothing is rounded that was not asked for
     assert {c.slots is None for c in found} == {True, False}
     rounded = load_config(CONFIGS / "pod_8b_v6e.toml", ["sampling.int8=['weights', 'cache']"])

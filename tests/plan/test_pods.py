@@ -14,10 +14,11 @@ from benchmarks import pods
 from jrl.config import build_config, load_config
 from jrl.mesh import make_mesh
 from jrl.plan import compile as plan
-from jrl.plan.lower import abstract_run, abstract_state
+from jrl.plan.lower import abstract_run
 from jrl.plan.topology import parse_topology
 from jrl.plan.useful import floor_seconds, lengths_of, model_flops
 from jrl.train import programs
+from jrl.train.programs import abstract_state
 from jrl.train.shapes import abstract_batch
 
 CONFIGS = Path(__file__).parents[2] / "configs"

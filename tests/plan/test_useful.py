@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from jrl.config import load_config
 from jrl.mesh import batch_shards, lone_axes, make_mesh
 from jrl.models.flops import layer_matrices
+from jrl.models.gpu import STEPS
 from jrl.plan.lower import abstract_run
 from jrl.plan.memory import cache_bytes
 from jrl.plan.topology import parse_topology
-from jrl.plan.useful import decoding, floor_seconds, model_flops
+from jrl.plan.useful import decoding, floor_seconds, loop_trips, model_flops
 from jrl.train.gather import slots_on_chip, token_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -58,6 +61,14 @@ def test_decoding_reads_weights_and_the_live_part_of_the_cache_for_every_token(p
     queued = decoding(few, few.mesh)
     assert queued.steps == 4 * 1024
     assert queued.cache == each * (32 * 512 + 256 * 1025 / 2)
+
+
+def test_on_a_gpu_a_turn_of_the_decode_loop_is_several_tokens(pod):
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    mesh = SimpleNamespace(shape=pod.mesh.shape, devices=np.array([gpu], object))
+    assert decoding(pod, mesh).live == {"attend_cache": 16.5 / 32}  # blocks of 32 columns
+    trips = loop_trips(pod, mesh, "sampler")
+    assert trips["decode"] * STEPS == loop_trips(pod, pod.mesh, "sampler")["decode"] == 1024
 
 
 def test_slots_are_of_each_device_that_samples_by_itself_else_of_all():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
+from jrl.models import gpu
 from jrl.sampling.params import SamplingParams, make_sampling_params, per_row
 from jrl.sampling.params import sample as sample_eagerly
 from jrl.sampling.params import sampling_logprobs as sampling_logprobs_eagerly
@@ -167,6 +168,14 @@ def test_what_is_kept_is_what_sorting_keeps(name):
         sure += 1
         assert np.array_equal(kept, (row >= least) & (row > -np.inf))
     assert sure > rows / 3
+
+
+def test_a_search_that_looks_at_its_end_less_often_finds_the_same(monkeypatch):
+    logits = odd_logits("heavy tail", 20, 300)
+    params = make_sampling_params(top_k=20, top_p=0.8)
+    want = sampling_logprobs(logits, params)
+    monkeypatch.setattr(gpu, "halvings_at_once", lambda: 8)
+    np.testing.assert_array_equal(sampling_logprobs(logits, params), want)
 
 
 def test_each_row_can_have_its_own_distribution():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
+from jrl.models import gpu
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.cache import share
@@ -317,6 +318,29 @@ def test_chunks_are_bit_equal_to_one_go(chunk):
     for _ in range(-(-T // chunk)):
         slots = advance(slots, steps=chunk)
     assert_same(slots, decoded())
+
+
+@pytest.mark.parametrize("limits", [{}, {"until": 6}, {"idle": IdleLimit(12, 20)}])
+def test_a_loop_that_looks_at_its_end_less_often_ends_where_it_should(limits, monkeypatch):
+    def ended(steps_at_once):
+        monkeypatch.setattr(gpu, "steps_at_once", lambda: steps_at_once)
+        how = {"network": NETWORK, "steps": T, "stop_tokens": STOPS} | limits
+        return jit(partial(decode, **how))(weights(), begin(), VERSION)
+
+    (slots, count), (want, steps) = ended(4), ended(1)
+    assert count == steps
+    assert_same(slots, want)
+
+
+def test_a_queue_that_looks_less_often_draws_the_same(monkeypatch):
+    def drawn(steps_at_once):
+        monkeypatch.setattr(gpu, "steps_at_once", lambda: steps_at_once)
+        sizes = {"group": G, "max_new_tokens": T, "slots": 6, "stop_tokens": STOPS}
+        draw = jit(partial(generate, network=NETWORK, **sizes))
+        inputs = jax.random.key(1), params(), prompts(), LENGTHS, SAMPLING, VERSION, IDS
+        return draw(*inputs)[0]
+
+    assert_same_rollouts(drawn(5), drawn(1))
 
 
 def test_a_chunk_ends_where_it_should():

@@ -1,6 +1,7 @@
 """Lines about compiling: for programs that take long, once each, and for no other."""
 
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import optax
 import pytest
 
 from jrl.config import load_config
-from jrl.run.run import _compiles_sooner
+from jrl.mesh import make_mesh
+from jrl.run.compiles_sooner import compiles_sooner
 from jrl.system import compile_reports
 from jrl.system.compile_reports import CompileNotes, compile_run
 
@@ -175,7 +177,33 @@ def test_every_run_of_make_run_is_reported(monkeypatch):
     assert calls == [2]
 
 
-def test_a_run_names_the_key_by_which_its_sampler_compiles_sooner():
-    known = _compiles_sooner(load_config(None, ["sampling.max_new_tokens=512"]))
-    assert known["generate"].startswith("sampling.max_new_tokens = 512; below 256")
-    assert _compiles_sooner(load_config(None, ["sampling.max_new_tokens=255"])) == {}
+def test_a_run_names_the_key_by_which_its_programs_compile_sooner(monkeypatch):
+    def known(*settings):
+        config = load_config(None, ["data.train=x.jsonl", "model.path=x", *settings])
+        mesh = make_mesh({}, jax.devices()[:1])
+        return compiles_sooner(types.SimpleNamespace(config=config, mesh=mesh, model=None))
+
+    text = known("sampling.max_new_tokens=512")["generate"]
+    assert text.startswith("sampling.max_new_tokens = 512; below 256")
+    assert known("sampling.max_new_tokens=255") == {}
+    packed = known("sampling.max_new_tokens=255", "train.mode=packed")
+    assert packed["step"].startswith("train.mode = 'packed' compiles it once for each of up to 16")
+    # On an accelerator no smaller states are compiled, and each piece of the cache is a branch.
+    monkeypatch.setattr("jrl.run.compiles_sooner.time_follows_rows", lambda: False)
+    monkeypatch.setattr("jrl.run.compiles_sooner.pieces_of", lambda n: n // 64)
+    text = known("sampling.max_new_tokens=255")["task_rollout"]
+    assert text == (
+        "sampling.max_new_tokens = 255 keep their cache in 3 pieces; up to 127 it compiles in half"
+    )
+
+
+def test_without_an_estimate_a_large_program_says_what_compiles_sooner(patience, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    said = []
+    with CompileNotes(said.append, sooner={"generate": "fewer tokens compile sooner"}) as notes:
+        events(notes, "generate", 0.4, traced=0.9)
+        events(notes, "generate", 0.1, traced=0.2)
+    assert [line for line in said if line.startswith("compiling")] == [
+        "compiling the sampler ...; fewer tokens compile sooner",
+        "compiling the sampler ...",
+    ]

@@ -57,6 +57,42 @@ def test_a_gpu_that_jax_was_not_installed_for_is_said(monkeypatch):
     assert "NVIDIA GPU" in said[0]
 
 
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (a@b)  Tue\nGCC"
+OLD = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 26\nGCC version:  gcc 12.3.0\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "driver", "cuda", "line"),
+    [
+        (OPEN, "580.82.07", 13, None),
+        (OLD, "525.60.13", 12, None),
+        (OLD, "535.104.05", 13, r"driver 535.104.05 is older than CUDA 13.*\(580.*\[cuda12\]"),
+        (OLD, "470.57.02", 12, r"470.57.02 is older than CUDA 12.*\(525 or newer\): update it, or"),
+    ],
+)
+def test_a_driver_that_is_too_old_is_said(text, driver, cuda, line, monkeypatch, tmp_path):
+    (tmp_path / "version").write_text(text.format(driver))
+    monkeypatch.setattr(devices, "DRIVER", tmp_path / "version")
+    plugin = f"jax_cuda{cuda}_plugin"
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: name == plugin or None)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(devices.Path, "exists", lambda path: False)
+    if line is None:
+        assert find_devices() == jax.devices()  # the CPU's, for another reason
+        return
+    with pytest.raises(UserError, match=line) as caught:
+        find_devices()
+    assert str(caught.value).endswith("or set JAX_PLATFORMS=cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gpus_memory_is_taken_but_for_a_rest(monkeypatch):
+    """JAX's own share is three quarters, with which a plan that fits would not run."""
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    find_devices()
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == str(devices.GPU_MEMORY_SHARE)
+
+
 def test_the_command_says_it_without_a_traceback(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "jrl", "train", "data.task=sorting", "run.dir=run"],

@@ -1,7 +1,8 @@
 """Attention by the best kernel: within rows, to shared prompts, and to a cache.
 
 "xla" makes all scores of a layer at once and suits short rows; "blockwise" keeps memory linear in
-the length on any platform; "splash" is JAX's kernel for TPUs, "cudnn" NVIDIA's, through JAX. All
+the length on any platform; "splash" is JAX's kernel for TPUs, "cudnn" NVIDIA's, through JAX;
+"triton" is "auto" with the kernels of ``models/gpu.py`` for token steps on any platform. All
 compute the same numbers up to rounding. "auto" takes the fastest one that is exact for the model,
 the platform and the shapes at hand.
 """
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jrl.errors import UserError, unknown_choice
-from jrl.mesh import RULES, free_axes, named_platform, parts_of, platform
+from jrl.mesh import RULES, by_device, named_platform, parts_of, platform
+from jrl.models import gpu
 from jrl.models.attention.blockwise import blockwise
 from jrl.models.attention.cudnn import cudnn
 from jrl.models.attention.dense import (
@@ -35,7 +37,7 @@ from jrl.models.attention.flash import Kernel, Marks, Place, attend_places
 from jrl.models.config import ModelConfig
 from jrl.types import Array
 
-ATTENTION = ("auto", "blockwise", "cudnn", "splash", "xla")
+ATTENTION = ("auto", "blockwise", "cudnn", "splash", "triton", "xla")
 
 DENSE_BYTES = 2**30
 """Scores of a layer, float32, that a device makes at once; beyond it they go in blocks."""
@@ -86,6 +88,13 @@ def check_attention(config: ModelConfig, kernel: str, where: str) -> None:
         raise unknown_choice("model.attention", kernel, ATTENTION)
     if kernel == "cudnn" and (reason := _no_cudnn(config, where)):
         raise UserError(f"model.attention = 'cudnn': {reason}; use 'auto', 'xla' or 'blockwise'")
+    if kernel == "triton" and (reason := gpu.unfit(config)):
+        raise UserError(f"model.attention = 'triton': {reason}; use 'auto' or 'xla'")
+    if kernel == "triton" and where == "tpu":
+        raise UserError(
+            "model.attention = 'triton' runs on NVIDIA GPUs (and, interpreted, on the CPU), not on "
+            "TPUs; use 'auto' or 'splash'"
+        )
     if kernel == "splash" and where == "gpu":
         raise UserError(
             "model.attention = 'splash' runs on TPUs (and, interpreted, on the CPU), not on GPUs; "
@@ -127,6 +136,7 @@ def kernel_for(requested: str, config: ModelConfig, shape: Shape, *, steady: boo
     check_attention(config, requested, where)
     # Splash measures windows in columns; with gaps in positions it would hide the wrong keys.
     exact = steady or config.window is None
+    requested = "auto" if requested == "triton" else requested
     if requested == "splash" and not exact:
         return "blockwise"
     if requested != "auto":
@@ -149,23 +159,6 @@ def kernel_for(requested: str, config: ModelConfig, shape: Shape, *, steady: boo
 def mesh_axes(axis: str, size: int) -> tuple[str, ...] | None:
     """The mesh axes that an array axis of this logical name and size is divided over."""
     return RULES[axis] if parts_of(axis, size) > 1 else None
-
-
-def by_device(function: Callable[..., Any], specs: tuple[Any, ...], *args: Any) -> Any:
-    """``function`` of each device's own part; the compiler does not divide a kernel.
-
-    Args:
-      function: of ``args``; what it returns is divided as the first of them is.
-      specs: a tree of partitions for each of ``args``.
-      args: arrays and trees of them.
-    """
-    axes = free_axes()
-    if all(size == 1 for size in axes.values()):
-        return function(*args)
-    # A Pallas or cuDNN call is opaque to the partitioner, which would replicate its operands.
-    return jax.shard_map(
-        function, in_specs=specs, out_specs=specs[0], axis_names=set(axes), check_vma=False
-    )(*args)
 
 
 def reads_caches_by_kernel(kernel: str) -> bool:

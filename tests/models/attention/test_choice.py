@@ -335,7 +335,7 @@ def test_kernels_that_cannot_are_refused_with_what_would_do(monkeypatch):
         choose("gpu", how="cudnn", dtype="bfloat16", head_dim=12)
     with pytest.raises(UserError, match="not on GPUs"):
         choose("gpu", how="splash")
-    with pytest.raises(UserError, match="choose from auto, blockwise, cudnn, splash, xla"):
+    with pytest.raises(UserError, match="choose from auto, blockwise, cudnn, splash, triton, xla"):
         transformer(MODEL, attention="flash")
     mesh, config = make_mesh({"context": 2}), dataclasses.replace(MODEL, dtype="bfloat16")
     monkeypatch.setattr(choice, "named_platform", lambda where: "gpu")

@@ -1,0 +1,347 @@
+"""Decoding on NVIDIA GPUs: all that only they need; the kernels are in ``models/gpu_kernels.py``.
+
+A token step reads the weights and the caches once, which takes about a millisecond for a small
+model, in some hundred kernels. What else takes time is the kernels that move next to nothing, and
+each return of the loop to the host. So attention, from one product to the next, is one kernel that
+reads the columns a row has reached, norms are fused with the residual before them, the draw is two
+kernels, and the loop over tokens looks every ``STEPS`` tokens whether it should end.
+
+Everything here is chosen by the mesh that a program is made for, and holds for token steps alone:
+prompts and training go through the plain functions and cuDNN.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jrl.mesh import RULES, by_device, divided, parts_of, platform
+from jrl.models.config import ModelConfig
+from jrl.models.weights import Factored
+from jrl.types import Array, Cache, Params
+
+STEPS = 16
+"""Token steps between two looks of the decode loop at the host."""
+
+HALVINGS = 8
+"""The same of a search for the threshold of top-k or top-p."""
+
+_OLDEST = 8
+"""Compute capability from which Triton has what the kernels use."""
+
+
+def kernels(attention: str) -> bool:
+    """Whether token steps run on the kernels: on GPUs, and where "triton" asks for them."""
+    if attention == "triton":
+        return True
+    return attention in ("auto", "cudnn") and platform() == "gpu" and _new_enough()
+
+
+def _new_enough() -> bool:
+    try:
+        device = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:  # compiled for a GPU that is not here
+        return True
+    return float(getattr(device, "compute_capability", _OLDEST)) >= _OLDEST
+
+
+def unfit(config: ModelConfig) -> str:
+    """The reason that the kernels cannot decode this model; "" if they can."""
+    if config.dtype not in ("bfloat16", "float16"):
+        return f"it computes in bfloat16 or float16, and model.dtype = {config.dtype!r}"
+    size = config.head_dim
+    if size < 32 or size > 256 or size & (size - 1):
+        return f"it takes heads of 32, 64, 128 or 256, and model.config.head_dim = {size}"
+    return ""
+
+
+def decodes(attention: str, config: ModelConfig) -> bool:
+    """Whether token steps of this model run on the kernels."""
+    return kernels(attention) and not unfit(config)
+
+
+def steps_at_once() -> int:
+    """Token steps between two returns of a decode loop to the host; 1 for no inner loop.
+
+    A loop whose end is computed returns to the host for it with every step; one with a known
+    number of steps does not.
+    """
+    return STEPS if platform() == "gpu" else 1
+
+
+def halvings_at_once() -> int:
+    """Halvings of a search between two returns to the host; 1 for no inner loop."""
+    return HALVINGS if platform() == "gpu" else 1
+
+
+def _interpret() -> bool:
+    return platform() != "gpu"
+
+
+# ---------------------------------------------------------------- a layer
+
+
+class Sum(NamedTuple):
+    """A product in parts [n, S, N] float32, which the kernel that reads it adds up."""
+
+    parts: Array
+
+
+class Fused(NamedTuple):
+    """How ``layers.block`` does a token step; in place of ``Mix``.
+
+    Attributes:
+      attend: (product with "qkv" [S, 1, K, H / K + 2, h] or a ``Sum``, the layer's attention
+        weights) -> (values seen [S, 1, H, h], anything).
+      added_norm: (x [S, 1, D], out [S, 1, D] or a ``Sum``, norm weight [D]) -> their sum, its norm.
+    """
+
+    attend: Callable[[Any, Params], tuple[Array, Any]]
+    added_norm: Callable[[Array, Any, Array], tuple[Array, Array]]
+
+
+def product(x: Array, w: Any, inputs: int) -> Sum | None:
+    """The product of a token step's rows with a matrix, by the kernel where it is the faster one.
+
+    Args:
+      x: [S, 1, ...], 16-bit floats.
+      w: [input axes, output axes], or ``Int8``.
+      inputs: how many axes are summed over.
+
+    Returns:
+      Its parts; None where XLA's product is to be taken.
+    """
+    weight = _streamed(x, w, inputs)
+    if weight is None:
+        return None
+    from jrl.models.gpu_kernels import few_rows
+
+    return Sum(few_rows(x.reshape(x.shape[0], -1), weight, interpret=_interpret()))
+
+
+def gated(x: Array, w: Any, activation: str, function: Callable[[Array], Array]) -> Array | None:
+    """activation(x @ gate) * (x @ up) [S, 1, F] of a token step, or None as ``product``.
+
+    Args:
+      x: [S, 1, D], 16-bit floats.
+      w: "gate_up" [D, F / n, 2, n] of ``paired``, or ``Int8``.
+      activation: its name.
+      function: and what it is.
+    """
+    weight = _streamed(x, w, 1) if activation in _IN_KERNELS and in_pairs(w) else None
+    if weight is None:
+        return None
+    from jrl.models import gpu_kernels
+
+    rows = x.reshape(x.shape[0], -1)
+    return gpu_kernels.gated(rows, weight, function, interpret=_interpret())[:, None]
+
+
+def pairs(width: int) -> int:
+    """Columns of a gate that ``prepare`` lays beside those of up; 0 for all."""
+    if platform() != "gpu" or parts_of("mlp", width) > 1:
+        return 0
+    from jrl.models.gpu_kernels import PAIRED
+
+    return PAIRED if width % PAIRED == 0 else 0
+
+
+def in_pairs(w: Any) -> bool:
+    """Whether a prepared "gate_up" is [D, F / n, 2, n], and not [D, 2, F]."""
+    return getattr(getattr(w, "values", w), "ndim", 3) == 4
+
+
+_IN_KERNELS = ("silu", "gelu_tanh", "relu")
+"""Activations that Triton has what they take for."""
+
+
+def _streamed(x: Array, w: Any, inputs: int) -> Any:
+    """The weight as [D, N], where the kernels take so few rows of it; else None."""
+    from jrl.models.gpu_kernels import Weight, takes_product
+
+    in_8_bits = w.integers() if isinstance(w, Factored) else None
+    # Matrices that devices divide are left to XLA, which sums over devices.
+    if divided() or (isinstance(w, Factored) and in_8_bits is None):
+        return None
+    values, scales = in_8_bits or (w, None)
+    summed, outputs = (math.prod(part) for part in (values.shape[:inputs], values.shape[inputs:]))
+    same = values.dtype == x.dtype or scales is not None
+    if not same or not takes_product(x.shape[0], summed, outputs):
+        return None
+    if scales is not None:
+        scales = jnp.broadcast_to(scales, (*(1,) * inputs, *values.shape[inputs:])).reshape(-1)
+    return Weight(values.reshape(summed, outputs), scales)
+
+
+def whole(out: Array | Sum, dtype: Any) -> Array:
+    """A product as one array, [S, 1, N] of its parts."""
+    return out.parts.sum(0).astype(dtype)[:, None] if isinstance(out, Sum) else out
+
+
+def _parts(out: Array | Sum, *shape: int) -> Array:
+    """[n, S, ...]: the parts of a product; one of an array [S, 1, ...]."""
+    parts = out.parts if isinstance(out, Sum) else out.reshape(1, out.shape[0], -1)
+    return parts.reshape(*parts.shape[:2], *(shape or (-1,)))
+
+
+def _batch(cache: Cache) -> tuple[str, ...] | None:
+    prompts = cache.prefix[0][0]["k"] if cache.prefix is not None else cache.rows[0][0]["k"]
+    return RULES["batch"] if parts_of("batch", prompts.shape[0]) > 1 else None
+
+
+def takes(attention: str, config: ModelConfig, cache: Cache, tokens: Array) -> bool:
+    """Whether one step of these tokens [S, Q] to this cache runs on the kernels."""
+    if tokens.shape[1] != 1 or len(cache.rows[0]) != 1 or not decodes(attention, config):
+        return False
+    # Rows that do not divide over the devices would be sent to all of them.
+    return _batch(cache) is not None or parts_of("batch", 0) == 1
+
+
+def fused(
+    config: ModelConfig,
+    cache: Cache,
+    layer: int,
+    rotation: tuple[Array, Array],
+    reach: Any,
+    scale: float,
+) -> Fused:
+    """The step of one layer.
+
+    Args:
+      config: the model.
+      cache: that ``takes`` holds for.
+      layer: its number.
+      rotation: of its positions.
+      reach: of ``reaches``, for its window.
+      scale: of scores.
+
+    Returns:
+      Functions for ``layers.block``; ``attend`` returns the layer's new pieces besides.
+    """
+    # Pallas is slow to import.
+    from jrl.models.gpu_kernels import Reach, Scores, Turn, added_norm, attend_cache
+
+    window = config.windows[layer]
+    own, prompt = cache.rows[layer][0], None
+    if cache.prefix is not None:
+        prompt = _numbers(cache.prefix[layer][0])
+    cos, sin = (x[:, 0] for x in rotation)
+    batch, heads = _batch(cache), _heads(config)
+    by_row, by_head = PartitionSpec(batch), PartitionSpec(batch, heads)
+    how = Scores(
+        jnp.dtype(config.dtype),
+        scale,
+        config.attention_softcap,
+        window,
+        config.norm_eps,
+        config.norm_plus_one,
+    )
+
+    def look(x: Array, own: Any, prompt: Any, turn: tuple, reached: tuple) -> Any:
+        made = Turn(*turn), Reach(*reached)
+        return attend_cache(x, own, prompt, *made, how=how, interpret=_interpret())
+
+    def attend(out: Any, w: Params) -> tuple[Array, Any]:
+        norms = (w["q_norm"], w["k_norm"]) if config.qk_norm else (None, None)
+        bias = None
+        if config.qkv_bias:
+            of_queries = w["q_bias"].reshape(config.kv_heads, -1, config.head_dim)
+            biases = [of_queries, w["k_bias"][:, None], w["v_bias"][:, None]]
+            bias = jnp.concatenate(biases, axis=1)
+        turn, reached = (cos, sin, *norms, bias), tuple(reach)
+        everywhere, of_heads = PartitionSpec(), PartitionSpec(heads)
+        specs = (
+            PartitionSpec(None, batch, heads),
+            jax.tree.map(lambda _: by_head, _numbers(own)),
+            jax.tree.map(lambda _: by_head, prompt),
+            (by_row, by_row, *(everywhere if n is not None else None for n in norms),
+             None if bias is None else of_heads),
+            tuple(None if x is None else by_row for x in reach),
+        )  # fmt: skip
+        per_head = config.heads // config.kv_heads + 2
+        x = _parts(out, config.kv_heads, per_head, config.head_dim)
+        inputs = x, _numbers(own), prompt, turn, reached
+        seen, new = by_device(look, specs, *inputs, results=(by_head, specs[1]))
+        return seen[:, None], ({**own, **new},)
+
+    def norm(x: Array, out: Any, weight: Array) -> tuple[Array, Array]:
+        add = functools.partial(
+            added_norm, eps=how.eps, plus_one=how.plus_one, interpret=_interpret()
+        )
+        specs = by_row, PartitionSpec(None, batch), PartitionSpec()
+        inputs = x[:, 0], _parts(out), weight
+        total, normed = by_device(add, specs, *inputs, results=(by_row, by_row))
+        return total[:, None], normed[:, None]
+
+    return Fused(attend, norm)
+
+
+def _numbers(piece: dict[str, Array]) -> dict[str, Array]:
+    """What attention reads of a piece of a cache."""
+    return {name: piece[name] for name in ("k", "v", "k_scale", "v_scale") if name in piece}
+
+
+def _heads(config: ModelConfig) -> tuple[str, ...] | None:
+    return RULES["kv_heads"] if parts_of("kv_heads", config.kv_heads) > 1 else None
+
+
+def reaches(
+    config: ModelConfig, cache: Cache, positions: Array, live: Array
+) -> dict[int | None, Any]:
+    """What a token step's queries see of the cache, for each window of the model's layers.
+
+    Args:
+      config: the model.
+      cache: of S rows.
+      positions: [S, 1] int32, tokens.
+      live: [S, 1] bool.
+    """
+    from jrl.models.gpu_kernels import Reach
+
+    at, lives = positions[:, 0], live[:, 0]
+    columns, lengths = jnp.where(lives, at - cache.offsets(), -1), cache.prefix_lengths
+    if lengths is None:
+        return {window: Reach(columns, at) for window in set(config.windows)}
+    # The earliest row of a prompt decides where reading begins.
+    earliest = jnp.where(lives, at, jnp.iinfo(jnp.int32).max).reshape(lengths.shape[0], -1).min(1)
+
+    def seen(window: int | None) -> Any:
+        begin = None if window is None else jnp.clip(earliest - (window - 1), 0, lengths)
+        return Reach(columns, at, begin, lengths)
+
+    return {window: seen(window) for window in set(config.windows)}
+
+
+# ---------------------------------------------------------------- the draw
+
+
+def draws(logits: Array) -> bool:
+    """Whether tokens of these logits [S, V] are drawn by the kernels."""
+    whole = parts_of("vocab", logits.shape[1]) == 1
+    return platform() == "gpu" and _new_enough() and whole
+
+
+def draw(uniform: Array, logits: Array, temperature: Array) -> tuple[Array, Array]:
+    """``params.sample`` where nothing but a temperature shapes the distribution.
+
+    Args:
+      uniform: [S] float32 in [0, 1).
+      logits: [S, V] float32.
+      temperature: [S] float32; 0 is greedy.
+    """
+    from jrl.models.gpu_kernels import block_sums, pick
+
+    def one(uniform: Array, logits: Array, temperature: Array) -> tuple[Array, Array]:
+        peaks, sums = block_sums(logits, temperature, interpret=_interpret())
+        return pick(uniform, logits, temperature, peaks, sums, interpret=_interpret())
+
+    rows = PartitionSpec(RULES["batch"] if parts_of("batch", logits.shape[0]) > 1 else None)
+    specs = rows, rows, rows
+    inputs = uniform, logits.astype(jnp.float32), temperature
+    return by_device(one, specs, *inputs, results=(rows, rows))

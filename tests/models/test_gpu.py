@@ -1,0 +1,230 @@
+"""Kernels for token steps on GPUs, run step by step on the CPU, against the plain functions."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrl.models import gpu
+from jrl.models.attention.dense import Part, attend_parts
+from jrl.models.config import ModelConfig, Rope
+from jrl.models.decode import write
+from jrl.models.gpu_kernels import (
+    PAIRED,
+    Reach,
+    Scores,
+    Turn,
+    Weight,
+    added_norm,
+    attend_cache,
+    block_sums,
+    few_rows,
+    gated,
+    pick,
+    takes_product,
+)
+from jrl.models.layers import angles, frequencies, rotate
+from jrl.models.quant import quantise, quantise_entries, sampler
+from jrl.models.transformer import transformer
+from jrl.sampling.cache import share
+from jrl.sampling.params import SamplingParams, sample
+from jrl.sampling.slots import prefill
+
+BF16 = jnp.bfloat16
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+def numbers(seed):
+    rng = np.random.default_rng(seed)
+    return lambda *shape: jnp.asarray(rng.normal(size=shape), BF16)
+
+
+def cache(draw, rows, heads, columns, size, in_8_bits):
+    k, v = draw(rows, heads, columns, size), draw(rows, heads, columns, size)
+    if not in_8_bits:
+        return {"k": k, "v": v}
+    (k, k_scale), (v, v_scale) = quantise_entries(k), quantise_entries(v)
+    scales = {"k_scale": k_scale.swapaxes(2, 3), "v_scale": v_scale.swapaxes(2, 3)}
+    return {"k": k, "v": v} | scales
+
+
+def plain_step(x, own, prompt, turn, reach, how):
+    """Norms, rotation, the cache's write and attention, by the functions of other platforms."""
+    s, heads, per_head, size = x.shape
+    group = per_head - 2
+    x = x if turn.bias is None else x + turn.bias[None]
+
+    def normed(v, w):
+        if w is None:
+            return v
+        v32 = v.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(v32 * v32, -1, keepdims=True) + how.eps)
+        w = w.astype(jnp.float32) + how.plus_one
+        return (v32 * scale * w.reshape(*(1,) * (v.ndim - 1), -1)).astype(v.dtype)
+
+    q, k, v = normed(x[:, :, :group], turn.q_norm), normed(x[:, :, group], turn.k_norm), x[:, :, -1]
+    q = rotate(q, turn.cos[:, None, None], turn.sin[:, None, None])
+    k = rotate(k, turn.cos[:, None], turn.sin[:, None])
+    column, position = reach.columns[:, None], reach.positions
+    new = {"k": k[:, :, None], "v": v[:, :, None]}
+    own = write(own, new, column, column >= 0)
+    window = how.window or 2**30
+    back = column[:, :, None] - jnp.arange(own["k"].shape[2])[None, None]
+    scales = own.get("k_scale"), own.get("v_scale")
+    parts = [Part(own["k"], own["v"], (back >= 0) & (back < window), None, *scales)]
+    if prompt is not None:
+        n, columns = prompt["k"].shape[0], jnp.arange(prompt["k"].shape[2])[None, None]
+        lengths = jnp.repeat(reach.lengths, s // n)[:, None, None]
+        mask = (columns < lengths) & (position[:, None, None] - columns < window)
+        scales = prompt.get("k_scale"), prompt.get("v_scale")
+        parts.append(Part(prompt["k"], prompt["v"], mask, None, *scales))
+    q = q.reshape(s, 1, heads * group, size)
+    return attend_parts(q, parts, scale=how.scale, softcap=how.softcap)[:, 0], own
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompts", "heads", "group", "columns", "width", "how", "in_8_bits", "bias"),
+    [
+        slow(6, 2, 2, 2, 70, 70, {}, False, False),
+        (8, 2, 1, 3, 40, 100, {"window": 30, "softcap": 5.0}, False, True),
+        (4, 2, 2, 2, 70, 40, {"plus_one": True}, True, False),
+        slow(3, 0, 1, 4, 300, 0, {"window": 90}, False, False),
+        slow(1, 1, 1, 2, 300, 300, {}, True, True),
+    ],
+)
+def test_a_step_of_attention_is_the_plain_one(
+    rows, prompts, heads, group, columns, width, how, in_8_bits, bias
+):
+    draw, size, rng = numbers(0), 32, np.random.default_rng(1)
+    how = Scores(BF16, 0.3, **how)
+    x = draw(rows, heads, group + 2, size)
+    own = cache(draw, rows, heads, columns, size, in_8_bits)
+    prompt = cache(draw, prompts, heads, width, size, in_8_bits) if prompts else None
+    column = jnp.asarray(rng.integers(1, columns, rows), jnp.int32).at[-1].set(columns - 1)
+    if rows > 2:  # one that has just begun, and one that has ended
+        column = column.at[0].set(0).at[1].set(-1)
+    lengths = jnp.asarray(rng.integers(1, width + 1, prompts), jnp.int32) if prompts else None
+    before = jnp.repeat(lengths, rows // prompts) if prompts else 0
+    position = before + jnp.maximum(column, 0)
+    freqs = jnp.asarray(frequencies(Rope(1e4), size))
+    cos, sin = (t[:, 0] for t in angles(position[:, None], freqs))
+    turn = Turn(cos, sin, draw(size), draw(size), draw(heads, group + 2, size) if bias else None)
+    first = None
+    if prompts and how.window:
+        earliest = position.reshape(prompts, -1).min(1)
+        first = jnp.clip(earliest - how.window + 1, 0, lengths)
+    reach = Reach(column, position, first, lengths)
+    halves = jnp.stack([x.astype(jnp.float32) / 2] * 2)  # parts of a product
+    seen, new = attend_cache(halves, own, prompt, turn, reach, how=how, interpret=True)
+    want, stored = plain_step(x, own, prompt, turn, reach, how)
+    live = np.asarray(column >= 0)
+    wanted, actual = (np.asarray(a, np.float32)[live] for a in (want, seen))
+    assert np.linalg.norm(actual - wanted) < 6e-3 * np.linalg.norm(wanted)
+    assert np.isfinite(np.asarray(seen, np.float32)).all()
+    for name in own:  # of 8 bits one step, where a tie is rounded the other way
+        off = 1 if in_8_bits and "scale" not in name else 0.04
+        kept, entry = (np.asarray(a[name], np.float32) for a in (stored, new))
+        np.testing.assert_allclose(entry, kept, atol=off)
+        if name in "kv":
+            np.testing.assert_array_equal(entry[~live], np.asarray(own[name], np.float32)[~live])
+
+
+def test_products_of_few_rows():
+    draw = numbers(2)
+    x, w = draw(5, 256), draw(256, 192)
+    want = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    parts = few_rows(x, Weight(w), interpret=True)
+    assert parts.shape[0] > 1
+    np.testing.assert_allclose(parts.sum(0), want, rtol=1e-4, atol=1e-3)
+    short = quantise(w, 1)
+    weight = Weight(short.values, short.scales.reshape(-1))
+    actual = few_rows(x, weight, interpret=True).sum(0)
+    want_8 = np.asarray(x, np.float64) @ np.asarray(short.whole(), np.float64)
+    np.testing.assert_allclose(actual, want_8, rtol=1e-4, atol=1e-3)
+    # Gate and up in turn, PAIRED columns each.
+    pair = want.reshape(5, -1, 2, PAIRED)
+    gate, up = (np.asarray(pair[:, :, i].reshape(5, -1)) for i in (0, 1))
+    out = gated(x, Weight(w), jax.nn.silu, interpret=True)
+    silu = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(out.astype(jnp.float32), silu, rtol=0.03, atol=0.5)
+    assert takes_product(64, 128, 192)
+    assert not takes_product(65, 128, 192)
+    assert not takes_product(1, 96, 192)
+
+
+def test_a_sum_and_its_norm():
+    draw = numbers(3)
+    x, out, w = draw(3, 80), draw(3, 80), draw(80)
+    parts = jnp.stack([out.astype(jnp.float32) * f for f in (0.25, 0.75)])
+    total, normed = added_norm(x, parts, w, eps=1e-6, plus_one=True, interpret=True)
+    np.testing.assert_array_equal(total.astype(jnp.float32), (x + out).astype(jnp.float32))
+    v = np.asarray(x + out, np.float64)
+    want = v / np.sqrt((v * v).mean(-1, keepdims=True) + 1e-6) * (1 + np.asarray(w, np.float64))
+    np.testing.assert_allclose(normed.astype(jnp.float32), want, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("vocab", [23, 4097, 9000])
+def test_a_draw_is_that_of_the_plain_search(vocab):
+    rng, rows = np.random.default_rng(4), 12
+    logits = jnp.asarray(4 * rng.normal(size=(rows, vocab)), jnp.float32)
+    logits = logits.at[2, 5].set(logits.max()).at[2, 9].set(logits.max())  # a tie for the first
+    uniform = jnp.asarray(rng.uniform(size=rows), jnp.float32).at[0].set(0.0).at[1].set(1 - 2**-24)
+    temperature = jnp.tile(jnp.asarray([1.0, 0.7, 0.0, 2.0], jnp.float32), rows // 4)
+    sums = block_sums(logits, temperature, interpret=True)
+    token, logprob = pick(uniform, logits, temperature, *sums, interpret=True)
+    off = jnp.zeros(rows)
+    params = SamplingParams(temperature, off.astype(jnp.int32), off + 1, off, greedy=True)
+    want, want_logprob = sample(uniform, logits, params)
+    edge = np.arange(rows) == 1  # where the order of a sum decides, it is a token with mass
+    np.testing.assert_array_equal(token[~edge], want[~edge])
+    np.testing.assert_allclose(logprob[~edge], want_logprob[~edge], atol=2e-5)
+    exact = jax.nn.log_softmax(logits[1] / temperature[1])[token[1]]
+    np.testing.assert_allclose(logprob[1], exact, atol=2e-5)
+
+
+CONFIG = ModelConfig(
+    vocab_size=31,
+    layers=1,
+    embed_dim=64,
+    heads=2,
+    kv_heads=1,
+    head_dim=32,
+    mlp_dim=64,
+    max_length=40,
+    dtype="bfloat16",
+    qk_norm=True,
+    window=6,
+)
+
+
+@pytest.mark.parametrize("in_8_bits", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_steps_of_a_model_are_those_of_plain_jax(in_8_bits, monkeypatch):
+    """Token steps behind shared prompts, weights and cache in 8 bits or not."""
+    monkeypatch.setattr(gpu, "pairs", lambda width: PAIRED)
+    prompts = jnp.asarray(np.random.default_rng(5).integers(0, 31, (2, 9)), jnp.int32)
+    lengths = jnp.asarray([9, 4], jnp.int32)
+    hidden = {}
+    for attention in ("triton", "xla"):
+        network = transformer(CONFIG, attention=attention)
+        if in_8_bits:
+            network = sampler(network, CONFIG, weights="int8", cache="int8")
+        weights = network.prepare(network.init(jax.random.key(0)))
+        past = prefill(weights, prompts, lengths + 1, network=network)
+        rows = share(past, lengths, 3, network=network, weights=weights, length=5)
+
+        @partial(jax.jit, static_argnames="step")
+        def advance(rows, token, step, network=network, weights=weights):
+            positions = jnp.repeat(lengths, 3)[:, None] + step
+            live = jnp.arange(6)[:, None] != 4
+            return network.extend(weights, rows, token, positions, live)
+
+        states = []
+        for step in range(3):
+            token = jnp.full((6, 1), step, jnp.int32) + jnp.arange(6)[:, None]
+            state, rows = advance(rows, token, step)
+            states.append(np.delete(np.asarray(state, np.float32), 4, axis=0))
+        hidden[attention] = np.stack(states)
+    error = np.linalg.norm(hidden["triton"] - hidden["xla"]) / np.linalg.norm(hidden["xla"])
+    assert 0 < error < 0.02

@@ -1,0 +1,154 @@
+"""Programs compiled for an H100 that is not there: kernels, returns to the host, bytes, memory.
+
+A regression of what the host launches, or copies, is seen here without a GPU. What a layer launches
+is the difference of programs of three layers and of two.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import pytest
+from tpu_programs import ask
+
+from jrl.config import load_config
+from jrl.plan.compile import abstract_run_on
+from jrl.plan.count import counted_plan
+from jrl.plan.topology import CHIPS, parse_topology
+from jrl.train.gather import MEMORY
+
+pytestmark = [pytest.mark.extra("plan-gpu"), pytest.mark.slow]
+
+
+class Bounds(NamedTuple):
+    """The most of a program.
+
+    Attributes:
+      layer: kernels of a layer.
+      draw: kernels of the draw in a token step.
+      rest: kernels of a token step outside of both; of a training step all that is no layer's.
+      returns: to the host in a token step.
+      copied: share of the bytes of a token step or a training step that operations move which do
+        nothing else.
+    """
+
+    layer: float
+    draw: float
+    rest: float
+    returns: float
+    copied: float
+
+
+DECODING = {
+    "cudnn": {
+        "small": Bounds(8, 5, 14, 1 / 16, 0.01),
+        "small, long": Bounds(8, 5, 14, 1 / 16, 0.01),
+        "1.7b": Bounds(8, 5, 14, 1 / 16, 0.01),
+    },
+    "xla": {
+        "small": Bounds(26, 5, 14, 1 / 16, 0.01),
+        "small, long": Bounds(80, 5, 14, 22, 0.05),
+        "1.7b": Bounds(26, 5, 14, 1 / 16, 0.01),
+    },
+}
+"""By attention. "cudnn" has the kernels of ``models.gpu_kernels`` in token steps: below the aims of
+10 a layer, 12 for the draw, and a return in 16 tokens."""
+TRAINING = {
+    "cudnn": {"small": Bounds(125, 0, 235, 0, 0.02), "1.7b": Bounds(140, 0, 900, 0, 0.03)},
+    "xla": {"small": Bounds(175, 0, 235, 0, 0.05), "1.7b": Bounds(205, 0, 900, 0, 0.06)},
+}
+ATTENTION = "cudnn" if jax.__version_info__ >= (0, 11) else "xla"
+"""JAX 0.10 cannot compile cuDNN's without a GPU."""
+
+SMALL = {
+    **{"vocab_size": 4096, "embed_dim": 256, "heads": 4, "kv_heads": 2, "head_dim": 64},
+    **{"mlp_dim": 512, "max_length": 2048, "qk_norm": True},
+}
+LARGE = SMALL | {
+    **{"vocab_size": 151936, "embed_dim": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128},
+    **{"mlp_dim": 6144},
+}
+SHAPES = {"small": (SMALL, 64), "small, long": (SMALL, 1024), "1.7b": (LARGE, 64)}
+
+
+def tree(shape: str, layers: int) -> dict:
+    """A run of 64 rows, 8 of each prompt of 256 tokens."""
+    sizes, new = SHAPES[shape]
+    attention = {"cudnn": "auto", "xla": "xla"}[ATTENTION]
+    model = {"dtype": "bfloat16", "param_dtype": "bfloat16", "attention": attention}
+    return {
+        "method": "grpo",
+        "model": model | {"remat": "full", "config": sizes | {"layers": layers}},
+        "data": {"max_prompt_tokens": 256},
+        "sampling": {"group": 8, "max_new_tokens": new},
+        "train": {"prompts": 8},
+        "mesh": {"data": 1},
+    }
+
+
+@cache
+def program(shape: str, name: str, layers: int) -> dict:
+    """A compiled program's numbers, as ``jrl plan --json`` has them."""
+    return ask("gpu_program", tree(shape, layers), "h100x1", name)
+
+
+def check(shape: str, name: str, bounds: Bounds) -> None:
+    """Compares two programs of a shape with the bounds, and shows the figures where they fail."""
+    two, three = (program(shape, name, layers)["kernels"] for layers in (2, 3))
+    found = Bounds(
+        three["layers"] - two["layers"],
+        three["draw"],
+        three["rest"],
+        three["returns"],
+        three["copied"] / three["bytes"],
+    )
+    print(shape, name, found)
+    for part, most in bounds._asdict().items():
+        assert getattr(found, part) <= most, found
+    assert found.layer > 0, found
+    assert (found.draw > 0) == (name == "sampler"), found
+
+
+@pytest.mark.parametrize("shape", DECODING[ATTENTION])
+def test_a_token_step_launches_copies_and_asks_no_more_than_its_bounds(shape):
+    check(shape, "sampler", DECODING[ATTENTION][shape])
+
+
+@pytest.mark.parametrize("shape", TRAINING[ATTENTION])
+def test_a_training_step_launches_and_copies_no_more_than_its_bounds(shape):
+    check(shape, "train_step", TRAINING[ATTENTION][shape])
+
+
+def test_memory_and_operations_are_those_of_the_shape():
+    """Two layers of 1.7B: weights, moments, and products counted from the sizes."""
+    sampler, step = program("1.7b", "sampler", 2), program("1.7b", "train_step", 2)
+    layer = 2048 * 128 * 2 * (16 + 8) + 3 * 2048 * 6144
+    weights = 2 * (2 * layer + 151936 * 2048)
+    assert step["bytes_by_part"]["weights"] == pytest.approx(weights, rel=0.01)
+    assert step["bytes_by_part"]["optimizer"] == pytest.approx(2 * weights, rel=0.01)
+    assert 0.9 < step["flops"] / step["model_flops"] < 2.5
+    assert 0.9 < sampler["flops"] / sampler["model_flops"] < 1.5
+    # Of a token step at the least the weights, of which 64 times.
+    assert sampler["hbm_bytes"] > 64 * weights
+    assert sampler["hbm_bytes"] < 2 * 64 * weights
+
+
+def test_every_gpu_is_compiled_for():
+    names = [name for name, chip in CHIPS.items() if chip.platform == "gpu"]
+    kinds = ask("gpu_kinds", [f"2*{name}x8" for name in names])
+    assert all(kind in MEMORY for kind in kinds), kinds
+    assert len(set(kinds)) == len(names)
+
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("gpu_*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configurations_divide_and_fit_as_counted(path):
+    config = load_config(path)
+    topology = parse_topology(config.plan.topology)
+    assert abstract_run_on(config, topology).mesh.devices.flat[0].platform == "gpu"
+    assert counted_plan(config, topology).fits
