@@ -5,6 +5,8 @@ VENV ?= .venv
 ACCEL ?= cpu
 ARGS ?=
 EXTRAS ?=
+TESTS ?=
+JAX ?=
 WORKERS ?= logical
 
 ifeq ($(filter $(ACCEL),cpu cuda12 cuda13 tpu),)
@@ -25,7 +27,7 @@ ON := $(if $(filter cpu,$(ACCEL)),JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu},)
 PIP_INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help address notebooks pictures links site install dev demo test test-all extras-test lint format types wheel-test lowest-test ci clean
+.PHONY: help address notebooks pictures links site install dev demo test test-all extras-test lint format types wheel-test lowest-test newest-test ci clean
 
 help: ## this list
 	@echo "make TARGET [ACCEL=cpu|cuda12|cuda13|tpu] [PYTHON=python3.12]"
@@ -102,6 +104,10 @@ lowest-test: $(BIN)/python ## train with the lowest versions that pyproject.toml
 	  run.dir=build/lowest/run
 	JAX_PLATFORMS=cpu build/lowest/venv/bin/jrl sample build/lowest/run --prompt 3142 >/dev/null
 	@rm -rf build/lowest
+
+# PYTHON if it is 3.12 or newer, else one that .ci/newest.py finds or unpacks.
+newest-test: ## make test with newer Python and JAX: JAX=0.12 TESTS=tests/models for some
+	$(PYTHON) .ci/newest.py $(if $(JAX),--jax $(JAX)) --workers $(WORKERS) $(TESTS) $(ARGS)
 
 ci: ## everything a commit must pass
 	.ci/run

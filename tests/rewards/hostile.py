@@ -165,7 +165,7 @@ def stops_itself(place):
 
 VALUES = {
     "complex": lambda: [np.complex64(1 + 2j)],
-    "time": lambda: [np.timedelta64(1)],
+    "time": lambda: [np.timedelta64(1, "s")],
     "unnamed_value": lambda: [Unnamed()],
     "huge": lambda: [1e308],
     "digits": lambda: [10**400],

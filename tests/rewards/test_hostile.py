@@ -71,7 +71,7 @@ ERRORS = {
     "huge": "returned 1e+308, infinite in float32",
     "digits": "returned an integer beyond float32",
     "complex": "returned complex64 np.complex64(1+2j) instead of a number",
-    "time": "returned timedelta64 np.timedelta64(1) instead of a number",
+    "time": "returned timedelta64 np.timedelta64(1,'s') instead of a number",
     "unnamed_value": "returned Unnamed Unnamed() instead of a number",
     "sly": "returned inf; rewards must be finite",
     "liar": "returned 2 numbers for 1 sample",

@@ -171,4 +171,5 @@ def test_rewards_say_how_many_calls_are_left(workers):
     assert calls
     assert all(line.startswith("waiting for the rewards of step 7: ") for line in calls)
     if workers:
-        assert "1 of 1 workers loading" in calls[0]
+        # The first look may come before the worker is started.
+        assert any("1 of 1 workers loading" in line for line in calls)

@@ -578,7 +578,7 @@ def test_a_reward_that_hangs_beyond_the_limit_saves_and_ends_the_run(text, tmp_p
                 echo=lines.append,
             )
     finally:
-        (text / "hang").unlink()
+        (text / "hang").unlink(missing_ok=True)
     assert re.fullmatch(
         r"waited too long for the rewards of step 3: \d s, 4 of 4 calls left; "
         rf"train.wait_seconds is the limit; step 2 is saved; `jrl train {run}` resumes from it",
