@@ -139,6 +139,18 @@ def test_sampling_draws_from_the_policy_with_its_adapters(case):
     assert (found["max_difference"] > 1e-3) == (most > 1e-3)
 
 
+def test_kernels_for_gpus_leave_matrices_with_adapters_alone():
+    """A frozen base keeps query, key and value matrices separate; the kernels take them joined."""
+    config = ModelConfig(**{**SIZES, "head_dim": 32, "dtype": "bfloat16"})
+    network = with_adapters(transformer(config, attention="triton"), config, Lora(4, 8.0))
+    draw = functools.partial(generate, network=network, group=2, max_new_tokens=8, stop_tokens=())
+    key, prompts = jax.random.key(2), jnp.asarray(TOKENS, jnp.int32)
+    params = jax.eval_shape(network.init, key)
+    args = (jnp.array([7, 4]), make_sampling_params(), jnp.int32(0), jnp.arange(2))
+    rollout, _ = jax.eval_shape(draw, key, params, prompts, *args)
+    assert rollout.tokens.shape == (2, 2, 8)
+
+
 def test_axes_are_shaped_like_the_parameters():
     for base in ("float", "int8"):
         network = with_adapters(NETWORK, CONFIG, Lora(4, base=base))
