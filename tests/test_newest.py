@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,20 @@ def test_the_record_keeps_the_rows_of_series_that_were_not_run(script):
         "| 3.12.1 | jax 0.11.2, flax 1 | a |",
         "| 3.13.0 | jax 0.12.1, flax 1 | c |",
     ]
+
+
+def test_the_shipped_record_has_every_series(script):
+    page = (CHECKOUT / "tests" / "last_newest_run.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if "| jax" in line]
+    series = [".".join(row[2].split()[1].rstrip(",").split(".")[:2]) for row in rows]
+    assert series == list(script.JAX_SERIES)
+
+
+def test_the_package_names_the_pythons_that_were_tried(script):
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    known = {line.rpartition(" :: ")[2] for line in project["classifiers"]}
+    page = (CHECKOUT / "tests" / "last_newest_run.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if "| jax" in line]
+    assert {row[1].strip().rpartition(".")[0] for row in rows} <= known
+    assert "{}.{}".format(*script.OLDEST) in known
+    assert project["requires-python"].removeprefix(">=") in known

@@ -224,9 +224,7 @@ def extend(
 
         return mix
 
-    # Adapters beside a frozen base keep its matrices separate, which the kernels do not take.
-    joined = "qkv" in weights["layers"][0]["attention"]
-    by_kernels = fresh is None and joined and gpu.takes(options.attention, config, cache, tokens)
+    by_kernels = fresh is None and gpu.takes(options.attention, config, cache, tokens)
     reached = gpu.reaches(config, cache, positions, live) if by_kernels else {}
 
     def bind_kernels(i: int, rotation: Rotation) -> gpu.Fused:

@@ -249,13 +249,26 @@ def _projected_at_once(
     return q_bqhd, k_bkqd, v_bkqd
 
 
+def _products_at_once(config: ModelConfig, w: Params, x_bqd: Array) -> Array | gpu.Sum:
+    """[B, Q, K, H / K + 2, h]: the queries of each key-value head, its key and value; no biases."""
+    if "qkv" not in w:  # adapters beside a frozen base, whose matrices stay separate
+        specs = ("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")
+        q, k, v = (
+            project("bqd,dhk->bqhk", x_bqd, w[name], axes=("embed", heads, None))
+            for name, heads in specs
+        )
+        q = q.reshape(*x_bqd.shape[:2], config.kv_heads, -1, config.head_dim)
+        return jnp.concatenate([q, k[:, :, :, None], v[:, :, :, None]], axis=3)
+    in_parts = gpu.product(x_bqd, w["qkv"], 1)
+    return in_parts if in_parts is not None else project("bqd,dkgh->bqkgh", x_bqd, w["qkv"])
+
+
 def _attention(
     config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation, mix: Mix | Fused
 ) -> tuple[Any, Any]:
     """Projections, head norms and rotation around ``mix``, which sees the keys and values."""
     if isinstance(mix, Fused):
-        in_parts = gpu.product(x_bqd, w["qkv"], 1)
-        whole = in_parts if in_parts is not None else project("bqd,dkgh->bqkgh", x_bqd, w["qkv"])
+        whole = _products_at_once(config, w, x_bqd)
         seen_bqhd, extra = mix.attend(whole, w)
         if (in_parts := gpu.product(seen_bqhd, w["o"], 2)) is None:
             return _attention_output(config, w, seen_bqhd), extra
@@ -287,7 +300,7 @@ def _biased(has: bool, w: Params, name: str, out: gpu.Sum, like: Array) -> Array
 def _mlp_step(config: ModelConfig, w: Params, x_bqd: Array) -> Array | gpu.Sum:
     """``_mlp`` of a token step on a GPU."""
     hidden = None
-    if not config.mlp_bias:
+    if not config.mlp_bias and "gate_up" in w:
         activation = config.activation
         hidden = gpu.gated(x_bqd, w["gate_up"], activation, _ACTIVATIONS[activation])
     if hidden is None or (out := gpu.product(hidden, w["down"], 1)) is None:

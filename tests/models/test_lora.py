@@ -17,6 +17,7 @@ from jrl.models.quant import Int8, sampler
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
+from jrl.sampling.slots import prefill
 from jrl.train.sampler_difference import rollout_difference
 from jrl.train.state import plain_policy
 
@@ -139,16 +140,21 @@ def test_sampling_draws_from_the_policy_with_its_adapters(case):
     assert (found["max_difference"] > 1e-3) == (most > 1e-3)
 
 
-def test_kernels_for_gpus_leave_matrices_with_adapters_alone():
-    """A frozen base keeps query, key and value matrices separate; the kernels take them joined."""
+def test_kernels_for_gpus_read_caches_beside_adapters_too():
+    """A frozen base keeps query, key and value matrices separate; attention is the kernel's."""
     config = ModelConfig(**{**SIZES, "head_dim": 32, "dtype": "bfloat16"})
-    network = with_adapters(transformer(config, attention="triton"), config, Lora(4, 8.0))
-    draw = functools.partial(generate, network=network, group=2, max_new_tokens=8, stop_tokens=())
-    key, prompts = jax.random.key(2), jnp.asarray(TOKENS, jnp.int32)
-    params = jax.eval_shape(network.init, key)
-    args = (jnp.array([7, 4]), make_sampling_params(), jnp.int32(0), jnp.arange(2))
-    rollout, _ = jax.eval_shape(draw, key, params, prompts, *args)
-    assert rollout.tokens.shape == (2, 2, 8)
+    prompts, step = jnp.asarray(TOKENS, jnp.int32), jnp.array([[7], [5]])
+    states = []
+    for attention in ("triton", "xla"):
+        network = with_adapters(transformer(config, attention=attention), config, Lora(4, 8.0))
+        weights = network.prepare(noisy(network))
+        cache = prefill(weights, prompts, step[:, 0] + 1, network=network)
+        advance = jax.jit(network.extend)
+        live = jnp.ones_like(step, bool)
+        state, _ = advance(weights, cache, step, step - 1, live)
+        states.append(np.asarray(state, np.float32))
+    error = np.linalg.norm(states[0] - states[1]) / np.linalg.norm(states[1])
+    assert 0 < error < 0.02
 
 
 def test_axes_are_shaped_like_the_parameters():
