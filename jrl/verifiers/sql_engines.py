@@ -83,15 +83,18 @@ class _Sqlite:
 
     def __init__(self, source: Source, seconds: float, max_rows: int) -> None:
         self._seconds, self._max_rows = seconds, max_rows
+        where = Path(source.path).resolve().as_uri() if source.path else ""
         try:
-            if source.path:
-                address = Path(source.path).resolve().as_uri()
-                self.connection = sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True)
-            else:
-                self.connection = sqlite3.connect(":memory:")
-                self.connection.executescript(source.script)
+            self.connection = sqlite3.connect(
+                f"{where}?mode=ro&immutable=1" if where else ":memory:", uri=bool(where)
+            )
+        except sqlite3.Error as error:
+            raise _bad_script(source, error) from None
+        try:
+            self.connection.executescript("" if where else source.script)
             self._names = self._read_names()
         except sqlite3.Error as error:
+            self.connection.close()  # nobody else will: Python 3.13 warns of it
             raise _bad_script(source, error) from None
         self.connection.text_factory = lambda data: data.decode("utf-8", "replace")
         self.connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)

@@ -163,3 +163,19 @@ def test_mistakes_are_named():
             make_reward("sql", **options)
     with pytest.raises(UserError, match="at least one token"):
         make_reward("sql_ngrams", n=0)
+
+
+def test_a_database_that_cannot_be_filled_is_closed(monkeypatch):
+    opened_ones, connect = [], sqlite3.connect
+
+    def recorded(*arguments, **options):
+        opened_ones.append(connect(*arguments, **options))
+        return opened_ones[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", recorded)
+    with pytest.raises(UserError, match="is no database for sqlite"):
+        paid("x", schema="CREATE TABLE")
+    assert opened_ones
+    for connection in opened_ones:
+        with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+            connection.execute("SELECT 1")
