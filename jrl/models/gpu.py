@@ -48,7 +48,9 @@ def _new_enough() -> bool:
         device = jax.local_devices(backend="gpu")[0]
     except RuntimeError:  # compiled for a GPU that is not here
         return True
-    return float(getattr(device, "compute_capability", _OLDEST)) >= _OLDEST
+    capability = str(getattr(device, "compute_capability", _OLDEST))
+    # That of GPUs of other vendors is a name.
+    return capability.replace(".", "", 1).isdigit() and float(capability) >= _OLDEST
 
 
 def unfit(config: ModelConfig) -> str:

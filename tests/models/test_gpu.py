@@ -1,6 +1,7 @@
 """Kernels for token steps on GPUs, run step by step on the CPU, against the plain functions."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +164,18 @@ def test_a_sum_and_its_norm():
     v = np.asarray(x + out, np.float64)
     want = v / np.sqrt((v * v).mean(-1, keepdims=True) + 1e-6) * (1 + np.asarray(w, np.float64))
     np.testing.assert_allclose(normed.astype(jnp.float32), want, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"), [("9.0", True), ("8.9", True), ("7.5", False), ("gfx942", False)]
+)
+def test_older_chips_and_those_of_others_decode_in_plain_jax(capability, runs, monkeypatch):
+    chip = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [chip])
+    monkeypatch.setattr(gpu, "platform", lambda: "gpu")
+    assert gpu.kernels("auto") == runs
+    assert gpu.draws(jnp.zeros((1, 8))) == runs
+    assert not gpu.kernels("xla")
 
 
 @pytest.mark.parametrize("vocab", [23, 4097, 9000])
