@@ -126,8 +126,8 @@ def test_a_step_of_attention_is_the_plain_one(
     assert np.isfinite(np.asarray(seen, np.float32)).all()
     for name in own:  # of 8 bits one step, where a tie is rounded the other way
         off = 1 if in_8_bits and "scale" not in name else 0.04
-        kept, entry = (np.asarray(a[name], np.float32) for a in (stored, new))
-        np.testing.assert_allclose(entry, kept, atol=off)
+        wanted, entry = (np.asarray(a[name], np.float32) for a in (stored, new))
+        np.testing.assert_allclose(entry, wanted, atol=off)
         if name in "kv":
             np.testing.assert_array_equal(entry[~live], np.asarray(own[name], np.float32)[~live])
 
