@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks import kernels
 from benchmarks.clock import timed
 from jrl.models.config import ModelConfig
+from jrl.system.memory import is_exhausted, program_bytes
 
 ENOUGH_SECONDS = 3.0
 """Rounds of a measurement end when they took this long together; one is always measured."""
@@ -50,13 +51,6 @@ def memory_limit(args: argparse.Namespace) -> float:
     return float(stats.get("bytes_limit", np.inf))
 
 
-def held(compiled: Any) -> int:
-    """Bytes of a program's arguments, results and temporaries; what is donated counts once."""
-    used = compiled.memory_analysis()
-    results = used.output_size_in_bytes - used.alias_size_in_bytes
-    return used.argument_size_in_bytes + used.temp_size_in_bytes + results
-
-
 def fitting(jitted: Any, limit: float, *args: Any) -> Program:
     """The jitted program, compiled for these arguments or shapes.
 
@@ -68,9 +62,9 @@ def fitting(jitted: Any, limit: float, *args: Any) -> Program:
     between = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()
-    if (needed := held(compiled)) > limit:
+    if (needed := program_bytes(compiled)) > limit:
         raise DoesNotFit(f"needs {needed / 1e9:.1f} GB of {limit / 1e9:.1f} GB")
-    return Program(compiled, between - begin, end - between, needed)
+    return Program(compiled, between - begin, end - between, int(needed))
 
 
 def attempt(run: Callable[[], Measured]) -> Measured:
@@ -80,7 +74,7 @@ def attempt(run: Callable[[], Measured]) -> Measured:
     except DoesNotFit as error:
         return Measured({"does_not_fit": str(error)})
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_exhausted(error):
             raise
         return Measured({"does_not_fit": str(error).splitlines()[0][:160]})
 

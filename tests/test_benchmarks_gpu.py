@@ -24,6 +24,7 @@ from benchmarks import (
 from benchmarks.gpu_programs import Measured
 from benchmarks.gpu_training import Update
 from benchmarks.lease import Budget, Cost, Record
+from jrl.system.memory import program_bytes
 
 TINY = ["--shapes", "tiny", "--prompt-len", "8", "--gemm", "32", "--copy-mb", "1", "--rounds", "1"]
 
@@ -97,7 +98,7 @@ def test_what_does_not_fit_is_known_before_it_runs():
     limit, double = gpu_programs.memory_limit(args), jax.jit(lambda x: 2 * x, donate_argnums=0)
     small, large = (jax.ShapeDtypeStruct((n,), np.float32) for n in (200, 300))
     program = gpu_programs.fitting(double, limit, small)
-    assert program.held == gpu_programs.held(program.call) == 800  # donated: once
+    assert program.held == program_bytes(program.call) == 800  # donated: once
     assert min(program.lower_s, program.compile_s) > 0
     with pytest.raises(gpu_programs.DoesNotFit, match=r"needs 0\.0 GB"):
         gpu_programs.fitting(double, limit, large)

@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from jrl.cli.console import keys_text
 from jrl.errors import INTERRUPTED, StorageError, UserError
+from jrl.system.memory import is_exhausted
 
 
 class Main(TyperGroup):
@@ -74,9 +75,8 @@ def _clipped(line: str) -> str:
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Whether the host or a device has no memory left; does not import JAX for its error."""
-    exhausted = "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
     return isinstance(error, MemoryError) or (
-        type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and exhausted
+        type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and is_exhausted(error)
     )
 
 

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jrl.mesh import RULES, by_device, divided, parts_of, platform
 from jrl.models.config import ModelConfig
 from jrl.models.weights import Factored
-from jrl.types import Array, Cache, Params
+from jrl.types import Array, Cache
 
 STEPS = 16
 """Token steps between two looks of the decode loop at the host."""
@@ -40,10 +40,11 @@ def kernels(attention: str) -> bool:
     """Whether token steps run on the kernels: on GPUs, and where "triton" asks for them."""
     if attention == "triton":
         return True
-    return attention in ("auto", "cudnn") and platform() == "gpu" and _new_enough()
+    return attention in ("auto", "cudnn") and platform() == "gpu" and new_enough()
 
 
-def _new_enough() -> bool:
+def new_enough() -> bool:
+    """Whether this machine's GPU, if it has one, is of NVIDIA's since Ampere."""
     try:
         device = jax.local_devices(backend="gpu")[0]
     except RuntimeError:  # compiled for a GPU that is not here
@@ -99,12 +100,13 @@ class Fused(NamedTuple):
     """How ``layers.block`` does a token step; in place of ``Mix``.
 
     Attributes:
-      attend: (product with "qkv" [S, 1, K, H / K + 2, h] or a ``Sum``, the layer's attention
-        weights) -> (values seen [S, 1, H, h], anything).
+      attend: (product with "qkv" [S, 1, K, H / K + 2, h] or a ``Sum``, weights of the norms of
+        queries and keys [h] and the bias [K, H / K + 2, h], None for what is not there) -> (values
+        seen [S, 1, H, h], anything).
       added_norm: (x [S, 1, D], out [S, 1, D] or a ``Sum``, norm weight [D]) -> their sum, its norm.
     """
 
-    attend: Callable[[Any, Params], tuple[Array, Any]]
+    attend: Callable[[Any, tuple[Array | None, ...]], tuple[Array, Any]]
     added_norm: Callable[[Array, Any, Array], tuple[Array, Array]]
 
 
@@ -132,7 +134,7 @@ def gated(x: Array, w: Any, activation: str, function: Callable[[Array], Array])
 
     Args:
       x: [S, 1, D], 16-bit floats.
-      w: "gate_up" [D, F / n, 2, n] of ``paired``, or ``Int8``.
+      w: "gate_up" as ``prepare`` makes it; the kernel takes those of ``in_pairs``.
       activation: its name.
       function: and what it is.
     """
@@ -192,17 +194,27 @@ def _parts(out: Array | Sum, *shape: int) -> Array:
     return parts.reshape(*parts.shape[:2], *(shape or (-1,)))
 
 
-def _batch(cache: Cache) -> tuple[str, ...] | None:
-    prompts = cache.prefix[0][0]["k"] if cache.prefix is not None else cache.rows[0][0]["k"]
-    return RULES["batch"] if parts_of("batch", prompts.shape[0]) > 1 else None
+def _over(axis: str, size: int) -> tuple[str, ...] | None:
+    """The mesh axes that an axis of this size is divided over, if it is."""
+    return RULES[axis] if parts_of(axis, size) > 1 else None
+
+
+def _divides(rows: int) -> bool:
+    """Whether each device has rows of its own; others would be sent to all of them."""
+    return _over("batch", rows) is not None or parts_of("batch", 0) == 1
+
+
+def _prompts(cache: Cache) -> int:
+    """Rows of a cache that go to a device together: its prompts, or rows without any."""
+    pieces = cache.rows if cache.prefix is None else cache.prefix
+    return pieces[0][0]["k"].shape[0]
 
 
 def takes(attention: str, config: ModelConfig, cache: Cache, tokens: Array) -> bool:
     """Whether one step of these tokens [S, Q] to this cache runs on the kernels."""
     if tokens.shape[1] != 1 or len(cache.rows[0]) != 1 or not decodes(attention, config):
         return False
-    # Rows that do not divide over the devices would be sent to all of them.
-    return _batch(cache) is not None or parts_of("batch", 0) == 1
+    return _divides(_prompts(cache))
 
 
 def fused(
@@ -234,7 +246,7 @@ def fused(
     if cache.prefix is not None:
         prompt = _numbers(cache.prefix[layer][0])
     cos, sin = (x[:, 0] for x in rotation)
-    batch, heads = _batch(cache), _heads(config)
+    batch, heads = _over("batch", _prompts(cache)), _over("kv_heads", config.kv_heads)
     by_row, by_head = PartitionSpec(batch), PartitionSpec(batch, heads)
     how = Scores(
         jnp.dtype(config.dtype),
@@ -249,23 +261,17 @@ def fused(
         made = Turn(*turn), Reach(*reached)
         return attend_cache(x, own, prompt, *made, how=how, interpret=_interpret())
 
-    def attend(out: Any, w: Params) -> tuple[Array, Any]:
-        norms = (w["q_norm"], w["k_norm"]) if config.qk_norm else (None, None)
-        bias = None
-        if config.qkv_bias:
-            of_queries = w["q_bias"].reshape(config.kv_heads, -1, config.head_dim)
-            biases = [of_queries, w["k_bias"][:, None], w["v_bias"][:, None]]
-            bias = jnp.concatenate(biases, axis=1)
-        turn, reached = (cos, sin, *norms, bias), tuple(reach)
+    def attend(out: Any, vectors: tuple[Array | None, ...]) -> tuple[Array, Any]:
         everywhere, of_heads = PartitionSpec(), PartitionSpec(heads)
+        turn, reached = (cos, sin, *vectors), tuple(reach)
+        of_turn = by_row, by_row, everywhere, everywhere, of_heads
         specs = (
             PartitionSpec(None, batch, heads),
             jax.tree.map(lambda _: by_head, _numbers(own)),
             jax.tree.map(lambda _: by_head, prompt),
-            (by_row, by_row, *(everywhere if n is not None else None for n in norms),
-             None if bias is None else of_heads),
-            tuple(None if x is None else by_row for x in reach),
-        )  # fmt: skip
+            tuple(None if x is None else s for x, s in zip(turn, of_turn, strict=True)),
+            tuple(None if x is None else by_row for x in reached),
+        )
         per_head = config.heads // config.kv_heads + 2
         x = _parts(out, config.kv_heads, per_head, config.head_dim)
         inputs = x, _numbers(own), prompt, turn, reached
@@ -287,10 +293,6 @@ def fused(
 def _numbers(piece: dict[str, Array]) -> dict[str, Array]:
     """What attention reads of a piece of a cache."""
     return {name: piece[name] for name in ("k", "v", "k_scale", "v_scale") if name in piece}
-
-
-def _heads(config: ModelConfig) -> tuple[str, ...] | None:
-    return RULES["kv_heads"] if parts_of("kv_heads", config.kv_heads) > 1 else None
 
 
 def reaches(
@@ -325,8 +327,9 @@ def reaches(
 
 def draws(logits: Array) -> bool:
     """Whether tokens of these logits [S, V] are drawn by the kernels."""
-    whole = parts_of("vocab", logits.shape[1]) == 1
-    return platform() == "gpu" and _new_enough() and whole
+    rows, vocab = logits.shape
+    whole = parts_of("vocab", vocab) == 1 and _divides(rows)
+    return platform() == "gpu" and new_enough() and whole
 
 
 def draw(uniform: Array, logits: Array, temperature: Array) -> tuple[Array, Array]:
@@ -343,7 +346,7 @@ def draw(uniform: Array, logits: Array, temperature: Array) -> tuple[Array, Arra
         peaks, sums = block_sums(logits, temperature, interpret=_interpret())
         return pick(uniform, logits, temperature, peaks, sums, interpret=_interpret())
 
-    rows = PartitionSpec(RULES["batch"] if parts_of("batch", logits.shape[0]) > 1 else None)
+    rows = PartitionSpec(_over("batch", logits.shape[0]))
     specs = rows, rows, rows
     inputs = uniform, logits.astype(jnp.float32), temperature
     return by_device(one, specs, *inputs, results=(rows, rows))

@@ -201,15 +201,28 @@ class Routed(NamedTuple):
     sums: Mapping[str, Array] = NOTHING
 
 
+def _separate_products(w: Params, x_bqd: Array) -> tuple[Array, Array, Array]:
+    """Queries [B, Q, H, h], keys and values [B, Q, K, h], as the matrices give them."""
+    q, k, v = (
+        project("bqd,dhk->bqhk", x_bqd, w[name], axes=("embed", heads, None))
+        for name, heads in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads"))
+    )
+    return q, k, v
+
+
+def _joined_bias(config: ModelConfig, w: Params) -> Array:
+    """[K, H / K + 2, h]: the biases of a key-value head's queries, its key and its value."""
+    of_queries = w["q_bias"].reshape(config.kv_heads, -1, config.head_dim)
+    biases = [of_queries, w["k_bias"][:, None], w["v_bias"][:, None]]
+    return jnp.concatenate(biases, axis=1)
+
+
 def _projected(
     config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation
 ) -> tuple[Array, Array, Array]:
     """Queries [B, Q, H, h], keys and values [B, K, Q, h], normalised and rotated."""
     cos, sin = rotation
-    q_bqhd, k_bqkd, v_bqkd = (
-        project("bqd,dhk->bqhk", x_bqd, w[name], axes=("embed", heads, None))
-        for name, heads in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads"))
-    )
+    q_bqhd, k_bqkd, v_bqkd = _separate_products(w, x_bqd)
     if config.qkv_bias:
         q_bqhd = q_bqhd + _row(w["q_bias"], 4).astype(x_bqd.dtype)
         k_bqkd = k_bqkd + _row(w["k_bias"], 4).astype(x_bqd.dtype)
@@ -236,9 +249,7 @@ def _projected_at_once(
     # the fixed cost of an operation is what is saved.
     all_bqkgh = project("bqd,dkgh->bqkgh", x_bqd, w["qkv"])
     if config.qkv_bias:
-        of_queries = w["q_bias"].reshape(config.kv_heads, queries, -1)
-        bias = [of_queries, w["k_bias"][:, None], w["v_bias"][:, None]]
-        all_bqkgh = all_bqkgh + _row(jnp.concatenate(bias, axis=1), 5).astype(x_bqd.dtype)
+        all_bqkgh = all_bqkgh + _row(_joined_bias(config, w), 5).astype(x_bqd.dtype)
     rotated = all_bqkgh[:, :, :, :-1]
     if config.qk_norm:
         norms = jnp.stack([*[w["q_norm"]] * queries, w["k_norm"]])
@@ -252,11 +263,7 @@ def _projected_at_once(
 def _products_at_once(config: ModelConfig, w: Params, x_bqd: Array) -> Array | gpu.Sum:
     """[B, Q, K, H / K + 2, h]: the queries of each key-value head, its key and value; no biases."""
     if "qkv" not in w:  # adapters beside a frozen base, whose matrices stay separate
-        specs = ("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")
-        q, k, v = (
-            project("bqd,dhk->bqhk", x_bqd, w[name], axes=("embed", heads, None))
-            for name, heads in specs
-        )
+        q, k, v = _separate_products(w, x_bqd)
         q = q.reshape(*x_bqd.shape[:2], config.kv_heads, -1, config.head_dim)
         return jnp.concatenate([q, k[:, :, :, None], v[:, :, :, None]], axis=3)
     in_parts = gpu.product(x_bqd, w["qkv"], 1)
@@ -268,11 +275,12 @@ def _attention(
 ) -> tuple[Any, Any]:
     """Projections, head norms and rotation around ``mix``, which sees the keys and values."""
     if isinstance(mix, Fused):
-        whole = _products_at_once(config, w, x_bqd)
-        seen_bqhd, extra = mix.attend(whole, w)
-        if (in_parts := gpu.product(seen_bqhd, w["o"], 2)) is None:
-            return _attention_output(config, w, seen_bqhd), extra
-        return _biased(config.o_bias, w, "o", in_parts, x_bqd), extra
+        norms = (w["q_norm"], w["k_norm"]) if config.qk_norm else (None, None)
+        bias = _joined_bias(config, w) if config.qkv_bias else None
+        seen_bqhd, extra = mix.attend(_products_at_once(config, w, x_bqd), (*norms, bias))
+        # Parts are added up where the residual is, which has no place for a bias.
+        in_parts = None if config.o_bias else gpu.product(seen_bqhd, w["o"], 2)
+        return _attention_output(config, w, seen_bqhd) if in_parts is None else in_parts, extra
     projection = _projected_at_once if "qkv" in w else _projected
     q_bqhd, k_bkqd, v_bkqd = projection(config, w, x_bqd, rotation)
     q_bqhd = constrain(q_bqhd, "batch", "length", "heads", None)
@@ -287,14 +295,6 @@ def _attention(
 def _attention_output(config: ModelConfig, w: Params, seen_bqhd: Array) -> Array:
     out = project("bqhk,hkd->bqd", seen_bqhd, w["o"], axes=("heads", None, "embed"))
     return out + _row(w["o_bias"], 3).astype(out.dtype) if config.o_bias else out
-
-
-def _biased(has: bool, w: Params, name: str, out: gpu.Sum, like: Array) -> Array | gpu.Sum:
-    """A product in parts with its bias, if it has one; then as one array."""
-    if not has:
-        return out
-    whole = gpu.whole(out, like.dtype)
-    return whole + _row(w[f"{name}_bias"], 3).astype(whole.dtype)
 
 
 def _mlp_step(config: ModelConfig, w: Params, x_bqd: Array) -> Array | gpu.Sum:

@@ -15,7 +15,7 @@ import jax
 from jrl.config import Config
 from jrl.errors import UserError
 from jrl.mesh import batch_shards
-from jrl.system.memory import in_units
+from jrl.system.memory import in_units, is_exhausted
 from jrl.train.build import Run, remat_of
 from jrl.train.remat import ORDER
 
@@ -47,11 +47,6 @@ def memory_of(program: str, run: Run) -> Iterator[None]:
         if not is_exhausted(error):
             raise
         raise OutOfMemory(text_of(error, program, run)) from error
-
-
-def is_exhausted(error: Exception) -> bool:
-    """Whether the error says that a device has no memory left."""
-    return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
 
 
 def text_of(error: Exception, program: str, run: Run) -> str:

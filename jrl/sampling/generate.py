@@ -64,7 +64,7 @@ def generate(
       block: members of a group that share one copy of their prompt's cache and leave their slots
         together; divides G = group + baseline_members. 0 is the whole group when all sequences
         have a slot, and 1 when they queue.
-      chunk: decode steps between refills of free slots.
+      chunk: decode steps between refills of free slots; on a GPU at least ``gpu.STEPS``.
       shrink: whether the last live slots move into ever smaller states; None where it pays, see
         ``slot_sizes.shrinking_pays``.
 

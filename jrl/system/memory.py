@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 from jrl.errors import UserError
 
@@ -40,6 +41,21 @@ def check_fits(setting: str, needed: float, remedy: str, *, available: int | Non
             f"{setting}: this takes at least {in_units(needed)} of memory, and there are"
             f" {in_units(capacity)}; {remedy}"
         )
+
+
+def program_bytes(compiled: Any) -> float:
+    """Bytes of a device that a compiled program takes while it runs.
+
+    Arguments, results and temporaries; what is donated counts once.
+    """
+    used = compiled.memory_analysis()
+    results = used.output_size_in_bytes - used.alias_size_in_bytes
+    return float(used.argument_size_in_bytes + used.temp_size_in_bytes + results)
+
+
+def is_exhausted(error: Exception) -> bool:
+    """Whether an error of JAX's runtime says that a device has no memory left."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
 
 
 def in_units(size: float) -> str:

@@ -22,7 +22,7 @@ from jrl.config.stored import stored_config
 from jrl.mesh import named_platform
 from jrl.models.config import ModelConfig
 from jrl.models.vocabulary import ROOM
-from jrl.system.memory import in_units
+from jrl.system.memory import in_units, is_exhausted, program_bytes
 from jrl.system.processes import first_says
 from jrl.train import build, programs
 from jrl.train.gather import device_memory, prepared_bytes, weight_numbers
@@ -181,17 +181,10 @@ def compiled_bytes(run: build.Run) -> float:
                 shapes, abstract_batch(run), abstract_parameters(run)
             ).compile()
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if not is_exhausted(error):
                 raise
             return math.inf
     return program_bytes(compiled)
-
-
-def program_bytes(compiled: Any) -> float:
-    """Bytes of a program's arguments, results and temporaries; what is donated counts once."""
-    used = compiled.memory_analysis()
-    results = used.output_size_in_bytes - used.alias_size_in_bytes
-    return float(used.argument_size_in_bytes + used.temp_size_in_bytes + results)
 
 
 def counted_bytes(run: build.Run) -> float:

@@ -1,5 +1,6 @@
 """Kernels for token steps on GPUs, run step by step on the CPU, against the plain functions."""
 
+import contextlib
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.errors import UserError
+from jrl.mesh import make_mesh
 from jrl.models import gpu
+from jrl.models.attention.choice import check_attention
 from jrl.models.attention.dense import Part, attend_parts
 from jrl.models.config import ModelConfig, Rope
 from jrl.models.decode import write
@@ -176,6 +180,15 @@ def test_older_chips_and_those_of_others_decode_in_plain_jax(capability, runs, m
     assert gpu.kernels("auto") == runs
     assert gpu.draws(jnp.zeros((1, 8))) == runs
     assert not gpu.kernels("xla")
+    with contextlib.nullcontext() if runs else pytest.raises(UserError, match="8.0 or above"):
+        check_attention(CONFIG, "triton", "gpu")
+
+
+def test_rows_that_devices_do_not_share_evenly_are_drawn_in_plain_jax(monkeypatch):
+    monkeypatch.setattr(gpu, "platform", lambda: "gpu")
+    with jax.set_mesh(make_mesh({"data": 2})):
+        assert gpu.draws(jnp.zeros((4, 8)))
+        assert not gpu.draws(jnp.zeros((3, 8)))
 
 
 @pytest.mark.parametrize("vocab", [23, 4097, 9000])

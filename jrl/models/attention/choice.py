@@ -57,6 +57,9 @@ SHORTEST = 128
 """Fewest keys for which splash is chosen: it pads shorter rows to this length."""
 
 
+_OLD = "it needs a GPU of compute capability 8.0 or above, and this one is older"
+
+
 class Shape(NamedTuple):
     """Size of a layer's attention: rows, queries per row, and keys per query."""
 
@@ -90,6 +93,8 @@ def check_attention(config: ModelConfig, kernel: str, where: str) -> None:
         raise UserError(f"model.attention = 'cudnn': {reason}; use 'auto', 'xla' or 'blockwise'")
     if kernel == "triton" and (reason := gpu.unfit(config)):
         raise UserError(f"model.attention = 'triton': {reason}; use 'auto' or 'xla'")
+    if kernel == "triton" and where == "gpu" and not gpu.new_enough():
+        raise UserError(f"model.attention = 'triton': {_OLD}; use 'auto' or 'xla'")
     if kernel == "triton" and where == "tpu":
         raise UserError(
             "model.attention = 'triton' runs on NVIDIA GPUs (and, interpreted, on the CPU), not on "
@@ -106,6 +111,8 @@ def _no_cudnn(config: ModelConfig, where: str) -> str:
     """The reason that cuDNN cannot compute this model's attention; "" if it can."""
     if where != "gpu":
         return f"it needs a GPU, and this runs on {where}"
+    if not gpu.new_enough():
+        return _OLD
     if config.dtype not in ("bfloat16", "float16"):
         return f"it computes in bfloat16 or float16, and model.dtype = {config.dtype!r}"
     if config.attention_softcap is not None:

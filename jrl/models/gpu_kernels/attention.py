@@ -130,11 +130,10 @@ def attend_cache(
     def vector(size: int) -> pl.BlockSpec:
         return pl.BlockSpec((size,), lambda i, k, n: (0,))
 
-    c = own["k"].shape[2]
-    cache_specs = {"k": (c, d), "v": (c, d), "k_scale": (1, c), "v_scale": (1, c)}
-    inputs: dict[str, tuple[Any, pl.BlockSpec]] = {
-        name: (own[name], rows(*cache_specs[name])) for name in own
+    cache: dict[str, tuple[Any, pl.BlockSpec]] = {
+        name: (x, rows(*x.shape[2:])) for name, x in own.items()
     }
+    inputs = dict(cache)
     whole = pl.BlockSpec((pieces, m, None, per_head, d), lambda i, k, n: (0, n, k, 0, 0))
     inputs["x"] = x_nskgh, whole
     inputs["cos"] = turn.cos, rows(d // 2, heads_axis=False)
@@ -143,28 +142,20 @@ def attend_cache(
     inputs["positions"] = reach.positions, rows(heads_axis=False)
     if turn.q_norm is not None:
         assert turn.k_norm is not None
-        inputs["q_norm"], inputs["k_norm"] = (
-            (turn.q_norm, vector(d)),
-            (turn.k_norm, vector(d)),
-        )
+        inputs |= {"q_norm": (turn.q_norm, vector(d)), "k_norm": (turn.k_norm, vector(d))}
     if turn.bias is not None:
         spec = pl.BlockSpec((None, per_head, d), lambda i, k, n: (k, 0, 0))
         inputs["bias"] = turn.bias, spec
     if prompt is not None:
-        p = prompt["k"].shape[2]
-        shapes = {"k": (p, d), "v": (p, d), "k_scale": (1, p), "v_scale": (1, p)}
-        inputs |= {f"past_{name}": (prompt[name], of_prompt(*shapes[name])) for name in prompt}
+        inputs |= {f"past_{name}": (x, of_prompt(*x.shape[2:])) for name, x in prompt.items()}
         one = pl.BlockSpec((1,), lambda i, k, n: (n,))
         inputs["lengths"] = reach.lengths, one
         if reach.firsts is not None:
             inputs["firsts"] = reach.firsts, one
     names = list(inputs)
-    results: dict[str, tuple[Any, pl.BlockSpec]] = {
-        name: (own[name], rows(*cache_specs[name])) for name in own
-    }
     values = jax.ShapeDtypeStruct((s, heads, parts, z.group, d), jnp.float32)
     sums = jax.ShapeDtypeStruct((s, heads, parts, z.group), jnp.float32)
-    results |= {
+    results = cache | {
         "values": (values, rows(parts, z.group, d)),
         "peak": (sums, rows(parts, z.group)),
         "total": (sums, rows(parts, z.group)),

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jrl.models.gpu_kernels.common import place
 from jrl.types import Array
 
 WIDE, DEEP = 128, 32
@@ -28,11 +29,6 @@ def block_rows(rows: int, groups: int) -> int:
     """Rows of a block: a power of two near the mean run."""
     mean = max(rows // groups, 1)
     return min(max(1 << (mean.bit_length() - 1), _LOWEST), _HIGHEST)
-
-
-def _at(ref: Any, *index: Any) -> Any:
-    """What ``plgpu`` loads from and stores to."""
-    return ref.at[index]
 
 
 def rows_times(
@@ -53,22 +49,22 @@ def rows_times(
 
     def kernel(start: Any, rows: Any, group: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
         part, block = pl.program_id(0), pl.program_id(1)
-        own, g = plgpu.load(_at(rows, block)), plgpu.load(_at(group, block))
-        at = plgpu.load(_at(start, block)) + jnp.arange(high)
-        inside, columns = jnp.arange(high) < own, part * WIDE + jnp.arange(WIDE)
+        count, g = plgpu.load(place(rows, block)), plgpu.load(place(group, block))
+        at = plgpu.load(place(start, block)) + jnp.arange(high)
+        inside, columns = jnp.arange(high) < count, part * WIDE + jnp.arange(WIDE)
 
         def read(k: Array) -> tuple[Array, Array]:
             deep = k * DEEP + jnp.arange(DEEP)
             mask = inside[:, None] & (deep < d)[None]
-            x = plgpu.load(_at(x_ref, at[:, None], deep[None]), mask=mask, other=0)
+            x = plgpu.load(place(x_ref, at[:, None], deep[None]), mask=mask, other=0)
             mask = (deep < d)[:, None] & (columns < f)[None]
-            return x, plgpu.load(_at(w_ref, g, deep[:, None], columns[None]), mask=mask, other=0)
+            return x, plgpu.load(place(w_ref, g, deep[:, None], columns[None]), mask=mask, other=0)
 
-        @pl.when(own > 0)
+        @pl.when(count > 0)
         def _() -> None:
             sums = _summed(pl.cdiv(d, DEEP), read, (high, WIDE))
             mask = inside[:, None] & (columns < f)[None]
-            plgpu.store(_at(y_ref, at[:, None], columns[None]), sums, mask=mask)
+            plgpu.store(place(y_ref, at[:, None], columns[None]), sums, mask=mask)
 
     return pl.pallas_call(
         kernel,
@@ -96,19 +92,19 @@ def by_group(x_md: Array, g_mf: Array, rows_e: Array, *, interpret: bool) -> Arr
     def kernel(start: Any, rows: Any, x_ref: Any, g_ref: Any, dw_ref: Any) -> None:
         columns = pl.program_id(0) * WIDE + jnp.arange(WIDE)
         deep, group = pl.program_id(1) * WIDE + jnp.arange(WIDE), pl.program_id(2)
-        first, count = plgpu.load(_at(start, group)), plgpu.load(_at(rows, group))
+        first, count = plgpu.load(place(start, group)), plgpu.load(place(rows, group))
 
         def read(k: Array) -> tuple[Array, Array]:
-            own = k * DEEP + jnp.arange(DEEP)
-            at, inside = first + own, (own < count)[:, None]
+            index = k * DEEP + jnp.arange(DEEP)
+            at, inside = first + index, (index < count)[:, None]
             mask = inside & (deep < d)[None]
-            x = plgpu.load(_at(x_ref, at[:, None], deep[None]), mask=mask, other=0)
+            x = plgpu.load(place(x_ref, at[:, None], deep[None]), mask=mask, other=0)
             mask = inside & (columns < f)[None]
-            return x.T, plgpu.load(_at(g_ref, at[:, None], columns[None]), mask=mask, other=0)
+            return x.T, plgpu.load(place(g_ref, at[:, None], columns[None]), mask=mask, other=0)
 
         sums = _summed(pl.cdiv(count, DEEP), read, (WIDE, WIDE))
         mask = (deep < d)[:, None] & (columns < f)[None]
-        plgpu.store(_at(dw_ref, group, deep[:, None], columns[None]), sums, mask=mask)
+        plgpu.store(place(dw_ref, group, deep[:, None], columns[None]), sums, mask=mask)
 
     return pl.pallas_call(
         kernel,
