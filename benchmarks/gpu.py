@@ -6,8 +6,8 @@ Weights are random and bfloat16, and so are gradients and the moments of Adam. E
 fraction of what the same device reached on a bare copy or a bare product just before. A row is
 printed as soon as it is measured, and what a profile of one call adds to it after that. What a
 program needs is known when it is compiled. Sampling that does not fit the device is reported as
-such; training first gives up saved activations (rematerialisation "full"), then half of the layers
-at a time, and its row says what it ran with and why.
+such; training first gives up saved activations ("elementwise" to "full" rematerialisation), then
+half of the layers at a time, and its row says what it ran with and why.
 """
 
 from __future__ import annotations

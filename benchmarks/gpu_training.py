@@ -34,6 +34,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.lora import Lora, count_trained, with_adapters
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
+from jrl.train.remat import ORDER
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step
 from jrl.types import Batch, Network, TrainState
@@ -83,12 +84,12 @@ class Variant(NamedTuple):
 
 def variants(config: ModelConfig, remat: str) -> Iterator[Variant]:
     """What to train, in the order in which memory is given up."""
-    layers = config.layers
-    if remat != "full":
-        yield Variant(layers, remat)
-    while layers:
-        yield Variant(layers, "full")
-        layers //= 2
+    layers, leanest = config.layers, ORDER[-1]
+    leaner = ORDER[ORDER.index(remat) :] if remat in ORDER else (remat, *ORDER)
+    for name in leaner:
+        yield Variant(layers, name)
+    while layers := layers // 2:
+        yield Variant(layers, leanest)
 
 
 def training_row(config: ModelConfig, work: Update, args: argparse.Namespace) -> Measured:
