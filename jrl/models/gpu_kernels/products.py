@@ -26,6 +26,9 @@ _LEAST_DEEP = 64
 PAIRED = 32
 """Columns of a gate that lie beside those of up; see ``gated``."""
 
+_NORM_WARPS = 16
+"""Of a program of ``added_norm``, which has one row: what it waits for is memory."""
+
 _ENOUGH = 128
 """Programs of a product: about one for each processor of an H100; more parts are only more to add
 up."""
@@ -204,7 +207,7 @@ def added_norm(
         in_specs=[row, out_spec, pl.BlockSpec((d,), lambda i: (0,))],
         out_specs=[row, row],
         out_shape=[shape, shape],
-        compiler_params=plgpu.CompilerParams(num_warps=4 if wide <= 4096 else 8),
+        compiler_params=plgpu.CompilerParams(num_warps=_NORM_WARPS),
         interpret=interpret,
         name="added_norm",
     )(x_sd, out_nsd, weight)
