@@ -175,6 +175,13 @@ def _whole(mesh: Mesh) -> dict[str, int]:
     return dict.fromkeys(get_args(Axis), 1) | mesh
 
 
+def _without_cache(values: object) -> object:
+    """Refuses the sampler's other part: a vector with a scale of its own is more exact in int8."""
+    if values == "cache" or (isinstance(values, tuple | list) and "cache" in values):
+        raise ValueError('has weights alone; set sampling.int8 = "cache" for keys and values')
+    return values
+
+
 class SamplingTable(Table):
     """Sampling parameters and decoding slots."""
 
@@ -207,6 +214,7 @@ class SamplingTable(Table):
         tuple[Literal["weights"], ...],
         AfterValidator(_once),
         BeforeValidator(_listed),
+        BeforeValidator(_without_cache),
         Field(strict=False),
     ] = key(
         (),

@@ -190,7 +190,7 @@ def test_an_entry_has_a_scale_of_its_own():
 def test_decoding_in_8_bits_is_near_full_scoring_and_says_which_distribution_it_drew_from(
     case, kind
 ):
-    """Within 0.1 nats of the policy (float8: 0.3), and with rounded weights 1e-5 of their own."""
+    """Within 0.1 nats of the policy (float8: 0.5), and with rounded weights 1e-5 of their own."""
     network = transformer(CONFIG)
     params = network.init(jax.random.key(0))
     chosen = {"weights": "same", "cache": "same"} | {case: kind}
@@ -213,7 +213,7 @@ def test_decoding_in_8_bits_is_near_full_scoring_and_says_which_distribution_it_
     score = jax.jit(functools.partial(rollout_difference, network=network))
     found = score(params, rollout, make_sampling_params())
     assert found["tokens"] == 3 * 4 * 16
-    assert 1e-4 < found["max_difference"] < (0.3 if kind == "float8" else 0.1)
+    assert 1e-4 < found["max_difference"] < (0.5 if kind == "float8" else 0.1)
     assert 1e-7 < found["kl"] < (1e-2 if kind == "float8" else 1e-3)
     if case == "weights":
         prepared = jax.eval_shape(drawing.prepare, params)

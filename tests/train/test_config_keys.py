@@ -290,6 +290,7 @@ ON_TASK = {
     "sampling.min_p": (sampling_params, "sampling.min_p=0.5"),
     "sampling.slots": (programs, "sampling.slots=4"),
     "sampling.int8": (programs, "sampling.int8=cache"),
+    "sampling.float8": (programs, "sampling.float8=weights"),
     "objective": (programs, "objective.clip_high=0.4"),
     "rewards": (shaped, "rewards.partial.weight=2.0"),
     "optimizer.name": (updates, "optimizer.name=adam"),
@@ -333,6 +334,7 @@ MORE_ON_TASK = {
     "objective.router_z": (programs, "objective.router_z=0.1", SPARSE),
     "packed": (padding, "train.mode=packed"),
     "both in 8 bits": (programs, "sampling.int8=['weights', 'cache']", "sampling.int8=cache"),
+    "float8 in place of int8": (programs, "sampling.float8=weights", "sampling.int8=weights"),
 }
 """What a key leads to besides: options, coefficients of every method, further values."""
 TEACHER = ("method=on_policy_distillation", "frozen.teacher=PLACE/model")

@@ -77,6 +77,7 @@ def others_slow(cases):
             ),
             # Rounding to 8 bits now and then makes a step of a difference in a weight's last bit.
             (APART, ("sampling.int8=['weights', 'cache']", "train.mode=packed", "train.steps=2")),
+            (APART, ("sampling.float8=weights", "train.mode=packed", "train.steps=2")),
         ]
     ),
 )
