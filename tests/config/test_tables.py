@@ -222,6 +222,8 @@ def test_a_word_stands_for_a_list_of_one():
     assert config.sampling.formats == {"weights": "same", "cache": "int8"}
     assert config.sampling.in_8_bits == ("cache",)
     assert config.log.to == ("wandb:mine",)
+    two = load_config(None, ["frozen.ref=['A', 'B']"])
+    assert two.frozen == {"ref": ("A", "B")}
 
 
 def test_weights_are_in_one_format_of_8_bits():
@@ -230,8 +232,6 @@ def test_weights_are_in_one_format_of_8_bits():
     assert config.sampling.in_8_bits == ("weights", "cache")
     with pytest.raises(UserError, match=r"sampling.int8 and sampling.float8 both name 'weights'"):
         load_config(None, ["sampling.int8=['cache', 'weights']", "sampling.float8=weights"])
-    two = load_config(None, ["frozen.ref=['A', 'B']"])
-    assert two.frozen == {"ref": ("A", "B")}
 
 
 @pytest.mark.parametrize(("samples", "ks"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6))])

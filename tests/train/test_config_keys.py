@@ -334,7 +334,6 @@ MORE_ON_TASK = {
     "objective.router_z": (programs, "objective.router_z=0.1", SPARSE),
     "packed": (padding, "train.mode=packed"),
     "both in 8 bits": (programs, "sampling.int8=['weights', 'cache']", "sampling.int8=cache"),
-    "float8 in place of int8": (programs, "sampling.float8=weights", "sampling.int8=weights"),
 }
 """What a key leads to besides: options, coefficients of every method, further values."""
 TEACHER = ("method=on_policy_distillation", "frozen.teacher=PLACE/model")
