@@ -108,6 +108,29 @@ def gpu_kinds(topologies: list[str]) -> list[str]:
     return kinds
 
 
+def gpu_rounded(topologies: list[str], kind: str) -> list[str]:
+    """For each GPU a program that rounds a weight to 8 bits and multiplies many rows by it."""
+    import jax
+    import jax.numpy as jnp
+
+    from jrl.mesh import make_mesh, replicated
+    from jrl.models.matmul import project
+    from jrl.models.quant import quantise
+    from jrl.plan.topology import compile_devices, parse_topology
+
+    x, w = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256, 512), "f4")
+    texts = []
+    for name in topologies:
+        mesh = make_mesh({"data": 1}, compile_devices(parse_topology(name))[:1])
+        multiply = jax.jit(
+            lambda x, w: project("bd,de->be", x, quantise(w, 1, to=kind)),
+            in_shardings=replicated(mesh),
+        )
+        with jax.set_mesh(mesh):
+            texts.append(multiply.lower(x, w).compile().as_text())
+    return texts
+
+
 def _kernels_of_a_step() -> Iterator[tuple[Callable[..., Any], tuple]]:
     """(function, shapes) of ``models.gpu_kernels`` at sizes of 64 rows; heads of 64 to 256."""
     import jax
@@ -121,9 +144,11 @@ def _kernels_of_a_step() -> Iterator[tuple[Callable[..., Any], tuple]]:
     floats, whole = partial(shape, dtype=jnp.float32), partial(shape, dtype=jnp.int32)
     short = partial(shape, dtype=jnp.int8)
     yield lambda x, w: gk.few_rows(x, gk.Weight(w)), (shape(64, 6144), shape(6144, 2048))
-    in_8_bits = shape(64, 2048), short(2048, 4096), floats(4096)
-    yield lambda x, w, s: gk.few_rows(x, gk.Weight(w, s)), in_8_bits
     silu = partial(gk.gated, activation=jax.nn.silu)
+    for kind in (jnp.int8, jnp.float8_e4m3fn):
+        in_8_bits = shape(64, 2048), shape(2048, 4096, dtype=kind), floats(4096)
+        yield lambda x, w, s: gk.few_rows(x, gk.Weight(w, s)), in_8_bits
+        yield lambda x, w, s: silu(x, gk.Weight(w, s)), in_8_bits
     yield lambda x, w: silu(x, gk.Weight(w)), (shape(64, 2048), shape(2048, 4096))
     residual = shape(64, 4096), floats(4, 64, 4096), shape(4096)
     yield partial(gk.added_norm, eps=1e-6), residual

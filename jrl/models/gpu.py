@@ -115,7 +115,7 @@ def product(x: Array, w: Any, inputs: int) -> Sum | None:
 
     Args:
       x: [S, 1, ...], 16-bit floats.
-      w: [input axes, output axes], or ``Int8``.
+      w: [input axes, output axes], or ``Quantised``.
       inputs: how many axes are summed over.
 
     Returns:
@@ -169,7 +169,7 @@ def _streamed(x: Array, w: Any, inputs: int) -> Any:
     """The weight as [D, N], where the kernels take so few rows of it; else None."""
     from jrl.models.gpu_kernels import Weight, takes_product
 
-    in_8_bits = w.integers() if isinstance(w, Factored) else None
+    in_8_bits = w.scaled() if isinstance(w, Factored) else None
     # Matrices that devices divide are left to XLA, which sums over devices.
     if divided() or (isinstance(w, Factored) and in_8_bits is None):
         return None

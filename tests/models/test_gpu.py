@@ -143,20 +143,33 @@ def test_products_of_few_rows():
     parts = few_rows(x, Weight(w), interpret=True)
     assert parts.shape[0] > 1
     np.testing.assert_allclose(parts.sum(0), want, rtol=1e-4, atol=1e-3)
-    short = quantise(w, 1)
-    weight = Weight(short.values, short.scales.reshape(-1))
-    actual = few_rows(x, weight, interpret=True).sum(0)
-    want_8 = np.asarray(x, np.float64) @ np.asarray(short.whole(), np.float64)
-    np.testing.assert_allclose(actual, want_8, rtol=1e-4, atol=1e-3)
+    for kind in ("int8", "float8"):
+        short = quantise(w, 1, to=kind)
+        weight = Weight(short.values, short.scales.reshape(-1))
+        actual = few_rows(x, weight, interpret=True).sum(0)
+        want_8 = np.asarray(x, np.float64) @ np.asarray(short.whole(), np.float64)
+        np.testing.assert_allclose(actual, want_8, rtol=1e-4, atol=1e-3)
     # Gate and up in turn, PAIRED columns each.
-    pair = want.reshape(5, -1, 2, PAIRED)
-    gate, up = (np.asarray(pair[:, :, i].reshape(5, -1)) for i in (0, 1))
-    out = gated(x, Weight(w), jax.nn.silu, interpret=True)
-    silu = gate / (1 + np.exp(-gate)) * up
-    np.testing.assert_allclose(out.astype(jnp.float32), silu, rtol=0.03, atol=0.5)
+    for made, product in ((Weight(w), want), (weight, want_8)):
+        pair = product.reshape(5, -1, 2, PAIRED)
+        gate, up = (np.asarray(pair[:, :, i].reshape(5, -1)) for i in (0, 1))
+        out = gated(x, made, jax.nn.silu, interpret=True)
+        silu = gate / (1 + np.exp(-gate)) * up
+        np.testing.assert_allclose(out.astype(jnp.float32), silu, rtol=0.03, atol=0.5)
     assert takes_product(64, 128, 192)
     assert not takes_product(65, 128, 192)
     assert not takes_product(1, 96, 192)
+
+
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_every_number_in_float8_is_read_exactly(dtype):
+    """All 254 of them, subnormals too, one beside the other as a weight of an identity's rows."""
+    bits = jnp.arange(256, dtype=jnp.uint8)
+    numbers = jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn)
+    numbers = jnp.where(jnp.isnan(numbers.astype(jnp.float32)), 0, numbers)
+    weight = Weight(jnp.tile(numbers.reshape(4, 64), (16, 1)), jnp.full(64, 2.0))
+    rows = few_rows(jnp.eye(64, dtype=dtype)[:4], weight, interpret=True).sum(0)
+    np.testing.assert_array_equal(rows, 2 * numbers.astype(jnp.float32).reshape(4, 64))
 
 
 def test_a_sum_and_its_norm():
@@ -225,8 +238,8 @@ CONFIG = ModelConfig(
 )
 
 
-@pytest.mark.parametrize("in_8_bits", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_steps_of_a_model_are_those_of_plain_jax(in_8_bits, monkeypatch):
+@pytest.mark.parametrize("kind", ["same", slow("int8"), slow("float8")])
+def test_steps_of_a_model_are_those_of_plain_jax(kind, monkeypatch):
     """Token steps behind shared prompts, weights and cache in 8 bits or not."""
     monkeypatch.setattr(gpu, "pairs", lambda width: PAIRED)
     prompts = jnp.asarray(np.random.default_rng(5).integers(0, 31, (2, 9)), jnp.int32)
@@ -234,8 +247,8 @@ def test_steps_of_a_model_are_those_of_plain_jax(in_8_bits, monkeypatch):
     hidden = {}
     for attention in ("triton", "xla"):
         network = transformer(CONFIG, attention=attention)
-        if in_8_bits:
-            network = sampler(network, CONFIG, weights="int8", cache="int8")
+        if kind != "same":
+            network = sampler(network, CONFIG, weights=kind, cache="int8")
         weights = network.prepare(network.init(jax.random.key(0)))
         past = prefill(weights, prompts, lengths + 1, network=network)
         rows = share(past, lengths, 3, network=network, weights=weights, length=5)
