@@ -78,6 +78,23 @@ def steps_at_once() -> int:
     return STEPS if platform() == "gpu" else 1
 
 
+def block_of(steps: int) -> int:
+    """Token steps between two returns to the host in a call of so many; 1 for no inner loop.
+
+    Blocks are as even as can be, since those of a call of 20 in 16 would take 12 steps for nothing.
+    """
+    steps = max(steps, 1)
+    return -(-steps // -(-steps // steps_at_once()))
+
+
+def branches() -> bool:
+    """Whether programs of the sampler may branch; on a GPU a branch returns to the host.
+
+    There what is done for some rows alone is done for all, in a program of its own.
+    """
+    return platform() != "gpu"
+
+
 def halvings_at_once() -> int:
     """Halvings of a search between two returns to the host; 1 for no inner loop."""
     return HALVINGS if platform() == "gpu" else 1
@@ -332,21 +349,39 @@ def draws(logits: Array) -> bool:
     return platform() == "gpu" and new_enough() and whole
 
 
-def draw(uniform: Array, logits: Array, temperature: Array) -> tuple[Array, Array]:
-    """``params.sample`` where nothing but a temperature shapes the distribution.
+def draw(
+    uniform: Array, logits: Array, temperature: Array, truncation: tuple[Array, ...] | None = None
+) -> tuple[Array, Array]:
+    """``params.sample`` on the kernels.
 
     Args:
       uniform: [S] float32 in [0, 1).
       logits: [S, V] float32.
       temperature: [S] float32; 0 is greedy.
+      truncation: top-k [S] int32, top-p and min-p [S] float32; None where all tokens are kept.
     """
     from jrl.models.gpu_kernels import block_sums, pick
 
-    def one(uniform: Array, logits: Array, temperature: Array) -> tuple[Array, Array]:
-        peaks, sums = block_sums(logits, temperature, interpret=_interpret())
-        return pick(uniform, logits, temperature, peaks, sums, interpret=_interpret())
+    def one(uniform: Array, logits: Array, temperature: Array, *least: Array) -> Any:
+        peaks, sums = block_sums(logits, temperature, *least, interpret=_interpret())
+        inputs = uniform, logits, temperature, peaks, sums
+        return pick(*inputs, *least, interpret=_interpret())
+
+    logits = logits.astype(jnp.float32)
+    least = () if truncation is None else (least_kept(logits, temperature, *truncation),)
+    rows = PartitionSpec(_over("batch", logits.shape[0]))
+    inputs = uniform, logits, temperature, *least
+    return by_device(one, (rows,) * len(inputs), *inputs, results=(rows, rows))
+
+
+def least_kept(logits: Array, temperature: Array, *truncation: Array) -> Array:
+    """[S] float32, the smallest logit that truncation keeps; -inf for all. Arguments of ``draw``.
+
+    XLA's search for it, of unknown length, returns to the host.
+    """
+    from jrl.models import gpu_kernels
 
     rows = PartitionSpec(_over("batch", logits.shape[0]))
-    specs = rows, rows, rows
-    inputs = uniform, logits.astype(jnp.float32), temperature
-    return by_device(one, specs, *inputs, results=(rows, rows))
+    search = functools.partial(gpu_kernels.least_kept, interpret=_interpret())
+    inputs = logits, temperature, *truncation
+    return by_device(search, (rows,) * len(inputs), *inputs, results=rows)

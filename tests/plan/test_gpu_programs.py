@@ -128,6 +128,14 @@ def test_a_training_step_launches_and_copies_no_more_than_its_bounds(shape):
     check(shape, "train_step", TRAINING[ATTENTION][shape])
 
 
+def test_the_host_engine_asks_once_in_16_tokens_whatever_its_rows_ask_for():
+    """They have truncation, biases, grammars and reports."""
+    step = ask("gpu_engine", SMALL | {"layers": 2}, "h100x1", {"data": 1}, 16)
+    assert step["returns"] == 1 / 16
+    assert step["conditionals"] == 0
+    assert step["draw"] <= 8
+
+
 def test_memory_and_operations_are_those_of_the_shape():
     """Two layers of 1.7B: weights, moments, and products counted from the sizes."""
     sampler, step = program("1.7b", "sampler", 2), program("1.7b", "train_step", 2)
