@@ -344,13 +344,34 @@ def reaches(
 
 def draws(logits: Array) -> bool:
     """Whether tokens of these logits [S, V] are drawn by the kernels."""
+    return platform() == "gpu" and new_enough() and _divides(logits.shape[0])
+
+
+def _of_rows(function: Callable[..., Any], logits: Array, *others: Array) -> Any:
+    """``function`` of the rows that each device draws from: logits [S, V], and others [S].
+
+    Devices that divide the vocabulary divide the rows, too, and send each other the logits once:
+    XLA makes a running sum of what several devices have a loop over all of its numbers.
+    """
     rows, vocab = logits.shape
-    whole = parts_of("vocab", vocab) == 1 and _divides(rows)
-    return platform() == "gpu" and new_enough() and whole
+    batch, parts = _over("batch", rows) or (), parts_of("vocab", vocab)
+    over = _over("vocab", vocab) or ()
+    apart = parts > 1 and rows % (parts * parts_of("batch", rows)) == 0
+
+    def one(logits: Array, *others: Array) -> Any:
+        if apart:
+            logits = jax.lax.all_to_all(logits, over, 0, 1, tiled=True)
+        elif parts > 1:
+            logits = jax.lax.all_gather(logits, over, axis=1, tiled=True)
+        return function(logits, *others)
+
+    in_rows = PartitionSpec((*batch, *(over if apart else ())) or None)
+    specs = PartitionSpec(batch or None, over or None), *(in_rows for _ in others)
+    return by_device(one, specs, logits, *others, results=in_rows)
 
 
 def draw(
-    uniform: Array, logits: Array, temperature: Array, truncation: tuple[Array, ...] | None = None
+    uniform: Array, logits: Array, temperature: Array, truncation: tuple[Array, ...] = ()
 ) -> tuple[Array, Array]:
     """``params.sample`` on the kernels.
 
@@ -358,30 +379,34 @@ def draw(
       uniform: [S] float32 in [0, 1).
       logits: [S, V] float32.
       temperature: [S] float32; 0 is greedy.
-      truncation: top-k [S] int32, top-p and min-p [S] float32; None where all tokens are kept.
-    """
-    from jrl.models.gpu_kernels import block_sums, pick
-
-    def one(uniform: Array, logits: Array, temperature: Array, *least: Array) -> Any:
-        peaks, sums = block_sums(logits, temperature, *least, interpret=_interpret())
-        inputs = uniform, logits, temperature, peaks, sums
-        return pick(*inputs, *least, interpret=_interpret())
-
-    logits = logits.astype(jnp.float32)
-    least = () if truncation is None else (least_kept(logits, temperature, *truncation),)
-    rows = PartitionSpec(_over("batch", logits.shape[0]))
-    inputs = uniform, logits, temperature, *least
-    return by_device(one, (rows,) * len(inputs), *inputs, results=(rows, rows))
-
-
-def least_kept(logits: Array, temperature: Array, *truncation: Array) -> Array:
-    """[S] float32, the smallest logit that truncation keeps; -inf for all. Arguments of ``draw``.
-
-    XLA's search for it, of unknown length, returns to the host.
+      truncation: top-k [S] int32, top-p and min-p [S] float32; () where all tokens are kept.
     """
     from jrl.models import gpu_kernels
 
-    rows = PartitionSpec(_over("batch", logits.shape[0]))
+    interpret = _interpret()
+
+    def one(logits: Array, uniform: Array, temperature: Array, *truncation: Array) -> Any:
+        least: tuple[Array, ...] = ()
+        if truncation:
+            inputs = logits, temperature, *truncation
+            least = (gpu_kernels.least_kept(*inputs, interpret=interpret),)
+        sums = gpu_kernels.block_sums(logits, temperature, *least, interpret=interpret)
+        inputs = uniform, logits, temperature, *sums, *least
+        return gpu_kernels.pick(*inputs, interpret=interpret)
+
+    return _of_rows(one, logits.astype(jnp.float32), uniform, temperature, *truncation)
+
+
+def least_kept(logits: Array, *truncation: Array) -> Array:
+    """[S] float32, the smallest logit that truncation keeps; -inf for all.
+
+    XLA's search for it, whose length is not known, returns to the host.
+
+    Args:
+      logits: [S, V] float32, over their temperature.
+      truncation: top-k [S] int32, top-p and min-p [S] float32.
+    """
+    from jrl.models import gpu_kernels
+
     search = functools.partial(gpu_kernels.least_kept, interpret=_interpret())
-    inputs = logits, temperature, *truncation
-    return by_device(search, (rows,) * len(inputs), *inputs, results=rows)
+    return _of_rows(search, logits, jnp.ones(logits.shape[0]), *truncation)

@@ -119,10 +119,7 @@ def kept_tokens(scaled: Array, sampling_params: SamplingParams) -> Array:
     scaled = jax.lax.stop_gradient(scaled)
     mask = jnp.ones(scaled.shape, bool)
     if gpu.draws(scaled) and (sampling_params.truncates or sampling_params.floors):
-        warm = jnp.ones(scaled.shape[:1])  # the logits are over the temperature already
-        return (
-            scaled >= gpu.least_kept(scaled, warm, *_truncation(scaled, sampling_params))[:, None]
-        )
+        return scaled >= gpu.least_kept(scaled, *_truncation(scaled, sampling_params))[:, None]
     if sampling_params.truncates:
         rows = scaled.shape[:1]
         k = jnp.broadcast_to(jnp.asarray(sampling_params.top_k), rows)
@@ -365,7 +362,7 @@ def sample(uniform: Array, logits: Array, sampling_params: SamplingParams) -> tu
     shaped = sampling_params.truncates or sampling_params.floors
     if gpu.draws(logits):
         temperature = jnp.broadcast_to(jnp.asarray(sampling_params.temperature), logits.shape[:1])
-        truncation = _truncation(logits, sampling_params) if shaped else None
+        truncation = _truncation(logits, sampling_params) if shaped else ()
         return gpu.draw(uniform, _biased(logits, sampling_params), temperature, truncation)
     scaled, greedy = scaled_logits(logits, sampling_params)
     if sampling_params.bias is None:

@@ -4,10 +4,12 @@ import contextlib
 from functools import partial
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
@@ -253,6 +255,22 @@ def test_truncation_keeps_what_the_plain_search_keeps(vocab, monkeypatch):
     np.testing.assert_allclose(slope[live].sum(1), 0.0, atol=1e-4)
     forbids = jnp.zeros(vocab).at[token[0]].set(-jnp.inf)
     assert sample(uniform, logits, params.replace(bias=forbids))[0][0] != token[0]
+
+
+@pytest.mark.parametrize("rows", [8, 6])
+def test_devices_that_divide_the_vocabulary_draw_what_one_draws(rows, monkeypatch):
+    """Each for rows of its own, or, where they are uneven, each for all of its rows."""
+    monkeypatch.setattr(gpu, "draws", lambda logits: True)
+    rng = np.random.default_rng(7)
+    logits = jnp.asarray(4 * rng.normal(size=(rows, 300)), jnp.float32)
+    uniform, params = jnp.asarray(rng.uniform(size=rows), jnp.float32), shaped(rows)
+    one = sample(uniform, logits, params), kept_tokens(logits, params)
+    mesh = make_mesh({"data": 2, "tensor": 2})
+    with jax.set_mesh(mesh):
+        where = NamedSharding(mesh, PartitionSpec("data", "tensor"))
+        apart = jax.device_put(logits, where)
+        several = jax.jit(sample)(uniform, apart, params), jax.jit(kept_tokens)(apart, params)
+    chex.assert_trees_all_equal(jax.device_get(several), jax.device_get(one))
 
 
 CONFIG = ModelConfig(
