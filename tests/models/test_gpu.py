@@ -234,7 +234,7 @@ def shaped(rows):
 @pytest.mark.parametrize("vocab", [pytest.param(23, marks=pytest.mark.slow), 9000])
 def test_truncation_keeps_what_the_plain_search_keeps(vocab, monkeypatch):
     """With ties, forbidden tokens, both zeros, and a bias."""
-    rng, rows = np.random.default_rng(6), 16
+    rng, rows = np.random.default_rng(6), 8
     logits = jnp.asarray(np.round(4 * rng.normal(size=(rows, vocab)), 2), jnp.float32)
     logits = logits.at[:, 3].set(-jnp.inf).at[:, 7].set(0.0).at[:, 8].set(-0.0)
     uniform = jnp.asarray(rng.uniform(size=rows), jnp.float32)
