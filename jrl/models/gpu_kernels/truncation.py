@@ -17,6 +17,8 @@ from jrl.types import Array
 
 _TOGETHER = 8192
 """Logits that a pass looks at together."""
+_BY_VALUE = 24
+"""Passes that halve an interval of values, before those that halve one of bits."""
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
@@ -141,26 +143,31 @@ class _Row:
         """
 
         def going(carry: tuple[Any, ...]) -> Any:
-            low, high, mass, beyond = carry
+            _, low, high, mass, beyond = carry
             # Once a single logit is between both the search is over.
             one = weight(_real(low))
             several = mass - beyond >= 1.5 * jnp.where(one > rounding, one, 0.0)
             return asked & (mass >= limit) & several & (low + 1 < high)
 
         def halve(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            low, high, mass, beyond = carry
-            tried = (low & high) + ((low ^ high) >> 1)  # their mean, which cannot overflow
+            i, low, high, mass, beyond = carry
+            # By value first, which finds the place among logits, then by bits, which ends.
+            between = _order(_real(low) / 2 + _real(high) / 2)
+            middle = (low & high) + ((low ^ high) >> 1)  # which cannot overflow
+            tried = jnp.clip(jnp.where(i < _BY_VALUE, between, middle), low + 1, high - 1)
             found = self.above(asked, _real(tried), weight)
             up = found >= limit
             return (
+                i + 1,
                 jnp.where(up, tried, low),
                 jnp.where(up, high, tried),
                 jnp.where(up, found, mass),
                 jnp.where(up, beyond, found),
             )
 
-        start = _order(lowest), _order(peak) + 1, self.above(asked, lowest, weight), jnp.float32(0)
-        low, _, mass, _ = jax.lax.while_loop(going, halve, start)
+        low, high, whole = _order(lowest), _order(peak) + 1, self.above(asked, lowest, weight)
+        start = jnp.int32(0), low, high, whole, jnp.float32(0)
+        _, low, _, mass, _ = jax.lax.while_loop(going, halve, start)
         return jnp.where(asked & (mass >= limit), _real(low), -jnp.inf)
 
 
