@@ -88,6 +88,50 @@ def gpu_program(tree: dict[str, Any], topology: str, name: str) -> dict[str, Any
     return as_json(plan.judged(run, hosts, programs))["programs"][name]
 
 
+def gpu_engine(sizes: dict[str, Any], topology: str, mesh: dict[str, int], steps: int) -> Any:
+    """Launches of a token step of the host engine in a chunk of so many steps on GPUs.
+
+    Its 64 rows may each truncate, and bring a bias and a grammar; one asked for a report.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jrl.mesh import make_mesh, replicated
+    from jrl.models import gpu
+    from jrl.models.config import ModelConfig
+    from jrl.models.transformer import transformer
+    from jrl.plan.kernels import token_step
+    from jrl.plan.topology import compile_devices, parse_topology
+    from jrl.sampling.rows import Rows
+    from jrl.sampling.slots import IdleLimit
+
+    rows, vocab = 64, sizes["vocab_size"]
+    types = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+    network = transformer(ModelConfig(**sizes, **types))
+    lengths = {"prompt_tokens": 256, "max_new_tokens": 1024, "chunk": 32, "stop_width": 8}
+    wide = {"biases": True, "masks": True, "top_logprobs": 8}
+    engine = Rows(network, slots=rows, stop_tokens=(0,), **lengths, **wide)
+    chips = make_mesh(mesh, compile_devices(parse_topology(topology)))
+    on = replicated(chips)
+
+    def shape(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=on)
+
+    def shapes(function: Callable[..., Any], *args: Any) -> Any:
+        return jax.tree.map(
+            lambda x: shape(*x.shape, dtype=x.dtype), jax.eval_shape(function, *args)
+        )
+
+    with jax.set_mesh(chips):
+        weights = shapes(lambda: network.prepare(network.init(jax.random.key(0))))
+        batch, idle = shapes(engine._make, weights), IdleLimit(shape(), shape())
+        masks = shape(rows, -(-vocab // 32), dtype=jnp.uint32)
+        args = shape(), shape(rows), shape(), idle, shape(rows), None, masks
+        at_once = gpu.block_of(steps)
+        program = engine._decode.lower(weights, batch, *args, at_once=at_once).compile()
+    return token_step(program.as_text())._asdict() | {"at_once": at_once}
+
+
 def gpu_kinds(topologies: list[str]) -> list[str]:
     """The device kinds of GPUs, for each of which the kernels of a token step are compiled."""
     import jax
@@ -154,6 +198,8 @@ def _kernels_of_a_step() -> Iterator[tuple[Callable[..., Any], tuple]]:
     yield partial(gk.added_norm, eps=1e-6), residual
     yield gk.block_sums, (floats(64, 151_936), floats(64))
     sums = floats(64, 38), floats(64, 38, gk.BLOCKS)
+    numbers = floats(64), whole(64), floats(64), floats(64)
+    yield gk.least_kept, (floats(64, 151_936), *numbers)
     yield gk.pick, (floats(64), floats(64, 151_936), floats(64), *sums)
 
     def attend(x: Any, own: Any, prompt: Any, turn: Any, reach: Any) -> Any:

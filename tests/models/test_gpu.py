@@ -4,10 +4,12 @@ import contextlib
 from functools import partial
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
@@ -34,7 +36,7 @@ from jrl.models.layers import angles, frequencies, rotate
 from jrl.models.quant import quantise, quantise_entries, sampler
 from jrl.models.transformer import transformer
 from jrl.sampling.cache import share
-from jrl.sampling.params import SamplingParams, sample
+from jrl.sampling.params import SamplingParams, kept_tokens, sample, token_logprobs
 from jrl.sampling.slots import prefill
 
 BF16 = jnp.bfloat16
@@ -221,6 +223,67 @@ def test_a_draw_is_that_of_the_plain_search(vocab):
     np.testing.assert_allclose(logprob[~edge], want_logprob[~edge], atol=2e-5)
     exact = jax.nn.log_softmax(logits[1] / temperature[1])[token[1]]
     np.testing.assert_allclose(logprob[1], exact, atol=2e-5)
+
+
+def shaped(rows):
+    """Distributions of rows: off, hot and cold, top-k, top-p, min-p, all of them, and extremes."""
+    kinds = [
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 5, 1.0, 0.0),
+        (2.0, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (1.5, 40, 0.9, 0.01),
+        (0.0, 5, 0.5, 0.5),
+        (1.0, 1, 1.0, 0.0),
+        (1.0, 10**6, 1e-6, 0.0),
+    ]
+    temperature, top_k, top_p, min_p = np.array([kinds[i % len(kinds)] for i in range(rows)]).T
+    arrays = map(jnp.float32, (temperature, top_p, min_p))
+    temperature, top_p, min_p = arrays
+    flags = {"truncates": True, "mixed": True, "floors": True}
+    return SamplingParams(temperature, jnp.int32(top_k), top_p, min_p, greedy=True, **flags)
+
+
+@pytest.mark.parametrize("vocab", [pytest.param(23, marks=pytest.mark.slow), 9000])
+def test_truncation_keeps_what_the_plain_search_keeps(vocab, monkeypatch):
+    """With ties, forbidden tokens, both zeros, and a bias."""
+    rng, rows = np.random.default_rng(6), 8
+    logits = jnp.asarray(np.round(4 * rng.normal(size=(rows, vocab)), 2), jnp.float32)
+    logits = logits.at[:, 3].set(-jnp.inf).at[:, 7].set(0.0).at[:, 8].set(-0.0)
+    uniform = jnp.asarray(rng.uniform(size=rows), jnp.float32)
+    params = shaped(rows)
+    kept, (token, logprob) = kept_tokens(logits, params), sample(uniform, logits, params)
+    assert kept[6].sum() == kept[7].sum() == 1
+    monkeypatch.setattr(gpu, "draws", lambda logits: True)
+    # Rows that keep all keep the forbidden one too, which weighs nothing.
+    again = kept_tokens(logits, params) & (logits > -jnp.inf)
+    live = np.asarray(params.temperature) > 0
+    np.testing.assert_array_equal(again[live], (kept & (logits > -jnp.inf))[live])
+    again, logprob_again = sample(uniform, logits, params)
+    np.testing.assert_array_equal(again, token)
+    np.testing.assert_allclose(logprob_again, logprob, atol=2e-5)
+    scores = partial(token_logprobs, tokens=token, sampling_params=params)
+    np.testing.assert_allclose(scores(logits)["logprobs"][live], logprob[live], atol=2e-5)
+    slope = jax.grad(lambda x: scores(x)["logprobs"][live].sum())(logits)
+    np.testing.assert_allclose(slope[live].sum(1), 0.0, atol=1e-4)
+    forbids = jnp.zeros(vocab).at[token[0]].set(-jnp.inf)
+    assert sample(uniform, logits, params.replace(bias=forbids))[0][0] != token[0]
+
+
+@pytest.mark.parametrize("rows", [8, 6])
+def test_devices_that_divide_the_vocabulary_draw_what_one_draws(rows, monkeypatch):
+    """Each for rows of its own, or, where they are uneven, each for all of its rows."""
+    monkeypatch.setattr(gpu, "draws", lambda logits: True)
+    rng = np.random.default_rng(7)
+    logits = jnp.asarray(4 * rng.normal(size=(rows, 300)), jnp.float32)
+    uniform, params = jnp.asarray(rng.uniform(size=rows), jnp.float32), shaped(rows)
+    one = sample(uniform, logits, params), kept_tokens(logits, params)
+    mesh = make_mesh({"data": 2, "tensor": 2})
+    with jax.set_mesh(mesh):
+        where = NamedSharding(mesh, PartitionSpec("data", "tensor"))
+        apart = jax.device_put(logits, where)
+        several = jax.jit(sample)(uniform, apart, params), jax.jit(kept_tokens)(apart, params)
+    chex.assert_trees_all_equal(jax.device_get(several), jax.device_get(one))
 
 
 CONFIG = ModelConfig(

@@ -18,3 +18,4 @@ from jrl.models.gpu_kernels.products import added_norm as added_norm
 from jrl.models.gpu_kernels.products import few_rows as few_rows
 from jrl.models.gpu_kernels.products import gated as gated
 from jrl.models.gpu_kernels.products import takes_product as takes_product
+from jrl.models.gpu_kernels.truncation import least_kept as least_kept
