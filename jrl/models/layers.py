@@ -423,6 +423,7 @@ def block(
 # ---------------------------------------------------------------- complete sequences
 
 _KEPT = {
+    "scores": (PRODUCT, WIDE, SEEN),
     "elementwise": (PRODUCT, WIDE, SEEN),
     "dots": (PRODUCT, WIDE),
     "mlp": (PRODUCT, SEEN),
@@ -611,10 +612,10 @@ def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
         return out
 
 
-def head(params: Params, *, config: ModelConfig) -> Head:
+def head(params: Params, *, config: ModelConfig, remat: str = "none") -> Head:
     """The weight and layout of ``logits``; see ``types.NetworkExtras.head``."""
     weight, axis = (params["embed"], 0) if config.tied_embeddings else (params["head"], 1)
-    return Head(weight, axis, config.logit_softcap)
+    return Head(weight, axis, config.logit_softcap, kept=remat == "scores")
 
 
 # ---------------------------------------------------------------- dtypes of weights

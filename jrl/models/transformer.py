@@ -116,7 +116,7 @@ def transformer(
         extras=NetworkExtras(
             fill=bind(fill, config=config, options=sampling),
             hidden_shared=bind(hidden_shared, config=config, remat=remat, options=options),
-            head=bind(head, config=config),
+            head=bind(head, config=config, remat=remat),
             views=Views(attention=bind(attention_of, config=config)),
             gathered=gather,
         ),
