@@ -234,7 +234,8 @@ def _fused_forward(
 def _fused_backward(walk: _Walk, residuals: tuple, g: tuple[Array, Array]) -> tuple:
     hidden, weight, tokens, temperature, log_total, mean, kept = residuals
     of_chosen, of_entropy = (x[:, :, None, None] for x in g)
-    spec = _spec(walk)
+    spec, looped = _spec(walk), walk.parts > 1 and not walk.kept
+    written = jnp.float32 if looped else weight.dtype
 
     def visit(i: Array | int, scores: Array | None = None) -> tuple[Array, Array]:
         part = _part(walk, weight, i, hidden.dtype)
@@ -256,11 +257,11 @@ def _fused_backward(walk: _Walk, residuals: tuple, g: tuple[Array, Array]) -> tu
         # Of each shard by itself: devices add theirs up once, after the last part.
         back = jnp.einsum(f"{spec},btsv->sbtd", part, slope, preferred_element_type=jnp.float32)
         back = constrain(back, "vocab", "batch", "length", None)
-        slopes = weight_gradient(f"btd,btsv->{spec}", hidden, slope, _axes(walk))
+        slopes = weight_gradient(f"btd,btsv->{spec}", hidden, slope, _axes(walk), written)
         return back, constrain(slopes, *_axes(walk))
 
     along = walk.axis + 1
-    if walk.parts == 1 or walk.kept:
+    if not looped:
         visits = [visit(i, kept[i] if kept else None) for i in range(walk.parts)]
         back = functools.reduce(jnp.add, (back for back, _ in visits))
         slopes = _joined(walk, [slopes.astype(weight.dtype) for _, slopes in visits])
