@@ -495,7 +495,8 @@ def hidden_shared(
         inside.astype(jnp.int32),
         lengths=rows.prompt_lengths.reshape(m * b),
     )
-    owned = Owners(rows.positions, rows.segments, rows.owners, rows.prompt_lengths, p, rows.ends)
+    marks = rows.positions, rows.segments, rows.owners
+    owned = Owners(*marks, rows.prompt_lengths, p, rows.ends, rows.lengths)
     at_both = shared_attention(options.attention, config, owned)
     prompts = rows.prompt_tokens.reshape(m * b, p)
     xs = embed(config, params, prompts), embed(config, params, rows.tokens)
