@@ -218,20 +218,30 @@ def _joined_bias(config: ModelConfig, w: Params) -> Array:
 
 
 def _projected(
-    config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation
+    config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation, kernels: bool
 ) -> tuple[Array, Array, Array]:
-    """Queries [B, Q, H, h], keys and values [B, K, Q, h], normalised and rotated."""
+    """Queries [B, Q, H, h], keys and values [B, K, Q, h], normalised and rotated.
+
+    By ``gpu.norm_rotated`` with ``kernels``.
+    """
     cos, sin = rotation
     q_bqhd, k_bqkd, v_bqkd = _separate_products(w, x_bqd)
     if config.qkv_bias:
         q_bqhd = q_bqhd + _row(w["q_bias"], 4).astype(x_bqd.dtype)
         k_bqkd = k_bqkd + _row(w["k_bias"], 4).astype(x_bqd.dtype)
         v_bqkd = v_bqkd + _row(w["v_bias"], 4).astype(x_bqd.dtype)
-    if config.qk_norm:
-        q_bqhd = rms_norm(q_bqhd, w["q_norm"], config)
-        # Norms before the rotation, as Qwen3 and Gemma 3 were trained.
-        k_bqkd = rms_norm(k_bqkd, w["k_norm"], config)
-    q_bqhd, k_bqkd = (rotate(x, cos[:, :, None], sin[:, :, None]) for x in (q_bqhd, k_bqkd))
+    # Norms before the rotation, as Qwen3 and Gemma 3 were trained.
+    norms = (w["q_norm"], w["k_norm"]) if config.qk_norm else (None, None)
+    if kernels:
+        q_bqhd = gpu.norm_rotated(config, q_bqhd, norms[0], rotation, "heads")
+        k_bqkd = gpu.norm_rotated(config, k_bqkd, norms[1], rotation, "kv_heads")
+    else:
+        q_bqhd, k_bqkd = (
+            rotate(
+                x if norm is None else rms_norm(x, norm, config), cos[:, :, None], sin[:, :, None]
+            )
+            for x, norm in zip((q_bqhd, k_bqkd), norms, strict=True)
+        )
     # Transposed last: before the rotation, XLA would fold this into the product and transpose x.
     return q_bqhd, k_bqkd.transpose(0, 2, 1, 3), v_bqkd.transpose(0, 2, 1, 3)
 
@@ -271,7 +281,12 @@ def _products_at_once(config: ModelConfig, w: Params, x_bqd: Array) -> Array | g
 
 
 def _attention(
-    config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation, mix: Mix | Fused
+    config: ModelConfig,
+    w: Params,
+    x_bqd: Array,
+    rotation: Rotation,
+    mix: Mix | Fused,
+    options: Options,
 ) -> tuple[Any, Any]:
     """Projections, head norms and rotation around ``mix``, which sees the keys and values."""
     if isinstance(mix, Fused):
@@ -399,7 +414,7 @@ def block(
     """
     with jax.named_scope("attention"):
         x, normed = _added_norm(config, x_bqd, w["attention_norm"], mix)
-        out, extra = _attention(config, w["attention"], normed, rotation, mix)
+        out, extra = _attention(config, w["attention"], normed, rotation, mix, options)
         if config.post_norms:
             out = rms_norm(gpu.whole(out, x.dtype), w["attention_post_norm"], config)
         after = Residual(x, out)

@@ -170,8 +170,7 @@ def kernel_for(
 def goes_by_length(config: ModelConfig, prompt: int, columns: int) -> bool:
     """Whether cuDNN takes rows that each continue one prompt by their lengths, without a mask.
 
-    Then prompts get queries, too, but keys behind a query are left out; with a mask cuDNN multiplies
-    all.
+    Then prompts get queries, too, but keys behind a query are left out, which a mask hides only.
     """
     return config.window is None and 2 * prompt <= columns
 
