@@ -296,8 +296,11 @@ def _attention(
         # Parts are added up where the residual is, which has no place for a bias.
         in_parts = None if config.o_bias else gpu.product(seen_bqhd, w["o"], 2)
         return _attention_output(config, w, seen_bqhd) if in_parts is None else in_parts, extra
-    projection = _projected_at_once if "qkv" in w else _projected
-    q_bqhd, k_bkqd, v_bkqd = projection(config, w, x_bqd, rotation)
+    if "qkv" in w:
+        q_bqhd, k_bkqd, v_bkqd = _projected_at_once(config, w, x_bqd, rotation)
+    else:
+        kernels = gpu.decodes(options.attention, config)
+        q_bqhd, k_bkqd, v_bkqd = _projected(config, w, x_bqd, rotation, kernels)
     q_bqhd = constrain(q_bqhd, "batch", "length", "heads", None)
     # Where the length is divided each device keeps its queries and gets all keys and values.
     # Left to itself XLA may divide keys by length and then gather them inside the scores.
@@ -446,8 +449,9 @@ _KEPT = {
 }
 REMAT = (*_KEPT, "none")
 """What the backward pass of a layer recomputes: all but products with weights and attention, all
-but products, all but attention and the products that are not wide, all, nothing. The first four are
-in the order of the memory that they take, the largest first, and of the time, the least first."""
+but products, all but attention and the products that are not wide, all, nothing. "scores" is the
+first of these, and keeps the vocabulary's scores as well. All but "none" are in the order of the
+memory that they take, the largest first, and of the time, the least first."""
 
 
 def hidden(
