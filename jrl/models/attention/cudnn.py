@@ -100,8 +100,9 @@ def continued(
     k, v = (behind(by_token(x), prompt) for x, prompt in zip(own, prompts, strict=True))
     keys = [by_token(x) for x in (k, v)]
     # Of a row without any token a query must see something, or the result is no number.
-    options = {"scale": scale, "lengths": jnp.maximum(before_lengths + lengths, 1)}
-    out = cudnn(behind(q_rchd, None), *keys, **options, implementation=implementation)
+    in_all = jnp.maximum(before_lengths + lengths, 1)
+    q = behind(q_rchd, None)
+    out = cudnn(q, *keys, scale=scale, lengths=in_all, implementation=implementation)
     return _rolled(out, -before_lengths)[:, :c]
 
 
