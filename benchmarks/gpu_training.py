@@ -29,7 +29,7 @@ from benchmarks.gpu_programs import (
 )
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
-from jrl.models.attention.choice import Shape, goes_by_length, kernel_for
+from jrl.models.attention.choice import Shape, kernel_for
 from jrl.models.config import ModelConfig
 from jrl.models.lora import Lora, count_trained, with_adapters
 from jrl.models.transformer import transformer
@@ -152,7 +152,7 @@ def variant_row(
 
         took = repeated(update, args.rounds)
         rows, width = work.completions, work.prompt + work.new
-        shape, lengths = Shape(rows, work.new, width), goes_by_length(config, work.prompt, work.new)
+        shape, lengths = Shape(rows, work.new, width), config.window is None
         kernel = kernel_for(args.attention, config, shape, steady=True, lengths=lengths)
     row = {
         **{"packed_tokens": work.tokens, "completions": rows, "lora": args.lora},

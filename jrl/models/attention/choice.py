@@ -22,7 +22,7 @@ from jrl.errors import UserError, unknown_choice
 from jrl.mesh import RULES, by_device, named_platform, parts_of, platform
 from jrl.models import gpu
 from jrl.models.attention.blockwise import blockwise
-from jrl.models.attention.cudnn import continued, cudnn
+from jrl.models.attention.cudnn import Lengths, continued, cudnn
 from jrl.models.attention.dense import (
     Part,
     Past,
@@ -167,14 +167,6 @@ def kernel_for(
     return "blockwise" if several or scores > DENSE_BYTES else "xla"
 
 
-def goes_by_length(config: ModelConfig, prompt: int, columns: int) -> bool:
-    """Whether cuDNN takes rows that each continue one prompt by their lengths, without a mask.
-
-    Then prompts get queries, too, but keys behind a query are left out, which a mask hides only.
-    """
-    return config.window is None and 2 * prompt <= columns
-
-
 def mesh_axes(axis: str, size: int) -> tuple[str, ...] | None:
     """The mesh axes that an array axis of this logical name and size is divided over."""
     return RULES[axis] if parts_of(axis, size) > 1 else None
@@ -290,7 +282,9 @@ def shared_attention(
       values seen [R, C, H, h]. See ``types.NetworkExtras.hidden_shared``.
     """
     (r, c), (m, b), p = rows.positions.shape, rows.lengths.shape, rows.width
-    by_length = rows.row_lengths is not None and goes_by_length(config, p, c)
+    by_length = rows.row_lengths is not None and config.window is None
+    # Rows are looked at prompt by prompt, which devices must not share.
+    by_length &= parts_of("batch", r) == parts_of("batch", m)
     kind = kernel_for(kernel, config, Shape(r, c, b * p + c), steady=True, lengths=by_length)
     scale, cap = scale_of(config), config.attention_softcap
     # Numbers of the prompts by column of a block, to compare with ``owners``.
@@ -320,12 +314,12 @@ def shared_attention(
         return by_places
     if kind == "cudnn" and by_length:
         assert rows.row_lengths is not None
-        before, own = jnp.repeat(rows.lengths[:, 0], r // m), rows.row_lengths
+        lengths = Lengths(rows.lengths[:, 0], rows.row_lengths)
 
         def by_lengths(
             q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
         ) -> Array:
-            return continued(q, (before_k, before_v), (k, v), before, own, scale=scale)
+            return continued(scale, q, (before_k, before_v), (k, v), lengths)
 
         return by_lengths
     prefix_mask = live[:, :, None] & jnp.repeat(inside, r // m, axis=0)[:, None]

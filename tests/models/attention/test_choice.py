@@ -11,9 +11,10 @@ import pytest
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.models.attention import choice, splash_cache
+from jrl.models.attention import cudnn as cudnn_module
 from jrl.models.attention.blockwise import blockwise
 from jrl.models.attention.choice import Owners, Shape, kernel_for, row_attention, shared_attention
-from jrl.models.attention.cudnn import continued, cudnn
+from jrl.models.attention.cudnn import Lengths, continued, cudnn
 from jrl.models.attention.dense import NO_WINDOW, Part, attend, attend_parts, visible
 from jrl.models.attention.flash import Marks, Place, attend_places
 from jrl.models.config import ModelConfig
@@ -250,14 +251,51 @@ def test_cudnn_is_asked_for_what_dense_attention_computes():
         np.testing.assert_allclose(np.asarray(got)[live], np.asarray(expected)[live], atol=1e-5)
 
 
-def test_rows_behind_their_prompts_need_no_mask():
-    """Two rows a prompt, one of them full, as cuDNN is asked by lengths; gradients, too."""
+def dense_scores(scale, q, keys, lengths, causal):
+    """Masked scores [B, K, H / K, Q, C] of a part, as cuDNN would make them."""
+    k = keys[0]
+    b, n, _, d = q.shape
+    grouped = q.reshape(b, n, k.shape[1], -1, d)
+    scores = scale * jnp.einsum("bqkgd,bkcd->bkgqc", grouped, k)
+    columns = jnp.arange(k.shape[2])
+    near = columns[None] < jnp.maximum(lengths, 1)[:, None]
+    before = (columns[None] <= jnp.arange(n)[:, None]) | (not causal)
+    return jnp.where((near[:, None] & before[None])[:, None, None], scores, -jnp.inf)
+
+
+def dense_forward(scale, q, keys, lengths, causal):
+    scores = dense_scores(scale, q, keys, lengths, causal)
+    logs = jax.nn.logsumexp(scores, axis=-1)
+    out = jnp.einsum("bkgqc,bkcd->bqkgd", jnp.exp(scores - logs[..., None]), keys[1])
+    return out.reshape(q.shape), logs.reshape(q.shape[0], -1, q.shape[1])
+
+
+def dense_backward(scale, q, out, g, logs, keys, lengths, causal):
+    """By the formulas of "FlashAttention-2" (arXiv:2307.08691), with the sums that are given."""
+    grouped = lambda x: x.reshape(*x.shape[:2], keys[0].shape[1], -1, x.shape[3])  # noqa: E731
+    q, out, g = grouped(q), grouped(out), grouped(g)
+    scores = dense_scores(scale, q.reshape(*g.shape[:2], -1, g.shape[4]), keys, lengths, causal)
+    logs = logs.reshape(g.shape[0], g.shape[2], g.shape[3], g.shape[1])
+    weights = jnp.exp(scores - logs[..., None])
+    along = jnp.einsum("bqkgd,bqkgd->bkgq", g, out)
+    back = weights * (jnp.einsum("bqkgd,bkcd->bkgqc", g, keys[1]) - along[..., None])
+    dq = scale * jnp.einsum("bkgqc,bkcd->bqkgd", back, keys[0])
+    dk = scale * jnp.einsum("bkgqc,bqkgd->bkcd", back, q)
+    dv = jnp.einsum("bkgqc,bqkgd->bkcd", weights, g)
+    return dq.reshape(*g.shape[:2], -1, g.shape[4]), dk, dv
+
+
+@pytest.mark.parametrize("before", [(5, PROMPT), (0, 3)])
+def test_rows_behind_their_prompts_need_no_mask(before, monkeypatch):
+    """Two rows a prompt, one of them full, with cuDNN's two calls in plain JAX; gradients, too."""
+    monkeypatch.setattr(cudnn_module, "forward", dense_forward)
+    monkeypatch.setattr(cudnn_module, "backward", dense_backward)
     keys = jax.random.split(jax.random.key(0), 6)
-    before, columns = np.array([5, PROMPT]), np.arange(COLUMNS, dtype=np.int32)[None]
+    before, columns = np.array(before, np.int32), np.arange(COLUMNS, dtype=np.int32)[None]
     lengths = np.array([COLUMNS, 9, 17, 1], np.int32)
-    starts = np.repeat(before, 2)[:, None]
     live = columns < lengths[:, None]
-    marks = (starts + columns, live.astype(np.int32), np.zeros((4, COLUMNS), np.int32))
+    positions = np.repeat(before, 2)[:, None] + columns
+    marks = positions, live.astype(np.int32), np.zeros((4, COLUMNS), np.int32)
     laid = Owners(*map(jnp.asarray, (*marks, before[:, None])), PROMPT)
     sizes = [(4, COLUMNS, HEADS, SIZE), *[(2, KV_HEADS, PROMPT, SIZE)] * 2]
     sizes += [(4, KV_HEADS, COLUMNS, SIZE)] * 2
@@ -268,9 +306,8 @@ def test_rows_behind_their_prompts_need_no_mask():
         return shared_attention("xla", MODEL, laid)(*inputs, NO_WINDOW)
 
     def by_lengths(q, before_k, before_v, k, v):
-        of_rows = jnp.repeat(jnp.asarray(before), 2), jnp.asarray(lengths)
-        options = {"scale": SIZE**-0.5, "implementation": "xla"}
-        return continued(q, (before_k, before_v), (k, v), *of_rows, **options)
+        of_rows = Lengths(jnp.asarray(before), jnp.asarray(lengths))
+        return continued(SIZE**-0.5, q, (before_k, before_v), (k, v), of_rows)
 
     @partial(jax.jit, compiler_options=QUICK)
     def both_ways(inputs):
