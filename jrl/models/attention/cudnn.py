@@ -103,11 +103,13 @@ def _continued_forward(
     log_ahead = jnp.where(exists, _logs_apart(log_ahead, q_rchd), -jnp.inf)
     log_whole = jnp.logaddexp(log_ahead, log_itself)
 
-    def part(out_rchd: Array, log_rhc: Array) -> Array:
-        share = jnp.exp(log_rhc - log_whole).transpose(0, 2, 1)[..., None]
-        return jnp.where(share > 0, out_rchd.astype(jnp.float32) * share, 0)
-
-    out = part(ahead.reshape(itself.shape), log_ahead) + part(itself, log_itself)
+    shares = [jnp.exp(x - log_whole).transpose(0, 2, 1) for x in (log_ahead, log_itself)]
+    # Made first, or XLA makes each share again for all numbers of a head.
+    shares = jax.lax.optimization_barrier(shares)
+    parts = zip((ahead.reshape(itself.shape), itself), shares, strict=True)
+    out = functools.reduce(
+        jnp.add, (x.astype(jnp.float32) * share[..., None] for x, share in parts)
+    )
     # Named, so that rematerialisation keeps these two, and neither part.
     out = checkpoint_name(out.astype(q_rchd.dtype), SEEN)
     log_whole = checkpoint_name(log_whole, SEEN)
