@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
+from jrl.mesh import named_platform
+
 Value = str | bool | int
 Options = Mapping[str, Mapping[str, Value]]
 
@@ -47,6 +49,6 @@ def compiler_options(mesh: Mesh, *, training: bool = False) -> dict[str, Value] 
       mesh: of the run.
       training: whether it is the training step.
     """
-    platform = mesh.devices.flat[0].platform
+    platform = named_platform(mesh.devices.flat[0].platform)
     options = {**OPTIONS.get(platform, {}), **(TRAINING.get(platform, {}) if training else {})}
     return options or None
