@@ -100,12 +100,13 @@ class ModelTable(Table):
         " in 16 bit, where decoding has kernels of its own (triton: these on any platform, slowly);"
         " auto takes the fastest exact one for the platform",
     )
-    remat: Literal["auto", "elementwise", "dots", "mlp", "full", "none"] = key(
+    remat: Literal["auto", "scores", "elementwise", "dots", "mlp", "full", "none"] = key(
         "auto",
         "rematerialisation in the backward pass. elementwise: all but matrix products and"
-        " attention; dots: attention as well; mlp: elementwise and the two wide products of the"
-        " feed-forward part; full: whole layers; none: nothing; auto: the first of these that fits"
-        " the memory of a GPU or TPU, elementwise on a CPU; a run directory keeps the choice",
+        " attention; scores: the same, and the vocabulary's scores are kept; dots: attention as"
+        " well; mlp: elementwise and the two wide products of the feed-forward part; full: whole"
+        " layers; none: nothing; auto: the fastest of these that fits the memory of a GPU or TPU,"
+        " elementwise on a CPU; a run directory keeps the choice",
     )
 
 

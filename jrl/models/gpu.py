@@ -1,4 +1,4 @@
-"""Decoding on NVIDIA GPUs: all that only they need; the kernels are in ``models/gpu_kernels``.
+"""NVIDIA GPUs: all that only they need; the kernels are in ``models/gpu_kernels``.
 
 A token step reads the weights and the caches once, which takes about a millisecond for a small
 model, in some hundred kernels. What else takes time is the kernels that move next to nothing, and
@@ -6,8 +6,8 @@ each return of the loop to the host. So attention, from one product to the next,
 reads the columns a row has reached, norms are fused with the residual before them, the draw is two
 kernels, and the loop over tokens looks every ``STEPS`` tokens whether it should end.
 
-Everything here is chosen by the mesh that a program is made for, and holds for token steps alone:
-prompts and training go through the plain functions and cuDNN.
+Everything here is chosen by the mesh that a program is made for, and holds for token steps alone,
+but for ``norm_rotated``: prompts and training go through the plain functions and cuDNN.
 """
 
 from __future__ import annotations
@@ -104,7 +104,42 @@ def _interpret() -> bool:
     return platform() != "gpu"
 
 
-# ---------------------------------------------------------------- a layer
+# ---------------------------------------------------------------- whole sequences
+
+
+def norm_rotated(
+    config: ModelConfig,
+    x_bqhd: Array,
+    weight: Array | None,
+    rotation: tuple[Array, Array],
+    heads: str,
+) -> Array:
+    """Queries or keys, normalised and rotated in one pass, and one more for their gradient.
+
+    Args:
+      config: one that ``decodes`` holds for.
+      x_bqhd: [B, Q, H, h].
+      weight: [h] of the norm, or None for none.
+      rotation: cosines and sines, [B, Q, h / 2] float32, or of one row for all.
+      heads: logical name of the axis H.
+    """
+    from jrl.models.gpu_kernels import Norm
+    from jrl.models.gpu_kernels import norm_rotated as kernel
+
+    how = Norm(config.norm_eps, config.norm_plus_one, _interpret())
+    rows, length = _over("batch", x_bqhd.shape[0]), _over("length", x_bqhd.shape[1])
+    turn = PartitionSpec(_over("batch", rotation[0].shape[0]), length)
+    of_x = PartitionSpec(rows, length, _over(heads, x_bqhd.shape[2]))
+
+    def local(x: Array, weight: Array | None, cos: Array, sin: Array) -> Array:
+        flat = [a.reshape(-1, *a.shape[2:]) for a in (x, cos, sin)]
+        return kernel(how, flat[0], weight, *flat[1:]).reshape(x.shape)
+
+    specs = of_x, None if weight is None else PartitionSpec(), turn, turn
+    return by_device(local, specs, x_bqhd, weight, *rotation)
+
+
+# ---------------------------------------------------------------- a layer of a token step
 
 
 class Sum(NamedTuple):

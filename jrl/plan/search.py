@@ -36,6 +36,9 @@ from jrl.train.kinds import kind_of
 
 Sizes = tuple[tuple[str, int], ...]
 
+_REMAT = tuple(name for name in REMAT if name != "scores")
+"""Candidates; estimates have the scores of the vocabulary in no time and no memory."""
+
 SLOWER = 3
 """Ratio of compile times with effort 0 and -1, the maximum observed."""
 
@@ -240,7 +243,7 @@ def enumerate_candidates(
             local = prompts // _shards(dict(mesh))
             splits = [parts for parts in (1, 2, 4, 8, 16, 32) if local % parts == 0]
             sampling = _slots(config, sampler or mesh), _formats(config)
-            for remat, parts, *sampler_options in itertools.product(REMAT, splits, *sampling):
+            for remat, parts, *sampler_options in itertools.product(_REMAT, splits, *sampling):
                 yield Candidate(mesh, remat, parts, *where, *sampler_options)
 
 

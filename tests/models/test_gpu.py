@@ -1,6 +1,7 @@
 """Kernels for token steps on GPUs, run step by step on the CPU, against the plain functions."""
 
 import contextlib
+import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
@@ -32,7 +33,7 @@ from jrl.models.gpu_kernels import (
     pick,
     takes_product,
 )
-from jrl.models.layers import angles, frequencies, rotate
+from jrl.models.layers import angles, frequencies, rms_norm, rotate
 from jrl.models.quant import quantise, quantise_entries, sampler
 from jrl.models.transformer import transformer
 from jrl.sampling.cache import share
@@ -330,3 +331,30 @@ def test_steps_of_a_model_are_those_of_plain_jax(kind, monkeypatch):
         hidden[attention] = np.stack(states)
     error = np.linalg.norm(hidden["triton"] - hidden["xla"]) / np.linalg.norm(hidden["xla"])
     assert 0 < error < 0.02
+
+
+# ---------------------------------------------------------------- whole sequences
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_norm_and_rotation_in_one_pass_and_their_gradient(normed, rows):
+    """Of three rows of seven tokens with three heads, at positions of their own or of one row."""
+    draw, config = numbers(3), dataclasses.replace(CONFIG, norm_plus_one=True)
+    x, g, w = draw(3, 7, 3, 32), draw(3, 7, 3, 32), draw(32) if normed else None
+    positions = jnp.arange(7, dtype=jnp.int32)[None] + 5 * jnp.arange(rows)[:, None]
+    turn = angles(positions, jnp.asarray(frequencies(Rope(1e4), 32)))
+
+    def plain(x, w):
+        x = x if w is None else rms_norm(x, w, config)
+        return rotate(x, turn[0][:, :, None], turn[1][:, :, None])
+
+    def kernel(x, w):
+        return gpu.norm_rotated(config, x, w, turn, "heads")
+
+    (expected, back), (out, pulled) = (jax.vjp(f, x, w) for f in (plain, kernel))
+    pairs = [(out, expected)]
+    pairs += zip(jax.tree.leaves(pulled(g)), jax.tree.leaves(back(g)), strict=True)
+    for a, b in pairs:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        np.testing.assert_allclose(a, b, atol=0.01 * float(jnp.abs(b).max()))
