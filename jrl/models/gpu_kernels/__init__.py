@@ -18,6 +18,6 @@ from jrl.models.gpu_kernels.products import added_norm as added_norm
 from jrl.models.gpu_kernels.products import few_rows as few_rows
 from jrl.models.gpu_kernels.products import gated as gated
 from jrl.models.gpu_kernels.products import takes_product as takes_product
-from jrl.models.gpu_kernels.truncation import least_kept as least_kept
 from jrl.models.gpu_kernels.rotation import Norm as Norm
 from jrl.models.gpu_kernels.rotation import norm_rotated as norm_rotated
+from jrl.models.gpu_kernels.truncation import least_kept as least_kept
