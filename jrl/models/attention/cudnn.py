@@ -119,9 +119,9 @@ def _continued_forward(
 def _continued_backward(scale: float, kept: tuple, g_rchd: Array) -> tuple:
     q_rchd, before, own, lengths, out, log_whole = kept
     blocks = before[0].shape[0]
-    rows = [_together(x, blocks) for x in (q_rchd, out, g_rchd)]
+    q, whole, g = (_together(x, blocks) for x in (q_rchd, out, g_rchd))
     logs = _logs_together(log_whole, blocks)
-    dq, *of_before = backward(scale, *rows, logs, before, lengths.before, False)
+    dq, *of_before = backward(scale, q, whole, g, logs, before, lengths.before, False)
     dq_own, *of_own = backward(scale, q_rchd, out, g_rchd, log_whole, own, lengths.own, True)
     # Of a prompt without tokens cuDNN was shown one.
     exists = (lengths.before > 0)[:, None, None, None]
