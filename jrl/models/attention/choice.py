@@ -321,12 +321,8 @@ def shared_attention(
         ) -> Array:
             rows, heads = mesh_axes("batch", m), mesh_axes("kv_heads", k.shape[1])
             of_q, of_keys = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
-            specs = (
-                of_q,
-                (of_keys, of_keys),
-                (of_keys, of_keys),
-                Lengths(*[PartitionSpec(rows)] * 2),
-            )
+            of_lengths = jax.tree.map(lambda _: PartitionSpec(rows), lengths)
+            specs = of_q, (of_keys, of_keys), (of_keys, of_keys), of_lengths
             look = functools.partial(continued, scale)
             return by_device(look, specs, q, (before_k, before_v), (k, v), lengths)
 

@@ -1,6 +1,7 @@
 """Every kernel of attention against plain attention in float32, and which one is chosen when."""
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ from jrl.models.attention import choice, splash_cache
 from jrl.models.attention import cudnn as cudnn_module
 from jrl.models.attention.blockwise import blockwise
 from jrl.models.attention.choice import Owners, Shape, kernel_for, row_attention, shared_attention
-from jrl.models.attention.cudnn import Lengths, continued, cudnn
+from jrl.models.attention.cudnn import cudnn
 from jrl.models.attention.dense import NO_WINDOW, Part, attend, attend_parts, visible
 from jrl.models.attention.flash import Marks, Place, attend_places
 from jrl.models.config import ModelConfig
@@ -285,9 +286,12 @@ def dense_backward(scale, q, out, g, logs, keys, lengths, causal):
     return dq.reshape(*g.shape[:2], -1, g.shape[4]), dk, dv
 
 
-@pytest.mark.parametrize("before", [(5, PROMPT), (0, 3)])
-def test_rows_behind_their_prompts_need_no_mask(before, monkeypatch):
+@pytest.mark.parametrize(
+    ("before", "axes"), [((5, PROMPT), {}), ((0, 3), {}), ((5, PROMPT), {"data": 2, "tensor": 2})]
+)
+def test_rows_behind_their_prompts_need_no_mask(before, axes, monkeypatch):
     """Two rows a prompt, one of them full, with cuDNN's two calls in plain JAX; gradients, too."""
+    monkeypatch.setattr(choice, "_no_cudnn", lambda config, where: "")
     monkeypatch.setattr(cudnn_module, "forward", dense_forward)
     monkeypatch.setattr(cudnn_module, "backward", dense_backward)
     keys = jax.random.split(jax.random.key(0), 6)
@@ -305,16 +309,18 @@ def test_rows_behind_their_prompts_need_no_mask(before, monkeypatch):
     def by_mask(*inputs):
         return shared_attention("xla", MODEL, laid)(*inputs, NO_WINDOW)
 
-    def by_lengths(q, before_k, before_v, k, v):
-        of_rows = Lengths(jnp.asarray(before), jnp.asarray(lengths))
-        return continued(SIZE**-0.5, q, (before_k, before_v), (k, v), of_rows)
+    def by_lengths(*inputs):
+        rows = laid._replace(row_lengths=jnp.asarray(lengths))
+        return shared_attention("cudnn", MODEL, rows)(*inputs, NO_WINDOW)
 
     @partial(jax.jit, compiler_options=QUICK)
     def both_ways(inputs):
         pulled = [jax.vjp(look, *inputs) for look in (by_mask, by_lengths)]
         return [(*back(probe), values) for values, back in pulled]
 
-    (*expected, values), (*found, same) = both_ways(inputs)
+    devices = jax.devices()[: math.prod(axes.values())]
+    with jax.set_mesh(make_mesh(axes or {"data": 1}, devices)):
+        (*expected, values), (*found, same) = both_ways(inputs)
     np.testing.assert_allclose(np.asarray(same)[live], np.asarray(values)[live], atol=1e-5)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
