@@ -78,8 +78,8 @@ def continued(scale: float, q_rchd: Array, before: Keys, own: Keys, lengths: Len
 
     All rows of a prompt look at it together, and each at itself, up to its own column. Both results
     are merged by the logarithms of their sums, and both backward passes get the sums of the whole:
-    with those, and the whole result, cuDNN's gradients of a part are exact. Transformer Engine's ring
-    attention (its ``context_parallel.py``) asks cuDNN for them the same way.
+    with those, and the whole result, cuDNN's gradients of a part are exact. The ring attention of
+    Transformer Engine (its ``context_parallel.py``) asks cuDNN for them the same way.
 
     Args:
       scale: what scores are multiplied by.
