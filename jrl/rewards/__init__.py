@@ -51,11 +51,15 @@ REWARDS: dict[str, Callable[..., Any]] = {
 }
 """The library's own reward functions by name."""
 
-_ZOO = "jrl.zoo.rewards.functions"
+_ZOO, _CRITICS = "jrl.zoo.rewards.functions", "jrl.zoo.rewards.critics"
 PUBLISHED = {
     "convsearch": f"{_ZOO}:convsearch",
     "dynamic_iou": f"{_ZOO}:dynamic_iou",
+    "fapo_critic": f"{_CRITICS}:fapo_critic",
+    "judge_verdict": f"{_CRITICS}:judge_verdict",
+    "listwise_agreement": f"{_CRITICS}:listwise_agreement",
     "rank_fidelity": f"{_ZOO}:rank_fidelity",
+    "srpo": f"{_CRITICS}:srpo",
     "toolrl": f"{_ZOO}:toolrl",
 }
 """Reward functions of one paper each, by name."""

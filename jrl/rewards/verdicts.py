@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from jrl.config.judge import Criterion, JudgeTable, criteria_of
+from jrl.config.judge import PUBLISHED_FORMS, Criterion, JudgeTable, criteria_of
 from jrl.errors import UserError
 from jrl.rewards.base import Points, Sample
-from jrl.rewards.judge_prompts import answer_of, messages_of, shown
+from jrl.rewards.judge_prompts import FormText, answer_of, messages_of, shown
 from jrl.rewards.replies import (
     read_criteria,
     read_preference,
@@ -29,6 +29,7 @@ from jrl.rewards.replies import (
     read_score,
     read_yes_no,
 )
+from jrl.user_code import load
 
 
 class Question(NamedTuple):
@@ -49,12 +50,31 @@ class Form(NamedTuple):
     Attributes:
       by_group: whether a unit is the members of a group; else one sample.
       questions: (samples, vote) -> what to ask, as many for each vote.
-      points: (samples, for each question its readable verdicts) -> points in [0, 1] or None.
+      points: (samples, for each question its readable verdicts) -> points or None.
+      follow: (samples, the verdicts so far, vote) -> what to ask then, as many for each vote; the
+        verdicts of that stand behind those of the first questions. None for one round.
     """
 
     by_group: bool
     questions: Callable[[Sequence[Sample], int], list[Question]]
     points: Callable[[Sequence[Sample], Sequence[Sequence[Any]]], list[Points]]
+    follow: Callable[[Sequence[Sample], Sequence[Sequence[Any]], int], list[Question]] | None = None
+
+
+class NamedForm(NamedTuple):
+    """A form that ``form`` names.
+
+    Attributes:
+      make: (the judge's keys, "rewards.NAME") -> the form.
+      text: its question.
+    """
+
+    make: Callable[[JudgeTable, str], Form]
+    text: FormText
+
+    def __call__(self, table: JudgeTable, key: str) -> Form:
+        """The form that a judge's keys ask for."""
+        return self.make(table, key)
 
 
 def make_form(table: JudgeTable, key: str) -> Form:
@@ -64,6 +84,9 @@ def make_form(table: JudgeTable, key: str) -> Form:
       table: the keys.
       key: "rewards.NAME", for messages about rows of the data.
     """
+    if table.form in PUBLISHED_FORMS:
+        form: Form = load(PUBLISHED_FORMS[table.form], f"{key}.form")(table, key)
+        return form
     if table.form == "pairwise":
         return _pairwise(table)
     if table.form == "listwise":
@@ -75,7 +98,7 @@ def make_form(table: JudgeTable, key: str) -> Form:
     more = {"low": f"{low:g}", "high": f"{high:g}"}
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        return [_question(table, s, {**shown(s), **more}, read) for s in samples]
+        return [question(table, s, {**shown(s), **more}, read) for s in samples]
 
     def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
         return [pooled(votes, table.vote) for votes in verdicts]
@@ -88,13 +111,16 @@ def pooled(votes: Sequence[float], how: str) -> Points:
 
     Args:
       votes: those that could be read.
-      how: "mean", or "majority": the most frequent one, the mean of those that are equally so.
+      how: "mean"; "majority": the most frequent one, the mean of those that are equally so; or
+        "min", so that one vote of 0 decides.
 
     >>> pooled([1.0, 0.0, 1.0], "majority"), pooled([1.0, 0.0], "majority"), pooled([], "mean")
     (1.0, 0.5, None)
     """
     if not votes:
         return None
+    if how == "min":
+        return min(votes)
     if how == "majority":
         counts = collections.Counter(votes)
         votes = [vote for vote, count in counts.items() if count == max(counts.values())]
@@ -146,7 +172,7 @@ def _rubric(table: JudgeTable, key: str) -> Form:
                 listed = "\n".join(f"{i}. {c.text}" for i, c in enumerate(rubric, 1))
                 fields = {**shown(sample), "criteria": listed}
                 read = partial(read_criteria, count=len(rubric))
-                asked.append(_question(table, sample, fields, read))
+                asked.append(question(table, sample, fields, read))
         return asked
 
     def points(
@@ -185,7 +211,7 @@ def _pairwise(table: JudgeTable) -> Form:
             other = answer_of(samples[j]) if by_group else str(samples[i].prompt.answer)
             for first, second in ((mine, other), (other, mine))[:orders]:
                 fields = {"first": first, "second": second}
-                asked.append(_question(table, samples[i], fields, read_preference))
+                asked.append(question(table, samples[i], fields, read_preference))
         return asked
 
     def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
@@ -231,7 +257,7 @@ def _listwise(table: JudgeTable) -> Form:
         texts = [f"Answer {n}:\n{answer_of(samples[i])}" for n, i in enumerate(order, 1)]
         fields = {"completions": "\n\n".join(texts), "count": str(count)}
         read = partial(_places, order=order)
-        return [_question(table, samples[0], fields, read)]
+        return [question(table, samples[0], fields, read)]
 
     def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[list[int]]]) -> list[Points]:
         if not verdicts:
@@ -249,7 +275,12 @@ def _places(reply: str, order: Sequence[int]) -> list[int] | None:
     return None if ranking is None else [order[place] for place in ranking]
 
 
-def _question(
-    table: JudgeTable, sample: Sample, fields: Mapping[str, str], read: Callable[[str], Any]
+def question(
+    table: JudgeTable,
+    sample: Sample,
+    fields: Mapping[str, str],
+    read: Callable[[str], Any],
+    template: str = "",
 ) -> Question:
-    return Question(messages_of(table, sample, fields), read)
+    """A question about a sample; ``template`` in place of the form's."""
+    return Question(messages_of(table, sample, fields, template), read)

@@ -22,7 +22,7 @@ from jrl.config.tables import RewardTable
 from jrl.errors import Mistakes, UserError, nearest, unknown_choice
 from jrl.rewards import FUNCTION_NAMES, make_reward
 from jrl.rewards.combine import COMBINATORS, Combined, in_order, make_combined
-from jrl.rewards.model import ModelReward
+from jrl.rewards.model import JudgeModel, ModelReward
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.rules import Rules
 from jrl.types import NOTHING
@@ -52,6 +52,7 @@ class RunRewards(NamedTuple):
       combined: the parts made of others, in an order in which they can be made.
       judge: the reward part that says whether a completion is right; "" where nothing does.
       models: the trained ones behind reward parts, by name.
+      judges: the models that judge on the run's devices, but for the policy, by reward part.
     """
 
     weights: dict[str, float]
@@ -59,6 +60,7 @@ class RunRewards(NamedTuple):
     combined: tuple[Combined, ...] = ()
     judge: str = ""
     models: Mapping[str, ModelReward] = NOTHING
+    judges: Mapping[str, JudgeModel] = NOTHING
 
     @property
     def judged(self) -> int | None:

@@ -8,7 +8,7 @@ from judge_server import judge_server
 
 from jrl.config import load_config
 from jrl.errors import UserError
-from jrl.train.judges import Judges, check_judges, judges_of
+from jrl.train.judges import Judges, check_judges, endpoint_judges
 from jrl.train.judging import Texts
 from jrl.train.reward_parts import accuracy_part, parts_of
 from jrl.types import Prompt, StopReason
@@ -40,7 +40,7 @@ def judged(config, stop, points=None):
         tokens=tokens, lengths=np.full((n, g), 2), stop=np.array(stop), mask=tokens >= 0
     )
     prompts = [Prompt(i, "why?", np.zeros(1), "x", {"kind": "ab"[i % 2]}) for i in range(n)]
-    judges = Judges(judges_of(config), Words(), "test", 1)
+    judges = Judges(endpoint_judges(config), Words(), "test", 1)
     return judges(Texts(prompts, rollout, judges.tokenizer), points or {}, 0)
 
 
