@@ -89,6 +89,7 @@ TABLE: tuple[Feature, ...] = (
     _forbids("guided search", "sampling mesh", "its value network is on the mesh of training"),
     _forbids("search", "reward model", "a search goes by rewards of functions"),
     _forbids("search", "judge", "a search goes by rewards of functions"),
+    _forbids("search", "token rewards", "a search goes by one number for a path"),
     _forbids("search", "own reward of a task", "a search on a task goes by verify and partial"),
     # -- rounds, replay, problems that are chosen or written
     _forbids(
@@ -180,6 +181,7 @@ WITHOUT: Mapping[str, str] = {
     "several players": "use an environment of one player",
     "several policies": "set objective.policies to 1",
     "several processes": "use one host",
+    "token rewards": "remove by_token",
     "tree": "set tree.kind to 'none'",
     "asked tree": "set tree.kind to 'none'",
     "rounds": "choose another method",
@@ -291,6 +293,7 @@ def _config_features(config: Config) -> Features:
     models, by_row = rewards.given_by("model"), [p.name for p in rewards.combined if p.column]
     own = rewards.given_by("function") if config.rewards else ()
     judges = rewards.given_by("judge")
+    by_token = [name for name, table in config.rewards.items() if table.by_token]
     items = {
         "lora": (config.lora, "[lora]"),
         "placement": (config.placement, "[placement]"),
@@ -305,6 +308,7 @@ def _config_features(config: Config) -> Features:
         "value network kind": (config.value.kind != "head", f"value.kind = {config.value.kind!r}"),
         "reward model": (models, f"[rewards.{models[0]}]" if models else ""),
         "judge": (judges, f"[rewards.{judges[0]}]" if judges else ""),
+        "token rewards": (by_token, f"rewards.{by_token[0]}.by_token" if by_token else ""),
         "row rewards": (by_row, f"rewards.{by_row[0]}" if by_row else ""),
         "own reward": (own, f"rewards.{own[0]}" if own else ""),
         "several processes": (jax.process_count() > 1, f"{jax.process_count()} processes"),
