@@ -93,6 +93,7 @@ TABLE: tuple[Feature, ...] = (
         *("judge here", "several processes, placement, sampling mesh, several policies"),
         "it samples on the mesh of training, in one process, as one policy",
     ),
+    _forbids("search", "token rewards", "a search goes by one number for a path"),
     _forbids("search", "own reward of a task", "a search on a task goes by verify and partial"),
     # -- rounds, replay, problems that are chosen or written
     _forbids(
@@ -185,6 +186,7 @@ WITHOUT: Mapping[str, str] = {
     "several players": "use an environment of one player",
     "several policies": "set objective.policies to 1",
     "several processes": "use one host",
+    "token rewards": "remove by_token",
     "tree": "set tree.kind to 'none'",
     "asked tree": "set tree.kind to 'none'",
     "rounds": "choose another method",
@@ -297,6 +299,7 @@ def _config_features(config: Config) -> Features:
     own = rewards.given_by("function") if config.rewards else ()
     judges = rewards.given_by("judge")
     here = [name for name in judges if judge_of(config, name).local]
+    by_token = [name for name, table in config.rewards.items() if table.by_token]
     items = {
         "lora": (config.lora, "[lora]"),
         "placement": (config.placement, "[placement]"),
@@ -312,6 +315,7 @@ def _config_features(config: Config) -> Features:
         "reward model": (models, f"[rewards.{models[0]}]" if models else ""),
         "judge": (judges, f"[rewards.{judges[0]}]" if judges else ""),
         "judge here": (here, f"rewards.{here[0]}.model" if here else ""),
+        "token rewards": (by_token, f"rewards.{by_token[0]}.by_token" if by_token else ""),
         "row rewards": (by_row, f"rewards.{by_row[0]}" if by_row else ""),
         "own reward": (own, f"rewards.{own[0]}" if own else ""),
         "several processes": (jax.process_count() > 1, f"{jax.process_count()} processes"),

@@ -88,6 +88,12 @@ def parts_of(config: Config) -> RunRewards:
         if table.combine is not None
     ]
     mistakes.check()
+    for name in (n for n, table in tables.items() if table.by_token):
+        if givers[name] != "function":
+            raise UserError(
+                f"rewards.{name}.by_token = true: only reward functions give numbers by token, and"
+                f" this part is given otherwise ({givers[name]}); remove it"
+            )
     read = {name for part in combined for name in part.of}
     weights = {
         name: float(name not in read) if table.weight is None else table.weight
@@ -230,7 +236,8 @@ def reward_pool(config: Config) -> RewardPool:
         make = partial(make_reward, function_of(name, table), f"rewards.{name}", **options)
         functions[name] = mistakes.look(make)
         low, high = table.range or (-math.inf, math.inf)
-        rules[name] = Rules(table.missing, low, high, table.where)
+        paid = parts.weights[name] if table.by_token else None
+        rules[name] = Rules(table.missing, low, high, table.where, paid)
     mistakes.check()
     return RewardPool(
         functions,

@@ -99,13 +99,19 @@ def function_stage(judge: HostJudge, prompts_of: Callable[[Groups], Sequence[Pro
     def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
         rollout = jax.device_get(groups.rollout)
         spoken = groups.spoken or ()
-        rollout, points_of, answers, counts = judge(
-            prompts_of(groups), rollout, step_of(request), spoken
+        verdicts = judge(prompts_of(groups), rollout, step_of(request), spoken)
+        answers = {} if "answer" in groups.ids else {"answer": verdicts.answers}
+        points_of = np.moveaxis(verdicts.points, -1, 0)
+        if verdicts.paid is not None:
+            stats = jax.device_get(groups.stats or {})
+            paid = np.asarray(stats.get("paid", 0), np.float32) + verdicts.paid
+            groups = groups._replace(stats={**stats, "paid": paid})
+        groups = groups._replace(
+            rollout=verdicts.rollout,
+            ids=groups.ids | answers,
+            counts={**groups.counts, **verdicts.counts},
         )
-        ids = groups.ids if "answer" in groups.ids else groups.ids | {"answer": answers}
-        more = dict(zip(judge.pool.functions, np.moveaxis(points_of, -1, 0), strict=True))
-        counts = {**groups.counts, **counts}
-        return groups._replace(rollout=rollout, ids=ids, counts=counts), more
+        return groups, dict(zip(judge.pool.functions, points_of, strict=True))
 
     return stage
 

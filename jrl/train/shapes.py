@@ -42,6 +42,8 @@ def abstract_batch(run: build.Run) -> Batch:
         ids |= {name: array(jnp.int32, n, g, t) for name in ("turn", "step", "state")}
         ids["stratum"] = array(jnp.int32, n, g)
         stats["paid"] = array(jnp.float32, n, g, t)
+    elif any(table.by_token for table in config.rewards.values()):
+        stats["paid"] = array(jnp.float32, n, g, t)
     if draw.own and config.data.given is None:
         ids["answer"] = array(jnp.int32, n, g)
         ids |= {SILENT: array(jnp.int32, n, g)} if type(run.kind) is TextKind else {}
