@@ -13,16 +13,19 @@ from jrl.errors import UserError, nearest, unknown_choice
 
 T = TypeVar("T", bound=Table)
 
-FORMS = ("score", "yes_no", "rubric", "pairwise", "listwise")
+FORMS = ("score", "yes_no", "rubric", "pairwise", "listwise", "steps")
 """What a judge can be asked, by name."""
 _ZOO = "jrl.zoo.rewards.judges"
 PUBLISHED_FORMS = {
     "brpo": f"{_ZOO}:brpo",
+    "capo": f"{_ZOO}:capo",
     "fapo": f"{_ZOO}:fapo",
     "reward_anything": f"{_ZOO}:reward_anything",
     "rlaif_v": f"{_ZOO}:rlaif_v",
 }
 """Forms of one paper each, by name; each is a ``rewards.verdicts.NamedForm``."""
+TOKEN_FORMS = ("steps", "capo")
+"""Forms that give a number for each token, as functions with ``by_token = true`` do."""
 POLICY, START = "policy", "start"
 """What ``model`` names on the run's devices besides directories."""
 _ENDPOINT_KEYS = (

@@ -101,6 +101,21 @@ End with a JSON object that lists their numbers, the best first, such as {"ranki
         ("completions", "count"),
         (("completions",),),
     ),
+    "steps": FormText(
+        """{principle}
+Check each step of the answer for itself: whether it follows, and is right.
+
+Question:
+{question}
+
+Answer, in numbered steps:
+{steps}
+
+Criticise the steps one by one. End with a JSON object of the numbers of those that are wrong, such
+as {"wrong": [2]}; the list is empty where all are right.""",
+        (*_ONE, "steps"),
+        (("steps", *_ONE),),
+    ),
 }
 """The question of each form."""
 
@@ -109,7 +124,8 @@ def text_of(form: str) -> FormText:
     """The question of a form by name."""
     if form in TEXTS:
         return TEXTS[form]
-    text: FormText = load(PUBLISHED_FORMS[form], "form").text
+    named: Any = load(PUBLISHED_FORMS[form], "form")
+    text: FormText = named.text
     return text
 
 

@@ -27,8 +27,10 @@ from jrl.rewards.replies import (
     read_preference,
     read_ranking,
     read_score,
+    read_steps,
     read_yes_no,
 )
+from jrl.rewards.steps import numbered_steps, steps_of
 from jrl.user_code import load
 
 
@@ -87,6 +89,8 @@ def make_form(table: JudgeTable, key: str) -> Form:
     if table.form in PUBLISHED_FORMS:
         form: Form = load(PUBLISHED_FORMS[table.form], f"{key}.form")(table, key)
         return form
+    if table.form == "steps":
+        return by_steps(table, _at_steps)
     if table.form == "pairwise":
         return _pairwise(table)
     if table.form == "listwise":
@@ -106,7 +110,7 @@ def make_form(table: JudgeTable, key: str) -> Form:
     return Form(False, questions, points)
 
 
-def pooled(votes: Sequence[float], how: str) -> Points:
+def pooled(votes: Sequence[float], how: str) -> float | None:
     """One verdict of several, or None of none.
 
     Args:
@@ -196,6 +200,49 @@ def _row_criteria(prompt: Any, column: str, key: str) -> list[Criterion]:
     return criteria_of(rows, f"{key}.column = {column!r}: row {prompt.id + 1}")
 
 
+def by_steps(table: JudgeTable, pay: Callable[[Sample, list[float]], list[float]]) -> Form:
+    """A form that asks which steps of a sample are wrong, and pays by token.
+
+    Args:
+      table: the judge's keys; ``vote`` makes of a step's votes how far it is wrong, "min" where all
+        votes say so.
+      pay: (sample, how far each of its steps is wrong, 0 to 1) -> [n] numbers, one for each token.
+
+    Returns:
+      The form. A sample without a step, or of which it is not known where its tokens end in the
+      text, has no opinion.
+    """
+
+    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
+        asked = []
+        for sample in samples:
+            if count := len(steps_of(sample.completion)):
+                fields = {**shown(sample), "steps": numbered_steps(sample.completion)}
+                asked.append(question(table, sample, fields, partial(read_steps, count=count)))
+        return asked
+
+    def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[list[int]]]) -> list[Points]:
+        left, out = iter(verdicts), list[Points]()
+        for sample in samples:
+            steps = steps_of(sample.completion)
+            votes = next(left) if steps else ()
+            if not votes or len(sample.ends) != len(sample.tokens):
+                out.append(None)
+                continue
+            numbers = range(1, len(steps) + 1)
+            wrong = [pooled([float(k in vote) for vote in votes], table.vote) for k in numbers]
+            out.append(pay(sample, [share or 0.0 for share in wrong]))
+        return out
+
+    return Form(False, questions, points)
+
+
+def _at_steps(sample: Sample, wrong: list[float]) -> list[float]:
+    """Minus a point for each wrong step, at the token that ends it."""
+    pairs = zip(steps_of(sample.completion), wrong, strict=True)
+    return sample.by_token((begin, end, -share) for (begin, end), share in pairs)
+
+
 def _pairwise(table: JudgeTable) -> Form:
     by_group, orders = table.against == "group", 2 if table.swap else 1
 
@@ -228,7 +275,7 @@ def _pairwise(table: JudgeTable) -> Form:
     return Form(by_group, questions, points)
 
 
-def preferred(verdicts: Sequence[Points]) -> Points:
+def preferred(verdicts: Sequence[float | None]) -> float | None:
     """What the first of a pair gets, of the verdicts in both orders, or in one.
 
     Args:

@@ -29,7 +29,7 @@ _MEANS = {
     "exact": "1 when the final answer equals the reference, as text",
     "format": "1 for an answer in the form that is asked for",
     "model": "a trained reward model",
-    "judge": "the verdict of a model behind an endpoint",
+    "judge": "the verdict of a judge, a model that is asked",
 }
 
 

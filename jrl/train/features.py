@@ -22,7 +22,7 @@ from jrl.methods.base import Method, Schedule
 from jrl.methods.edit import Stateless
 from jrl.methods.stores import is_by_prompt
 from jrl.models.config import ModelConfig
-from jrl.train.reward_parts import judge_of, parts_of
+from jrl.train.reward_parts import judge_of, parts_by_token, parts_of
 from jrl.types import NOTHING, Branching, Network, Objective, Search
 
 Features = dict[str, str]
@@ -186,7 +186,7 @@ WITHOUT: Mapping[str, str] = {
     "several players": "use an environment of one player",
     "several policies": "set objective.policies to 1",
     "several processes": "use one host",
-    "token rewards": "remove by_token",
+    "token rewards": "remove it",
     "tree": "set tree.kind to 'none'",
     "asked tree": "set tree.kind to 'none'",
     "rounds": "choose another method",
@@ -299,7 +299,7 @@ def _config_features(config: Config) -> Features:
     own = rewards.given_by("function") if config.rewards else ()
     judges = rewards.given_by("judge")
     here = [name for name in judges if judge_of(config, name).local]
-    by_token = [name for name, table in config.rewards.items() if table.by_token]
+    by_token = [*parts_by_token(config).values()]
     items = {
         "lora": (config.lora, "[lora]"),
         "placement": (config.placement, "[placement]"),
@@ -315,7 +315,7 @@ def _config_features(config: Config) -> Features:
         "reward model": (models, f"[rewards.{models[0]}]" if models else ""),
         "judge": (judges, f"[rewards.{judges[0]}]" if judges else ""),
         "judge here": (here, f"rewards.{here[0]}.model" if here else ""),
-        "token rewards": (by_token, f"rewards.{by_token[0]}.by_token" if by_token else ""),
+        "token rewards": (by_token, by_token[0] if by_token else ""),
         "row rewards": (by_row, f"rewards.{by_row[0]}" if by_row else ""),
         "own reward": (own, f"rewards.{own[0]}" if own else ""),
         "several processes": (jax.process_count() > 1, f"{jax.process_count()} processes"),

@@ -234,7 +234,7 @@ def model_judge(
     table: JudgeTable,
     model: JudgeModel,
     *,
-    seed: int = 0,
+    seed: int,
     cache: Path | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> ModelJudge:

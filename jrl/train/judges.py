@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from jrl.config import Config
-from jrl.config.judge import POLICY, START, JudgeTable
+from jrl.config.judge import POLICY, START, TOKEN_FORMS, JudgeTable
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
-from jrl.rewards.base import Points, Sample
+from jrl.rewards.base import Points, Sample, total
 from jrl.rewards.judge_prompts import check_template
 from jrl.rewards.model import JudgeModel
 from jrl.rewards.rules import Rules
@@ -27,7 +27,7 @@ from jrl.train.build import Run, sampler_of
 from jrl.train.judge_cache import Asked
 from jrl.train.judge_client import JudgeClient
 from jrl.train.judge_models import ModelJudge, judge_shape, model_judge
-from jrl.train.judging import Texts
+from jrl.train.judging import Texts, with_ends
 from jrl.train.reward_parts import judge_of, parts_of, reward_tables
 from jrl.types import NOTHING, Params, Prompt, StopReason
 
@@ -117,7 +117,7 @@ class Judges(NamedTuple):
         given: Mapping[str, Any],
         step: int,
         weights: Mapping[str, Params] = NOTHING,
-    ) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, float]]:
+    ) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, float], np.ndarray | None]:
         """Points of N groups of G members; each process asks about a share of the groups.
 
         Args:
@@ -129,7 +129,8 @@ class Judges(NamedTuple):
 
         Returns:
           (points [N, G] float32 by part, NaN where there is no verdict; [N, G] bool, members that
-          leave their group; counts by name).
+          leave their group; counts by name; [N, G, T] float32, weighted points of the tokens, None
+          where no judge gives them by token).
         """
         begin, stop = time.perf_counter(), np.asarray(texts.rollout.stop)
         present = (stop != StopReason.ABORTED) & (stop < StopReason.FAILED)
@@ -141,7 +142,7 @@ class Judges(NamedTuple):
 
         def work(rows: np.ndarray) -> tuple[tuple[np.ndarray, ...], dict[str, float]]:
             groups = {
-                (i, j): texts.sample(i, j, step, self.steps)
+                (i, j): self._sample(texts, i, j, step)
                 for i in rows.tolist()
                 for j in np.flatnonzero(present[i]).tolist()
             }
@@ -151,8 +152,8 @@ class Judges(NamedTuple):
                 try:
                     for judge in self.judges:
                         if not judge.table.local:
-                            job = _judged, judge, groups, asks[judge.name], rows
-                            jobs[judge.name] = threads.submit(*job)
+                            mine = asks[judge.name]
+                            jobs[judge.name] = threads.submit(_judged, judge, groups, mine, rows)
                     # In this thread, the one that has the device; servers answer meanwhile.
                     for judge in self.judges:
                         if isinstance(judge.client, ModelJudge):
@@ -170,20 +171,40 @@ class Judges(NamedTuple):
             for *_, more in each:
                 counts.update(more)
             points = np.stack([points for points, *_ in each], axis=-1)
-            return (points, np.any([dropped for _, dropped, _ in each], axis=0)), dict(counts)
+            paid = np.zeros((*points.shape[:2], self.by_token * texts.rollout.tokens.shape[2]))
+            for _, _, by_member, _ in each:
+                for (place, j), numbers in by_member.items():
+                    paid[place, j, texts.columns(rows[place], j)] += numbers
+            dropped = np.any([dropped for _, dropped, *_ in each], axis=0)
+            return (points, dropped, paid.astype(np.float32)), dict(counts)
 
-        (points, dropped), counts = deal(f"{self.name}/judge", len(stop), work)
+        (points, dropped, paid), counts = deal(f"{self.name}/judge", len(stop), work)
         counts["judge_seconds"] = time.perf_counter() - begin
         by_name = dict(zip((j.name for j in self.judges), np.moveaxis(points, -1, 0), strict=True))
-        return by_name, dropped, counts
+        return by_name, dropped, counts, paid if self.by_token else None
+
+    @property
+    def by_token(self) -> bool:
+        """Whether a judge may give a number for each token."""
+        return any(judge.rules.by_token is not None for judge in self.judges)
+
+    def _sample(self, texts: Texts, i: int, j: int, step: int) -> Sample:
+        sample = texts.sample(i, j, step, self.steps)
+        return with_ends(sample, self.tokenizer) if self.by_token else sample
 
 
 def _judged(
     judge: Judge, samples: Mapping[tuple[int, int], Sample], asks: np.ndarray, rows: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-    """Of one judge for some groups: points [n, G] float32, dropped [n, G] bool, and counts."""
+) -> tuple[np.ndarray, np.ndarray, dict[tuple[int, int], np.ndarray], dict[str, float]]:
+    """Of one judge for some groups.
+
+    Returns:
+      (points [n, G] float32, sums of those by token; dropped [n, G] bool; by (place, member) the
+      weighted points of its sample's tokens; counts).
+    """
     points = np.full((len(rows), asks.shape[1]), np.nan, np.float32)
     dropped = np.zeros(points.shape, bool)
+    paid: dict[tuple[int, int], np.ndarray] = {}
     places: list[list[tuple[int, int]]] = []
     units: list[list[Sample]] = []
     for place, i in enumerate(rows.tolist()):
@@ -196,9 +217,11 @@ def _judged(
     absent = 0.0 if judge.rules.missing == "zero" else np.nan
     for where, values in zip(places, results, strict=True):
         for at, value in zip(where, values, strict=True):
-            points[at] = absent if value is None else value
+            points[at] = absent if value is None else total(value)
+            if isinstance(value, list) and judge.rules.by_token is not None:
+                paid[at] = judge.rules.by_token * np.array(value)
             dropped[at] = value is None and judge.rules.missing == "drop"
-    return points, dropped, counts
+    return points, dropped, paid, counts
 
 
 def endpoint_judges(config: Config) -> list[Judge]:
@@ -220,7 +243,8 @@ def _judge(config: Config, name: str, local: Client | None = None) -> Judge:
     table, key, rewards = judge_of(config, name), f"rewards.{name}", reward_tables(config)[name]
     make = local if table.local and local is not None else _endpoint
     client = make(table, key, _cache(table.cache, config.run.dir))
-    rules = Rules(rewards.missing, where=rewards.where)
+    weight = parts_of(config).weights[name] if table.form in TOKEN_FORMS else None
+    rules = Rules(rewards.missing, where=rewards.where, by_token=weight)
     return Judge(name, table, make_form(table, key), rules, client)
 
 

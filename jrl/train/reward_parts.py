@@ -16,7 +16,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from jrl.config import Config
-from jrl.config.judge import JudgeTable, judge_table
+from jrl.config.judge import TOKEN_FORMS, JudgeTable, judge_table
 from jrl.config.secrets import reveal
 from jrl.config.tables import RewardTable
 from jrl.errors import Mistakes, UserError, nearest, unknown_choice
@@ -108,6 +108,15 @@ def reward_tables(config: Config) -> dict[str, RewardTable]:
     """The tables of the reward parts; those of the data's own parts where a run names none."""
     defaults = config.data.default_rewards.items()
     return dict(config.rewards) or {name: RewardTable(weight=w) for name, w in defaults}
+
+
+def parts_by_token(config: Config) -> dict[str, str]:
+    """The parts that may give a number for each token -> the key that says so."""
+    tables = config.rewards.items()
+    keys = {name: f"rewards.{name}.by_token" for name, table in tables if table.by_token}
+    forms = {name: judge_of(config, name).form for name in parts_of(config).given_by("judge")}
+    named = {n: f"rewards.{n}.form = {form!r}" for n, form in forms.items() if form in TOKEN_FORMS}
+    return keys | named
 
 
 def function_of(name: str, table: RewardTable) -> str:

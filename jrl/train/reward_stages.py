@@ -83,6 +83,15 @@ class JudgedParts(Around):
         return groups._replace(rewards=rewards, ids=groups.ids | {SILENT: silent}, spoken=None)
 
 
+def with_paid(groups: Groups, paid: np.ndarray | None) -> Groups:
+    """The groups with what else is paid at their tokens, [N, G, T] float32; None for nothing."""
+    if paid is None:
+        return groups
+    stats = jax.device_get(groups.stats or {})
+    before = np.asarray(stats.get("paid", 0), np.float32)
+    return groups._replace(stats={**stats, "paid": before + paid})
+
+
 def step_of(request: DrawRequest | None) -> int:
     """Training steps done when groups were drawn."""
     return 0 if request is None else int(request.step)
@@ -102,10 +111,7 @@ def function_stage(judge: HostJudge, prompts_of: Callable[[Groups], Sequence[Pro
         verdicts = judge(prompts_of(groups), rollout, step_of(request), spoken)
         answers = {} if "answer" in groups.ids else {"answer": verdicts.answers}
         points_of = np.moveaxis(verdicts.points, -1, 0)
-        if verdicts.paid is not None:
-            stats = jax.device_get(groups.stats or {})
-            paid = np.asarray(stats.get("paid", 0), np.float32) + verdicts.paid
-            groups = groups._replace(stats={**stats, "paid": paid})
+        groups = with_paid(groups, verdicts.paid)
         groups = groups._replace(
             rollout=verdicts.rollout,
             ids=groups.ids | answers,
@@ -148,7 +154,8 @@ def judge_stage(judges: Judges, prompts_of: Callable[[Groups], Sequence[Prompt]]
         rollout = jax.device_get(groups.rollout)
         texts = Texts(prompts_of(groups), rollout, judges.tokenizer, groups.spoken or ())
         weights = NOTHING if request is None else request.weights
-        more, dropped, counts = judges(texts, points, step_of(request), weights)
+        more, dropped, counts, paid = judges(texts, points, step_of(request), weights)
+        groups = with_paid(groups, paid)
         if dropped.any():
             rollout, left_out = without_dropped(rollout, dropped)
             groups = groups._replace(rollout=rollout)

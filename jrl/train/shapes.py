@@ -14,6 +14,7 @@ from jrl.models.routing import record_dtype
 from jrl.sampling.params import SamplingParams
 from jrl.train import build
 from jrl.train.kinds import TextKind
+from jrl.train.reward_parts import parts_by_token
 from jrl.types import SILENT, Batch, RoutingRecord
 
 
@@ -42,7 +43,7 @@ def abstract_batch(run: build.Run) -> Batch:
         ids |= {name: array(jnp.int32, n, g, t) for name in ("turn", "step", "state")}
         ids["stratum"] = array(jnp.int32, n, g)
         stats["paid"] = array(jnp.float32, n, g, t)
-    elif any(table.by_token for table in config.rewards.values()):
+    elif parts_by_token(config):
         stats["paid"] = array(jnp.float32, n, g, t)
     if draw.own and config.data.given is None:
         ids["answer"] = array(jnp.int32, n, g)

@@ -55,7 +55,7 @@ def parrot(config=CONFIG, follows=FOLLOWS):
 def judge(temperature=0.0):
     table = {"model": "dir", "max_tokens": 8, "at_once": 4, "max_prompt_tokens": 16}
     table = judge_table("rewards.good", table | {"temperature": temperature})
-    return model_judge(table, JudgeModel(transformer(CONFIG), parrot(), TOKENS, (7,)))
+    return model_judge(table, JudgeModel(transformer(CONFIG), parrot(), TOKENS, (7,)), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def said(judges, texts, params):
     rollout = types.SimpleNamespace(tokens=tokens, lengths=lengths, stop=stop, mask=tokens > 0)
     prompts = [Prompt(0, "2+2", np.zeros(1, np.int32), "4")]
     weights = {} if params is None else {"policy": params}
-    points, _, counts = judges(Texts(prompts, rollout, TOKENS), {}, 0, weights)
+    points, _, counts, _ = judges(Texts(prompts, rollout, TOKENS), {}, 0, weights)
     return points["good"][0].tolist(), counts
 
 

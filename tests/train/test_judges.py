@@ -8,9 +8,10 @@ from judge_server import judge_server
 
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.models.tokenizer import CharTokenizer
 from jrl.train.judges import Judges, check_judges, endpoint_judges
 from jrl.train.judging import Texts
-from jrl.train.reward_parts import accuracy_part, parts_of
+from jrl.train.reward_parts import accuracy_part, parts_by_token, parts_of
 from jrl.types import Prompt, StopReason
 
 END, LEFT, FAILED, ABSENT = (
@@ -41,7 +42,7 @@ def judged(config, stop, points=None):
     )
     prompts = [Prompt(i, "why?", np.zeros(1), "x", {"kind": "ab"[i % 2]}) for i in range(n)]
     judges = Judges(endpoint_judges(config), Words(), "test", 1)
-    return judges(Texts(prompts, rollout, judges.tokenizer), points or {}, 0)
+    return judges(Texts(prompts, rollout, judges.tokenizer), points or {}, 0)[:3]
 
 
 ONE = "function='judge', template='{completion}', scale=[0, 10]"
@@ -122,6 +123,46 @@ def test_a_group_is_ranked_without_those_that_are_gone():
         points, *_ = judged(config(url, {"best": keys}), [[END, FAILED, END], [END, LEFT, LEFT]])
     np.testing.assert_array_equal(points["best"], [[1, np.nan, 0], [np.nan] * 3])
     assert len(bodies) == 1  # one member has nobody to be ranked with
+
+
+def test_wrong_steps_are_paid_at_tokens():
+    """The weight is that of the part; another part is not by token, an absent member has none."""
+    tokenizer = CharTokenizer("ab\n")
+    texts = ("ab\n\na", "b", "a\n\na\n\nb")
+    tokens = np.zeros((1, 4, 9), np.int32)
+    for j, text in enumerate(texts):
+        tokens[0, j, : len(text)] = tokenizer.encode(text)
+    lengths = np.array([[len(text) for text in texts] + [0]])
+    rollout = types.SimpleNamespace(
+        tokens=tokens, lengths=lengths, stop=np.array([[END] * 3 + [ABSENT]]), mask=tokens > 0
+    )
+
+    def wrong(body, number):
+        text = body["messages"][-1]["content"]
+        if "Verdict" in text:
+            return "yes"
+        count = text.count("[step")
+        return "none" if count == 1 else f'{{"wrong": [{count - 1}]}}'
+
+    with judge_server(wrong) as (url, _):
+        parts = {
+            "step": "function='judge', form='steps', weight=0.5, missing='zero'",
+            "good": "function='judge', form='yes_no'",
+        }
+        settings = config(url, parts)
+        judges = Judges(endpoint_judges(settings), tokenizer, "test", 1)
+        prompts = [Prompt(0, "why?", np.zeros(1), "x")]
+        points, _, counts, paid = judges(Texts(prompts, rollout, tokenizer), {}, 0)
+        alone = judges._replace(judges=judges.judges[1:])
+        assert alone(Texts(prompts, rollout, tokenizer), {}, 0)[3] is None
+    np.testing.assert_array_equal(points["step"], [[-1, 0, -1, np.nan]])
+    np.testing.assert_array_equal(points["good"], [[1, 1, 1, np.nan]])
+    expected = np.zeros((1, 4, 9))
+    # where the first of two steps, and the second of three, has its last character
+    expected[0, 0, 3] = expected[0, 2, 5] = -0.5
+    np.testing.assert_array_equal(paid, expected)
+    assert counts["judge_unreadable"] == 1
+    assert [*parts_by_token(settings).values()] == ["rewards.step.form = 'steps'"]
 
 
 def test_who_gives_a_part_and_what_goes_with_it():

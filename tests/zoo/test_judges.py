@@ -1,5 +1,6 @@
 """Forms of judging of single papers, and the rewards that judges are trained by."""
 
+import dataclasses
 import json
 import math
 
@@ -99,6 +100,25 @@ def test_rlaif_v_counts_rejected_claims():
     assert counts["judge_calls"] == 15 + 3 * (3 + 2 + 2 + 0 + 2)
     single = "A reply to it claims something. b"
     assert any(single in text and "a b c" not in text for text in toy.seen)  # asked alone
+
+
+# ---------------------------------------------------------------- CAPO
+
+
+def test_capo_costs_a_point_at_every_token_of_a_wrong_step():
+    """The second token is of both steps, and belongs to the worse one."""
+    text = "aa\n\nbbbb\n\nc"
+    one = dataclasses.replace(sample(text), tokens=np.arange(5), ends=np.array([2, 6, 9, 10, 11]))
+    lists = ("[1]", "[1, 2]", "[1, 3]", "[1, 2]")
+    for vote, points in {
+        "majority": [-1.0, -1.0, -0.5, -0.5, 0.0],
+        "mean": [-1.0, -1.0, -0.5, -0.5, -0.25],
+        "min": [-1.0, -1.0, 0.0, 0.0, 0.0],
+    }.items():
+        more = {"form": "capo", "votes": 4, "temperature": 1.0, "vote": vote}
+        reply = lambda text, vote: f'{{"wrong": {lists[vote]}}}'  # noqa: E731
+        assert judged([[one]], reply, **more)[0][0] == [[points]]
+    assert judged([[one]], lambda *_: '{"wrong": []}', form="capo")[0][0] == [[[0.0] * 5]]
 
 
 # ---------------------------------------------------------------- FAPO

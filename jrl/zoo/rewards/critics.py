@@ -229,4 +229,7 @@ def _effect(sample: Sample, answers: list[str]) -> float:
     right = [points > 0 for points in math_reward(asked)]
     if len(right) == 1:
         return 0.5 * right[0]
-    return {(False, True): 1.0, (True, True): 0.75, (True, False): 0.25}.get(tuple(right), 0.0)  # type: ignore[call-overload]
+    before, after = right
+    if after:
+        return 0.75 if before else 1.0
+    return 0.25 if before else 0.0

@@ -14,10 +14,18 @@ from typing import Any
 
 from jrl.config.judge import JudgeTable
 from jrl.rewards.base import Points, Sample
-from jrl.rewards.judge_prompts import FormText, answer_of, shown
+from jrl.rewards.judge_prompts import TEXTS, FormText, answer_of, shown
 from jrl.rewards.replies import read_object, read_step, read_yes_no
 from jrl.rewards.steps import numbered_steps, steps_of
-from jrl.rewards.verdicts import Form, NamedForm, Question, pooled, preferred, question
+from jrl.rewards.verdicts import (
+    Form,
+    NamedForm,
+    Question,
+    by_steps,
+    pooled,
+    preferred,
+    question,
+)
 
 # ---------------------------------------------------------------- BRPO
 
@@ -212,6 +220,35 @@ End with the number of the first step that is wrong, or -1 where none is, in \\b
         (("steps", "completion", "conversation"),),
     ),
 )
+
+# ---------------------------------------------------------------- CAPO
+
+
+def _capo(table: JudgeTable, key: str) -> Form:
+    """Minus a point at every token of the steps that the judge calls wrong.
+
+    The process reward of "CAPO: Towards Enhancing LLM Reasoning through Generative Credit
+    Assignment" (arXiv:2508.02298): a general model reads a completion once and lists its wrong
+    steps, each judged for itself,
+
+        r_t = -1[t in T_wrong]
+
+    with several critiques voted: ``vote = "majority"``, "min" for the intersection, "mean" for the
+    average. ``weight`` is the paper's W_process, and ``method = "capo"`` the rest of its formula. A
+    token that two steps share belongs to the worse one.
+    """
+
+    def pay(sample: Sample, wrong: list[float]) -> list[float]:
+        points = [0.0] * len(sample.tokens)
+        for (begin, end), share in zip(steps_of(sample.completion), wrong, strict=True):
+            inside = sample.by_token([(begin, end, 1.0)], spread=True)
+            points = [min(p, -share) if x else p for p, x in zip(points, inside, strict=True)]
+        return points
+
+    return by_steps(table, pay)
+
+
+capo = NamedForm(_capo, TEXTS["steps"])
 
 # ---------------------------------------------------------------- RewardAnything
 
