@@ -38,15 +38,18 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "language": shaping.language,
     # of the length
     "soft_overlong": shaping.soft_overlong,
+    "ended": shaping.ended,
     "cosine_length": shaping.cosine_length,
     "length_in_group": shaping.length_in_group,
     "repetition": shaping.repetition,
     # of a group, without an answer
     "majority": agreement.majority,
     "answer_share": agreement.answer_share,
+    "semantic_entropy": agreement.semantic_entropy,
     "new_answer": agreement.new_answer,
     "new_ngrams": agreement.new_ngrams,
     "tool_calls": tool_calls.tool_calls,
+    "tools_used": tool_calls.tools_used,
     **other_names.NAMES,
 }
 """The library's own reward functions by name."""

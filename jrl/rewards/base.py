@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -97,18 +97,19 @@ def _restore(prompt: dict[str, Any], values: dict[str, Any]) -> Sample:
     return Sample(plain, **values)
 
 
-Points = float | list[float] | None
-"""A number, finite in float32, or None for no opinion: the part is left out of the sample's sum.
+Points = float | None
+"""A number, finite in float32, or None for no opinion: the part is left out of the sample's sum."""
 
-Of a part with ``by_token = true`` also [n] numbers, one for each of ``Sample.tokens``."""
+Returned = Points | list[float]
+"""Points, or of a part with ``by_token = true`` [n] numbers, one for each of ``Sample.tokens``."""
 
 
-def total(points: Points) -> float:
+def total(points: Returned) -> float:
     """One number: the sum of those by token; 0 for no opinion."""
     return float(sum(points)) if isinstance(points, list) else points or 0.0
 
 
-RewardFn = Callable[[list[Sample]], list[Points]]
+RewardFn = Callable[[list[Sample]], Sequence[Returned]]
 """Points for each of the samples: one sample a call, one group (see ``whole_group``) or all samples
 of a step (see ``whole_batch``).
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.rewards.base import Points, RewardFn, Sample
+from jrl.rewards.base import Returned, RewardFn, Sample
 from jrl.system.float32 import fits_float32
 
 _TEXT = 500
@@ -30,7 +30,7 @@ class Failure(NamedTuple):
     timed_out: bool = False
 
 
-def call(function: RewardFn, samples: list[Sample]) -> list[Points] | Failure:
+def call(function: RewardFn, samples: list[Sample]) -> list[Returned] | Failure:
     """The rewards of one call, each finite in float32, or a Failure.
 
     Args:
@@ -85,7 +85,7 @@ def _trace() -> str:
         return ""
 
 
-def _checked(result: Any, count: int) -> list[Points] | Failure:
+def _checked(result: Any, count: int) -> list[Returned] | Failure:
     if isinstance(result, np.ndarray):
         result = result.tolist()
     if not isinstance(result, list | tuple):
@@ -94,10 +94,12 @@ def _checked(result: Any, count: int) -> list[Points] | Failure:
     values = list(result)
     if len(values) != count:
         return Failure(f"returned {len(values)} numbers for {count} sample{'s' * (count != 1)}")
-    points: list[Points] = []
+    points: list[Returned] = []
     for value in values:
-        point = _by_token(value) if isinstance(value, list | tuple | np.ndarray) else None
-        if value is not None and point is None:
+        point: Returned | Failure = None
+        if isinstance(value, list | tuple | np.ndarray):
+            point = _by_token(value)
+        elif value is not None:
             point = _number(value)
         if isinstance(point, Failure):
             return point

@@ -26,7 +26,7 @@ import numpy as np
 
 from jrl.errors import UserError, unknown_choice
 from jrl.rewards import kill
-from jrl.rewards.base import Points, RewardFn, Sample, total
+from jrl.rewards.base import Returned, RewardFn, Sample, total
 from jrl.rewards.call import Failure, call, class_name, error_text
 from jrl.rewards.rules import Rules
 from jrl.rewards.worker import Lost, RewardWorker, attribute, pickled_call
@@ -62,7 +62,7 @@ class _Call(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Points of B samples under R functions.
+    """Returned of B samples under R functions.
 
     Attributes:
       points: [B, R] float32; NaN where a function has no opinion.
@@ -338,7 +338,7 @@ class _Workers:
 
     def results(
         self, calls: Sequence[_Call], samples: Sequence[Sample]
-    ) -> Iterator[tuple[_Call, list[Points] | Failure]]:
+    ) -> Iterator[tuple[_Call, list[Returned] | Failure]]:
         """Yields each call with its rewards or its Failure, in order of completion."""
         self._printed = 0
         waiting: deque[_Call] = deque()
@@ -416,7 +416,7 @@ class _Workers:
         if self._measure:
             self._measured = time.monotonic()
 
-    def _look_at(self, worker: RewardWorker) -> tuple[_Call, list[Points] | Failure] | None:
+    def _look_at(self, worker: RewardWorker) -> tuple[_Call, list[Returned] | Failure] | None:
         """The finished call of a worker, if any; kills the worker if it is beyond a limit."""
         try:
             self._show(worker.read_output())

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from jrl.rewards.base import Points, Sample
+from jrl.rewards.base import Returned, Sample
 from jrl.rewards.call import Failure
 
 Missing = Literal["none", "zero", "drop"]
@@ -48,7 +48,7 @@ class Rules(NamedTuple):
         """Whether the function is asked about the samples of a row, by its columns."""
         return all(_fits(meta.get(name), wanted) for name, wanted in self.where.items())
 
-    def check(self, points: list[Points], samples: Sequence[Sample]) -> list[Points] | Failure:
+    def check(self, points: list[Returned], samples: Sequence[Sample]) -> list[Returned] | Failure:
         """The points, or a Failure that names the first sample whose points cannot be read.
 
         Args:

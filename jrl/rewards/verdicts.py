@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from jrl.config.judge import PUBLISHED_FORMS, Criterion, JudgeTable, criteria_of
 from jrl.errors import UserError
-from jrl.rewards.base import Points, Sample
+from jrl.rewards.base import Points, Returned, Sample
 from jrl.rewards.judge_prompts import FormText, answer_of, messages_of, shown
 from jrl.rewards.replies import (
     read_criteria,
@@ -59,7 +59,7 @@ class Form(NamedTuple):
 
     by_group: bool
     questions: Callable[[Sequence[Sample], int], list[Question]]
-    points: Callable[[Sequence[Sample], Sequence[Sequence[Any]]], list[Points]]
+    points: Callable[[Sequence[Sample], Sequence[Sequence[Any]]], Sequence[Returned]]
     follow: Callable[[Sequence[Sample], Sequence[Sequence[Any]], int], list[Question]] | None = None
 
 
@@ -221,8 +221,10 @@ def by_steps(table: JudgeTable, pay: Callable[[Sample, list[float]], list[float]
                 asked.append(question(table, sample, fields, partial(read_steps, count=count)))
         return asked
 
-    def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[list[int]]]) -> list[Points]:
-        left, out = iter(verdicts), list[Points]()
+    def points(
+        samples: Sequence[Sample], verdicts: Sequence[Sequence[list[int]]]
+    ) -> list[Returned]:
+        left, out = iter(verdicts), list[Returned]()
         for sample in samples:
             steps = steps_of(sample.completion)
             votes = next(left) if steps else ()

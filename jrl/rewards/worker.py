@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from multiprocessing import connection
 from typing import Any
 
-from jrl.rewards.base import Points, RewardFn, Sample
+from jrl.rewards.base import Returned, RewardFn, Sample
 from jrl.rewards.call import Failure, call, class_name, error_text
 from jrl.rewards.kill import adopt_orphans, kill_tree, memory_bytes, tree
 from jrl.rewards.shared_memory import WrittenFiles
@@ -110,7 +110,7 @@ class RewardWorker:
             raise Lost from error
         self.call, self.since = call, time.monotonic()
 
-    def receive(self) -> list[Points] | Failure | None:
+    def receive(self) -> list[Returned] | Failure | None:
         """The answer, if any: rewards, a Failure, or [] when loaded; raises Lost."""
         try:
             if not self.connection.poll():
@@ -153,7 +153,7 @@ class RewardWorker:
         self.output.close()
 
 
-def _points(value: Any) -> Points:
+def _points(value: Any) -> Returned:
     if isinstance(value, list):
         return [float(x) for x in value]
     return None if value is None else float(value)
@@ -192,7 +192,7 @@ def _serve(pipe: connection.Connection, printed: connection.Connection, pickled:
         _reply(pipe, number, _answer(functions, message[_NUMBER.size :]))
 
 
-def _reply(pipe: connection.Connection, number: int, answer: list[Points] | Failure) -> None:
+def _reply(pipe: connection.Connection, number: int, answer: list[Returned] | Failure) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the reward may have replaced it
             stream.flush()
@@ -204,7 +204,7 @@ def _reply(pipe: connection.Connection, number: int, answer: list[Points] | Fail
     pipe.send_bytes(json.dumps(message).encode())
 
 
-def _answer(functions: Mapping[str, RewardFn], message: bytes) -> list[Points] | Failure:
+def _answer(functions: Mapping[str, RewardFn], message: bytes) -> list[Returned] | Failure:
     try:
         name, samples = pickle.loads(message)
     except Exception as error:

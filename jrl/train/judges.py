@@ -17,7 +17,7 @@ from jrl.config import Config
 from jrl.config.judge import POLICY, START, TOKEN_FORMS, JudgeTable
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
-from jrl.rewards.base import Points, Sample, total
+from jrl.rewards.base import Returned, Sample, total
 from jrl.rewards.judge_prompts import check_template
 from jrl.rewards.model import JudgeModel
 from jrl.rewards.rules import Rules
@@ -51,7 +51,7 @@ class Judge(NamedTuple):
 
     def points(
         self, units: Sequence[Sequence[Sample]]
-    ) -> tuple[list[list[Points]], dict[str, float]]:
+    ) -> tuple[list[Sequence[Returned]], dict[str, float]]:
         """Points of the samples of each unit, and counts."""
         votes, form = range(self.table.votes), self.form
         first = [[form.questions(unit, vote) for vote in votes] for unit in units]
