@@ -139,6 +139,12 @@ def _tokenizer(directory: str, key: str) -> Tokenizer:
 # ---------------------------------------------------------------- replies
 
 
+class _Replies(TextWorld):
+    """Text that nobody answers, by the name that reports of long waits have."""
+
+    name = "judges"
+
+
 class ModelJudge(NamedTuple):
     """A model that gives verdicts, called as ``judge_client.JudgeClient`` is.
 
@@ -218,7 +224,7 @@ class ModelJudge(NamedTuple):
         try:
             searched = play_search(
                 Device(rows),
-                TextWorld(tokenizer.stop_ids),
+                _Replies(tokenizer.stop_ids),
                 asked,
                 [int(name[:16], 16) for name in prompts],
                 search_plan("best_of_n", 1),

@@ -175,11 +175,15 @@ def test_another_checkpoint_judges(checkpoint, tmp_path):
         judges = Judges.of(run, "train")
         assert said(judges, ("51", "50"), None)[0] == [1.0, 0.0]
         assert said(judges, ("51", "50"), None)[1]["judge_cached"] == 2
-    # other weights in the same place are another judge
-    hf.save(checkpoint, CONFIG, parrot(follows=("1n", "no")))
+    # other weights in the same place are another judge, and a chat template is what it reads
+    hf.save(checkpoint, CONFIG, parrot(follows=(">n", "no")))
     TOKENS.save(checkpoint)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}>"
+    (checkpoint / "chat_template.jinja").write_text(template)
     again = build.setup(settings(f"{ONE}, model='{checkpoint}'", where))
     assert again.rewards.judges["good"].checksum != run.rewards.judges["good"].checksum
+    with jax.set_mesh(again.mesh):
+        assert said(Judges.of(again, "train"), ("51", "50"), None)[0] == [0.0, 0.0]
 
 
 def test_who_can_judge_here_is_said_before_anything_compiles(checkpoint):

@@ -12,6 +12,8 @@ from jrl.models.tokenizer import CharTokenizer
 from jrl.train.judges import Judges, check_judges, endpoint_judges
 from jrl.train.judging import Texts
 from jrl.train.reward_parts import accuracy_part, parts_by_token, parts_of
+from jrl.train.reward_stages import judge_stage
+from jrl.train.sources import Groups
 from jrl.types import Prompt, StopReason
 
 END, LEFT, FAILED, ABSENT = (
@@ -153,6 +155,8 @@ def test_wrong_steps_are_paid_at_tokens():
         judges = Judges(endpoint_judges(settings), tokenizer, "test", 1)
         prompts = [Prompt(0, "why?", np.zeros(1), "x")]
         points, _, counts, paid = judges(Texts(prompts, rollout, tokenizer), {}, 0)
+        groups = Groups(rollout, None, prompts, {}, {}, {"paid": np.ones((1, 4, 9), np.float32)})
+        groups, _ = judge_stage(judges, lambda groups: groups.subject)(groups, {}, None)
         alone = judges._replace(judges=judges.judges[1:])
         assert alone(Texts(prompts, rollout, tokenizer), {}, 0)[3] is None
     np.testing.assert_array_equal(points["step"], [[-1, 0, -1, np.nan]])
@@ -161,6 +165,7 @@ def test_wrong_steps_are_paid_at_tokens():
     # where the first of two steps, and the second of three, has its last character
     expected[0, 0, 3] = expected[0, 2, 5] = -0.5
     np.testing.assert_array_equal(paid, expected)
+    np.testing.assert_array_equal(groups.stats["paid"], 1 + expected)  # beside what was paid
     assert counts["judge_unreadable"] == 1
     assert [*parts_by_token(settings).values()] == ["rewards.step.form = 'steps'"]
 
