@@ -1,6 +1,7 @@
 """Judges on the run's devices: the policy, its start, or another checkpoint."""
 
 import json
+import pathlib
 import types
 
 import jax
@@ -24,11 +25,13 @@ from jrl.run.run import train
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build
 from jrl.train.judge_cache import Asked
-from jrl.train.judge_models import model_judge
+from jrl.train.judge_models import judge_directory, model_judge
 from jrl.train.judges import Judges, check_judges
 from jrl.train.judging import Texts
+from jrl.train.reward_parts import judge_of
 from jrl.types import Prompt, StopReason
 
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 TOKENS = CharTokenizer()
 SIZES = {"layers": 1, "embed_dim": 64, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp_dim": 16}
 SIZES |= {"max_length": 48, "tied_embeddings": False}
@@ -198,6 +201,15 @@ def test_who_can_judge_here_is_said_before_anything_compiles(checkpoint):
         build.setup(settings(f"{long}, model='policy'"))
     with pytest.raises(UserError, match=r"rewards.good.model.* the mesh of training, in one proc"):
         build.setup(settings(f"{ONE}, model='policy'", "sampling.mesh={fsdp=1}"))
+
+
+@pytest.mark.parametrize("model", ["policy", "start", "other"])
+def test_the_shipped_judge_needs_no_server(model):
+    changes = ["data.train=x.jsonl", "model.path=x", "rewards.clear.url=''"]
+    shipped = load_config(CONFIGS / "judge.toml", [*changes, f"rewards.clear.model={model}"])
+    assert judge_of(shipped, "clear").local
+    directory = {"policy": None, "start": "x", "other": "other"}[model]
+    assert judge_directory(shipped, "clear") == directory
 
 
 def test_a_run_that_its_policy_judges_repeats(tmp_path):
