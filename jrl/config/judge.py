@@ -58,7 +58,7 @@ class JudgeTable(Table):
     form: str = key(
         "score",
         "what is asked: a number, yes or no, criteria, which of two is better, a ranking, wrong"
-        " steps, or a paper's form",
+        " steps, a paper's form, or FILE.py:function of one's own, (keys, name) -> Form",
     )
     template: str = key("", "the question to the judge; {fields} are filled in")
     system: str = key("", "a system message before it")
@@ -108,7 +108,7 @@ class JudgeTable(Table):
 def _wrong(judge: JudgeTable) -> str:
     """What does not go together, as "KEY = VALUE: ..."; "" for nothing."""
     low, high = judge.scale
-    if judge.form not in (names := (*FORMS, *PUBLISHED_FORMS)):
+    if ":" not in judge.form and judge.form not in (names := (*FORMS, *PUBLISHED_FORMS)):
         return str(unknown_choice("form", judge.form, names))
     if not low < high:
         return f"scale = {judge.scale}; give the least score, then the greatest"

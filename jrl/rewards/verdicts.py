@@ -86,8 +86,9 @@ def make_form(table: JudgeTable, key: str) -> Form:
       table: the keys.
       key: "rewards.NAME", for messages about rows of the data.
     """
-    if table.form in PUBLISHED_FORMS:
-        form: Form = load(PUBLISHED_FORMS[table.form], f"{key}.form")(table, key)
+    if table.form in PUBLISHED_FORMS or ":" in table.form:
+        named = load(PUBLISHED_FORMS.get(table.form, table.form), f"{key}.form")
+        form: Form = named(table, key)
         return form
     if table.form == "steps":
         return by_steps(table, _at_steps)

@@ -170,6 +170,34 @@ def test_wrong_steps_are_paid_at_tokens():
     assert [*parts_by_token(settings).values()] == ["rewards.step.form = 'steps'"]
 
 
+OWN = """
+from jrl.rewards.verdicts import Form, question
+
+def shout(table, key):
+    def questions(samples, vote):
+        return [question(table, s, {}, str.strip, s.completion) for s in samples]
+
+    def points(samples, verdicts):
+        return [float(votes[0].isupper()) if votes else None for votes in verdicts]
+
+    return Form(False, questions, points)
+"""
+
+
+def test_a_form_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    keys = f"function='judge', form='{tmp_path / 'mine.py'}:shout'"
+
+    def reply(body, number):
+        return "NO " if "1" in body["messages"][0]["content"] else "no"
+
+    with judge_server(reply) as (url, _):
+        settings = config(url, {"loud": keys})
+        check_judges(settings, [Prompt(0, "", np.zeros(1), "", {})])
+        points, *_ = judged(settings, [[END, END]])
+    np.testing.assert_array_equal(points["loud"], [[0, 1]])
+
+
 def test_who_gives_a_part_and_what_goes_with_it():
     url = "http://127.0.0.1:1/v1"
     fine = config(url, {"good": ONE, "judge": "votes=1"})  # a part of that name is one, too
