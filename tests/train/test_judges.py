@@ -171,7 +171,7 @@ def test_wrong_steps_are_paid_at_tokens():
 
 
 OWN = """
-from jrl.rewards.verdicts import Form, question
+from jrl.rewards import Form, question
 
 def shout(table, key):
     def questions(samples, vote):
