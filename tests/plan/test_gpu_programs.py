@@ -57,7 +57,7 @@ DECODING = {
 """By attention. "cudnn" has the kernels of ``models.gpu_kernels`` in token steps: below the aims of
 10 a layer, 12 for the draw, and a return in 16 tokens."""
 TRAINING = {
-    "cudnn": {"small": Bounds(125, 0, 235, 0, 0.02), "1.7b": Bounds(140, 0, 900, 0, 0.03)},
+    "cudnn": {"small": Bounds(125, 0, 250, 0, 0.035), "1.7b": Bounds(135, 0, 450, 0, 0.05)},
     "xla": {"small": Bounds(175, 0, 235, 0, 0.05), "1.7b": Bounds(205, 0, 900, 0, 0.06)},
 }
 ATTENTION = "cudnn" if jax.__version_info__ >= (0, 11) else "xla"
@@ -178,6 +178,14 @@ def test_a_weight_in_float8_is_rounded_before_it_is_multiplied():
     """XLA may leave a conversion to float8 and back out, on chips that have no products of it."""
     for text in ask("gpu_rounded", ["a100x1", "l4x1", "h100x1"], "float8"):
         assert "f8e4m3fn[256,512]" in text
+
+
+def test_no_matrix_in_float8_is_written_in_16_bits_for_a_token():
+    """Of two layers of 1.7B most is the output matrix; compiled for a GPU without float8."""
+    changed = tree("1.7b", 2)
+    changed["sampling"] |= {"float8": ["weights"]}
+    float8 = ask("gpu_program", changed, "a100x1", "sampler")["hbm_bytes"]
+    assert float8 < 0.7 * program("1.7b", "sampler", 2)["hbm_bytes"]
 
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("gpu_*.toml"))

@@ -78,7 +78,8 @@ def continued(scale: float, q_rchd: Array, before: Keys, own: Keys, lengths: Len
 
     All rows of a prompt look at it together, and each at itself, up to its own column. Both results
     are merged by the logarithms of their sums, and both backward passes get the sums of the whole:
-    with those, and the whole result, cuDNN's gradients of a part are exact.
+    with those, and the whole result, cuDNN's gradients of a part are exact. Transformer Engine's ring
+    attention (its ``context_parallel.py``) asks cuDNN for them the same way.
 
     Args:
       scale: what scores are multiplied by.
@@ -119,9 +120,9 @@ def _continued_forward(
 def _continued_backward(scale: float, kept: tuple, g_rchd: Array) -> tuple:
     q_rchd, before, own, lengths, out, log_whole = kept
     blocks = before[0].shape[0]
-    rows = [_together(x, blocks) for x in (q_rchd, out, g_rchd)]
+    q, whole, g = (_together(x, blocks) for x in (q_rchd, out, g_rchd))
     logs = _logs_together(log_whole, blocks)
-    dq, *of_before = backward(scale, *rows, logs, before, lengths.before, False)
+    dq, *of_before = backward(scale, q, whole, g, logs, before, lengths.before, False)
     dq_own, *of_own = backward(scale, q_rchd, out, g_rchd, log_whole, own, lengths.own, True)
     # Of a prompt without tokens cuDNN was shown one.
     exists = (lengths.before > 0)[:, None, None, None]

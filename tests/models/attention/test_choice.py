@@ -1,6 +1,7 @@
 """Every kernel of attention against plain attention in float32, and which one is chosen when."""
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ from jrl.models.attention import choice, splash_cache
 from jrl.models.attention import cudnn as cudnn_module
 from jrl.models.attention.blockwise import blockwise
 from jrl.models.attention.choice import Owners, Shape, kernel_for, row_attention, shared_attention
-from jrl.models.attention.cudnn import Lengths, continued, cudnn
+from jrl.models.attention.cudnn import cudnn
 from jrl.models.attention.dense import NO_WINDOW, Part, attend, attend_parts, visible
 from jrl.models.attention.flash import Marks, Place, attend_places
 from jrl.models.config import ModelConfig
@@ -285,9 +286,12 @@ def dense_backward(scale, q, out, g, logs, keys, lengths, causal):
     return dq.reshape(*g.shape[:2], -1, g.shape[4]), dk, dv
 
 
-@pytest.mark.parametrize("before", [(5, PROMPT), (0, 3)])
-def test_rows_behind_their_prompts_need_no_mask(before, monkeypatch):
+@pytest.mark.parametrize(
+    ("before", "axes"), [((5, PROMPT), {}), ((0, 3), {}), ((5, PROMPT), {"data": 2, "tensor": 2})]
+)
+def test_rows_behind_their_prompts_need_no_mask(before, axes, monkeypatch):
     """Two rows a prompt, one of them full, with cuDNN's two calls in plain JAX; gradients, too."""
+    monkeypatch.setattr(choice, "_no_cudnn", lambda config, where: "")
     monkeypatch.setattr(cudnn_module, "forward", dense_forward)
     monkeypatch.setattr(cudnn_module, "backward", dense_backward)
     keys = jax.random.split(jax.random.key(0), 6)
@@ -305,16 +309,18 @@ def test_rows_behind_their_prompts_need_no_mask(before, monkeypatch):
     def by_mask(*inputs):
         return shared_attention("xla", MODEL, laid)(*inputs, NO_WINDOW)
 
-    def by_lengths(q, before_k, before_v, k, v):
-        of_rows = Lengths(jnp.asarray(before), jnp.asarray(lengths))
-        return continued(SIZE**-0.5, q, (before_k, before_v), (k, v), of_rows)
+    def by_lengths(*inputs):
+        rows = laid._replace(row_lengths=jnp.asarray(lengths))
+        return shared_attention("cudnn", MODEL, rows)(*inputs, NO_WINDOW)
 
     @partial(jax.jit, compiler_options=QUICK)
     def both_ways(inputs):
         pulled = [jax.vjp(look, *inputs) for look in (by_mask, by_lengths)]
         return [(*back(probe), values) for values, back in pulled]
 
-    (*expected, values), (*found, same) = both_ways(inputs)
+    devices = jax.devices()[: math.prod(axes.values())]
+    with jax.set_mesh(make_mesh(axes or {"data": 1}, devices)):
+        (*expected, values), (*found, same) = both_ways(inputs)
     np.testing.assert_allclose(np.asarray(same)[live], np.asarray(values)[live], atol=1e-5)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
@@ -380,6 +386,28 @@ def test_elementwise_rematerialisation_does_not_call_cudnn_again():
         text = str(jax.make_jaxpr(jax.grad(total))(params))
         calls[remat] = text.count("dot_product_attention_fwd_wrapper[")
     assert calls == {"none": 1, "elementwise": 1, "dots": 2}
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_neither_of_the_two_calls_behind_a_prompt_is_made_again():
+    rows, one = jnp.ones((2, 8), jnp.int32), jnp.ones((1, 1, 4), jnp.int32)
+    positions = jnp.broadcast_to(3 + jnp.arange(8, dtype=jnp.int32), rows.shape)
+    lengths = jnp.full(2, 8, jnp.int32)
+    shared = SharedRows(one, one[0, :, :1] + 3, rows, positions, rows, 0 * rows, lengths=lengths)
+    calls = {}
+    for remat in ("none", "scores", "elementwise", "dots"):
+        config = dataclasses.replace(MODEL, dtype="bfloat16")
+        network = transformer(config, attention="cudnn", remat=remat)
+        params = jax.eval_shape(network.init, jax.random.key(0))
+
+        def total(params, network=network):
+            states, _ = network.extras.hidden_shared(params, shared)
+            return states.astype(jnp.float32).sum()
+
+        text = str(jax.make_jaxpr(jax.grad(total))(params))
+        calls[remat] = text.count("dot_product_attention_fwd_wrapper[")
+    # Of the prompt to itself, of rows to the prompt, and to themselves.
+    assert calls == {"none": 3, "scores": 3, "elementwise": 3, "dots": 6}
 
 
 # ---------------------------------------------------------------- the choice
