@@ -300,7 +300,7 @@ def refused(place, tmp_path, *more, config="dpo.toml"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rdpo", "rorpo", "reward_augmented_dpo"])
+@pytest.mark.parametrize("name", ["rdpo", "reward_augmented_dpo"])
 def test_rows_with_a_rationale_or_with_scores_are_trained_on(place, tmp_path, name):
     """Two steps, with held-out pairs that have no rationale and, for scores, have them."""
     rows = [
