@@ -165,7 +165,9 @@ def build_judged(
             if p > room or t > max_completion_tokens:
                 if overlong == "error":
                     more = " with what is left of sampling.max_new_tokens" * in_tokens(row)
-                    raise _too_long(where, p, t, room, max_completion_tokens, more)
+                    told = bool(labelled.context) and len(labelled.completions[-1]) == t
+                    what = "rationale behind both answers" if told else "completion"
+                    raise _too_long(where, p, t, room, max_completion_tokens, more, what)
                 labelled = _cut(labelled, room, max_completion_tokens)
                 if overlong == "drop" or _all_same(labelled):
                     dropped += 1
@@ -385,10 +387,10 @@ def _cut(row: Judged, prompt_tokens: int, completion_tokens: int) -> Judged:
     )
 
 
-def _too_long(where: str, p: int, t: int, max_p: int, max_t: int, more: str = "") -> TooLong:
+def _too_long(where: str, p: int, t: int, max_p: int, max_t: int, more: str, what: str) -> TooLong:
     name, size, key, limit = "prompt", p, f"data.max_prompt_tokens{more}", max_p
     if p <= max_p:
-        name, size, key, limit = "completion", t, "sampling.max_new_tokens", max_t
+        name, size, key, limit = what, t, "sampling.max_new_tokens", max_t
     return TooLong(
         f"{where}: the {name} has {size} tokens and {key} is {limit}; raise it, or set "
         "data.overlong to drop or truncate"

@@ -118,7 +118,7 @@ def tool_calls(samples: list[Sample], column: str = "answer") -> list[float | No
     return points
 
 
-def tools_used(samples: list[Sample], names: Sequence[str] = ()) -> list[float]:
+def tools_used(samples: list[Sample], names: Sequence[str]) -> list[float]:
     """1 where every named tool was called, else 0; a broken call makes it 0.
 
     The condition of the bonus of "Tool-Star: Empowering LLM-Brained Multi-Tool Reasoner via

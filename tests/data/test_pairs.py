@@ -364,6 +364,8 @@ def test_a_rationale_is_a_member_that_reads_both_answers_and_learns_the_rest():
     assert batch.members.all()
     plain, _ = read(row)
     assert len(plain[0].completions) == 2
+    with pytest.raises(UserError, match="the rationale behind both answers has 8 tokens and samp"):
+        read(row, rationales=True, max_completion_tokens=7)
     with pytest.raises(UserError, match="rationale = None; the method learns why"):
         read({**row, "rationale": None}, rationales=True)
     listed = {"prompt": "2+2", "responses": ["4"], "scores": [1.0]}

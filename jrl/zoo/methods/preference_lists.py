@@ -340,7 +340,7 @@ def rrhf(sft_coef: NonNegative = 1.0) -> Method:
         value = rank - sft_coef * mean_over_best(group.total("logprobs"), group)
         return spoilt(value, group), ranking_metrics(means, ordered)
 
-    return list_method(loss, lacks="running code for its speed")
+    return list_method(loss, lacks="a reward for the speed of code that passes its tests")
 
 
 @variant(dpo, without=("min_gap",))

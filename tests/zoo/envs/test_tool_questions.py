@@ -142,5 +142,5 @@ def test_tool_star_s_environment_searches_and_computes_and_its_parts_are_in_orde
     used = make_reward("tools_used", names=["search", "python"])
     assert used([one, both]) == [0.0, 1.0]
     with pytest.raises(UserError, match="tools_used.names = .*give a list"):
-        make_reward("tools_used")
+        make_reward("tools_used", names="search")
     assert not get_method("tool_star").lacks
