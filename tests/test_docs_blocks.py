@@ -76,6 +76,11 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
         ),
         "from openai import OpenAI": "serving/test_record::test_the_example_of_the_docs_runs",
     },
+    "docs/rewards.md": {
+        "# steps.py: a point at the end of each line, and one less over the tokens of an apology": (
+            "rewards/test_by_token::test_the_example_of_the_docs_pays_lines_and_apologies"
+        )
+    },
     "configs/README.md": {
         "# my_env.py: the policy computes with tools; its last turn is scored": (
             "test_docs_blocks::test_the_environment_of_the_guide_is_one"

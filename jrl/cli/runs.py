@@ -126,7 +126,7 @@ def evaluate(
     ] = 4,
     step_tokens: Annotated[int, typer.Option(help="Maximum tokens of a search step.", min=1)] = 64,
     by: Annotated[
-        str, typer.Option(help="Score that ranks paths: likelihood, model, value or ratio.")
+        str, typer.Option(help="Score that ranks paths: likelihood, model, value, ratio or judge.")
     ] = "likelihood",
     reduce: Annotated[
         str,

@@ -9,9 +9,29 @@ from pydantic import Field, ValidationError, model_validator
 
 from jrl.config.explain import explain
 from jrl.config.unions import Table, key
-from jrl.errors import UserError, nearest
+from jrl.errors import UserError, nearest, unknown_choice
 
 T = TypeVar("T", bound=Table)
+
+FORMS = ("score", "yes_no", "rubric", "pairwise", "listwise", "steps")
+"""What a judge can be asked, by name."""
+_ZOO = "jrl.zoo.rewards.judges"
+PUBLISHED_FORMS = {
+    "brpo": f"{_ZOO}:brpo",
+    "capo": f"{_ZOO}:capo",
+    "fapo": f"{_ZOO}:fapo",
+    "reward_anything": f"{_ZOO}:reward_anything",
+    "rlaif_v": f"{_ZOO}:rlaif_v",
+}
+"""Forms of one paper each, by name; each is a ``rewards.verdicts.NamedForm``."""
+TOKEN_FORMS = ("steps", "capo")
+"""Forms that give a number for each token, as functions with ``by_token = true`` do."""
+POLICY, START = "policy", "start"
+"""What ``model`` names on the run's devices besides directories."""
+_ENDPOINT_KEYS = (
+    *("key_variable", "fields", "timeout", "seconds", "retries", "requests_per_minute"),
+)
+"""Keys that a model on the run's devices does not read."""
 
 
 class Criterion(Table):
@@ -23,13 +43,22 @@ class Criterion(Table):
 
 
 class JudgeTable(Table):
-    """A judge: a model behind an OpenAI-compatible endpoint, and what it is asked."""
+    """A judge: a model behind an endpoint or on the run's own devices, and what it is asked."""
 
-    url: str = key(..., "base of the API, such as http://localhost:8000/v1", min_length=1)
-    model: str = key(..., "the model's name there", min_length=1)
+    url: str = key(
+        "", "base of the API, such as http://localhost:8000/v1; empty: on the run's devices"
+    )
+    model: str = key(
+        ...,
+        'the model\'s name there; without url "policy", "start" (the checkpoint that the policy'
+        " began with), or the directory of a checkpoint or a run",
+        min_length=1,
+    )
     key_variable: str = key("", "environment variable that holds the key of the API")
-    form: Literal["score", "yes_no", "rubric", "pairwise", "listwise"] = key(
-        "score", "what is asked: a number, yes or no, criteria, which of two is better, a ranking"
+    form: str = key(
+        "score",
+        "what is asked: a number, yes or no, criteria, which of two is better, a ranking, wrong"
+        " steps, a paper's form, or FILE.py:function of one's own, (keys, name) -> Form",
     )
     template: str = key("", "the question to the judge; {fields} are filled in")
     system: str = key("", "a system message before it")
@@ -45,11 +74,14 @@ class JudgeTable(Table):
     swap: bool = key(True, "whether both orders of a pair are asked; where they disagree, a tie")
     only: str = key("", "a part: only samples with points above 0 there are judged")
     votes: int = key(1, "how often each question is asked", ge=1, le=1024)
-    vote: Literal["mean", "majority"] = key("mean", "what is made of the votes")
+    vote: Literal["mean", "majority", "min"] = key("mean", "what is made of the votes")
     temperature: float = key(0.0, "of the judge's sampling", ge=0)
     max_tokens: int = key(512, "limit of a reply", ge=1)
+    max_prompt_tokens: int = key(
+        2048, "longest question to a model on the run's devices; longer ones have no verdict", ge=1
+    )
     fields: dict[str, Any] = key({}, "further fields of each request, such as seed")
-    at_once: int = key(16, "requests at the same time", ge=1, le=4096)
+    at_once: int = key(16, "requests, or rows decoded, at the same time", ge=1, le=4096)
     timeout: float = key(60.0, "seconds for one request", gt=0)
     seconds: float = key(
         300.0, "for all verdicts of a step; what has none by then has no opinion", gt=0
@@ -60,9 +92,14 @@ class JudgeTable(Table):
         True, "directory of verdicts already given; true is judge/ of the run, false none"
     )
 
+    @property
+    def local(self) -> bool:
+        """Whether the judge is a model on the run's devices."""
+        return not self.url
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        wrong = _wrong(self)
+        wrong = _wrong(self) or _unread(self)
         if wrong:
             raise ValueError(wrong)
         return self
@@ -71,6 +108,8 @@ class JudgeTable(Table):
 def _wrong(judge: JudgeTable) -> str:
     """What does not go together, as "KEY = VALUE: ..."; "" for nothing."""
     low, high = judge.scale
+    if ":" not in judge.form and judge.form not in (names := (*FORMS, *PUBLISHED_FORMS)):
+        return str(unknown_choice("form", judge.form, names))
     if not low < high:
         return f"scale = {judge.scale}; give the least score, then the greatest"
     if judge.votes > 1 and judge.temperature == 0:
@@ -87,6 +126,25 @@ def _wrong(judge: JudgeTable) -> str:
         if not judge.criteria and not judge.column:
             return "criteria are missing: give a list of them, or column, whose rows have them"
         return "" if judge.column else weightless(judge.criteria)
+    return ""
+
+
+def _unread(judge: JudgeTable) -> str:
+    """The first key that nobody reads where the judge is, as "KEY = VALUE: ..."; "" for none."""
+    keys = _ENDPOINT_KEYS if judge.local else ("max_prompt_tokens",)
+    name = next((name for name in keys if name in judge.model_fields_set), "")
+    if name and judge.local:
+        return (
+            f"{name} = {getattr(judge, name)!r} without url: a model on the run's devices does not"
+            " read it; remove it, or set url"
+        )
+    if name:
+        return f"{name} with url: the server limits its prompts itself; remove it"
+    if judge.local and judge.model == POLICY and "cache" in judge.model_fields_set and judge.cache:
+        return (
+            f"cache = {judge.cache!r} with model = 'policy', which is another judge after each"
+            " step; remove it"
+        )
     return ""
 
 

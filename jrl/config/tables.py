@@ -271,6 +271,11 @@ class RewardTable(Table):
     where: dict[str, Any] = key(
         {}, "column = value, or a list of values: asked for these rows of the data alone"
     )
+    by_token: bool = key(
+        False,
+        "the function may return a list of numbers for a sample, one for each token; methods with"
+        " credit by token pay them there, others read their sum",
+    )
     combine: str | None = key(
         None, "makes the part of others: gate, product, sum, FILE.py:function, ..."
     )

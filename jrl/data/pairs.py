@@ -36,6 +36,8 @@ class Judged(NamedTuple):
       steps: of each completion [t] int32, the number of the step that each token belongs to; empty
         where there are none.
       step_values: of each completion [t] float32, points, the value of the token's step.
+      context: of each completion how many tokens at its beginning are read and not trained on;
+        empty where all are trained. A completion with such tokens is no answer, but a rationale.
     """
 
     id: int
@@ -47,6 +49,7 @@ class Judged(NamedTuple):
     visits: tuple[float, ...] = ()
     steps: tuple[np.ndarray, ...] = ()
     step_values: tuple[np.ndarray, ...] = ()
+    context: tuple[int, ...] = ()
 
 
 class JudgedCounts(NamedTuple):
@@ -92,6 +95,7 @@ def build_judged(
     max_completion_tokens: int,
     overlong: str = "error",
     invalid: str = "error",
+    rationales: bool = False,
 ) -> tuple[list[Judged], JudgedCounts]:
     """The groups of all records, tokenized as if a policy had sampled them.
 
@@ -114,6 +118,8 @@ def build_judged(
         keeps the end of a prompt and the beginning of a completion. A record whose completions
         are then all equal is skipped.
       invalid: for records that cannot be used: "error", or "skip", which counts them.
+      rationales: whether pairs have a column "rationale", which becomes a further member of the
+        group with 0 points: the two answers as context, then the rationale.
 
     Returns:
       The groups in the order of the records, and the counts.
@@ -139,10 +145,12 @@ def build_judged(
             found_kind = row_kind(row, where)
             if kind not in ("", found_kind):
                 raise UserError(f"{where}: {found_kind} after {kind}; put them into separate files")
+            if rationales and (in_tokens(row) or found_kind != "pairs"):
+                raise UserError(f"{where}: a rationale belongs to chosen and rejected in text")
             if in_tokens(row):
                 labelled = _from_ids(index, row, where, found_kind, tokenizer)
             else:
-                labelled = _encode(index, row, where, found_kind, wording)
+                labelled = _encode(index, row, where, found_kind, wording, rationales)
             if form not in ((), _form(labelled)):
                 raise UserError(
                     f"{where}: visits, or steps, are in some rows only; give them in all, or put"
@@ -157,7 +165,9 @@ def build_judged(
             if p > room or t > max_completion_tokens:
                 if overlong == "error":
                     more = " with what is left of sampling.max_new_tokens" * in_tokens(row)
-                    raise _too_long(where, p, t, room, max_completion_tokens, more)
+                    told = bool(labelled.context) and len(labelled.completions[-1]) == t
+                    what = "rationale behind both answers" if told else "completion"
+                    raise _too_long(where, p, t, room, max_completion_tokens, more, what)
                 labelled = _cut(labelled, room, max_completion_tokens)
                 if overlong == "drop" or _all_same(labelled):
                     dropped += 1
@@ -192,9 +202,9 @@ def judged_batch(
 
     Returns:
       A Batch of NumPy arrays, with the scores in its one reward part, the statistic "external" 1
-      on every token and the id "prompt"; where the records have them also the statistics "visits"
-      and "step_labels", and the id "step". No policy sampled the tokens, so there are no
-      sampler_logprobs.
+      on every token that is trained on and the id "prompt"; where the records have them also the
+      statistics "visits" and "step_labels", and the id "step"; with rationales the id "stratum", 1
+      for them. No policy sampled the tokens, so there are no sampler_logprobs.
     """
     n, g, t = len(rows), group, completion_tokens
     prompts, tokens = np.zeros((n, prompt_tokens), np.int32), np.zeros((n, g, t), np.int32)
@@ -207,8 +217,13 @@ def judged_batch(
             tokens[row, member, : len(completion)] = completion
             lengths[row, member] = len(completion)
         scores[row, :size, 0], members[row, :size], cut[row, :size] = one.scores, True, one.cut
-    mask = np.arange(t) < lengths[:, :, None]
+    read = np.zeros((n, g), np.int32)
+    for row, one in enumerate(rows):
+        read[row, : len(one.context)] = one.context
+    mask = (np.arange(t) < lengths[:, :, None]) & (np.arange(t) >= read[:, :, None])
     stats, ids = _of_a_search(rows, (n, g, t))
+    if rows[0].context:
+        ids["stratum"] = (read > 0).astype(np.int32)
     fields: dict[str, Any] = {
         "prompt_tokens": prompts,
         "prompt_lengths": np.array([len(one.prompt) for one in rows], np.int32),
@@ -283,7 +298,14 @@ def pairs_of_samples(
 # ---------------------------------------------------------------- from text to tokens
 
 
-def _encode(index: int, row: Mapping[str, Any], where: str, kind: str, wording: Wording) -> Judged:
+def _encode(
+    index: int,
+    row: Mapping[str, Any],
+    where: str,
+    kind: str,
+    wording: Wording,
+    rationales: bool = False,
+) -> Judged:
     """One record, tokenized."""
     record = read_record(kind, row, where, plain=wording.template == "plain")
     if isinstance(record.prompt, str) and not record.prompt.strip():
@@ -306,7 +328,23 @@ def _encode(index: int, row: Mapping[str, Any], where: str, kind: str, wording: 
     )
     if kind == "pairs" and _all_same(labelled):
         raise UserError(f"{where}: chosen and rejected are the same tokens; remove the row")
-    return labelled
+    if not rationales:
+        return labelled
+    told = row.get("rationale")
+    if not isinstance(told, str) or not told.strip():
+        raise UserError(
+            f"{where}: rationale = {told!r:.40}; the method learns why one answer is better, so"
+            " each row has a text that says it"
+        )
+    message = answer_message(told, "rationale", where)
+    ids = wording.completion(message, messages, text, tools, "rationale", where)
+    answers = np.concatenate(labelled.completions)
+    return labelled._replace(
+        completions=(*labelled.completions, np.concatenate([answers, np.array(ids, np.int32)])),
+        scores=(*labelled.scores, 0.0),
+        cut=(*labelled.cut, False),
+        context=(0, 0, len(answers)),
+    )
 
 
 def _from_ids(
@@ -349,10 +387,10 @@ def _cut(row: Judged, prompt_tokens: int, completion_tokens: int) -> Judged:
     )
 
 
-def _too_long(where: str, p: int, t: int, max_p: int, max_t: int, more: str = "") -> TooLong:
+def _too_long(where: str, p: int, t: int, max_p: int, max_t: int, more: str, what: str) -> TooLong:
     name, size, key, limit = "prompt", p, f"data.max_prompt_tokens{more}", max_p
     if p <= max_p:
-        name, size, key, limit = "completion", t, "sampling.max_new_tokens", max_t
+        name, size, key, limit = what, t, "sampling.max_new_tokens", max_t
     return TooLong(
         f"{where}: the {name} has {size} tokens and {key} is {limit}; raise it, or set "
         "data.overlong to drop or truncate"

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jrl.config import Config
+from jrl.config.judge import POLICY
 from jrl.data.prompts import pad_prompts
 from jrl.episodes.search import Searched, best_node, by_path, episode_at
 from jrl.episodes.tree import SEARCHES, Tree, search_plan
@@ -34,7 +35,7 @@ from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
 from jrl.train.batches import undrawn_source
 from jrl.train.build import Run
 from jrl.train.members import demonstration_rollout
-from jrl.train.reward_parts import reward_pool
+from jrl.train.reward_parts import judge_of, reward_pool
 from jrl.train.run_rows import prompt_seeds
 from jrl.types import Array, Prompt
 
@@ -66,7 +67,7 @@ def search_run(
       by: what paths are ranked by: "likelihood"; "model", the reward model of ``rewards.model``;
         "value", the value network that the run trained; or "ratio", by how much likelier a token of
         the last step is for the run's policy than for the one that it began with, which then
-        samples (the Q of ``step_q``).
+        samples (the Q of ``step_q``); or "judge", by the first judge of [rewards].
       reduce: how the values behind the steps of a path are reduced: "last", "min" or "mean".
 
     Returns:
@@ -192,6 +193,12 @@ def points_of(
     with reward_pool(run.config) as pool:
         judged = undrawn_source(run, pool, "eval").judge(about, asked, rollout)
     names = run.kind.eval_parts or run.rewards.weights
+    right = [*names][right_part(run, names)]
+    if run.rewards.givers.get(right) == "judge" and judge_of(run.config, right).model == POLICY:
+        raise UserError(
+            f"rewards.{right} says what is right, and is the policy's own judgement; set judge ="
+            " true in a part that compares answers, such as [rewards.math]"
+        )
     return np.asarray(judged.rewards)[:, 0, right_part(run, names)]
 
 

@@ -1,10 +1,11 @@
-"""Rankings of search paths at evaluation: likelihood, reward model, values, log-ratio.
+"""Rankings of search paths at evaluation: likelihood, reward model, values, log-ratio, judge.
 
 None of them reads the answer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 
 from jrl.config import Config
+from jrl.config.judge import PUBLISHED_FORMS
 from jrl.data.prompts import pad_prompts
 from jrl.episodes.search import Path, Scorer, by_likelihood
 from jrl.errors import UserError, unknown_choice
@@ -20,18 +22,22 @@ from jrl.sampling.params import make_sampling_params
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.groups import to_batch
+from jrl.train.judges import Judges
+from jrl.train.judging import Texts
 from jrl.train.kinds import kind_of
 from jrl.train.members import demonstration_rollout
 from jrl.train.objective import method_of
 from jrl.train.reward_model import model_of, trains_reward
-from jrl.train.reward_parts import parts_of
+from jrl.train.reward_parts import judge_of, parts_of
 from jrl.train.score import score
-from jrl.types import Array, Params, Prompt, Rollout
+from jrl.types import Array, Params, Prompt, Rollout, StopReason
 
 Verifier = Callable[[Run, Params, int | None], tuple[Params, Scorer]]
 """(run, its parameters, checkpoint) -> parameters to sample with, and what judges paths."""
 LIKELIHOOD = "likelihood"
 """What paths are ranked by where nothing else is named."""
+BY = (LIKELIHOOD, "model", "value", "ratio", "judge")
+"""What paths can be ranked by."""
 
 
 def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
@@ -40,11 +46,11 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
     Raises:
       UserError: no such verifier or reduction, one that is not read, or that the run does not have.
     """
-    if by not in (LIKELIHOOD, "model", "value", "ratio"):
-        raise unknown_choice("--by", by, (LIKELIHOOD, "model", "value", "ratio"))
+    if by not in BY:
+        raise unknown_choice("--by", by, BY)
     if reduce not in REDUCED:
         raise unknown_choice("--reduce", reduce, REDUCED)
-    if by in (LIKELIHOOD, "ratio") and reduce != "last":
+    if by in (LIKELIHOOD, "ratio", "judge") and reduce != "last":
         raise UserError(f"--reduce {reduce} is not read with --by {by}; leave it out")
     if by == LIKELIHOOD:
         return lambda run, params, checkpoint: (params, by_likelihood)
@@ -53,6 +59,8 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
             "--by model: rewards.model is missing; set rewards.model.path to the run of a reward"
             " model, such as one of configs/reward_model.toml"
         )
+    if by == "judge":
+        _check_judge(config)
     trained = method_of(config, kind_of(config).task)
     if by == "value" and (not trained.value or trains_reward(config)):
         raise UserError(
@@ -66,6 +74,8 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
             _, first = programs.new_policy(run)
             ratios = _log_ratios(run, params, first)
             return first, partial(_by_ratio, ratios, *sizes)
+        if by == "judge":
+            return params, partial(_by_judge, run, _judge_of(run), params, sizes)
         model = next(iter(run.rewards.models.values()), None)
         if by == "value":
             model = model_of(run.config, run.mesh, 1, behind=True, checkpoint=checkpoint)
@@ -104,6 +114,53 @@ def _by_ratio(
     """Points of paths by the mean log-ratio of two policies over the last step, nats a token."""
     log_ratios = np.asarray(ratios(_rollout_of(paths, width, most)))[:, 0]
     return [float(log_ratios[i, path.begin : path.ends[-1]].mean()) for i, path in enumerate(paths)]
+
+
+def _check_judge(config: Config) -> None:
+    """Raises UserError where no judge can rank paths alone."""
+    names = parts_of(config).given_by("judge")
+    if not names:
+        raise UserError(
+            "--by judge: no part of [rewards] has function = 'judge'; add one, such as"
+            " [rewards.self] function = 'judge', model = 'policy'"
+        )
+    table = judge_of(config, names[0])
+    if table.only or table.form in ("pairwise", "listwise", *PUBLISHED_FORMS):
+        key = "only" if table.only else "form"
+        raise UserError(
+            f"--by judge: rewards.{names[0]}.{key} = {getattr(table, key)!r}: a path is judged"
+            " alone; use form = 'score', 'yes_no' or 'rubric', without only"
+        )
+
+
+def _judge_of(run: Run) -> Judges:
+    """The first judge of a run alone."""
+    judges = Judges.of(run, "eval")
+    return judges._replace(judges=judges.judges[:1])
+
+
+def _by_judge(
+    run: Run, judges: Judges, params: Params, sizes: tuple[int, int], paths: Sequence[Path]
+) -> list[float | None]:
+    """Points of paths by a judge, which may be the policy that sampled them.
+
+    The self-judgement of "Is PRM Necessary? Problem-Solving RL Implicitly Induces PRM Capability in
+    LLMs" (Self-PRM, arXiv:2505.11227): the policy scores each of its k solutions and the best one
+    is taken. How the paper asks and scores is not known; here the judge's form says it.
+    """
+    rollout = _rollout_of(paths, *sizes)
+    stop = np.array(rollout.stop)
+    stop[len(paths) :] = StopReason.ABSENT
+    known = {p.tokens.tobytes(): p for listed in run.data.prompts.values() for p in listed}
+    prompts = []
+    for path in (*paths, *[paths[0]] * (len(stop) - len(paths))):
+        ids = np.asarray(path.opening, np.int32)
+        text = run.tokenizer.decode(ids.tolist())
+        prompts.append(known.get(ids.tobytes()) or Prompt(0, text, ids, ""))
+    texts = Texts(prompts, rollout.replace(stop=stop), run.tokenizer)
+    points, *_ = judges(texts, {}, 0, {"policy": params})
+    values = points[judges.judges[0].name][: len(paths), 0].tolist()
+    return [None if math.isnan(value) else value for value in values]
 
 
 def _log_ratios(run: Run, policy: Params, first: Params) -> Callable[[Rollout], Array]:

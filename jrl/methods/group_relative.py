@@ -218,9 +218,9 @@ def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
 
     as the released code has it. What tools return is read and not trained on. The paper starts from
     supervised training, and ends with DPO on pairs of the policy's own (``online_iterative_dpo``).
-    Departures: no environment with search and Python together comes with the library; one of your
-    own gives the three parts (``HostEnv(parts=("form", "answer", "tools"))``), or functions beside
-    it do.
+    ``data.env = "multi_hop"`` with ``tools = ["search", "python"]`` has both tools; its ``reward``
+    is the answer's, and the reward functions "format" and "tools_used" beside it are the other two
+    (docs/rewards.md).
     """
 
     def ordered(parts: Array, rollout: Rollout) -> Array:
@@ -229,8 +229,7 @@ def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
         broken = jnp.where(jnp.isnan(form + score), jnp.nan, -1)
         return as_first(jnp.where(form > 0, correct_scores, broken), parts)
 
-    lacking = "an environment with search and Python that pays form, answer and use of both"
-    return base.with_(rewards=of_parts(ordered), lacks=lacking)
+    return base.with_(rewards=of_parts(ordered))
 
 
 @variant(grpo, kl_coef=0.001)

@@ -13,8 +13,8 @@ Relatives of DPO inherit its coefficients: ``loss``, ``label_smoothing``, ``min_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -359,48 +359,12 @@ def reward_augmented_dpo(base: Method) -> Method:
     "Reward-Augmented Data Enhances Direct Preference Alignment of LLMs" (arXiv:2410.08067): of each
     pair with scores r_w > r_l, two prompts are made, one for each score as the goal g, and the
     answer nearest to the goal is preferred, R(x, g, y) = -(g - r(y))^2; y_w and y_l are in order of
-    R. beta is that of the released recipes. ``goal_conditioned`` doubles the data, with the wording
-    of the released code; alternatively the environment records ``ids["goal"]`` [N] and the scores
-    are turned into R here. At inference the prompt names the greatest score.
+    R. beta is that of the released recipes. Rows of ``data.pairs`` bring both scores
+    (``chosen_score`` and ``rejected_score``), and are doubled as they are read, with the wording of
+    the released code; see ``data.goals``. Alternatively the environment records ``ids["goal"]`` [N]
+    and the scores are turned into R here. At inference the prompt names the greatest score.
     """
-    return base.before(nearest_to_goal()).with_(
-        lacks="recorded goals; it is dpo unless goal_conditioned rewrote the data"
-    )
-
-
-GOAL = (
-    "You are an assistant that generates responses for the instruction while implicitly achieving "
-    "the following target scores (on a scale of 1-10, where 1 is lowest and 10 is highest):\n"
-    "Overall score: {score}.\n\n{prompt}"
-)
-"""The prompt of the released code for models without a system role."""
-
-
-def goal_conditioned(
-    pair: Mapping[str, Any], template: str = GOAL
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two pairs from one with scores: one that aims at each score.
-
-    Args:
-      pair: with "prompt", "chosen", "rejected", "chosen_score" and "rejected_score".
-      template: how a prompt names the score to reach; whole scores are printed without a point.
-
-    >>> given = {"prompt": "p", "chosen": "a", "rejected": "b"}
-    >>> scored = {**given, "chosen_score": 9.0, "rejected_score": 4.5}
-    >>> two = goal_conditioned(scored, "{prompt} {score}")
-    >>> [(pair["prompt"], pair["chosen"], pair["rejected"]) for pair in two]
-    [('p 9', 'a', 'b'), ('p 4.5', 'b', 'a')]
-    """
-
-    def aiming(score: Any, chosen: str, rejected: str) -> dict[str, Any]:
-        score = int(score) if score == int(score) else score
-        prompt = template.format(prompt=pair["prompt"], score=score)
-        return {"prompt": prompt, "chosen": pair[chosen], "rejected": pair[rejected]}
-
-    return (
-        aiming(pair["chosen_score"], "chosen", "rejected"),
-        aiming(pair["rejected_score"], "rejected", "chosen"),
-    )
+    return base.before(nearest_to_goal()).with_(needs=base.needs | {"goals"})
 
 
 # ---------------------------------------------------------------- siblings in a search tree

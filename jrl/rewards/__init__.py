@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jrl.errors import UserError, unknown_choice
 from jrl.rewards import agreement, matching, other_names, shaping, tool_calls
@@ -16,6 +17,21 @@ from jrl.rewards.format import confidence, format_reward
 from jrl.rewards.instructions import instructions
 from jrl.rewards.math import math_reward
 from jrl.user_code import FORMS, GIVEN, check_options, load
+
+if TYPE_CHECKING:
+    from jrl.rewards.verdicts import Form as Form
+    from jrl.rewards.verdicts import Question as Question
+    from jrl.rewards.verdicts import question as question
+
+_LATER = {"Form": "verdicts", "Question": "verdicts", "question": "verdicts"}
+"""Public names of judges, imported on first use: worker processes do not read configurations."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"jrl.rewards.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 REWARDS: dict[str, Callable[..., Any]] = {
     # of an answer
@@ -38,24 +54,31 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "language": shaping.language,
     # of the length
     "soft_overlong": shaping.soft_overlong,
+    "ended": shaping.ended,
     "cosine_length": shaping.cosine_length,
     "length_in_group": shaping.length_in_group,
     "repetition": shaping.repetition,
     # of a group, without an answer
     "majority": agreement.majority,
     "answer_share": agreement.answer_share,
+    "semantic_entropy": agreement.semantic_entropy,
     "new_answer": agreement.new_answer,
     "new_ngrams": agreement.new_ngrams,
     "tool_calls": tool_calls.tool_calls,
+    "tools_used": tool_calls.tools_used,
     **other_names.NAMES,
 }
 """The library's own reward functions by name."""
 
-_ZOO = "jrl.zoo.rewards.functions"
+_ZOO, _CRITICS = "jrl.zoo.rewards.functions", "jrl.zoo.rewards.critics"
 PUBLISHED = {
     "convsearch": f"{_ZOO}:convsearch",
     "dynamic_iou": f"{_ZOO}:dynamic_iou",
+    "fapo_critic": f"{_CRITICS}:fapo_critic",
+    "judge_verdict": f"{_CRITICS}:judge_verdict",
+    "listwise_agreement": f"{_CRITICS}:listwise_agreement",
     "rank_fidelity": f"{_ZOO}:rank_fidelity",
+    "srpo": f"{_CRITICS}:srpo",
     "toolrl": f"{_ZOO}:toolrl",
 }
 """Reward functions of one paper each, by name."""
@@ -145,6 +168,8 @@ __all__ = [
     "REWARDS",
     "RUNNING",
     "Columns",
+    "Form",
+    "Question",
     "RewardFn",
     "Sample",
     "UserReward",
@@ -153,6 +178,7 @@ __all__ = [
     "format_reward",
     "make_reward",
     "math_reward",
+    "question",
     "whole_batch",
     "whole_group",
 ]

@@ -76,6 +76,26 @@ def answer_share(
 
 
 @whole_group
+def semantic_entropy(samples: list[Sample], share: bool = False) -> list[float]:
+    """Minus the entropy of the group's classes of answers, nats: 0 where all members agree.
+
+    The semantic entropy of "Semantic Uncertainty: Linguistic Invariances for Uncertainty Estimation
+    in Natural Language Generation" (arXiv:2302.09664) with classes of equal final answers in the
+    place of entailment, -sum_c p_c log p_c with p_c the share of members in class c; a text without
+    an answer is a class of its own. All members have the same points: for a ``gate``, a metric, or
+    a baseline over the batch. ``answer_share`` tells members apart.
+
+    Args:
+      samples: of a group.
+      share: whether it is divided by log n, the greatest entropy, so that points are -1 to 0.
+    """
+    n = len(samples)
+    numbers = [-1 - i if c is None else c for i, c in enumerate(answer_classes(samples))]
+    entropy = -sum(k / n * math.log(k / n) for k in map(numbers.count, set(numbers)))
+    return [-entropy / (math.log(n) if share and n > 1 else 1.0)] * n
+
+
+@whole_group
 def new_ngrams(samples: list[Sample], size: int = 4) -> list[float]:
     """The share of a text's n-grams of words that no other member of the group has.
 

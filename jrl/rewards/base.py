@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+
+from jrl.errors import UserError
 
 if TYPE_CHECKING:
     from jrl.types import Prompt
@@ -33,6 +35,8 @@ class Sample:
         of the policy as "assistant". () for a completion.
       step: training steps done when it was drawn.
       steps: training steps of the run; 0 where it is not known.
+      ends: [n] int32, the length of ``completion`` after each token, characters, 0 for those of
+        earlier turns; () unless a part of the run has ``by_token = true``.
     """
 
     prompt: Prompt
@@ -42,6 +46,43 @@ class Sample:
     messages: tuple[Mapping[str, Any], ...] = ()
     step: int = 0
     steps: int = 0
+    ends: Any = ()
+
+    def by_token(
+        self, pieces: Iterable[tuple[int, int, float]], *, spread: bool = False
+    ) -> list[float]:
+        """Points for each token, of points for pieces of the completion's text.
+
+        Those of a piece are paid at the token with its last character, or in equal shares at each
+        of its tokens. A piece without a character is paid nowhere.
+
+        Args:
+          pieces: (begin, end, points), characters of ``completion``.
+          spread: whether all tokens of a piece have a share.
+
+        Raises:
+          UserError: a piece is not within the text, or it is not known where tokens end.
+
+        >>> sample = Sample(None, "1. a 2. b", np.arange(3), "length", ends=np.array([4, 8, 9]))
+        >>> sample.by_token([(0, 4, 1.0), (5, 9, 0.5)])
+        [1.0, 0.0, 0.5]
+        """
+        if len(self.ends) != len(self.tokens):
+            raise UserError(
+                "it is not known where tokens end in the text; set by_token = true in the part's"
+                " table of [rewards]"
+            )
+        points = np.zeros(len(self.tokens))
+        for begin, end, value in pieces:
+            if not 0 <= begin <= end <= len(self.completion):
+                size = len(self.completion)
+                raise UserError(f"piece {(begin, end)} is not within a text of {size} characters")
+            if begin == end:
+                continue
+            last = int(np.searchsorted(self.ends, end))
+            first = int(np.searchsorted(self.ends, begin, side="right")) if spread else last
+            points[first : last + 1] += value / (last + 1 - first)
+        return points.tolist()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the prompt by its fields."""
@@ -59,7 +100,16 @@ def _restore(prompt: dict[str, Any], values: dict[str, Any]) -> Sample:
 Points = float | None
 """A number, finite in float32, or None for no opinion: the part is left out of the sample's sum."""
 
-RewardFn = Callable[[list[Sample]], list[Points]]
+Returned = Points | list[float]
+"""Points, or of a part with ``by_token = true`` [n] numbers, one for each of ``Sample.tokens``."""
+
+
+def total(points: Returned) -> float:
+    """One number: the sum of those by token; 0 for no opinion."""
+    return float(sum(points)) if isinstance(points, list) else points or 0.0
+
+
+RewardFn = Callable[[list[Sample]], Sequence[Returned]]
 """Points for each of the samples: one sample a call, one group (see ``whole_group``) or all samples
 of a step (see ``whole_batch``).
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.rewards.base import Points, RewardFn, Sample
+from jrl.rewards.base import Returned, RewardFn, Sample
 from jrl.system.float32 import fits_float32
 
 _TEXT = 500
@@ -30,7 +30,7 @@ class Failure(NamedTuple):
     timed_out: bool = False
 
 
-def call(function: RewardFn, samples: list[Sample]) -> list[Points] | Failure:
+def call(function: RewardFn, samples: list[Sample]) -> list[Returned] | Failure:
     """The rewards of one call, each finite in float32, or a Failure.
 
     Args:
@@ -38,7 +38,8 @@ def call(function: RewardFn, samples: list[Sample]) -> list[Points] | Failure:
       samples: one sample, one group, or those of a step.
 
     Returns:
-      One number or None for each sample, or a Failure; only KeyboardInterrupt passes.
+      A number, None, or a list of numbers for each sample, or a Failure; only KeyboardInterrupt
+      passes.
     """
     caller = os.getpid()
     try:
@@ -84,7 +85,7 @@ def _trace() -> str:
         return ""
 
 
-def _checked(result: Any, count: int) -> list[Points] | Failure:
+def _checked(result: Any, count: int) -> list[Returned] | Failure:
     if isinstance(result, np.ndarray):
         result = result.tolist()
     if not isinstance(result, list | tuple):
@@ -93,22 +94,42 @@ def _checked(result: Any, count: int) -> list[Points] | Failure:
     values = list(result)
     if len(values) != count:
         return Failure(f"returned {len(values)} numbers for {count} sample{'s' * (count != 1)}")
-    points: list[Points] = []
+    points: list[Returned] = []
     for value in values:
-        if value is None:
-            points.append(None)
-            continue
-        # Not np.number: a complex number would lose a part of it, and a time its unit.
-        is_number = isinstance(value, int | float | np.integer | np.floating | np.bool_)
-        if not is_number or isinstance(value, np.timedelta64):
-            kind = class_name(value)
-            return Failure(f"returned {kind} {_shown(value)} instead of a number or None")
-        if isinstance(value, int) and not fits_float32(value):  # may be too large for a float
-            return Failure("returned an integer beyond float32; rewards must be finite there")
-        point = float(value)
-        if not math.isfinite(point):
-            return Failure(f"returned {point}; rewards must be finite")
-        if not fits_float32(point):
-            return Failure(f"returned {point:g}, infinite in float32; rewards must be finite there")
+        point: Returned | Failure = None
+        if isinstance(value, list | tuple | np.ndarray):
+            point = _by_token(value)
+        elif value is not None:
+            point = _number(value)
+        if isinstance(point, Failure):
+            return point
         points.append(point)
     return points
+
+
+def _by_token(values: Any) -> list[float] | Failure:
+    numbers = []
+    for value in values:
+        number = _number(value)
+        if isinstance(number, Failure):
+            return number
+        numbers.append(number)
+    if not fits_float32(sum(numbers)):
+        return Failure("returned numbers by token whose sum is infinite in float32")
+    return numbers
+
+
+def _number(value: Any) -> float | Failure:
+    # Not np.number: a complex number would lose a part of it, and a time its unit.
+    is_number = isinstance(value, int | float | np.integer | np.floating | np.bool_)
+    if not is_number or isinstance(value, np.timedelta64):
+        kind = class_name(value)
+        return Failure(f"returned {kind} {_shown(value)} instead of a number or None")
+    if isinstance(value, int) and not fits_float32(value):  # may be too large for a float
+        return Failure("returned an integer beyond float32; rewards must be finite there")
+    point = float(value)
+    if not math.isfinite(point):
+        return Failure(f"returned {point}; rewards must be finite")
+    if not fits_float32(point):
+        return Failure(f"returned {point:g}, infinite in float32; rewards must be finite there")
+    return point

@@ -272,7 +272,8 @@ COMBINATORS: dict[str, Callable[..., Any]] = {
     "rank": rank,
 }
 """Combinators by name."""
-PUBLISHED = {"group_contrast": "jrl.zoo.rewards.combinators:group_contrast"}
+_ZOO = "jrl.zoo.rewards.combinators"
+PUBLISHED = {"cosine_shift": f"{_ZOO}:cosine_shift", "group_contrast": f"{_ZOO}:group_contrast"}
 """Combinators of one paper each, by name."""
 
 

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from jrl.config.judge import JudgeTable
+from jrl.config.judge import PUBLISHED_FORMS, JudgeTable
 from jrl.errors import UserError, nearest
 from jrl.rewards.base import Sample
+from jrl.user_code import load
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 _COMMON = ("question", "reference", "principle")
 _ONE = ("completion", "conversation")
-_FORM_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "score": (*_ONE, "low", "high"),
-    "yes_no": _ONE,
-    "rubric": (*_ONE, "criteria"),
-    "pairwise": ("first", "second"),
-    "listwise": ("completions", "count"),
-}
-"""Fields of each form's template, besides those of all."""
 
-TEMPLATES: Mapping[str, str] = {
-    "score": """{principle}
+
+class FormText(NamedTuple):
+    """The question of a form.
+
+    Attributes:
+      template: where a part has none of its own.
+      fields: of a template, besides those of all forms.
+      shows: of each of these, a template of one's own must have one: what is judged.
+    """
+
+    template: str
+    fields: tuple[str, ...] = _ONE
+    shows: tuple[tuple[str, ...], ...] = (_ONE,)
+
+
+TEXTS: Mapping[str, FormText] = {
+    "score": FormText(
+        """{principle}
 Judge the answer to the question below.
 
 Question:
@@ -33,15 +42,20 @@ Answer:
 {completion}
 
 Give a score from {low} (worst) to {high} (best). End with a line "Score: NUMBER".""",
-    "yes_no": """{principle}
+        (*_ONE, "low", "high"),
+    ),
+    "yes_no": FormText(
+        """{principle}
 Question:
 {question}
 
 Answer:
 {completion}
 
-Is the answer good? Think first, then end with a line "Verdict: yes" or "Verdict: no".""",
-    "rubric": """{principle}
+Is the answer good? Think first, then end with a line "Verdict: yes" or "Verdict: no"."""
+    ),
+    "rubric": FormText(
+        """{principle}
 Judge the answer to the question by each of the criteria below.
 
 Question:
@@ -55,7 +69,10 @@ Criteria:
 
 End with a JSON object of the criteria's numbers, each true where it is met, else false,
 such as {"1": true, "2": false}.""",
-    "pairwise": """{principle}
+        (*_ONE, "criteria"),
+    ),
+    "pairwise": FormText(
+        """{principle}
 Which of two answers to the question is better?
 
 Question:
@@ -68,7 +85,11 @@ Answer B:
 {second}
 
 Neither order nor length counts. End with [[A]], [[B]], or [[C]] for a tie.""",
-    "listwise": """{principle}
+        ("first", "second"),
+        (("first",), ("second",)),
+    ),
+    "listwise": FormText(
+        """{principle}
 Rank {count} answers to the question.
 
 Question:
@@ -77,8 +98,36 @@ Question:
 {completions}
 
 End with a JSON object that lists their numbers, the best first, such as {"ranking": [2, 1]}.""",
+        ("completions", "count"),
+        (("completions",),),
+    ),
+    "steps": FormText(
+        """{principle}
+Check each step of the answer for itself: whether it follows, and is right.
+
+Question:
+{question}
+
+Answer, in numbered steps:
+{steps}
+
+Criticise the steps one by one. End with a JSON object of the numbers of those that are wrong, such
+as {"wrong": [2]}; the list is empty where all are right.""",
+        (*_ONE, "steps"),
+        (("steps", *_ONE),),
+    ),
 }
-"""The question of each form, where a part has no template of its own."""
+"""The question of each form."""
+
+
+def text_of(form: str) -> FormText:
+    """The question of a form by name."""
+    if form in TEXTS:
+        return TEXTS[form]
+    named: Any = load(PUBLISHED_FORMS.get(form, form), "form")
+    # A function of one's own that asks in its own words has no text.
+    text: FormText = getattr(named, "text", FormText("", shows=()))
+    return text
 
 
 def check_template(table: JudgeTable, columns: Iterable[str], key: str) -> None:
@@ -89,8 +138,8 @@ def check_template(table: JudgeTable, columns: Iterable[str], key: str) -> None:
       columns: of the data.
       key: "rewards.NAME", for messages.
     """
-    names = _FORM_FIELDS[table.form]
-    known = [*dict.fromkeys([*_COMMON, *names, *columns])]
+    form = text_of(table.form)
+    known = [*dict.fromkeys([*_COMMON, *form.fields, *columns])]
     for place, text in (("template", table.template), ("system", table.system)):
         for field in _FIELD.findall(text):
             if field not in known:
@@ -98,16 +147,15 @@ def check_template(table: JudgeTable, columns: Iterable[str], key: str) -> None:
                     f"{key}.{place} has {{{field}}}, which is no field of form ="
                     f" {table.form!r} and no column of the data; {nearest(field, known)}"
                 )
-    wanted = {"pairwise": ("first", "second"), "listwise": ("completions",)}.get(table.form, _ONE)
     used = _FIELD.findall(table.template)
-    absent = [name for name in wanted if name not in used]
-    if table.template and absent and (wanted != _ONE or len(absent) == len(_ONE)):
-        shown = " or ".join(f"{{{name}}}" for name in absent)
+    absent = [names for names in form.shows if not any(name in used for name in names)]
+    if table.template and absent:
+        shown = " or ".join(f"{{{name}}}" for name in absent[0])
         raise UserError(f"{key}.template does not show what is judged; write {shown} into it")
 
 
 def messages_of(
-    table: JudgeTable, sample: Sample, fields: Mapping[str, str]
+    table: JudgeTable, sample: Sample, fields: Mapping[str, str], template: str = ""
 ) -> tuple[Mapping[str, str], ...]:
     """What a judge is asked, as messages.
 
@@ -115,6 +163,7 @@ def messages_of(
       table: the judge's keys.
       sample: whose prompt fills the fields of all forms.
       fields: those of the form, by name.
+      template: in place of the form's.
     """
     prompt = sample.prompt
     values: Mapping[str, Any] = {
@@ -128,7 +177,10 @@ def messages_of(
     def filled(template: str) -> str:
         return _FIELD.sub(lambda m: str(values.get(m[1], "")), template).strip()
 
-    user = {"role": "user", "content": filled(table.template or TEMPLATES[table.form])}
+    user = {
+        "role": "user",
+        "content": filled(template or table.template or text_of(table.form).template),
+    }
     system = ({"role": "system", "content": filled(table.system)},) if table.system else ()
     return (*system, user)
 

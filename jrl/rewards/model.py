@@ -7,12 +7,14 @@ tokens on the devices of the policy. Hence the package ``rewards`` does not impo
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.types import Array, Params, Rollout
+from jrl.models.tokenizer import Tokenizer
+from jrl.types import Array, Network, Params, Rollout
 
 Values = Callable[[Params, Rollout], Array]
 """(params, rollout) -> [N, G, T] float32, the value of each token."""
@@ -60,3 +62,19 @@ class ModelReward:
     def of_tokens(self, rollout: Rollout) -> np.ndarray:
         """[N, G, T] float32 values after each token, on the host."""
         return np.asarray(self._values(self._params, rollout))
+
+
+class JudgeModel(NamedTuple):
+    """A model that judges in text on the run's devices.
+
+    Attributes:
+      network: of the model.
+      params: on the devices; None for those of the policy, which each draw brings.
+      tokenizer: its own.
+      checksum: of the weights, one number a leaf; () for the policy's.
+    """
+
+    network: Network
+    params: Params
+    tokenizer: Tokenizer
+    checksum: tuple[int, ...] = ()

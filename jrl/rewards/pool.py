@@ -26,7 +26,7 @@ import numpy as np
 
 from jrl.errors import UserError, unknown_choice
 from jrl.rewards import kill
-from jrl.rewards.base import Points, RewardFn, Sample
+from jrl.rewards.base import Returned, RewardFn, Sample, total
 from jrl.rewards.call import Failure, call, class_name, error_text
 from jrl.rewards.rules import Rules
 from jrl.rewards.worker import Lost, RewardWorker, attribute, pickled_call
@@ -62,18 +62,21 @@ class _Call(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Points of B samples under R functions.
+    """Returned of B samples under R functions.
 
     Attributes:
       points: [B, R] float32; NaN where a function has no opinion.
       dropped: [B] bool, samples to be taken out of their groups.
       counts: of calls by name, "reward_calls", "reward_timeouts", "reward_errors" and
         "reward_missing", numbers that were None.
+      paid: of each sample [n] float32, the weighted points of its tokens, by the functions that
+        give them by token; () where none may.
     """
 
     points: np.ndarray
     dropped: np.ndarray
     counts: dict[str, float]
+    paid: Sequence[np.ndarray] = ()
 
 
 class RewardPool:
@@ -124,6 +127,11 @@ class RewardPool:
         """Whether a function must see all samples of a step together."""
         return any(_over(function) == "batch" for function in self.functions.values())
 
+    @property
+    def by_token(self) -> bool:
+        """Whether a function may give a number for each token."""
+        return any(rules.by_token is not None for rules in self._rules.values())
+
     def scores(self, samples: Sequence[Sample], *, group: int | None = None) -> Scores:
         """Rewards of every sample under every function that is asked about it.
 
@@ -139,6 +147,7 @@ class RewardPool:
         # float32 is what training reads; ``call`` rejects numbers that are infinite in it.
         points = np.full((len(samples), len(self.functions)), np.nan, np.float32)
         dropped = np.zeros(len(samples), bool)
+        paid = [np.zeros(len(s.tokens), np.float32) for s in samples if self.by_token]
         names = ("reward_timeouts", "reward_errors", "reward_missing")
         counts = dict.fromkeys(names, 0.0) | {"reward_calls": float(len(calls))}
         finished: list[str] = []
@@ -158,7 +167,7 @@ class RewardPool:
                 finished.append(name)
                 rules = self._rules[name]
                 if not isinstance(result, Failure):
-                    result = rules.check(result)
+                    result = rules.check(result, [samples[i] for i in members])
                 if isinstance(result, Failure):
                     key = "on_timeout" if result.timed_out else "on_error"
                     action = self.on_timeout if result.timed_out else self.on_error
@@ -172,12 +181,15 @@ class RewardPool:
                     action = rules.missing
                     lost = [i for i, x in zip(members, result, strict=True) if x is None]
                     counts["reward_missing"] += len(lost)
-                    values = np.array([0.0 if x is None else x for x in result])
+                    values = np.array([total(x) for x in result])
+                    for i, x in zip(members, result, strict=True):
+                        if isinstance(x, list) and rules.by_token is not None:
+                            paid[i] += np.float32(rules.by_token) * np.array(x, np.float32)
                 points[members, column] = values
                 if action != "zero":
                     points[lost, column] = np.nan
                 dropped[lost] |= action == "drop"
-        return Scores(points, dropped, counts)
+        return Scores(points, dropped, counts, paid)
 
     def _calls(self, samples: Sequence[Sample], groups: list[list[int]]) -> list[_Call]:
         """A call for each unit of each function, without samples that it is not asked about."""
@@ -222,7 +234,7 @@ class RewardPool:
         ):
             for (_, name, *_), result in results:
                 if not isinstance(result, Failure):
-                    result = self._rules[name].check(result)
+                    result = self._rules[name].check(result, [sample] * len(result))
                 if isinstance(result, Failure) and not result.timed_out:
                     if _CONVERSATION in result.reason:
                         raise UserError(f"rewards.{name}: {result.reason}; {_TEXTS}")
@@ -326,7 +338,7 @@ class _Workers:
 
     def results(
         self, calls: Sequence[_Call], samples: Sequence[Sample]
-    ) -> Iterator[tuple[_Call, list[Points] | Failure]]:
+    ) -> Iterator[tuple[_Call, list[Returned] | Failure]]:
         """Yields each call with its rewards or its Failure, in order of completion."""
         self._printed = 0
         waiting: deque[_Call] = deque()
@@ -404,7 +416,7 @@ class _Workers:
         if self._measure:
             self._measured = time.monotonic()
 
-    def _look_at(self, worker: RewardWorker) -> tuple[_Call, list[Points] | Failure] | None:
+    def _look_at(self, worker: RewardWorker) -> tuple[_Call, list[Returned] | Failure] | None:
         """The finished call of a worker, if any; kills the worker if it is beyond a limit."""
         try:
             self._show(worker.read_output())

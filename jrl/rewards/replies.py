@@ -15,6 +15,8 @@ _LONGEST = 50_000
 """Characters at the end of a reply that a verdict may take."""
 _NUMBER = re.compile(r"[-+]?\d{1,12}(?:\.\d{1,12})?")
 _BRACKETS = re.compile(r"\[\[([^\[\]]{1,1000})\]\][\s.*`]{0,20}$")
+_BOX = re.compile(r"\\boxed\{([^{}]{0,100})\}")
+_WHOLE = re.compile(r"-?\d{1,6}")
 _YES = {"yes": 1.0, "no": 0.0, "true": 1.0, "false": 0.0}
 _PREFERRED = {"a": 1.0, "b": 0.0, "c": 0.5, "tie": 0.5}
 """Which of two; "C" is a tie, as in MT-Bench's prompts."""
@@ -106,6 +108,46 @@ def read_criteria(reply: str, count: int) -> list[float] | None:
     extra = [name for name in inside if name.isdecimal() and not 1 <= int(name[:9]) <= count]
     known = [value for value in values if value is not None]
     return known if len(known) == count and not extra else None
+
+
+def read_object(reply: str) -> dict[str, Any] | None:
+    """The JSON object that a reply ends with; None where there is none.
+
+    >>> read_object('Both are short. {"scores": [3, 4]}'), read_object("3, 4")
+    ({'scores': [3, 4]}, None)
+    """
+    return _object(_final(reply))
+
+
+def read_steps(reply: str, count: int) -> list[int] | None:
+    """The numbers, from 1 on, of the steps that are wrong of ``count``; None unless all are steps.
+
+    >>> read_steps('Step 2 divides by 0. {"wrong": [2]}', 3), read_steps('{"wrong": []}', 3)
+    ([2], [])
+    >>> read_steps('{"wrong": [4]}', 3) is None
+    True
+    """
+    wrong = (read_object(reply) or {}).get("wrong")
+    if not isinstance(wrong, list) or not all(type(x) is int and 1 <= x <= count for x in wrong):
+        return None
+    return sorted(set(wrong))
+
+
+def read_step(reply: str, count: int) -> int | None:
+    r"""The number, from 0 on, of the first wrong step of ``count``, or -1 for none; else None.
+
+    It is the last of a reply's boxes, or ``{"step": 1}``, or a last line "Step: 1".
+
+    >>> read_step(r"Step 1 is wrong: \boxed{1}", 2), read_step("Step: -1", 2)
+    (1, -1)
+    >>> read_step(r"\boxed{2}", 2) is None
+    True
+    """
+    boxes = _BOX.findall(_final(reply))
+    value = boxes[-1] if boxes else _verdict(reply, ("step",))
+    if isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
+        value = int(value)
+    return value if type(value) is int and -1 <= value < count else None
 
 
 def _met(value: Any) -> float | None:

@@ -3,6 +3,7 @@
     range = [0, 1]                # another number is an error of the function
     missing = "zero"              # of None, no opinion: 0 points
     where = {data_source = "math"}    # asked for these rows alone
+    by_token = true               # may be a list of numbers, one for each token
 
 Imports no JAX.
 """
@@ -10,11 +11,11 @@ Imports no JAX.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from jrl.rewards.base import Points, Sample
+from jrl.rewards.base import Returned, Sample
 from jrl.rewards.call import Failure
 
 Missing = Literal["none", "zero", "drop"]
@@ -30,24 +31,47 @@ class Rules(NamedTuple):
       high: the greatest.
       where: column of the data -> the value, or the values, of the rows that the function is asked
         about; {} for all. Of other rows it has no opinion.
+      by_token: the weight of the part, if it may give a number for each token; else None.
     """
 
     missing: Missing = "none"
     low: float = -math.inf
     high: float = math.inf
     where: Mapping[str, Any] = MappingProxyType({})
+    by_token: float | None = None
 
     def asks(self, sample: Sample) -> bool:
         """Whether the function is asked about a sample."""
-        meta = sample.prompt.meta
+        return self.asks_row(sample.prompt.meta)
+
+    def asks_row(self, meta: Mapping[str, Any]) -> bool:
+        """Whether the function is asked about the samples of a row, by its columns."""
         return all(_fits(meta.get(name), wanted) for name, wanted in self.where.items())
 
-    def check(self, points: list[Points]) -> list[Points] | Failure:
-        """The points, or a Failure that names the first one outside of the range."""
-        for value in points:
-            if value is not None and not self.low <= value <= self.high:
-                reason = f"returned {value:g}, outside of its range [{self.low:g}, {self.high:g}]"
-                return Failure(reason)
+    def check(self, points: list[Returned], samples: Sequence[Sample]) -> list[Returned] | Failure:
+        """The points, or a Failure that names the first sample whose points cannot be read.
+
+        Args:
+          points: of a call.
+          samples: that it was called with.
+        """
+        for i, (value, sample) in enumerate(zip(points, samples, strict=True)):
+            if isinstance(value, list):
+                of = f"sample {i} (prompt {sample.prompt.id})"
+                if self.by_token is None:
+                    return Failure(
+                        f"returned a list of {len(value)} numbers for {of}; return one number, or"
+                        " set by_token = true in its table"
+                    )
+                if len(value) != (n := len(sample.tokens)):
+                    return Failure(
+                        f"returned {len(value)} numbers for the {n} tokens of {of}; return one for"
+                        " each of sample.tokens, or of completion_ids"
+                    )
+            for number in value if isinstance(value, list) else [value]:
+                if number is not None and not self.low <= number <= self.high:
+                    limits = f"[{self.low:g}, {self.high:g}]"
+                    return Failure(f"returned {number:g}, outside of its range {limits}")
         return points
 
 

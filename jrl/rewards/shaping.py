@@ -34,6 +34,15 @@ def soft_overlong(samples: list[Sample], limit: int, cache: int) -> list[float]:
     ]
 
 
+def ended(samples: list[Sample]) -> list[float]:
+    """1 where a text or an episode came to an end of its own, 0 where a limit cut it off.
+
+    With ``combine = "veto"`` the penalty of TÜLU 3 for texts without an end ("TÜLU 3: Pushing
+    Frontiers in Open Language Model Post-Training", arXiv:2411.15124), -10 in its scripts.
+    """
+    return [float(s.stop in ("stop_token", "stop_string", "done")) for s in samples]
+
+
 def cosine_length(
     samples: list[Sample],
     limit: int,

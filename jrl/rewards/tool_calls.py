@@ -118,6 +118,25 @@ def tool_calls(samples: list[Sample], column: str = "answer") -> list[float | No
     return points
 
 
+def tools_used(samples: list[Sample], names: Sequence[str]) -> list[float]:
+    """1 where every named tool was called, else 0; a broken call makes it 0.
+
+    The condition of the bonus of "Tool-Star: Empowering LLM-Brained Multi-Tool Reasoner via
+    Reinforcement Learning" (arXiv:2505.16410); ``method = "tool_star"`` pays it.
+
+    Args:
+      samples: what to judge; in an episode the calls of all its turns count.
+      names: of tools.
+
+    Raises:
+      UserError: no tool is named.
+    """
+    if isinstance(names, str) or not names:
+        raise UserError(f"rewards.tools_used.names = {names!r}; give a list of names of tools")
+    made = [calls_in(said(sample)) or [] for sample in samples]
+    return [float(set(names) <= {call["name"] for call in calls}) for calls in made]
+
+
 def said(sample: Sample) -> str:
     """All that the policy said in a sample."""
     turns = [m["content"] for m in sample.messages if m["role"] == "assistant"]

@@ -18,17 +18,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from jrl.config.judge import Criterion, JudgeTable, criteria_of
+from jrl.config.judge import PUBLISHED_FORMS, Criterion, JudgeTable, criteria_of
 from jrl.errors import UserError
-from jrl.rewards.base import Points, Sample
-from jrl.rewards.judge_prompts import answer_of, messages_of, shown
+from jrl.rewards.base import Points, Returned, Sample
+from jrl.rewards.judge_prompts import FormText, answer_of, messages_of, shown
 from jrl.rewards.replies import (
     read_criteria,
     read_preference,
     read_ranking,
     read_score,
+    read_steps,
     read_yes_no,
 )
+from jrl.rewards.steps import numbered_steps, steps_of
+from jrl.user_code import load
 
 
 class Question(NamedTuple):
@@ -49,12 +52,31 @@ class Form(NamedTuple):
     Attributes:
       by_group: whether a unit is the members of a group; else one sample.
       questions: (samples, vote) -> what to ask, as many for each vote.
-      points: (samples, for each question its readable verdicts) -> points in [0, 1] or None.
+      points: (samples, for each question its readable verdicts) -> points or None.
+      follow: (samples, the verdicts so far, vote) -> what to ask then, as many for each vote; the
+        verdicts of that stand behind those of the first questions. None for one round.
     """
 
     by_group: bool
     questions: Callable[[Sequence[Sample], int], list[Question]]
-    points: Callable[[Sequence[Sample], Sequence[Sequence[Any]]], list[Points]]
+    points: Callable[[Sequence[Sample], Sequence[Sequence[Any]]], Sequence[Returned]]
+    follow: Callable[[Sequence[Sample], Sequence[Sequence[Any]], int], list[Question]] | None = None
+
+
+class NamedForm(NamedTuple):
+    """A form that ``form`` names.
+
+    Attributes:
+      make: (the judge's keys, "rewards.NAME") -> the form.
+      text: its question.
+    """
+
+    make: Callable[[JudgeTable, str], Form]
+    text: FormText
+
+    def __call__(self, table: JudgeTable, key: str) -> Form:
+        """The form that a judge's keys ask for."""
+        return self.make(table, key)
 
 
 def make_form(table: JudgeTable, key: str) -> Form:
@@ -64,6 +86,12 @@ def make_form(table: JudgeTable, key: str) -> Form:
       table: the keys.
       key: "rewards.NAME", for messages about rows of the data.
     """
+    if table.form in PUBLISHED_FORMS or ":" in table.form:
+        named = load(PUBLISHED_FORMS.get(table.form, table.form), f"{key}.form")
+        form: Form = named(table, key)
+        return form
+    if table.form == "steps":
+        return by_steps(table, _at_steps)
     if table.form == "pairwise":
         return _pairwise(table)
     if table.form == "listwise":
@@ -75,7 +103,7 @@ def make_form(table: JudgeTable, key: str) -> Form:
     more = {"low": f"{low:g}", "high": f"{high:g}"}
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        return [_question(table, s, {**shown(s), **more}, read) for s in samples]
+        return [question(table, s, {**shown(s), **more}, read) for s in samples]
 
     def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
         return [pooled(votes, table.vote) for votes in verdicts]
@@ -83,18 +111,21 @@ def make_form(table: JudgeTable, key: str) -> Form:
     return Form(False, questions, points)
 
 
-def pooled(votes: Sequence[float], how: str) -> Points:
+def pooled(votes: Sequence[float], how: str) -> float | None:
     """One verdict of several, or None of none.
 
     Args:
       votes: those that could be read.
-      how: "mean", or "majority": the most frequent one, the mean of those that are equally so.
+      how: "mean"; "majority": the most frequent one, the mean of those that are equally so; or
+        "min", so that one vote of 0 decides.
 
     >>> pooled([1.0, 0.0, 1.0], "majority"), pooled([1.0, 0.0], "majority"), pooled([], "mean")
     (1.0, 0.5, None)
     """
     if not votes:
         return None
+    if how == "min":
+        return min(votes)
     if how == "majority":
         counts = collections.Counter(votes)
         votes = [vote for vote, count in counts.items() if count == max(counts.values())]
@@ -146,7 +177,7 @@ def _rubric(table: JudgeTable, key: str) -> Form:
                 listed = "\n".join(f"{i}. {c.text}" for i, c in enumerate(rubric, 1))
                 fields = {**shown(sample), "criteria": listed}
                 read = partial(read_criteria, count=len(rubric))
-                asked.append(_question(table, sample, fields, read))
+                asked.append(question(table, sample, fields, read))
         return asked
 
     def points(
@@ -170,6 +201,51 @@ def _row_criteria(prompt: Any, column: str, key: str) -> list[Criterion]:
     return criteria_of(rows, f"{key}.column = {column!r}: row {prompt.id + 1}")
 
 
+def by_steps(table: JudgeTable, pay: Callable[[Sample, list[float]], list[float]]) -> Form:
+    """A form that asks which steps of a sample are wrong, and pays by token.
+
+    Args:
+      table: the judge's keys; ``vote`` makes of a step's votes how far it is wrong, "min" where all
+        votes say so.
+      pay: (sample, how far each of its steps is wrong, 0 to 1) -> [n] numbers, one for each token.
+
+    Returns:
+      The form. A sample without a step, or of which it is not known where its tokens end in the
+      text, has no opinion.
+    """
+
+    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
+        asked = []
+        for sample in samples:
+            if count := len(steps_of(sample.completion)):
+                fields = {**shown(sample), "steps": numbered_steps(sample.completion)}
+                asked.append(question(table, sample, fields, partial(read_steps, count=count)))
+        return asked
+
+    def points(
+        samples: Sequence[Sample], verdicts: Sequence[Sequence[list[int]]]
+    ) -> list[Returned]:
+        left, out = iter(verdicts), list[Returned]()
+        for sample in samples:
+            steps = steps_of(sample.completion)
+            votes = next(left) if steps else ()
+            if not votes or len(sample.ends) != len(sample.tokens):
+                out.append(None)
+                continue
+            numbers = range(1, len(steps) + 1)
+            wrong = [pooled([float(k in vote) for vote in votes], table.vote) for k in numbers]
+            out.append(pay(sample, [share or 0.0 for share in wrong]))
+        return out
+
+    return Form(False, questions, points)
+
+
+def _at_steps(sample: Sample, wrong: list[float]) -> list[float]:
+    """Minus a point for each wrong step, at the token that ends it."""
+    pairs = zip(steps_of(sample.completion), wrong, strict=True)
+    return sample.by_token((begin, end, -share) for (begin, end), share in pairs)
+
+
 def _pairwise(table: JudgeTable) -> Form:
     by_group, orders = table.against == "group", 2 if table.swap else 1
 
@@ -185,7 +261,7 @@ def _pairwise(table: JudgeTable) -> Form:
             other = answer_of(samples[j]) if by_group else str(samples[i].prompt.answer)
             for first, second in ((mine, other), (other, mine))[:orders]:
                 fields = {"first": first, "second": second}
-                asked.append(_question(table, samples[i], fields, read_preference))
+                asked.append(question(table, samples[i], fields, read_preference))
         return asked
 
     def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
@@ -202,7 +278,7 @@ def _pairwise(table: JudgeTable) -> Form:
     return Form(by_group, questions, points)
 
 
-def preferred(verdicts: Sequence[Points]) -> Points:
+def preferred(verdicts: Sequence[float | None]) -> float | None:
     """What the first of a pair gets, of the verdicts in both orders, or in one.
 
     Args:
@@ -231,7 +307,7 @@ def _listwise(table: JudgeTable) -> Form:
         texts = [f"Answer {n}:\n{answer_of(samples[i])}" for n, i in enumerate(order, 1)]
         fields = {"completions": "\n\n".join(texts), "count": str(count)}
         read = partial(_places, order=order)
-        return [_question(table, samples[0], fields, read)]
+        return [question(table, samples[0], fields, read)]
 
     def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[list[int]]]) -> list[Points]:
         if not verdicts:
@@ -249,7 +325,12 @@ def _places(reply: str, order: Sequence[int]) -> list[int] | None:
     return None if ranking is None else [order[place] for place in ranking]
 
 
-def _question(
-    table: JudgeTable, sample: Sample, fields: Mapping[str, str], read: Callable[[str], Any]
+def question(
+    table: JudgeTable,
+    sample: Sample,
+    fields: Mapping[str, str],
+    read: Callable[[str], Any],
+    template: str = "",
 ) -> Question:
-    return Question(messages_of(table, sample, fields), read)
+    """A question about a sample; ``template`` in place of the form's."""
+    return Question(messages_of(table, sample, fields, template), read)

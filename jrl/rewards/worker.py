@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from multiprocessing import connection
 from typing import Any
 
-from jrl.rewards.base import Points, RewardFn, Sample
+from jrl.rewards.base import Returned, RewardFn, Sample
 from jrl.rewards.call import Failure, call, class_name, error_text
 from jrl.rewards.kill import adopt_orphans, kill_tree, memory_bytes, tree
 from jrl.rewards.shared_memory import WrittenFiles
@@ -75,6 +75,7 @@ class RewardWorker:
         self.ready, self.since = False, time.monotonic()
         self.call: Any = None
         self.failures = 0
+        self._largest = _LARGEST_REPLY
         self._number = 0  # of the latest call; the answer to loading has number 0
         self._files = WrittenFiles()
         # Printing is read between other work; a blocking read would hold up every call.
@@ -101,19 +102,21 @@ class RewardWorker:
     def send(self, call: Any, message: bytes) -> None:
         """Hands it a call; raises Lost."""
         self._number += 1
+        # Numbers by token, each as text, for token ids of four bytes.
+        self._largest = max(_LARGEST_REPLY, 8 * len(message))
         try:
             self.connection.send_bytes(_NUMBER.pack(self._number) + message)
         except OSError as error:
             raise Lost from error
         self.call, self.since = call, time.monotonic()
 
-    def receive(self) -> list[Points] | Failure | None:
+    def receive(self) -> list[Returned] | Failure | None:
         """The answer, if any: rewards, a Failure, or [] when loaded; raises Lost."""
         try:
             if not self.connection.poll():
                 return None
             # Bounded: a length header may claim gigabytes.
-            reply = json.loads(self.connection.recv_bytes(_LARGEST_REPLY))
+            reply = json.loads(self.connection.recv_bytes(self._largest))
             # One answer a call: a second one, or one to another call, would give every later
             # completion the rewards of the one before it.
             if reply["call"] != self._number or (self.ready and self.call is None):
@@ -121,7 +124,7 @@ class RewardWorker:
             self.failures = self.failures + 1 if "reason" in reply else 0
             if "reason" in reply:
                 return Failure(str(reply["reason"]), str(reply["trace"]))
-            return [None if point is None else float(point) for point in reply["rewards"]]
+            return [_points(value) for value in reply["rewards"]]
         except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise Lost from error
 
@@ -148,6 +151,12 @@ class RewardWorker:
         self._process.close()
         self.connection.close()
         self.output.close()
+
+
+def _points(value: Any) -> Returned:
+    if isinstance(value, list):
+        return [float(x) for x in value]
+    return None if value is None else float(value)
 
 
 def _limit_waiting(pipe: connection.Connection, seconds: int) -> None:
@@ -183,7 +192,7 @@ def _serve(pipe: connection.Connection, printed: connection.Connection, pickled:
         _reply(pipe, number, _answer(functions, message[_NUMBER.size :]))
 
 
-def _reply(pipe: connection.Connection, number: int, answer: list[Points] | Failure) -> None:
+def _reply(pipe: connection.Connection, number: int, answer: list[Returned] | Failure) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the reward may have replaced it
             stream.flush()
@@ -195,7 +204,7 @@ def _reply(pipe: connection.Connection, number: int, answer: list[Points] | Fail
     pipe.send_bytes(json.dumps(message).encode())
 
 
-def _answer(functions: Mapping[str, RewardFn], message: bytes) -> list[Points] | Failure:
+def _answer(functions: Mapping[str, RewardFn], message: bytes) -> list[Returned] | Failure:
     try:
         name, samples = pickle.loads(message)
     except Exception as error:

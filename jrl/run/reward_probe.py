@@ -17,6 +17,7 @@ from jrl.rewards.pool import RewardPool
 from jrl.run.reward_metrics import check_column
 from jrl.system.extras import install_line, missing
 from jrl.train.build import Run
+from jrl.train.judging import with_ends
 from jrl.train.reward_parts import function_of, reward_tables
 from jrl.types import Prompt
 from jrl.user_code import load
@@ -28,7 +29,7 @@ _MEANS = {
     "exact": "1 when the final answer equals the reference, as text",
     "format": "1 for an answer in the form that is asked for",
     "model": "a trained reward model",
-    "judge": "the verdict of a model behind an endpoint",
+    "judge": "the verdict of a judge, a model that is asked",
 }
 
 
@@ -83,6 +84,8 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
     if run.config.data.plays:  # as an episode of one turn
         said = ({"role": "assistant", "content": text},)
         sample = dataclasses.replace(sample, messages=said, stop="done")
+    if pool.by_token:
+        sample = with_ends(sample, run.tokenizer)
     pool.probe(names, sample, run.config.sampling.group)
 
 

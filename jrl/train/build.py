@@ -36,6 +36,7 @@ from jrl.train.adapters import lora_of, start_params, trained_network
 from jrl.train.features import Features, check_features, features_of
 from jrl.train.frozen import frozen_shape, run_shape
 from jrl.train.gather import gathers
+from jrl.train.judge_models import load_judge_models
 from jrl.train.kinds import RunData, TextKind, kind_of
 from jrl.train.memory_check import check_training
 from jrl.train.objective import method_of
@@ -135,6 +136,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         rewards=run.rewards._replace(
             judge=accuracy_part(config, kind.eval_parts),
             models=load_reward_models(config, run.rewards, rollout_mesh or mesh),
+            judges=load_judge_models(config, run.rewards, mesh, run.network.max_length),
         ),
     )
 

@@ -23,7 +23,7 @@ from jrl.methods.base import Method, Schedule
 from jrl.methods.edit import Stateless
 from jrl.methods.stores import is_by_prompt
 from jrl.models.config import ModelConfig
-from jrl.train.reward_parts import parts_of
+from jrl.train.reward_parts import judge_of, parts_by_token, parts_of
 from jrl.types import NOTHING, Branching, Network, Objective, Search
 
 Features = dict[str, str]
@@ -90,6 +90,11 @@ TABLE: tuple[Feature, ...] = (
     _forbids("guided search", "sampling mesh", "its value network is on the mesh of training"),
     _forbids("search", "reward model", "a search goes by rewards of functions"),
     _forbids("search", "judge", "a search goes by rewards of functions"),
+    _forbids(
+        *("judge here", "several processes, placement, sampling mesh, several policies"),
+        "it samples on the mesh of training, in one process, as one policy",
+    ),
+    _forbids("search", "token rewards", "a search goes by one number for a path"),
     _forbids("search", "own reward of a task", "a search on a task goes by verify and partial"),
     # -- rounds, replay, problems that are chosen or written
     _forbids(
@@ -161,6 +166,7 @@ WITHOUT: Mapping[str, str] = {
     "held copies": "choose a method that copies no policy",
     "in flight": "set train.mode to 'host'",
     "judge": "remove the judge",
+    "judge here": "name a server with url",
     "lora": "remove [lora]",
     "nothing drawn": "choose a method that draws its own completions",
     "on-policy loss": "choose a method that learns from any data, such as sft, filtered_bc, ilql"
@@ -181,6 +187,7 @@ WITHOUT: Mapping[str, str] = {
     "several players": "use an environment of one player",
     "several policies": "set objective.policies to 1",
     "several processes": "use one host",
+    "token rewards": "remove it",
     "tree": "set tree.kind to 'none'",
     "asked tree": "set tree.kind to 'none'",
     "rounds": "choose another method",
@@ -292,6 +299,8 @@ def _config_features(config: Config) -> Features:
     models, by_row = rewards.given_by("model"), [p.name for p in rewards.combined if p.column]
     own = rewards.given_by("function") if config.rewards else ()
     judges = rewards.given_by("judge")
+    here = [name for name in judges if judge_of(config, name).local]
+    by_token = [*parts_by_token(config).values()]
     items = {
         "lora": (config.lora, "[lora]"),
         "placement": (config.placement, "[placement]"),
@@ -306,6 +315,8 @@ def _config_features(config: Config) -> Features:
         "value network kind": (config.value.kind != "head", f"value.kind = {config.value.kind!r}"),
         "reward model": (models, f"[rewards.{models[0]}]" if models else ""),
         "judge": (judges, f"[rewards.{judges[0]}]" if judges else ""),
+        "judge here": (here, f"rewards.{here[0]}.model" if here else ""),
+        "token rewards": (by_token, by_token[0] if by_token else ""),
         "row rewards": (by_row, f"rewards.{by_row[0]}" if by_row else ""),
         "own reward": (own, f"rewards.{own[0]}" if own else ""),
         "several processes": (jax.process_count() > 1, f"{jax.process_count()} processes"),

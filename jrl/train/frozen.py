@@ -84,7 +84,8 @@ def frozen_shape(config: Config, name: str) -> ModelConfig:
     """
     types: dict[str, Any] = {"dtype": config.model.dtype, "param_dtype": config.model.param_dtype}
     directories = config.frozen[name]
-    shapes = [dataclasses.replace(_shape(path, name), **types) for path in directories]
+    key = f"frozen.{name}"
+    shapes = [dataclasses.replace(model_shape(path, key), **types) for path in directories]
     for path, shape in zip(directories, shapes, strict=True):
         if shape != shapes[0]:
             raise UserError(
@@ -94,9 +95,18 @@ def frozen_shape(config: Config, name: str) -> ModelConfig:
     return shapes[0]
 
 
-def _shape(directory: str, name: str) -> ModelConfig:
+def model_shape(directory: str, key: str) -> ModelConfig:
+    """The shape of a model in a checkpoint or a run directory.
+
+    Args:
+      directory: of one or the other.
+      key: of the configuration, which names it, for messages.
+
+    Raises:
+      UserError: it is neither.
+    """
     path = Path(directory)
-    if not _is_run(path, name):
+    if not is_run(path, key):
         return hf.read_config(path)
     theirs = load_config(path / "config.toml")
     return run_shape(theirs, kind_of(theirs).task)
@@ -109,13 +119,15 @@ def frozen_params(config: Config, name: str) -> Params:
     without what its method adds to the network. Of several directories it is the mean.
     """
     dtype = config.model.param_dtype
-    trees = [_params(directory, name, dtype) for directory in config.frozen[name]]
+    key = f"frozen.{name}"
+    trees = [model_params(directory, key, dtype) for directory in config.frozen[name]]
     return trees[0] if len(trees) == 1 else jax.device_get(average([*map(hf.in_memory, trees)]))
 
 
-def _params(directory: str, name: str, dtype: str) -> Params:
+def model_params(directory: str, key: str, dtype: str) -> Params:
+    """The weights of a model in a checkpoint or a run directory; see ``model_shape``."""
     path = Path(directory)
-    if not _is_run(path, name):
+    if not is_run(path, key):
         return hf.open_checkpoint(path, dtype=dtype)[1]
     theirs = load_config(path / "config.toml", [f"run.dir={json.dumps(str(path))}"])
     shape = run_shape(theirs, kind_of(theirs).task)
@@ -132,12 +144,13 @@ def _shown(directories: tuple[str, ...]) -> str:
     return repr(directories[0] if len(directories) == 1 else list(directories))
 
 
-def _is_run(path: Path, name: str) -> bool:
-    if (model_directory(path, f"frozen.{name}") / "config.json").exists():
+def is_run(path: Path, key: str) -> bool:
+    """Whether a directory is a run's, not a checkpoint's; raises UserError where it is neither."""
+    if (model_directory(path, key) / "config.json").exists():
         return False
     if (path / "config.toml").exists():
         return True
     raise UserError(
-        f"frozen.{name} = {str(path)!r} is neither a Hugging Face checkpoint (config.json) nor a"
+        f"{key} = {str(path)!r} is neither a Hugging Face checkpoint (config.json) nor a"
         " run directory (config.toml); name one of them"
     )

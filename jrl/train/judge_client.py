@@ -12,23 +12,20 @@ from __future__ import annotations
 import collections
 import contextlib
 import email.utils
-import hashlib
 import http.client
-import json
-import os
 import random
 import threading
 import time
 import urllib.error
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jrl.config.judge import JudgeTable
 from jrl.episodes.model_endpoint import check_url, endpoint, environment_variable
 from jrl.errors import UserError
-from jrl.rewards.verdicts import Question
 from jrl.system.wait_reports import waiting
+from jrl.train.judge_cache import UNREADABLE, Asked, VerdictCache
 from jrl.train.judge_limits import Batch, Pace
 
 _LARGEST = 4 << 20
@@ -40,13 +37,6 @@ _LONGEST_HOLD = 600.0
 """Seconds after which a judge is asked again, whatever its Retry-After says."""
 _AGAIN = {408, 409, 425, 429}
 """Statuses below 500 after which a request is repeated."""
-
-
-class Asked(NamedTuple):
-    """A question and which of its votes this is."""
-
-    question: Question
-    vote: int = 0
 
 
 class JudgeClient:
@@ -65,7 +55,9 @@ class JudgeClient:
     def __init__(
         self, table: JudgeTable, key: str, *, cache: Path | None = None, processes: int = 1
     ) -> None:
-        self.table, self._key, self._cache = table, key, cache
+        self.table, self._key = table, key
+        how = {"temperature": table.temperature, "max_tokens": table.max_tokens, **table.fields}
+        self._cache = VerdictCache(cache, table.model, how)
         self._secret = ""
         self._batch: Batch | None = None
         check_url(table.url, f"{key}.url")
@@ -99,7 +91,7 @@ class JudgeClient:
             raise UserError(
                 f"{where} does not answer ({reason}); start the server, or correct the address"
             ) from None
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise UserError(
                 f"{where} answers, but not as OpenAI's API does ({error!r:.100}); name the base of"
                 " the API, such as http://localhost:8000/v1"
@@ -114,14 +106,14 @@ class JudgeClient:
         Returns:
           (a verdict for each, or None; ``judge_limits.COUNTS`` by name).
         """
-        begin, names = time.monotonic(), [self._name(each) for each in asked]
+        begin, names = time.monotonic(), [self._cache.name(each) for each in asked]
         self._batch = batch = Batch(begin + self.table.seconds)
         known: dict[str, Any] = {}
         left: dict[str, Asked] = {}
         for name, each in zip(names, asked, strict=True):
             if name in known or name in left:
                 continue
-            verdict = self._stored(name, each)
+            verdict = self._cache.read(name, each.question)
             if verdict is None:
                 left[name] = each
             else:
@@ -181,12 +173,12 @@ class JudgeClient:
                     self._pace.hold(asks)  # the others would be refused, too
             except (OSError, http.client.HTTPException):
                 pass
-            except _UNREADABLE:
+            except UNREADABLE:
                 return "judge_unreadable", None
             else:
                 verdict = asked.question.read(reply) if isinstance(reply, str) else None
                 if verdict is not None:
-                    self._store(name, reply)
+                    self._cache.write(name, reply)
                 return ("" if verdict is not None else "judge_unreadable"), verdict
             if batch.left() <= 0:
                 return "judge_timeouts", None
@@ -212,49 +204,6 @@ class JudgeClient:
             most_bytes=_LARGEST,
         )
         return speak(list(messages))
-
-    def _name(self, asked: Asked) -> str:
-        """The sha256 of everything that a reply depends on."""
-        table = self.table
-        content = [
-            table.model,
-            [dict(message) for message in asked.question.messages],
-            {"temperature": table.temperature, "max_tokens": table.max_tokens, **table.fields},
-            asked.vote,
-        ]
-        text = json.dumps(content, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-    def _stored(self, name: str, asked: Asked) -> Any:
-        if self._cache is None:
-            return None
-        try:
-            kept = json.loads(self._file(name).read_bytes())
-            return asked.question.read(kept["reply"])
-        except (OSError, *_UNREADABLE):
-            return None
-
-    def _store(self, name: str, reply: str) -> None:
-        if self._cache is None:
-            return
-        if not self._cache.parent.is_dir():
-            return  # the run was moved away, and its directory shall not come back
-        file = self._file(name)
-        part = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-        text = json.dumps({"model": self.table.model, "reply": reply})
-        # A full disk loses a verdict of the cache, not the run.
-        with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(text, encoding="utf-8")
-            part.replace(file)  # whole, whoever else writes it
-
-    def _file(self, name: str) -> Path:
-        assert self._cache is not None
-        return self._cache / name[:2] / f"{name}.json"
-
-
-_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What a response that is none of OpenAI's API raises where it is read."""
 
 
 def _is_passing(error: urllib.error.HTTPError) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,31 @@ from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.base import Sample
 from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
+from jrl.sampling.text import TextStream
 from jrl.system.processes import deal
 from jrl.types import Prompt, Rollout, StopReason
 
 Spoken = Sequence[Sequence[Sequence[Mapping[str, Any]]]]
 """[N][G] messages of episodes behind their openings."""
+
+
+class Verdicts(NamedTuple):
+    """What N groups of G members are judged to be.
+
+    Attributes:
+      rollout: on the host; members to be dropped have ended as ABORTED.
+      points: [N, G, R] float32, NaN where a function has no opinion.
+      answers: [N, G] int32, a number for each final answer: equal answers have equal numbers.
+      counts: by name.
+      paid: [N, G, T] float32, weighted points of the tokens; None where no function gives them by
+        token.
+    """
+
+    rollout: Rollout
+    points: np.ndarray
+    answers: np.ndarray
+    counts: dict[str, float]
+    paid: np.ndarray | None
 
 
 class HostJudge(NamedTuple):
@@ -37,7 +58,7 @@ class HostJudge(NamedTuple):
 
     def __call__(
         self, prompts: Sequence[Prompt], rollout: Rollout, step: int, spoken: Spoken = ()
-    ) -> tuple[Rollout, np.ndarray, np.ndarray, dict[str, float]]:
+    ) -> Verdicts:
         """Points of N groups of G members.
 
         Each process judges a share of the prompts and gets the other points from the others, so all
@@ -48,11 +69,6 @@ class HostJudge(NamedTuple):
           rollout: on the host.
           step: training steps done.
           spoken: of episodes, what was said behind their openings; () for completions.
-
-        Returns:
-          (the rollout, where members to be dropped have ended as ABORTED; points [N, G, R] float32,
-          NaN where a function has no opinion; answers [N, G] int32, a number for each final answer:
-          equal answers have equal numbers; counts by name).
         """
         begin = time.perf_counter()
         share = _Share(self, prompts, rollout, step, spoken)
@@ -60,17 +76,18 @@ class HostJudge(NamedTuple):
         n = len(prompts)
         if self.pool.over_batch:  # one process sees all samples
             everything, counts = deal(self.name, 1, share.whole)
-            points, dropped, answers = (x[0] for x in everything)
+            points, dropped, answers, paid = (x[0] for x in everything)
         else:
-            (points, dropped, answers), counts = deal(self.name, n, share.rows)
+            (points, dropped, answers, paid), counts = deal(self.name, n, share.rows)
         counts["reward_seconds"] = time.perf_counter() - begin
         if dropped.any():
             rollout, counts["reward_dropped"] = without_dropped(rollout, dropped)
-        return rollout, points, answers, counts
+        return Verdicts(rollout, points, answers, counts, paid if self.pool.by_token else None)
 
 
-Judged = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""(points [n, G, R] float32, dropped [n, G] bool, answers [n, G] int32)."""
+Judged = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""(points [n, G, R] float32, dropped [n, G] bool, answers [n, G] int32, paid [n, G, T] float32, T
+being 0 where no function gives points by token)."""
 
 
 class _Share(NamedTuple):
@@ -85,8 +102,8 @@ class _Share(NamedTuple):
     def whole(self, unit: np.ndarray) -> tuple[Judged, dict[str, float]]:
         """All groups as one unit, where there is one in ``unit``."""
         judged, counts = self.rows(np.arange(len(self.prompts) if len(unit) else 0))
-        points, dropped, answers = (x[None][: len(unit)] for x in judged)
-        return (points, dropped, answers), counts
+        points, dropped, answers, paid = (x[None][: len(unit)] for x in judged)
+        return (points, dropped, answers, paid), counts
 
     def rows(self, rows: np.ndarray) -> tuple[Judged, dict[str, float]]:
         """Some groups, and counts."""
@@ -95,11 +112,10 @@ class _Share(NamedTuple):
         exists = np.asarray(self.rollout.stop)[rows] != StopReason.ABSENT
         if self.spoken:  # nothing is known of episodes that failed
             exists &= np.asarray(self.rollout.stop)[rows] < StopReason.FAILED
-        samples = [
-            self._sample(i, j)
-            for i, present in zip(rows, exists, strict=True)
-            for j in np.flatnonzero(present).tolist()
+        places = [
+            (n, j) for n, present in enumerate(exists) for j in np.flatnonzero(present).tolist()
         ]
+        samples = [self._sample(rows[n], j) for n, j in places]
         scores = self.judge.pool.scores(samples, group=g if exists.all() else None)
         answers = np.zeros((len(rows), g), np.int32)
         answers[exists] = [answer_number(s.completion) for s in samples]
@@ -107,11 +123,21 @@ class _Share(NamedTuple):
         points[exists] = scores.points
         dropped = np.zeros((len(rows), g), bool)
         dropped[exists] = scores.dropped
-        return (points, dropped, answers), scores.counts
+        by_token = self.judge.pool.by_token
+        paid = np.zeros((len(rows), g, self.rollout.tokens.shape[2] * by_token), np.float32)
+        for (n, j), tokens in zip(places, scores.paid, strict=bool(by_token)):
+            paid[n, j, self._columns(rows[n], j)] = tokens
+        return (points, dropped, answers, paid), scores.counts
+
+    def _columns(self, i: int, j: int) -> np.ndarray:
+        """[n] int: where a member's row has the tokens of its sample."""
+        texts = Texts(self.prompts, self.rollout, self.judge.tokenizer, self.spoken)
+        return texts.columns(i, j)
 
     def _sample(self, i: int, j: int) -> Sample:
         texts = Texts(self.prompts, self.rollout, self.judge.tokenizer, self.spoken)
-        return texts.sample(i, j, self.step, self.judge.steps)
+        sample = texts.sample(i, j, self.step, self.judge.steps)
+        return with_ends(sample, self.judge.tokenizer) if self.judge.pool.by_token else sample
 
 
 class Texts(NamedTuple):
@@ -129,13 +155,18 @@ class Texts(NamedTuple):
     tokenizer: Tokenizer
     spoken: Spoken = ()
 
+    def columns(self, i: int, j: int) -> np.ndarray:
+        """[n] int: where the row of member j of group i has the tokens of its sample."""
+        length = int(self.rollout.lengths[i, j])
+        if self.spoken and self.spoken[i][j]:
+            return np.flatnonzero(np.asarray(self.rollout.mask[i, j, :length]))
+        return np.arange(length)
+
     def sample(self, i: int, j: int, step: int, steps: int) -> Sample:
         """Member j of group i, after some of the training steps."""
         rollout, decode = self.rollout, self.tokenizer.decode
-        tokens = np.asarray(rollout.tokens[i, j, : rollout.lengths[i, j]])
         spoken = self.spoken[i][j] if self.spoken else ()
-        if spoken:
-            tokens = tokens[np.asarray(rollout.mask[i, j, : len(tokens)])]
+        tokens = np.asarray(rollout.tokens[i, j])[self.columns(i, j)]
         last = [m["content"] for m in spoken if m["role"] == "assistant"][-1:]
         return Sample(
             prompt=self.prompts[i],
@@ -146,6 +177,18 @@ class Texts(NamedTuple):
             step=step,
             steps=steps,
         )
+
+
+def with_ends(sample: Sample, tokenizer: Tokenizer) -> Sample:
+    """The sample with ``ends``, of which functions make points by token from pieces of text."""
+    stream = TextStream(tokenizer)
+    stream.push(sample.tokens.tolist())
+    stream.close()
+    # Of an episode the text is that of its last turn.
+    before = len(stream.text) - len(sample.completion) if sample.messages else 0
+    if not stream.text.endswith(sample.completion):
+        return sample
+    return dataclasses.replace(sample, ends=np.maximum(np.array(stream.ends, np.int32) - before, 0))
 
 
 def without_silent(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

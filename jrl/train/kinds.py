@@ -10,7 +10,7 @@ What draws groups of each kind is in ``batches.SOURCES``, what a method needs of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from jrl.config.unions import (
     TaskData,
     TaskPairs,
 )
+from jrl.data.goals import GoalRows
 from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
 from jrl.data.tables import Source as Rows
@@ -283,7 +284,7 @@ class PairKind(GivenKind):
 
     def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
         """Training and held-out judged completions, tokenized."""
-        return read_pairs(self, tokenizer, opened)
+        return read_pairs(self, tokenizer, opened, method.needs)
 
 
 class TaskKind(TextKind):
@@ -435,16 +436,28 @@ class AskedKind(TextKind):
         return self._asked.completion_tokens
 
 
-def read_pairs(kind: TextKind, tokenizer: Any, opened: Opened) -> RunData:
-    """Training and held-out judged completions of ``data.pairs``, tokenized."""
+def read_pairs(
+    kind: TextKind, tokenizer: Any, opened: Opened, needs: Collection[str] = ()
+) -> RunData:
+    """Training and held-out judged completions of ``data.pairs``, tokenized.
+
+    Args:
+      kind: of the data.
+      tokenizer: the model's.
+      opened: opens what names a source of rows.
+      needs: of the method: with "goals" each pair with scores is two whose prompts name a score,
+        with "rationales" rows of training have one.
+    """
     data: Any = kind.config.data
     judged: dict[str, list[Judged]] = {}
     counts: dict[str, Any] = {}
     for split, spec in (("pairs", data.pairs), ("eval", data.eval)):
         if spec is not None:
+            rows = opened(spec, key=f"data.{split}")
             judged[split], counts[split] = build_judged(
-                opened(spec, key=f"data.{split}"),
+                GoalRows(rows) if "goals" in needs else rows,
                 tokenizer,
+                rationales="rationales" in needs and split == "pairs",
                 **data.wording,
                 max_prompt_tokens=kind.longest_prompt,
                 max_completion_tokens=kind.new_tokens,

@@ -16,13 +16,13 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from jrl.config import Config
-from jrl.config.judge import JudgeTable, judge_table
+from jrl.config.judge import TOKEN_FORMS, JudgeTable, judge_table
 from jrl.config.secrets import reveal
 from jrl.config.tables import RewardTable
 from jrl.errors import Mistakes, UserError, nearest, unknown_choice
 from jrl.rewards import FUNCTION_NAMES, make_reward
 from jrl.rewards.combine import COMBINATORS, Combined, in_order, make_combined
-from jrl.rewards.model import ModelReward
+from jrl.rewards.model import JudgeModel, ModelReward
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.rules import Rules
 from jrl.types import NOTHING
@@ -52,6 +52,7 @@ class RunRewards(NamedTuple):
       combined: the parts made of others, in an order in which they can be made.
       judge: the reward part that says whether a completion is right; "" where nothing does.
       models: the trained ones behind reward parts, by name.
+      judges: the models that judge on the run's devices, but for the policy, by reward part.
     """
 
     weights: dict[str, float]
@@ -59,6 +60,7 @@ class RunRewards(NamedTuple):
     combined: tuple[Combined, ...] = ()
     judge: str = ""
     models: Mapping[str, ModelReward] = NOTHING
+    judges: Mapping[str, JudgeModel] = NOTHING
 
     @property
     def judged(self) -> int | None:
@@ -86,6 +88,12 @@ def parts_of(config: Config) -> RunRewards:
         if table.combine is not None
     ]
     mistakes.check()
+    for name in (n for n, table in tables.items() if table.by_token):
+        if givers[name] != "function":
+            raise UserError(
+                f"rewards.{name}.by_token = true: only reward functions give numbers by token, and"
+                f" this part is given otherwise ({givers[name]}); remove it"
+            )
     read = {name for part in combined for name in part.of}
     weights = {
         name: float(name not in read) if table.weight is None else table.weight
@@ -100,6 +108,15 @@ def reward_tables(config: Config) -> dict[str, RewardTable]:
     """The tables of the reward parts; those of the data's own parts where a run names none."""
     defaults = config.data.default_rewards.items()
     return dict(config.rewards) or {name: RewardTable(weight=w) for name, w in defaults}
+
+
+def parts_by_token(config: Config) -> dict[str, str]:
+    """The parts that may give a number for each token -> the key that says so."""
+    tables = config.rewards.items()
+    keys = {name: f"rewards.{name}.by_token" for name, table in tables if table.by_token}
+    forms = {name: judge_of(config, name).form for name in parts_of(config).given_by("judge")}
+    named = {n: f"rewards.{n}.form = {form!r}" for n, form in forms.items() if form in TOKEN_FORMS}
+    return keys | named
 
 
 def function_of(name: str, table: RewardTable) -> str:
@@ -228,7 +245,8 @@ def reward_pool(config: Config) -> RewardPool:
         make = partial(make_reward, function_of(name, table), f"rewards.{name}", **options)
         functions[name] = mistakes.look(make)
         low, high = table.range or (-math.inf, math.inf)
-        rules[name] = Rules(table.missing, low, high, table.where)
+        paid = parts.weights[name] if table.by_token else None
+        rules[name] = Rules(table.missing, low, high, table.where, paid)
     mistakes.check()
     return RewardPool(
         functions,

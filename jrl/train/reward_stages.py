@@ -18,13 +18,14 @@ from jrl.train.judging import HostJudge, Texts, without_dropped, without_silent
 from jrl.train.kinds import TextKind
 from jrl.train.reward_parts import RunRewards
 from jrl.train.sources import Around, Groups, Source
-from jrl.types import SILENT, Prompt, Rollout, opinions
+from jrl.types import NOTHING, SILENT, Prompt, Rollout, opinions
 from jrl.types.asks import DrawRequest
 
 Points = Mapping[str, Any]
 """Points [N, G] float32 by reward part."""
-Stage = Callable[[Groups, Points, int], tuple[Groups, Points]]
-"""(groups, points so far, training steps done) -> (groups, further points)."""
+Stage = Callable[[Groups, Points, DrawRequest | None], tuple[Groups, Points]]
+"""(groups, points so far, what they were drawn for; None of completions that were there already)
+-> (groups, further points)."""
 
 
 class JudgedParts(Around):
@@ -56,30 +57,44 @@ class JudgedParts(Around):
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``."""
-        return self._judged(self.source.draw(request), int(request.step))
+        return self._judged(self.source.draw(request), request)
 
     def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
         """As ``Source.judge``."""
-        return self._judged(self.source.judge(subject, prompts, rollout), 0)
+        return self._judged(self.source.judge(subject, prompts, rollout), None)
 
-    def _judged(self, groups: Groups, step: int) -> Groups:
+    def _judged(self, groups: Groups, request: DrawRequest | None) -> Groups:
         rewards, ids = jax.device_get((groups.rewards, groups.ids))
         rewards = np.where(opinions(np.asarray(rewards), ids), rewards, np.nan)
         points: dict[str, Any] = dict(zip(self._gives, np.moveaxis(rewards, -1, 0), strict=True))
         for stage in self._stages:
-            groups, more = stage(groups, points, step)
+            groups, more = stage(groups, points, request)
             points = {**more, **points}
         if self._combined:
             members = np.asarray(counted(groups.rollout))
             listed = isinstance(groups.subject, list)
             rows = [prompt.meta for prompt in groups.subject] if listed else ()
-            points = combined(self._combined, points, members, rows, step)
+            points = combined(self._combined, points, members, rows, step_of(request))
         faults = [np.isnan(points[name]) for name in self._certain]
         broken = np.any(faults, axis=0) if faults else np.zeros(groups.rollout.stop.shape, bool)
         rewards, silent = without_silent(np.stack([points[n] for n in self._names], axis=-1))
         rewards, silent = np.where(broken[..., None], np.nan, rewards), np.where(broken, 0, silent)
         rewards, silent = rewards.astype(np.float32), silent.astype(np.int32)
         return groups._replace(rewards=rewards, ids=groups.ids | {SILENT: silent}, spoken=None)
+
+
+def with_paid(groups: Groups, paid: np.ndarray | None) -> Groups:
+    """The groups with what else is paid at their tokens, [N, G, T] float32; None for nothing."""
+    if paid is None:
+        return groups
+    stats = jax.device_get(groups.stats or {})
+    before = np.asarray(stats.get("paid", 0), np.float32)
+    return groups._replace(stats={**stats, "paid": before + paid})
+
+
+def step_of(request: DrawRequest | None) -> int:
+    """Training steps done when groups were drawn."""
+    return 0 if request is None else int(request.step)
 
 
 def function_stage(judge: HostJudge, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
@@ -90,14 +105,19 @@ def function_stage(judge: HostJudge, prompts_of: Callable[[Groups], Sequence[Pro
       prompts_of: (groups) -> their N prompts, as the functions are to see them.
     """
 
-    def stage(groups: Groups, points: Points, step: int) -> tuple[Groups, Points]:
+    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
         rollout = jax.device_get(groups.rollout)
         spoken = groups.spoken or ()
-        rollout, points_of, answers, counts = judge(prompts_of(groups), rollout, step, spoken)
-        ids = groups.ids if "answer" in groups.ids else groups.ids | {"answer": answers}
-        more = dict(zip(judge.pool.functions, np.moveaxis(points_of, -1, 0), strict=True))
-        counts = {**groups.counts, **counts}
-        return groups._replace(rollout=rollout, ids=ids, counts=counts), more
+        verdicts = judge(prompts_of(groups), rollout, step_of(request), spoken)
+        answers = {} if "answer" in groups.ids else {"answer": verdicts.answers}
+        points_of = np.moveaxis(verdicts.points, -1, 0)
+        groups = with_paid(groups, verdicts.paid)
+        groups = groups._replace(
+            rollout=verdicts.rollout,
+            ids=groups.ids | answers,
+            counts={**groups.counts, **verdicts.counts},
+        )
+        return groups, dict(zip(judge.pool.functions, points_of, strict=True))
 
     return stage
 
@@ -121,7 +141,7 @@ def rendered_prompts(task: Task) -> Callable[[Groups], list[Prompt]]:
 def model_stage(rewards: RunRewards) -> Stage:
     """The reward models of a run."""
 
-    def stage(groups: Groups, points: Points, step: int) -> tuple[Groups, Points]:
+    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
         return groups, {name: model(groups.rollout) for name, model in rewards.models.items()}
 
     return stage
@@ -130,10 +150,12 @@ def model_stage(rewards: RunRewards) -> Stage:
 def judge_stage(judges: Judges, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
     """The judges of a run, which may read the points so far."""
 
-    def stage(groups: Groups, points: Points, step: int) -> tuple[Groups, Points]:
+    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
         rollout = jax.device_get(groups.rollout)
         texts = Texts(prompts_of(groups), rollout, judges.tokenizer, groups.spoken or ())
-        more, dropped, counts = judges(texts, points, step)
+        weights = NOTHING if request is None else request.weights
+        more, dropped, counts, paid = judges(texts, points, step_of(request), weights)
+        groups = with_paid(groups, paid)
         if dropped.any():
             rollout, left_out = without_dropped(rollout, dropped)
             groups = groups._replace(rollout=rollout)

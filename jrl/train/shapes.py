@@ -14,6 +14,7 @@ from jrl.models.routing import record_dtype
 from jrl.sampling.params import SamplingParams
 from jrl.train import build
 from jrl.train.kinds import TextKind
+from jrl.train.reward_parts import parts_by_token
 from jrl.types import SILENT, Batch, RoutingRecord
 
 
@@ -41,6 +42,8 @@ def abstract_batch(run: build.Run) -> Batch:
     if run.kind.episode_columns:
         ids |= {name: array(jnp.int32, n, g, t) for name in ("turn", "step", "state")}
         ids["stratum"] = array(jnp.int32, n, g)
+        stats["paid"] = array(jnp.float32, n, g, t)
+    elif parts_by_token(config):
         stats["paid"] = array(jnp.float32, n, g, t)
     if draw.own and config.data.given is None:
         ids["answer"] = array(jnp.int32, n, g)

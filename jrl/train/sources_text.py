@@ -130,9 +130,11 @@ class TextSource(NamedTuple):
         if self.pool is None:
             return Groups(rollout, np.zeros((n, g, 1), np.float32), prompts, {}, ids)
         judge = HostJudge(self.pool, self.tokenizer, self.name, self.steps)
-        rollout, points, answers, counts = judge(prompts, rollout, step)
-        rewards, silent = without_silent(points)
-        return Groups(rollout, rewards, prompts, counts, ids | {"answer": answers, SILENT: silent})
+        verdicts = judge(prompts, rollout, step)
+        rewards, silent = without_silent(verdicts.points)
+        ids |= {"answer": verdicts.answers, SILENT: silent}
+        stats = None if verdicts.paid is None else {"paid": verdicts.paid}
+        return Groups(verdicts.rollout, rewards, prompts, verdicts.counts, ids, stats)
 
     def finish(self, complete: bool) -> None:
         """As ``Source.finish``."""

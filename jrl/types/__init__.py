@@ -66,7 +66,8 @@ STATISTICS: Mapping[str, str] = {
     "node_value": "points that a search expects from the tree node of the token",
     "step_labels": "how right the token's step is, in [0, 1], as the data or a search says",
     "visits": "how often a search went through the member's node",
-    "paid": "points that the environment paid at the token, times the weight of that reward part",
+    "paid": "points paid at the token by the environment, or by reward functions that give them by "
+    "token, times the weight of their reward part",
 }
 """What a per-token statistic means. All in nats, except values and returns, in points, and
 weights and marks. A part of an objective may bring further ones along, each a ``Statistic``."""

@@ -5,26 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jrl.episodes.sandbox import Sandbox, SandboxLimits
 from jrl.errors import UserError
 from jrl.rewards.base import Sample
 from jrl.verifiers.code_tests import Tests, passes, tests_of
 from jrl.verifiers.languages import LANGUAGES, commands_of, language_named, source_of
+from jrl.verifiers.references import Reference
+
+if TYPE_CHECKING:
+    from jrl.types import Prompt
 
 _DRIVER = Path(__file__).with_name("driver.py")
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.DOTALL | re.MULTILINE)
 _MIB = 1 << 20
 _LONGEST_PROGRAM = 1 << 18
 _LONGEST_RUN = 64 * _MIB
-_CHECKED_ROWS = 256
 _SHOWN = 120
 _FREE_FILES = 64 * _MIB
+
+
+SOLUTIONS = ("solution", "solutions", "canonical_solution", "reference_solution", "code")
+"""Columns in which a row's own solution is looked for: of APPS, TACO, HumanEval, MBPP."""
 
 
 class Verdicts(NamedTuple):
@@ -54,6 +62,7 @@ def code(
     max_tests: int = 0,
     tolerance: float = 1e-6,
     check_solution: str = "",
+    check_rows: int = 64,
 ) -> list[float]:
     """Programs by the tests of their rows: 1 where all are passed, else 0.
 
@@ -76,14 +85,17 @@ def code(
       output_kib: of one test, KiB; of all of them four times as much.
       max_tests: at most, the first ones; 0 for all.
       tolerance: of numbers with a point or an exponent, absolute or relative.
-      check_solution: a column with a right program; tests that it fails are named; "" for none.
+      check_solution: a column with a right program, which is run before training begins, so that
+        rows whose tests it fails are named; "" looks in the usual ones (``SOLUTIONS``).
+      check_rows: of each file, rows whose solution is run then; 0 for none.
 
     Raises:
-      UserError: a row without tests, a language that cannot be run here, or a test that the row's
-        own solution fails.
+      UserError: a row without tests, or a language that cannot be run here.
     """
     limits = _Limits(seconds, total_seconds, memory_mib, output_kib, tolerance)
     _check(limits, language, max_tests)
+    if check_rows < 0:  # what it and check_solution are for is in ``reference``
+        raise UserError(f"rewards.code.check_rows = {check_rows}: give 0 for none, or a number")
     points = []
     for sample in samples:
         meta = sample.prompt.meta
@@ -91,16 +103,19 @@ def code(
         tests = tests_of(meta, sample.prompt.answer, column, sample.prompt.id)
         if max_tests:
             tests = tests._replace(cases=tests.cases[:max_tests])
-        if check_solution:
-            check_tests(tests, _solution(meta, check_solution), name, limits, sample.prompt.id)
-        program = last_block(sample.completion)
-        called = meta.get("entry_point")
-        if called and not re.search(rf"\bdef\s+{re.escape(str(called))}\b", program):
-            program = sample.prompt.text + program  # the body alone, as HumanEval asks for it
+        program = _whole(last_block(sample.completion), sample.prompt)
         verdicts = judge(program, tests, name, limits, stop=not partial)
         share = sum(verdicts.passed) / len(verdicts.passed)
         points.append(share if partial else float(share == 1.0))
     return points
+
+
+def _whole(program: str, prompt: Prompt) -> str:
+    """The program with what stands before it, where it is a function's body, as in HumanEval."""
+    called = prompt.meta.get("entry_point")
+    if called and not re.search(rf"\bdef\s+{re.escape(str(called))}\b", program):
+        return (prompt.question or prompt.text) + program
+    return program
 
 
 class _Limits(NamedTuple):
@@ -244,44 +259,64 @@ def _check_language(language: str, tests: Tests, memory_mib: float) -> None:
 
 # ---------------------------------------------------------------- tests of tests
 
-_checked: dict[int, None] = {}
 
+def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Reference | None:
+    """The row's own solution beside its tests; None for a row without one.
 
-def check_tests(tests: Tests, solution: str, language: str, limits: Any, row: object) -> None:
-    """Runs a right program; each process does it once for each row.
+    Args:
+      prompt: of the row.
+      where: which row it is, for messages.
+      options: of ``code``.
 
     Raises:
-      UserError: it fails tests, which are named.
+      UserError: ``check_solution`` names a column that holds no program.
     """
-    key = hash((solution, language, str(tests)))
-    if key in _checked:
-        return
-    verdicts = judge(solution, tests, language, limits)
+    defaults = {n: p.default for n, p in inspect.signature(code).parameters.items()}
+    chosen = {**defaults, **options}
+    solution = _solution(prompt.meta, chosen["check_solution"])
+    if not solution:
+        return None
+    language = str(prompt.meta.get(chosen["language_column"]) or chosen["language"])
+    limits = _Limits(*(chosen[name] for name in _Limits._fields))
+
+    def complaint() -> str:
+        tests = tests_of(prompt.meta, prompt.answer, chosen["column"], prompt.id)
+        if chosen["max_tests"]:
+            tests = tests._replace(cases=tests.cases[: chosen["max_tests"]])
+        program = _whole(solution, prompt)
+        return _failures(judge(program, tests, language_named(language), limits), tests)
+
+    asked = {**prompt.meta, "answer": prompt.answer, "question": prompt.question}
+    how = language, limits, chosen["column"], chosen["max_tests"]
+    return Reference(where, repr(("code", solution, how, asked)), complaint)
+
+
+def _failures(verdicts: Verdicts, tests: Tests) -> str:
     failed = [i for i, passed in enumerate(verdicts.passed) if not passed]
-    if failed:
-        first = failed[0]
-        note = verdicts.compiler or dict(enumerate(verdicts.notes)).get(first, "it did not run")
-        raise UserError(
-            f"rewards.code: the solution of row {row} fails its tests {failed[:10]} (counted from"
-            f" 0): test {first} expects {str(tests.cases[first].expected)[:_SHOWN]!r} and has"
-            f" {note[:300]}; repair the row or leave it out"
-        )
-    if len(_checked) >= _CHECKED_ROWS:
-        del _checked[next(iter(_checked))]
-    _checked[key] = None
+    if not failed:
+        return ""
+    first = failed[0]
+    note = verdicts.compiler or dict(enumerate(verdicts.notes)).get(first, "it did not run")
+    return (
+        f"fails tests {failed[:10]} (counted from 0): test {first} expects"
+        f" {str(tests.cases[first].expected)[:_SHOWN]!r} and has {note[:300]}"
+    )
 
 
 def _solution(meta: Mapping[str, Any], column: str) -> str:
-    """The first solution in a column: a text, a list of texts, or JSON of one."""
-    value = meta.get(column)
+    """The first solution in a column, a text, a list of texts, or JSON of one; "" for none."""
+    name = column or next((n for n in SOLUTIONS if meta.get(n)), "")
+    value = meta.get(name)
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):
             value = json.loads(value)
-    if isinstance(value, Sequence) and not isinstance(value, str) and value:
-        value = value[0]
-    if not isinstance(value, str):
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        value = value[0] if value else None
+    if isinstance(value, str):
+        return last_block(value)
+    if column and value is not None:
         raise UserError(
             f"rewards.code.check_solution = {column!r}: a row has {str(value)[:40]!r} in it, not a"
             " program"
         )
-    return last_block(value)
+    return ""

@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import os
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from jrl.errors import UserError, unknown_choice
 from jrl.rewards.base import Sample
+from jrl.verifiers.references import Reference
 from jrl.verifiers.sql_engines import ENGINES, Database, QueryError, Rows, Source, opened
 from jrl.verifiers.sql_text import is_ordered, jaccard, last_query, ngrams, tokens
+
+if TYPE_CHECKING:
+    from jrl.types import Prompt
 
 _GOLD = ("query", "sql", "SQL", "gold_sql", "answer")
 _SCRIPTS = ("schema", "context", "sql_context")
@@ -41,6 +49,7 @@ def sql(
     engine: str = "sqlite",
     seconds: float = 5.0,
     max_rows: int = 100_000,
+    check_rows: int = 64,
 ) -> list[float]:
     """Execution accuracy: 1 where the query gives the rows of the gold query, else 0.
 
@@ -60,11 +69,15 @@ def sql(
       engine: "sqlite", or "duckdb" with the extra.
       seconds: of one query.
       max_rows: of a result.
+      check_rows: of each file, rows whose gold query is run before training begins, so that those
+        where it fails, or gives other rows than ``rows_column`` has, are named; 0 for none.
 
     Raises:
       UserError: a row without a database or a gold query, or whose gold query fails.
     """
     find = _finder(database, script_column, query_column, rows_column, engine, seconds, max_rows)
+    if check_rows < 0:  # what it is for is in ``reference``
+        raise UserError(f"rewards.sql.check_rows = {check_rows}: give 0 for none, or a number")
     points = []
     for sample in samples:
         task = find(sample)
@@ -138,6 +151,41 @@ def sql_ngrams(samples: list[Sample], query_column: str = "", n: int = 2) -> lis
         gold = _gold_query(sample, query_column)
         points.append(jaccard(ngrams(last_query(sample.completion), n), ngrams(gold, n)))
     return points
+
+
+def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Reference:
+    """The row's gold query on its database.
+
+    Args:
+      prompt: of the row.
+      where: which row it is, for messages.
+      options: of ``sql``.
+    """
+    defaults = {n: p.default for n, p in inspect.signature(sql).parameters.items()}
+    chosen = {**defaults, **options}
+    chosen.pop("samples")
+    chosen.pop("check_rows")
+    seconds, max_rows = chosen["seconds"], chosen["max_rows"]
+    sample = Sample(prompt, "", np.zeros(0, np.int32), "stop_token")
+
+    def complaint() -> str:
+        task = _finder(**chosen)(sample)
+        if task.rows is None:
+            _gold_rows(task, seconds, max_rows, sample)
+            return ""
+        if not (query := _gold_query(sample, chosen["query_column"], needed=False)):
+            return ""
+        rows = _gold_rows(task._replace(query=query, rows=None), seconds, max_rows, sample)
+        if same_rows(rows, task.rows, is_ordered(query)):
+            return ""
+        return f"the gold query gives {str(rows)[:_SHOWN]}, not {str(task.rows)[:_SHOWN]}"
+
+    file = ""
+    with contextlib.suppress(KeyError, IndexError, ValueError, OSError):
+        status = os.stat(chosen["database"].format(**prompt.meta))
+        file = f"{status.st_size} {status.st_mtime_ns}"
+    content = repr(("sql", chosen, dict(prompt.meta), prompt.answer, file))
+    return Reference(where, content, complaint)
 
 
 # ---------------------------------------------------------------- comparing
@@ -224,10 +272,12 @@ def _source(sample: Sample, database: str, script_column: str, engine: str) -> S
     return Source(engine, "", script)
 
 
-def _gold_query(sample: Sample, column: str) -> str:
+def _gold_query(sample: Sample, column: str, *, needed: bool = True) -> str:
     columns = {**sample.prompt.meta, "answer": sample.prompt.answer}
     names = [column] if column else list(_GOLD)
     query = next((columns[name] for name in names if columns.get(name)), None)
+    if not isinstance(query, str) and not needed:
+        return ""
     if not isinstance(query, str):
         raise UserError(
             f"rewards.sql: row {sample.prompt.id} has no gold query in {', '.join(names)}; name the"

@@ -1,16 +1,21 @@
 """Pairs, labels and lists: every form a file may have, and what is said about what is wrong."""
 
 import json
+import string
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from jrl.config import load_config
+from jrl.data.goals import GoalRows
 from jrl.data.pairs import build_judged, judged_batch, pairs_of_samples
 from jrl.data.sources import MemoryRows, open_source
 from jrl.errors import UserError
-from jrl.models.tokenizer import CharTokenizer
+from jrl.methods import get_method
+from jrl.models.tokenizer import ALPHABET, CharTokenizer
+from jrl.train.kinds import kind_of
 
 STOP = 1
 LIMITS = {"max_prompt_tokens": 40, "max_completion_tokens": 12}
@@ -324,3 +329,61 @@ def test_a_prompt_of_token_ids_may_hold_the_beginning_of_a_completion():
     assert len(one.prompt) == 3
     with pytest.raises(UserError, match="4 tokens and data.max_prompt_tokens with what .* is 3"):
         read(row | {"prompt": [5, 6, 7, 8]}, **limits)
+
+
+def test_a_pair_with_scores_is_two_that_aim_at_them():
+    row = {
+        "prompt": "q",
+        "chosen": "1",
+        "rejected": "2",
+        "chosen_score": 9.0,
+        "score_rejected": 4.5,
+    }
+    rows = GoalRows(MemoryRows([row], "line"))
+    up, down = (rows[i] for i in range(len(rows)))
+    assert "Overall score: 9.\n\nq" in up["prompt"]
+    assert "Overall score: 4.5.\n\nq" in down["prompt"]
+    assert [(x["chosen"], x["rejected"]) for x in (up, down)] == [("1", "2"), ("2", "1")]
+    for more, message in (
+        ({"score_rejected": None}, "line 1: rejected_score = None.*rejected_score or score_rej"),
+        ({"prompt": [Q]}, "line 1: prompt = .*a prompt that is a text"),
+        ({"chosen": None}, "line 1: there is no chosen"),
+    ):
+        with pytest.raises(UserError, match=message):
+            GoalRows(MemoryRows([row | more], "line"))[1]
+
+
+def test_a_rationale_is_a_member_that_reads_both_answers_and_learns_the_rest():
+    row = {"prompt": "2+2", "chosen": "4", "rejected": "5", "rationale": "sum"}
+    judged, _ = read(row, rationales=True)
+    assert texts(judged[0])[1] == ["4?", "5?", "4?5?sum?"]
+    batch = judged_batch(judged, prompt_tokens=12, group=3, completion_tokens=9)
+    assert batch.ids["stratum"].tolist() == [[0, 0, 1]]
+    assert batch.mask.sum(2).tolist() == [[2, 2, 4]]
+    assert batch.mask[0, 2].tolist() == [False] * 4 + [True] * 4 + [False]
+    assert batch.members.all()
+    plain, _ = read(row)
+    assert len(plain[0].completions) == 2
+    with pytest.raises(UserError, match="the rationale behind both answers has 8 tokens and samp"):
+        read(row, rationales=True, max_completion_tokens=7)
+    with pytest.raises(UserError, match="rationale = None; the method learns why"):
+        read({**row, "rationale": None}, rationales=True)
+    listed = {"prompt": "2+2", "responses": ["4"], "scores": [1.0]}
+    with pytest.raises(UserError, match="a rationale belongs to chosen and rejected"):
+        read(listed, rationales=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "groups", "members"), [("reward_augmented_dpo", 2, 2), ("rdpo", 1, 3), ("dpo", 1, 2)]
+)
+def test_methods_of_pairs_read_what_they_need(method, groups, members):
+    row = {"prompt": "2+2", "chosen": "4", "rejected": "5", "rationale": "sum"}
+    row |= {"chosen_score": 9, "rejected_score": 1}
+    lines = ["data.pairs=x.jsonl", "data.template=plain", f"method={method}"]
+    lines += ["data.max_prompt_tokens=400", "sampling.max_new_tokens=20"]
+    kind = kind_of(load_config(None, lines))
+    opened = lambda spec, key: MemoryRows([row], "line")  # noqa: E731
+    data = kind.read(
+        CharTokenizer(ALPHABET + string.ascii_uppercase + ".()\n"), get_method(method), opened
+    )
+    assert [len(one.completions) for one in data.judged["pairs"]] == [members] * groups

@@ -21,8 +21,8 @@ from preferences import (
     two,
 )
 
+from jrl.data.goals import goal_conditioned
 from jrl.methods import get_method
-from jrl.methods.preference import goal_conditioned
 from jrl.objectives import combine_terms, compute_advantages, policy_loss, transforms
 from jrl.objectives.comparisons import demonstrations_first, write
 

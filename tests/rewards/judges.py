@@ -77,3 +77,20 @@ def forks(samples):
             except OSError:
                 continue
     return [float(text) if text.isdigit() else 0.0]
+
+
+def digits_by_token(samples):
+    """1 for each token that is a digit of the built-in tokenizer; one number for "zz"."""
+    return [
+        [float(2 <= t < 12) for t in s.tokens] if s.completion != "zz" else 0.0 for s in samples
+    ]
+
+
+def two_by_token(samples):
+    """Always two numbers."""
+    return [[0.5, 0.25] for _ in samples]
+
+
+def last_piece(samples):
+    """1 for the first character of the text."""
+    return [s.by_token([(0, 1, 1.0)]) for s in samples]

@@ -123,6 +123,20 @@ def test_par_is_bounded_and_centred_at_the_references():
     np.testing.assert_allclose(made, [[0.5, sigmoid(2.0)], [by_hand, NAN], [NAN, NAN]], rtol=1e-6)
 
 
+def test_a_cosine_shifts_from_form_to_content():
+    c = columns([[1.0, 0.2, 0.4], [0.0, 0.5, NAN], [NAN, 1.0, 1.0], [1.0, NAN, NAN]])
+    names = ["tags", "steps", "whole"]
+    made = make_combined("both", "cosine_shift", names, {"steps": 40, "last": 0.1}).combine
+    for step in (0, 10, 25, 40, 99):
+        w = 0.1 + 0.9 * (1 + np.cos(np.pi * min(step / 40, 1))) / 2
+        expected = [[w * 1 + (1 - w) * 0.3, (1 - w) * 0.5, NAN, NAN]]
+        for arrays in (c, c._replace(points=jnp.asarray(c.points))):
+            found = made(arrays._replace(step=step))
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+    with pytest.raises(UserError, match="rewards.both: steps = 0 of 3 parts"):
+        make_combined("both", "cosine_shift", names, {"steps": 0}).combine(c)
+
+
 def test_group_contrast_pays_a_behaviour_that_helps():
     shown = [[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 1.0, 0.0]]
     right = [[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]]

@@ -13,6 +13,7 @@ import pytest
 
 from jrl.errors import UserError
 from jrl.rewards import Sample, make_reward
+from jrl.rewards.combine import columns, make_combined
 from jrl.rewards.tool_calls import call_score, calls_in
 from jrl.types import Prompt
 
@@ -225,3 +226,22 @@ def test_dynamic_iou_rises_with_the_steps():
         assert points("dynamic_iou", sample(near, box, step=step, steps=100)) == [paid]
     assert points("dynamic_iou", sample("[0, 0, 10, 10]", box, step=99, steps=100)) == [1.0]
     assert points("dynamic_iou", sample("no box", box)) == [0.0]
+
+
+def test_semantic_entropy_is_that_of_the_classes_of_answers():
+    group = [sample(rf"\boxed{{{x}}}") for x in ("2", "2.0", "3")] + [sample("no idea")]
+    entropy = sum(-p * math.log(p) for p in (0.5, 0.25, 0.25))
+    assert points("semantic_entropy", *group) == pytest.approx([-entropy] * 4)
+    assert points("semantic_entropy", *group, share=True) == pytest.approx(
+        [-entropy / math.log(4)] * 4
+    )
+    assert points("semantic_entropy", *group[:2]) == [0.0, 0.0]
+
+
+def test_tulu_s_reward_is_10_for_a_verified_answer_and_minus_10_without_an_end():
+    cut = [Sample(s.prompt, s.completion, s.tokens, "length") for s in (sample(r"\boxed{4}"),)]
+    group = [sample(r"\boxed{4}"), sample(r"\boxed{5}"), *cut]
+    parts = np.array([[points("ended", s)[0], points("math", s)[0]] for s in group])
+    total = make_combined("total", "veto", ["ended", "math"], {"below": 1.0, "points": -1.0})
+    assert (10 * total.combine(columns(parts))).tolist() == [[10.0, 0.0, -10.0]]
+    assert points("ended", cut[0]) == [0.0]

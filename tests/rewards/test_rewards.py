@@ -35,6 +35,7 @@ def test_the_librarys_own_rewards_take_samples():
     assert make_reward("math", tolerance=0.5)([SAMPLE]) == [1.0]
     assert make_reward("format", pattern="it is .")([SAMPLE]) == [1.0]
     required = {"soft_overlong": {"limit": 9, "cache": 2}, "cosine_length": {"limit": 9}}
+    required["tools_used"] = {"names": ["search"]}
     required["get_cosine_scaled_reward"] = {"max_len": 9}
     limits = {"max_completion_len": 9, "soft_punish_cache": 2}
     required["get_soft_overlong_punishment"] = limits

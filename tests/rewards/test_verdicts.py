@@ -1,5 +1,7 @@
 """Verdicts of judges: what is asked, what is read of replies, and the points made of them."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,8 @@ from jrl.rewards.replies import (
     read_preference,
     read_ranking,
     read_score,
+    read_step,
+    read_steps,
     read_yes_no,
 )
 from jrl.rewards.verdicts import check_rubrics, make_form
@@ -89,10 +93,36 @@ def test_a_score_is_read_strictly(reply, points):
         (lambda r: read_criteria(r, 2), '{"1": true, "2": 7}', None),
         (lambda r: read_criteria(r, 1), '{"1": true, "2": true}', None),
         (lambda r: read_criteria(r, 1), "1: true", None),
+        (lambda r: read_steps(r, 2), '{"wrong": [2, 2]}', [2]),
+        (lambda r: read_steps(r, 2), '{"wrong": [0]}', None),
+        (lambda r: read_steps(r, 2), '{"wrong": 1}', None),
+        (lambda r: read_step(r, 2), "\\boxed{0}, no: \\boxed{1}.", 1),
+        (lambda r: read_step(r, 2), "<think>\\boxed{0}</think>All is right.", None),
     ],
 )
 def test_other_verdicts_are_read_strictly(read, reply, verdict):
     assert read(reply) == verdict
+
+
+def with_ends(text, ends):
+    return dataclasses.replace(sample(text), tokens=np.arange(len(ends)), ends=np.array(ends))
+
+
+def test_wrong_steps_are_paid_at_the_tokens_that_end_them():
+    """Three steps of the text, in seven tokens; the last is the stop token."""
+    one = with_ends("aa bb\n\nc\n \ndd", [2, 5, 8, 9, 12, 13, 13])
+    seen = []
+    reply = lambda text: seen.append(text) or 'Bad. {"wrong": [1, 3]}'  # noqa: E731
+    assert judged([one], reply, form="steps") == [[0, 0, -1, 0, 0, -1, 0]]
+    assert "[step 1]\naa bb\n\n[step 2]\nc\n\n[step 3]\ndd" in seen[0]
+    left = iter(['{"wrong": [1]}', '{"wrong": [1, 2]}', '{"wrong": [4]}', "none"])
+    votes = {"form": "steps", "votes": 4, "temperature": 1.0}
+    assert judged([one], lambda text: next(left), **votes) == [[0, 0, -1, 0, -0.5, 0, 0]]
+    assert judged([one], lambda text: '{"wrong": []}', form="steps") == [[0] * 7]
+    # where nothing was said, or it is not known where tokens end, there is no opinion
+    nothing, unknown = with_ends("\n\n", [1, 2]), sample("aa")
+    assert judged([nothing], reply, form="steps") == [None]
+    assert judged([unknown], reply, form="steps") == [None]
 
 
 def test_the_fields_of_a_template_are_filled():
@@ -198,7 +228,10 @@ def test_a_list_begins_with_another_member_each_time():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"url": None}, "rewards.good.url is missing: base of the API"),
+        ({"model": None}, "rewards.good.model is missing: the model's name there"),
+        ({"url": None, "timeout": 9}, r"rewards.good.timeout = 9.0 without url: a model on the ru"),
+        ({"max_prompt_tokens": 9}, "rewards.good.max_prompt_tokens with url: the server limits"),
+        ({"url": "", "model": "policy", "cache": True}, "cache = True with model = 'policy'"),
         ({"model": None}, "rewards.good.model is missing"),
         ({"form": "rubic"}, "rewards.good.form = 'rubic'; did you mean 'rubric'"),
         ({"form": "rubric"}, "rewards.good.criteria are missing"),

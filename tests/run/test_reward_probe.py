@@ -8,6 +8,7 @@ from hub_mirror import checkpoint, lines
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.run.reward_probe import probe_rewards
+from jrl.run.run import train
 from jrl.train import build
 from jrl.train.reward_parts import reward_pool
 
@@ -80,3 +81,26 @@ def test_on_a_task_with_one_of_its_problems(place):
             continue
         with pytest.raises(UserError, match=said):
             probe_rewards(run, pool)
+
+
+def test_one_by_token_is_told_where_tokens_end(place):
+    (place / "first.py").write_text(
+        "def f(samples):\n    return [samples[0].by_token([(0, 1, 1)])]\n"
+    )
+    own = f"rewards={{{json.dumps(f'{place}/first.py:f')}={{by_token=true}}}}"
+    names = [f"model.path={json.dumps(str(place / 'model'))}", f"data.train={place / 'a.jsonl'}"]
+    config = load_config(None, [*names, own, "reward_pool.workers=0"])
+    probe_rewards(build.setup(config), reward_pool(config))
+
+
+def test_a_row_whose_own_solution_is_wrong_ends_a_run_before_it_begins(
+    place, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("JRL_CACHE_DIR", str(tmp_path / "cache"))
+    row = {"question": "a?", "schema": "CREATE TABLE t (a)", "answer": "SELECT b FROM t"}
+    (tmp_path / "sql.jsonl").write_text(lines([row]))
+    names = [f"model.path={json.dumps(str(place / 'model'))}", f"data.train={tmp_path}/sql.jsonl"]
+    more = ["rewards={sql={}}", "reward_pool.workers=0", f"run.dir={tmp_path}/run"]
+    with pytest.raises(UserError, match=r"data.train, row 1: .*no such column: b"):
+        train(load_config(None, [*names, *more]), echo=lambda line: None)
+    assert not (tmp_path / "run").exists()

@@ -12,7 +12,8 @@ from jrl.errors import UserError
 from jrl.rewards.replies import read_score
 from jrl.rewards.verdicts import Question
 from jrl.train import judge_client
-from jrl.train.judge_client import Asked, JudgeClient
+from jrl.train.judge_cache import Asked
+from jrl.train.judge_client import JudgeClient
 from jrl.train.judge_limits import COUNTS
 
 

@@ -8,9 +8,12 @@ from judge_server import judge_server
 
 from jrl.config import load_config
 from jrl.errors import UserError
-from jrl.train.judges import Judges, check_judges, judges_of
+from jrl.models.tokenizer import CharTokenizer
+from jrl.train.judges import Judges, check_judges, endpoint_judges
 from jrl.train.judging import Texts
-from jrl.train.reward_parts import accuracy_part, parts_of
+from jrl.train.reward_parts import accuracy_part, parts_by_token, parts_of
+from jrl.train.reward_stages import judge_stage
+from jrl.train.sources import Groups
 from jrl.types import Prompt, StopReason
 
 END, LEFT, FAILED, ABSENT = (
@@ -40,8 +43,8 @@ def judged(config, stop, points=None):
         tokens=tokens, lengths=np.full((n, g), 2), stop=np.array(stop), mask=tokens >= 0
     )
     prompts = [Prompt(i, "why?", np.zeros(1), "x", {"kind": "ab"[i % 2]}) for i in range(n)]
-    judges = Judges(judges_of(config), Words(), "test", 1)
-    return judges(Texts(prompts, rollout, judges.tokenizer), points or {}, 0)
+    judges = Judges(endpoint_judges(config), Words(), "test", 1)
+    return judges(Texts(prompts, rollout, judges.tokenizer), points or {}, 0)[:3]
 
 
 ONE = "function='judge', template='{completion}', scale=[0, 10]"
@@ -122,6 +125,77 @@ def test_a_group_is_ranked_without_those_that_are_gone():
         points, *_ = judged(config(url, {"best": keys}), [[END, FAILED, END], [END, LEFT, LEFT]])
     np.testing.assert_array_equal(points["best"], [[1, np.nan, 0], [np.nan] * 3])
     assert len(bodies) == 1  # one member has nobody to be ranked with
+
+
+def test_wrong_steps_are_paid_at_tokens():
+    """The weight is that of the part; another part is not by token, an absent member has none."""
+    tokenizer = CharTokenizer("ab\n")
+    texts = ("ab\n\na", "b", "a\n\na\n\nb")
+    tokens = np.zeros((1, 4, 9), np.int32)
+    for j, text in enumerate(texts):
+        tokens[0, j, : len(text)] = tokenizer.encode(text)
+    lengths = np.array([[len(text) for text in texts] + [0]])
+    rollout = types.SimpleNamespace(
+        tokens=tokens, lengths=lengths, stop=np.array([[END] * 3 + [ABSENT]]), mask=tokens > 0
+    )
+
+    def wrong(body, number):
+        text = body["messages"][-1]["content"]
+        if "Verdict" in text:
+            return "yes"
+        count = text.count("[step")
+        return "none" if count == 1 else f'{{"wrong": [{count - 1}]}}'
+
+    with judge_server(wrong) as (url, _):
+        parts = {
+            "step": "function='judge', form='steps', weight=0.5, missing='zero'",
+            "good": "function='judge', form='yes_no'",
+        }
+        settings = config(url, parts)
+        judges = Judges(endpoint_judges(settings), tokenizer, "test", 1)
+        prompts = [Prompt(0, "why?", np.zeros(1), "x")]
+        points, _, counts, paid = judges(Texts(prompts, rollout, tokenizer), {}, 0)
+        groups = Groups(rollout, None, prompts, {}, {}, {"paid": np.ones((1, 4, 9), np.float32)})
+        groups, _ = judge_stage(judges, lambda groups: groups.subject)(groups, {}, None)
+        alone = judges._replace(judges=judges.judges[1:])
+        assert alone(Texts(prompts, rollout, tokenizer), {}, 0)[3] is None
+    np.testing.assert_array_equal(points["step"], [[-1, 0, -1, np.nan]])
+    np.testing.assert_array_equal(points["good"], [[1, 1, 1, np.nan]])
+    expected = np.zeros((1, 4, 9))
+    # where the first of two steps, and the second of three, has its last character
+    expected[0, 0, 3] = expected[0, 2, 5] = -0.5
+    np.testing.assert_array_equal(paid, expected)
+    np.testing.assert_array_equal(groups.stats["paid"], 1 + expected)  # beside what was paid
+    assert counts["judge_unreadable"] == 1
+    assert [*parts_by_token(settings).values()] == ["rewards.step.form = 'steps'"]
+
+
+OWN = """
+from jrl.rewards import Form, question
+
+def shout(table, key):
+    def questions(samples, vote):
+        return [question(table, s, {}, str.strip, s.completion) for s in samples]
+
+    def points(samples, verdicts):
+        return [float(votes[0].isupper()) if votes else None for votes in verdicts]
+
+    return Form(False, questions, points)
+"""
+
+
+def test_a_form_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    keys = f"function='judge', form='{tmp_path / 'mine.py'}:shout'"
+
+    def reply(body, number):
+        return "NO " if "1" in body["messages"][0]["content"] else "no"
+
+    with judge_server(reply) as (url, _):
+        settings = config(url, {"loud": keys})
+        check_judges(settings, [Prompt(0, "", np.zeros(1), "", {})])
+        points, *_ = judged(settings, [[END, END]])
+    np.testing.assert_array_equal(points["loud"], [[0, 1]])
 
 
 def test_who_gives_a_part_and_what_goes_with_it():

@@ -299,6 +299,27 @@ def refused(place, tmp_path, *more, config="dpo.toml"):
     return str(caught.value)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rdpo", "reward_augmented_dpo"])
+def test_rows_with_a_rationale_or_with_scores_are_trained_on(place, tmp_path, name):
+    """Two steps, with held-out pairs that have no rationale and, for scores, have them."""
+    rows = [
+        row | {"rationale": f"say a {i}"[:7], "chosen_score": 9, "rejected_score": 2}
+        for i, row in enumerate(pairs(0, 8))
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    held = rows if name == "reward_augmented_dpo" else list(pairs(40, 6))
+    write_rows(tmp_path / "held.jsonl", held)
+    more = [f"method={name}", "train.steps=2", "sampling.max_new_tokens=24"]
+    more += [f"data.pairs={tmp_path}/rows.jsonl", f"data.eval={tmp_path}/held.jsonl"]
+    more += ["data.overlong=truncate", "eval.every=0", "checkpoint.every=0"]
+    summary, steps = finish(settings(place, tmp_path / "run", "dpo.toml", *more))
+    assert len(steps) == 2
+    assert all(np.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in steps)
+    assert ("rationale" in steps[0]) is (name != "reward_augmented_dpo")
+    assert summary["steps"] == 2
+
+
 def test_what_does_not_go_together_is_said(place, rewarder, tmp_path):
     def say(*more, **kind):
         return refused(place, tmp_path, *more, **kind)

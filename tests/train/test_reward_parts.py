@@ -26,6 +26,14 @@ def right(samples):
 def length(completions, prompts, completion_ids, **columns):
     assert all(prompt.endswith(">") for prompt in prompts)
     return [float(len(completion)) for completion in completions]
+
+
+def first(samples):
+    return [[float(t)] + [0.0] * (len(s.tokens) - 1) for s in samples for t in s.tokens[:1]]
+
+
+def last(samples):
+    return [first(samples)[0][::-1] for s in samples]
 """
 RUN = (
     *("data.task=sorting", "data.difficulty=3", "train.prompts=4", "sampling.group=4"),
@@ -104,6 +112,21 @@ def test_alone_they_are_the_whole_reward(place):
     assert record["reward"] == pytest.approx(0.5 * record[f"reward/{place / 'mine.py'}:length"])
     assert "reward/verify" not in record
     assert summary["accuracy_after"] is not None  # by the task's own checker
+
+
+@pytest.mark.parametrize("method", ["ppo", "grpo"])
+def test_points_by_token_count_where_they_are_paid(place, method):
+    """For PPO a number at the first token and at the last are two things; for GRPO they are one."""
+    losses = []
+    for name in ("first", "last"):
+        tables = rewards(place, **{f"{place / 'mine.py'}:{name}": "{by_token=true}"})
+        where = [f"run.dir={place / name}", f"method={method}", "train.steps=1", "warmup.steps=0"]
+        train(load_config(None, [*RUN, tables, *where]), echo=lambda line: None)
+        (record,) = read_jsonl(place / name / "metrics.jsonl")[1:]
+        losses.append((record["reward"], record["loss"]))
+    (first, loss), (last, other) = losses
+    assert first == last != 0
+    assert (loss == other) is (method == "grpo")
 
 
 def test_parts_of_parts_in_one_program_are_those_of_the_host(place):

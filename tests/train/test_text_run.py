@@ -468,6 +468,18 @@ def test_a_served_model_judges(place, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_policy_and_its_start_judge(place, quick):
+    """Both read a chat of the checkpoint's template; what a random model says is no verdict."""
+    judge = "function='judge', form='yes_no', template='{completion}', max_tokens=4"
+    judge += ", max_prompt_tokens=60"
+    parts = ", ".join(f"{name}={{{judge}, model='{name}'}}" for name in ("policy", "start"))
+    _, records, _ = quick(f"rewards={{math={{}}, {parts}}}", "train.steps=1", "train.prompts=2")
+    (record,) = records
+    assert record["judge_calls"] >= record["judge_unreadable"] > 0
+    assert record["judge_failures"] == record["judge_timeouts"] == 0
+
+
+@pytest.mark.slow
 def test_an_earlier_success_stands_in_a_group_that_failed(place, quick, tmp_path):
     write_rows(tmp_path / "few.jsonl", rows(0, 4))
     _, records, samples = quick(

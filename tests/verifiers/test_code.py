@@ -200,18 +200,6 @@ def test_other_languages_where_their_tools_are(language, program):
     assert points(sample("int main( {", DOUBLE, language=language), **longer) == [0.0]
 
 
-def test_tests_that_the_solution_fails_are_named():
-    bad = {"inputs": ["1", "2"], "outputs": ["2", "5"]}
-    with pytest.raises(
-        UserError, match=r"solution of row 7 fails its tests \[1\].*test 1 expects '5'"
-    ):
-        points(sample("x", bad, solution=RIGHT), check_solution="solution")
-    good = sample(RIGHT, DOUBLE, solutions=json.dumps([RIGHT]))
-    assert points(good, check_solution="solutions") == [1.0]
-    with pytest.raises(UserError, match="not a program"):
-        points(good, check_solution="nowhere")
-
-
 def test_bad_rows_and_options_are_named():
     with pytest.raises(UserError, match="row 7 has no tests"):
         points(sample("x"))

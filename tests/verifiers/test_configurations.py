@@ -12,7 +12,7 @@ from jrl.train.reward_parts import reward_pool
 from jrl.types import Prompt
 
 
-def points(name, rows, completions, tmp_path):
+def points(name, rows, completions, tmp_path, group=1):
     """What the configuration's parts pay for a completion of each row, read from a file."""
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["model.path=none", f"data.train={tmp_path}/train.jsonl", "mesh.fsdp=1"]
@@ -23,12 +23,13 @@ def points(name, rows, completions, tmp_path):
         Prompt(i, row[keys["question"]], np.zeros(1, np.int32), row[keys["answer"]], row)
         for i, row in enumerate(read)
     ]
+    prompts = [prompts[i - i % group] for i in range(len(prompts))]
     samples = [
         Sample(prompt, text, np.zeros(1, np.int32), "stop_token")
         for prompt, text in zip(prompts, completions, strict=True)
     ]
     with reward_pool(config) as pool:
-        scores = pool.scores(samples, group=1)
+        scores = pool.scores(samples, group=group)
     return dict(zip(pool.functions, scores.points.T, strict=True))
 
 
@@ -51,3 +52,13 @@ def test_sql(tmp_path):
     assert paid["sql_syntax"] == pytest.approx([1.0, 1.0])
     assert paid["sql_schema"] == pytest.approx([0.5, 0.0])
     assert 0 < paid["sql_ngrams"][0] < 1
+
+
+def test_intrinsic(tmp_path):
+    rows = [{"question": "2 + 2?", "answer": "So it is 4.\n#### 4"}] * 4
+    texts = [rf"\boxed{{{x}}}" for x in ("4", "5", "5.0", "4")]
+    paid = points("intrinsic", rows, texts, tmp_path, group=4)
+    assert paid["agree"] == pytest.approx([0.5] * 4)
+    assert paid["entropy"] == pytest.approx([-np.log(2)] * 4)
+    sure = points("intrinsic", rows, texts[:1] * 4, tmp_path, group=4)
+    assert np.isnan(sure["agree"]).all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jrl.episodes.host import HostEnv, Limits
@@ -14,8 +14,6 @@ from jrl.errors import UserError, unknown_choice
 from jrl.zoo.envs.answer_rewards import EXACT, F1, last_turn_reward
 from jrl.zoo.tools.calculator import calculator_tool
 from jrl.zoo.tools.search import search_tool
-
-TOOLS = ("python", "calculator")
 
 
 def python_math(
@@ -43,31 +41,38 @@ def python_math(
       UserError: another tool or parser, Python that would have the network, or a run of it that
         may take longer than a call.
     """
-    chosen_tools: list[Tool] = []
-    if "python" in tools and seconds >= limits.call_seconds:
+    made = {
+        "python": lambda: _python(seconds, network, limits),
+        "calculator": calculator_tool,
+    }
+    chosen = _chosen(tools, made)
+    return tool_env(chosen, get_parser(parser), last_turn_reward(EXACT), limits, system=system)
+
+
+def _chosen(names: Sequence[str], made: Mapping[str, Callable[[], Tool]]) -> list[Tool]:
+    for name in names:
+        if name not in made:
+            raise unknown_choice("tools", name, made)
+    return [made[name]() for name in names]
+
+
+def _python(seconds: float, network: bool, limits: Limits) -> Tool:
+    if seconds >= limits.call_seconds:
         raise UserError(
             f"seconds = {seconds:g} of a run of Python, and call_seconds ="
             f" {limits.call_seconds:g}, which would fail the member first; raise call_seconds"
         )
-    for name in tools:
-        if name not in TOOLS:
-            raise unknown_choice("tools", name, TOOLS)
-        if name == "python":
-            chosen_tools.append(
-                python_tool(Sandbox(SandboxLimits(seconds=seconds), network=network))
-            )
-        else:
-            chosen_tools.append(calculator_tool())
-    return tool_env(
-        chosen_tools, get_parser(parser), last_turn_reward(EXACT), limits, system=system
-    )
+    return python_tool(Sandbox(SandboxLimits(seconds=seconds), network=network))
 
 
 def multi_hop(
     corpus: str = "configs/search/corpus.jsonl",
     *,
+    tools: Sequence[str] = ("search",),
     parser: str = "hermes",
     documents: int = 3,
+    seconds: float = 5.0,
+    network: bool = False,
     system: str | None = None,
     limits: Limits = Limits(turns=6),  # noqa: B008 - a value that nobody can change
 ) -> HostEnv:
@@ -77,16 +82,24 @@ def multi_hop(
 
     Args:
       corpus: a file of one {"text": ...} a line.
+      tools: of "search" and "python".
       parser: of the policy's family, by name.
       documents: in a result of the search.
+      seconds: for one run of Python.
+      network: whether Python may run where it cannot be kept from the network (``Sandbox``).
       system: a system message, or None.
       limits: of an episode, by their names in a configuration.
 
     Raises:
-      UserError: there is no such file, or a line of it has no text.
+      UserError: there is no such file, a line of it has no text, another tool, or Python that may
+        not run.
     """
-    tools = [search_tool(read_corpus(corpus), count=documents)]
-    return tool_env(tools, get_parser(parser), last_turn_reward(F1), limits, system=system)
+    made = {
+        "search": lambda: search_tool(read_corpus(corpus), count=documents),
+        "python": lambda: _python(seconds, network, limits),
+    }
+    chosen = _chosen(tools, made)
+    return tool_env(chosen, get_parser(parser), last_turn_reward(F1), limits, system=system)
 
 
 def read_corpus(path: str) -> list[str]:

@@ -38,7 +38,7 @@ from jrl.objectives.length_rewards import when_all_are_right
 from jrl.objectives.prompt_table import PromptTable, empty, prompt_ids, read, write
 from jrl.objectives.tie_breakers import one_of_each, tie_breakers
 from jrl.objectives.transforms import stateless, trained
-from jrl.types import Array, Batch, Stats, Surrogate, Transform
+from jrl.types import Array, Batch, Stats, Surrogate, Transform, opinions
 
 # ---------------------------------------------------------------- SPO
 
@@ -220,7 +220,7 @@ def scale_rl(
 # ---------------------------------------------------------------- BRPO and ConciseR
 
 
-def against_a_member(most_skew: float = 0.6) -> Transform:
+def against_a_member(most_skew: float = 0.6, *, judged: bool = False) -> Transform:
     """1 for beating a member of the group that is chosen at random, -1 for not beating it.
 
     The member chosen is the reference of its group in this step and is not trained on.
@@ -228,13 +228,19 @@ def against_a_member(most_skew: float = 0.6) -> Transform:
     Args:
       most_skew: a group is left out when its sum, without sign, is more than this part of its
         members, the reference included.
+      judged: whether a judge has chosen and compared: members that a reward part has no opinion of,
+        the reference among them, are not trained on, and scores above 0 are wins.
     """
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
-        chosen = one_of_each(batch.members, tie_breakers(batch))
-        rest = batch.members & ~chosen
-        gap = values - jnp.where(chosen, values, 0).sum(axis=1, keepdims=True)
+        if judged:
+            rest = batch.members & opinions(batch.rewards, batch.ids).all(axis=-1)
+            gap = values
+        else:
+            chosen = one_of_each(batch.members, tie_breakers(batch))
+            rest = batch.members & ~chosen
+            gap = values - jnp.where(chosen, values, 0).sum(axis=1, keepdims=True)
         won = jnp.where(gap > 0, 1.0, -1.0) + 0 * gap  # a NaN stays
         won = jnp.where(rest, won, 0)
         size = batch.members.sum(axis=1, keepdims=True)
@@ -246,7 +252,12 @@ def against_a_member(most_skew: float = 0.6) -> Transform:
 
 
 @variant(grpo, without=("eps", "ddof"))
-def brpo(base: Method, most_skew: Fraction = 0.6, max_rounds: Count = 10) -> Method:
+def brpo(
+    base: Method,
+    most_skew: Fraction = 0.6,
+    max_rounds: Count = 10,
+    reference: Annotated[str, Choice(("judge", "drawn"))] = "drawn",
+) -> Method:
     """Each completion against a random one of the group: 1 for a win, -1 for a loss.
 
     Bootstrapped Relative Policy Optimization of "Writing-Zero: Bridge the Gap Between
@@ -258,14 +269,15 @@ def brpo(base: Method, most_skew: Fraction = 0.6, max_rounds: Count = 10) -> Met
     step and not trained on. A group of G with |sum_i A_i| / G above 0.6 is left out, and groups of
     equal scores are drawn again.
 
-    Departure: until a pairwise judge can be asked, the comparison is that of the two scores. Not
-    known: the clip bounds.
+    The paper's is ``reference = "judge"``: a part with ``form = "brpo"`` draws the reference and
+    compares with it. With "drawn", a departure, the reference is drawn here and the comparison is
+    that of two scores. Not known: the clip bounds.
     """
     return base.with_(
-        advantage=against_a_member(most_skew),
+        advantage=against_a_member(most_skew, judged=reference == "judge"),
         **refill(max_rounds=max_rounds),
         group=3,
-        lacks="a pairwise generative reward model; until then scores are compared",
+        lacks="" if reference == "judge" else "a pairwise judge; scores are compared",
     )
 
 

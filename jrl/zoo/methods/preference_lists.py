@@ -340,7 +340,7 @@ def rrhf(sft_coef: NonNegative = 1.0) -> Method:
         value = rank - sft_coef * mean_over_best(group.total("logprobs"), group)
         return spoilt(value, group), ranking_metrics(means, ordered)
 
-    return list_method(loss, lacks="running code for its speed")
+    return list_method(loss, lacks="a reward for the speed of code that passes its tests")
 
 
 @variant(dpo, without=("min_gap",))
@@ -410,7 +410,7 @@ def with_rationale(base: Method, gamma: float, form: str) -> Method:
     return base.with_(
         advantage=base.objective.advantage._replace(apply=choose_two),
         surrogate=pair._replace(apply=apply, needs=pair.needs | rationales.needs),
-        lacks="pairs that come with a rationale",
+        needs=base.needs | {"rationales"},
     )
 
 
@@ -422,9 +422,11 @@ def rdpo(base: Method, gamma: NonNegative = 0.01, form: RationaleForm = "nll") -
 
         loss = -log sigmoid( beta h(y_w) - beta h(y_l) )  -  gamma log pi(rationale | x, y_w, y_l)
 
-    The rationale is a further member of the group with ``ids["stratum"]`` 1: its tokens are the two
-    answers, not trained on, then the rationale, trained on. Departures: ``form="log_sigmoid"``
-    writes the second term as -log sigmoid(gamma log pi), as the released code does.
+    Rows of ``data.pairs`` bring the rationale in a column of that name. It is a further member of
+    the group with ``ids["stratum"]`` 1: its tokens are the two answers, not trained on, then the
+    rationale, trained on. Departures: ``form="log_sigmoid"`` writes the second term as
+    -log sigmoid(gamma log pi), as the released code does; how the paper words the request for a
+    rationale is not known, so nothing stands between the answers.
     """
     return with_rationale(base, gamma, form)
 

@@ -385,7 +385,8 @@ def rlaif_v(base: Method) -> Method:
 
     "RLAIF-V: Aligning MLLMs through Open-Source AI Feedback for Super GPT-4V Trustworthiness"
     (arXiv:2405.17220): the group is drawn under one decoding distribution; a judge splits each
-    answer into claims and answers a yes/no question for each;
+    answer into claims and answers a yes/no question for each (a reward part with
+    ``form = "rlaif_v"``);
 
         score(y) = -(number of rejected claims)
 
@@ -394,7 +395,7 @@ def rlaif_v(base: Method) -> Method:
     of a prompt's ten answers whose scores differ, and then drops pairs whose winner is much the
     shorter, until mean lengths agree; here the extremes are the pair, of whatever lengths.
     """
-    return base.with_(lacks="a judge of single claims, and images")
+    return base.with_(lacks="images")
 
 
 def self_feedback(logprobs: Array, ref_logprobs: Array, mask: Array) -> Array:

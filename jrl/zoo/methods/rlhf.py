@@ -259,5 +259,5 @@ def gepo(
         aggregate=aggregates.sequence_sum,
         regularizers=tuple(regularizers),
         plan=Plan(demonstrated(demonstrations)),
-        lacks="running code, and programs with equivalent intermediate representations",
+        lacks="rows with several programs, equivalent to the source and not, as demonstrations",
     )

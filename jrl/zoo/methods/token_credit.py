@@ -21,6 +21,7 @@ from jrl.methods.domains import (
     AtLeastOne,
     Choice,
     Count,
+    Ddof,
     Flag,
     Fraction,
     NonNegative,
@@ -30,6 +31,7 @@ from jrl.methods.domains import (
 from jrl.methods.edit import of_parts
 from jrl.methods.group_relative import dapo, grpo
 from jrl.objectives import segments
+from jrl.objectives.advantages import group_mean_std
 from jrl.objectives.aggregates import sequence_mean
 from jrl.objectives.members import first_token
 from jrl.objectives.transforms import per_token, stateless, trained
@@ -128,6 +130,43 @@ def empg(
     the policy's at the start of the training step.
     """
     return base.after(modulate_by_step(sharpness, clarity, bonus))
+
+
+# ---------------------------------------------------------------- CAPO
+
+
+def by_judged_token(eps: float, ddof: int) -> Transform:
+    """The outcome at every token plus what is paid at it, normalised over the group's tokens."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(values, 2)
+        live = trained(batch)
+        paid = jnp.where(live, batch.stats.get("paid", jnp.zeros(live.shape)), 0)
+        # The score holds what was paid, too; the rest of it is the outcome.
+        credit = jnp.expand_dims(values - paid.sum(axis=2), 2) + paid
+        n = credit.shape[0]
+        normalised = jax.vmap(partial(group_mean_std, eps=eps, ddof=ddof))
+        out = normalised(credit.reshape(n, -1), live.reshape(n, -1)).reshape(credit.shape)
+        return out, batch
+
+    return stateless(apply)
+
+
+@variant(grpo)
+def capo(base: Method, eps: Positive = 1e-6, ddof: Ddof = 1) -> Method:
+    """GRPO with a penalty for the tokens of steps that a judge calls wrong.
+
+    "CAPO: Towards Enhancing LLM Reasoning through Generative Credit Assignment" (arXiv:2508.02298).
+    With the verified outcome v of a completion and the tokens T_wrong of its wrong steps,
+
+        R_t = W_outcome v - W_process 1[t in T_wrong],   A_t = (R_t - mean(R)) / std(R)
+
+    and the clipped loss of GRPO. A judge with ``form = "capo"`` gives the second term: W_process is
+    the weight of its part, W_outcome that of the part that says what is right, and should be the
+    greater. Not known: the paper's weights, and over what it normalises; here over all trained
+    tokens of the group. Without a judge by step each token has the outcome.
+    """
+    return base.with_(advantage=by_judged_token(eps, ddof))
 
 
 # ---------------------------------------------------------------- DeGRPO

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jrl.errors import UserError
 from jrl.rewards.combine import Columns
 
 
@@ -32,3 +33,35 @@ def group_contrast(c: Columns, eps: float = 0.0) -> Any:
     difference = xp.where((n > 0) & (m > 0), with_it - without, 0.0)
     sign = xp.where(xp.abs(difference) > eps, xp.sign(difference), 0.0)
     return xp.where(xp.isnan(shown), shown, sign * shown)
+
+
+def cosine_shift(c: Columns, steps: float, first: float = 1.0, last: float = 0.0) -> Any:
+    """A share w of the first part, and 1 - w of the others' mean; w goes down by a cosine.
+
+    The curriculum of "Datarus-R1: An Adaptive Multi-Step Reasoning LLM for Automated Data Analysis"
+    (arXiv:2508.13382) from form to content, with the form of the tags as the first part and a
+    hierarchical judge's scores of single steps and of the whole as the others:
+
+        r = w(t) r_tag + (1 - w(t)) r_HRM,  w(t) = last + (first - last) (1 + cos(pi t / steps)) / 2
+
+    after ``steps`` w is ``last``. Read from the abstract: what w(t) is exactly, and how scores of
+    steps make one, are not known. Where either side has no opinion, the sum has none.
+
+    Args:
+      c: the form, then the rest.
+      steps: training steps until w is ``last``, above 0.
+      first: w of the first step.
+      last: w in the end.
+    """
+    if not steps > 0 or c.points.shape[-1] < 2:
+        raise UserError(
+            f"steps = {steps} of {c.points.shape[-1]} parts; give two parts, and steps > 0"
+        )
+    xp = c.points.__array_namespace__()
+    done = xp.minimum(xp.asarray(c.step, dtype=c.points.dtype) / steps, 1.0)
+    share = last + (first - last) * (1 + xp.cos(xp.pi * done)) / 2
+    rest = c.points[..., 1:]
+    known = ~xp.isnan(rest)
+    count = known.sum(-1)
+    mean = xp.where(known, rest, 0).sum(-1) / xp.maximum(count, 1)
+    return share * c.points[..., 0] + (1 - share) * xp.where(count > 0, mean, xp.nan)

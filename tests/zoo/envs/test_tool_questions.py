@@ -1,17 +1,22 @@
 """The environments of the shipped configurations, and the world that is searched."""
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jrl.config import load_config
 from jrl.episodes.check_env import check_env
 from jrl.episodes.configured import configured_env
 from jrl.episodes.host import Reply
 from jrl.episodes.parsers import Call, get_parser
 from jrl.errors import UserError
+from jrl.methods import get_method
+from jrl.rewards import Sample, make_reward
+from jrl.train.reward_parts import parts_of
 from jrl.types import Prompt
 from jrl.zoo.envs.answer_rewards import answer_f1, last_answer
 from jrl.zoo.envs.tool_questions import multi_hop, python_math
@@ -113,3 +118,29 @@ def test_limits_of_tools_and_seconds_are_options():
     assert (limits.turns, limits.call_seconds) == (6, 9)
     with pytest.raises(UserError, match=r"seconds = 60 of a run of Python, .* raise call_seconds"):
         python_math(seconds=60, network=True)
+
+
+def test_tool_star_s_environment_searches_and_computes_and_its_parts_are_in_order():
+    """The three parts of Tool-Star: two functions around the environment's own."""
+    env = multi_hop(str(SEARCH / "corpus.jsonl"), tools=("search", "python"), network=True)
+    said = [call("search", query="who"), call("python", code="print(6 * 7)")]
+    assert "42" in str(say(env, problem("42"), *said).messages)
+    end = say(env, problem("42"), *said, "Answer: 42")
+    assert end.reward == 1.0
+    with pytest.raises(UserError, match="tools = 'calculator'; choose from python, search"):
+        multi_hop(str(SEARCH / "corpus.jsonl"), tools=("calculator",))
+    form = "form={function='format', pattern='Answer:'}"
+    used = "used={function='tools_used', names=['search', 'python']}"
+    tables = f"{{{form}, reward={{}}, {used}}}"
+    lines = ["data.train=x.jsonl", "data.env=multi_hop", f"rewards={tables}", "method=tool_star"]
+    parts = parts_of(load_config(None, lines))
+    assert parts.weights == {"form": 1.0, "reward": 1.0, "used": 1.0}
+    assert parts.given_by("function") == ("form", "used")
+    turns = [{"role": "assistant", "content": text} for text in said]
+    one = Sample(problem("42"), "Answer: 42", np.zeros(1, np.int32), "done", tuple(turns[:1]))
+    both = dataclasses.replace(one, messages=tuple(turns))
+    used = make_reward("tools_used", names=["search", "python"])
+    assert used([one, both]) == [0.0, 1.0]
+    with pytest.raises(UserError, match="tools_used.names = .*give a list"):
+        make_reward("tools_used", names="search")
+    assert not get_method("tool_star").lacks

@@ -201,6 +201,21 @@ def test_an_increasing_function_of_the_scores_changes_nothing():
     np.testing.assert_array_equal(one[1]["logprobs"], two[1]["logprobs"])
 
 
+def test_a_judge_may_have_chosen_the_reference():
+    """Whom the judge has no opinion of is not trained on, and scores above 0 are wins."""
+    d = ragged(2, n=1, g=5)
+    d.members[:] = True
+    d.mask[:] = True
+    d.rewards[:] = [[1.0, 0.0, -1.0, 1.0, -1.0]]
+    d.ids["silent"] = np.array([[0, 1, 0, 0, 0]], np.int32)
+    judged = brpo(reference="judge")
+    apply = jax.jit(partial(compute_advantages, judged.objective))
+    advantages, batch, *_ = apply(as_batch(d), judged.objective.init())
+    np.testing.assert_array_equal(advantages[0, :, 0], [1, 0, -1, 1, -1])
+    assert batch.members[0].tolist() == [True, False, True, True, True]
+    assert (judged.lacks, bool(BRPO.lacks)) == ("", True)
+
+
 def test_another_tie_breaker_draws_another_reference():
     d = ragged(2, n=1, g=4)
     d.members[:] = True

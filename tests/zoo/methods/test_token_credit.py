@@ -31,6 +31,7 @@ from jrl.train.step import make_step
 from jrl.types import Network
 from jrl.zoo.methods.token_credit import (
     RULES,
+    capo,
     degrpo,
     empg,
     forking_tokens,
@@ -73,6 +74,54 @@ def test_a_nan_entropy_is_not_taken_for_a_small_one():
     at = n, i, ts[0]
     d.rollout_entropy[at] = np.nan
     assert np.isnan(run(forking_tokens(max_tokens=4), d)[0])
+
+
+# ---------------------------------------------------------------- CAPO
+
+
+def judged(d, rng):
+    """Half of the tokens are in wrong steps, of which each costs three eighths of a point."""
+    d.paid = -0.375 * ((rng.random(d.mask.shape) < 0.5) & d.mask)
+    d.rewards = np.float32(d.rewards + d.paid.sum(axis=2)).astype(float)
+
+
+def capo_loss(d, frozen):
+    kept = list(sequences(d))
+    credit = {}
+    for n in range(len(d.rewards)):
+        places = [(n, i, t) for m, i, ts in kept if m == n for t in ts]
+        outcome = {
+            i: d.rewards[n, i] - sum(d.paid[n, i, t] for t in ts) for m, i, ts in kept if m == n
+        }
+        points = {at: outcome[at[1]] + d.paid[at] for at in places}
+        if len(points) < 2:
+            continue
+        values = np.array(list(points.values()), np.float64)
+        spread = values.std(ddof=1) + 1e-6
+        credit |= {at: (x - values.mean()) / spread for at, x in points.items()}
+    total = sum(
+        clipped_loss(ratio(d, (n, i, t)), credit.get((n, i, t), 0.0)) / len(ts)
+        for n, i, ts in kept
+        for t in ts
+    )
+    return total / max(len(kept), 1)
+
+
+def test_capo_is_the_papers():
+    check(capo(), capo_loss, prepare=judged)
+
+
+def test_a_wrong_step_costs_its_tokens_alone():
+    d = ragged(3)
+    judged(d, np.random.default_rng(3))
+    (n, i, ts) = next(s for s in sequences(d) if len(s[2]) > 2)
+    d.rewards[n, i] -= d.paid[n, i, list(ts)].sum()
+    d.paid[n, i] = 0
+    before = advantages_of(capo(), d)[n, i]
+    d.paid[n, i, ts[1]], d.rewards[n, i] = -1.0, d.rewards[n, i] - 1.0
+    after = advantages_of(capo(), d)[n, i]
+    assert after[ts[1]] < before[ts[1]]
+    assert after[ts[0]] == after[ts[2]] > after[ts[1]]
 
 
 # ---------------------------------------------------------------- EMPG

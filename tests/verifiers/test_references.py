@@ -1,0 +1,94 @@
+"""Rows whose own solution is judged wrong are named when data is read, and judged once."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jrl.config import load_config
+from jrl.errors import UserError
+from jrl.run.reference_check import check_references
+from jrl.types import Prompt
+from jrl.verifiers import code as programs
+
+RIGHT = "```python\nprint(2 * int(input()))\n```"
+
+
+def prompts(*rows, answer=None):
+    return {
+        "train": [
+            Prompt(i, "?", np.zeros(1, np.int32), row.get("answer", answer), row)
+            for i, row in enumerate(rows)
+        ]
+    }
+
+
+def config(part, *more):
+    return load_config(None, ["data.train=x.jsonl", f"rewards={part}", *more])
+
+
+def doubled(solution, outputs=("2", "4"), **more):
+    tests = {"inputs": ["1", "2"], "outputs": list(outputs)}
+    return {"input_output": json.dumps(tests), "solution": solution, **more}
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("JRL_CACHE_DIR", str(tmp_path))
+    return tmp_path / "references"
+
+
+def test_programs_that_fail_their_tests_are_named_and_right_ones_run_once(memory, monkeypatch):
+    wrong, bare = doubled(RIGHT, ("2", "5")), {"input_output": "{}"}
+    body = {"entry_point": "f", "test": "def check(f):\n    assert f(1) == 2\n",
+            "canonical_solution": "    return 2 * x\n"}  # fmt: skip
+    data = prompts(doubled(json.dumps([RIGHT, "no"])), wrong, bare, body)
+    data["train"][3] = Prompt(3, "", np.zeros(1, np.int32), None, body, question="def f(x):\n")
+    match = (
+        r"rewards.code: 1 of 3 rows have a solution .*check_rows = 0 to check none\n"
+        r"  data.train, row 2: fails tests \[1\].*test 1 expects '5' and has ok '4"
+    )
+    with pytest.raises(UserError, match=match):
+        check_references(config("{code={}}"), data)
+    assert len(memory.read_text().split()) == 2
+    judged = []
+    judge = programs.judge
+    monkeypatch.setattr(programs, "judge", lambda *a, **k: judged.append(a) or judge(*a, **k))
+    dropping = config("{code={}}", "reward_pool.on_error=drop")
+    (note,) = check_references(dropping, data)
+    assert "data.train, row 2" in note
+    assert len(judged) == 1  # the wrong one alone
+    assert check_references(config("{code={check_rows=1}}"), data) == []
+    assert check_references(config("{code={check_rows=0}}"), data) == []
+    where = "{code={where={input_output='{}'}}}"
+    assert check_references(config(where), data) == []
+    assert len(judged) == 1
+    with pytest.raises(UserError, match=r"check_solution = 'entry_point'.*|fails tests"):
+        check_references(config("{code={check_solution='entry_point'}}"), data)
+
+
+def test_no_more_than_a_few_rows_are_named():
+    data = prompts(*[doubled("print(input())", name=i) for i in range(7)])
+    with pytest.raises(UserError, match=r"7 of 7 rows") as error:
+        check_references(config("{code={}}"), data)
+    assert len(str(error.value).splitlines()) == 1 + 5 + 1
+    assert str(error.value).endswith("and 2 more")
+
+
+def test_gold_queries_that_fail_or_give_other_rows_are_named():
+    schema = "CREATE TABLE t (a INTEGER); INSERT INTO t VALUES (1), (2);"
+    row = {"schema": schema, "answer": "SELECT count(*) FROM t"}
+    bad = row | {"answer": "SELECT b FROM t"}
+    data = prompts(row, bad, row | {"rows": [[3]]}, row | {"rows": [[2]]})
+    with pytest.raises(UserError) as error:
+        check_references(config("{sql={rows_column='rows'}}"), data)
+    head, failed, other = str(error.value).splitlines()
+    assert head.startswith("rewards.sql: 2 of 4 rows")
+    assert failed.startswith("  data.train, row 2:")
+    assert "no such column: b" in failed
+    assert other == "  data.train, row 3: the gold query gives [(2,)], not [(3,)]"
+
+
+def test_an_option_that_is_none_is_said():
+    with pytest.raises(UserError, match=r"check_rows = -1: give 0 for none"):
+        programs.code([], check_rows=-1)

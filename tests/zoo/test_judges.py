@@ -1,0 +1,249 @@
+"""Forms of judging of single papers, and the rewards that judges are trained by."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from jrl.config.judge import judge_table
+from jrl.errors import UserError
+from jrl.rewards import make_reward
+from jrl.rewards.base import Sample
+from jrl.rewards.rules import Rules
+from jrl.rewards.verdicts import make_form
+from jrl.train.judge_limits import COUNTS
+from jrl.train.judges import Judge
+from jrl.types import Prompt
+
+
+class Toy:
+    """A judge that is a function of the last message and the vote."""
+
+    def __init__(self, reply):
+        self.reply, self.seen = reply, []
+
+    def verdicts(self, asked):
+        texts = [each.question.messages[-1]["content"] for each in asked]
+        self.seen += texts
+        replies = [self.reply(text, each.vote) for text, each in zip(texts, asked, strict=True)]
+        read = [each.question.read(reply) for each, reply in zip(asked, replies, strict=True)]
+        return read, dict.fromkeys(COUNTS, 0.0) | {"judge_calls": float(len(asked))}
+
+
+def sample(completion, answer="4", row=0, step=0, **meta):
+    prompt = Prompt(row, "2+2?", np.zeros(1, np.int32), answer, meta, question="2+2?")
+    return Sample(prompt, completion, np.zeros(1, np.int32), "stop_token", step=step, steps=9)
+
+
+def judged(units, reply, **options):
+    """Points of units of samples by a toy judge, and the judge."""
+    table = judge_table("rewards.good", {"url": "http://localhost:1", "model": "m"} | options)
+    toy = Toy(reply)
+    judge = Judge("good", table, make_form(table, "rewards.good"), Rules(), toy)
+    return judge.points(units), toy
+
+
+# ---------------------------------------------------------------- BRPO
+
+
+def by_length(text, vote):
+    """The longer of two answers is better."""
+    first, second = (text.split(f"Answer {x}:\n")[1].split("\n\n")[0] for x in "AB")
+    return json.dumps({"scores": [len(first), len(second)]})
+
+
+def test_brpo_compares_each_with_one_of_its_group():
+    texts = ["aaa", "a", "aaaa", "aa", "aa"]
+    for step in range(6):
+        group = [sample(text, step=step) for text in texts]
+        ([points], counts), _toy = judged([group], by_length, form="brpo")
+        (at,) = [i for i, value in enumerate(points) if value is None]
+        assert counts["judge_calls"] == 8  # both orders of four pairs
+        wins = [1.0 if len(t) > len(texts[at]) else -1.0 for t in texts]
+        assert points == [None if i == at else win for i, win in enumerate(wins)]
+        assert judged([group], by_length, form="brpo")[0][0] == [points]  # the same reference
+    references = {
+        judged([[sample(t, step=s) for t in texts]], by_length, form="brpo")[0][0][0].index(None)
+        for s in range(20)
+    }
+    assert len(references) > 2  # drawn anew in every step
+    # a judge that likes the first of two has no winner, and one that is not asked twice has
+    likes_first = lambda text, vote: '{"scores": [9, 1]}'  # noqa: E731
+    both = judged([group], likes_first, form="brpo")[0][0][0]
+    assert sorted(set(both) - {None}) == [-1.0]
+    once = judged([group], likes_first, form="brpo", swap=False)[0][0][0]
+    assert sorted(set(once) - {None}) == [1.0]
+    assert judged([group], lambda *_: "A", form="brpo")[0][0] == [[None] * 5]
+
+
+# ---------------------------------------------------------------- RLAIF-V
+
+
+def claims_of(text, vote):
+    """Claims are words; "b" and "c" are not so, and of "d" one vote of three is."""
+    if "Verdict:" not in text:
+        words = text.split("Answer:\n")[1].split("\n\n")[0]
+        return "no list" if words == "x" else json.dumps({"claims": words.split()})
+    claim = text.split("claims something. ")[1].split("\n\n")[0]
+    if claim == "?":
+        return "perhaps"
+    return f"Verdict: {'yes' if claim == 'a' or (claim == 'd' and vote == 0) else 'no'}"
+
+
+def test_rlaif_v_counts_rejected_claims():
+    texts = ["a b c", "a a", "a d", "x", "a ?"]
+    options = {"form": "rlaif_v", "votes": 3, "temperature": 1.0}
+    (points, counts), toy = judged([[sample(t)] for t in texts], claims_of, **options)
+    assert points == [[-2.0], [0.0], [-1.0], [None], [None]]
+    assert counts["judge_calls"] == 15 + 3 * (3 + 2 + 2 + 0 + 2)
+    single = "A reply to it claims something. b"
+    assert any(single in text and "a b c" not in text for text in toy.seen)  # asked alone
+
+
+# ---------------------------------------------------------------- CAPO
+
+
+def test_capo_costs_a_point_at_every_token_of_a_wrong_step():
+    """The second token is of both steps, and belongs to the worse one."""
+    text = "aa\n\nbbbb\n\nc"
+    one = dataclasses.replace(sample(text), tokens=np.arange(5), ends=np.array([2, 6, 9, 10, 11]))
+    lists = ("[1]", "[1, 2]", "[1, 3]", "[1, 2]")
+    for vote, points in {
+        "majority": [-1.0, -1.0, -0.5, -0.5, 0.0],
+        "mean": [-1.0, -1.0, -0.5, -0.5, -0.25],
+        "min": [-1.0, -1.0, 0.0, 0.0, 0.0],
+    }.items():
+        more = {"form": "capo", "votes": 4, "temperature": 1.0, "vote": vote}
+        reply = lambda text, vote: f'{{"wrong": {lists[vote]}}}'  # noqa: E731
+        assert judged([[one]], reply, **more)[0][0] == [[points]]
+    assert judged([[one]], lambda *_: '{"wrong": []}', form="capo")[0][0] == [[[0.0] * 5]]
+
+
+# ---------------------------------------------------------------- FAPO
+
+
+def test_fapo_finds_the_first_wrong_step():
+    def reply(text, vote):
+        assert "[step 0]\nfirst" in text
+        assert "Right answer:\n4" in text
+        last = text.split("[step 1]\n")[1].split("\n")[0]
+        return {"wrong": "It is \\boxed{1}", "right": "\\boxed{-1}"}.get(last, "\\boxed{7}")
+
+    units = [[sample(f"first\n\n{last}")] for last in ("wrong", "right", "neither")]
+    (points, _), _ = judged(units, reply, form="fapo", only="math")
+    assert points == [[1.0], [0.0], [None]]  # there is no seventh step
+
+
+def test_the_critic_of_fapo_is_paid_for_the_distance():
+    pay = make_reward("fapo_critic", "rewards.fapo_critic")
+    cases = (
+        *((-1, "-1", 1.0), (-1, "2", -1.0), (2, "-1", -1.0)),
+        *((2, "2", 1.0), (2, "0", 1 - 2 / 5), (2, "9", -1.0), (2, "two", -1.0)),
+    )
+    for label, stated, points in cases:
+        reply = sample(f"It is \\boxed{{{stated}}}.", answer=label, total_steps=5)
+        assert pay([reply]) == [pytest.approx(points, abs=1e-12)]
+
+
+# ---------------------------------------------------------------- RewardAnything
+
+
+def test_reward_anything_scores_a_group_by_a_principle():
+    def reply(text, vote):
+        assert "Principle: be short" in text
+        answers = json.loads(text.split("Responses: ")[1].split("\n\n")[0])
+        assert next(iter(answers.values())) == ["a", "bb", "cccc"][vote]  # each begins with another
+        scores = {name: 6 - len(answer) for name, answer in answers.items()}
+        return json.dumps({"scores": scores, "best-to-worst": sorted(scores)})
+
+    group = [sample(text) for text in ("a", "bb", "cccc")]
+    more = {"principle": "be short", "votes": 3, "temperature": 1.0}
+    (points, _), _ = judged([group], reply, form="reward_anything", **more)
+    assert points == [[1.0, 0.75, 0.25]]
+    for bad in ('{"scores": {"model-1": 3, "model-2": 4}}', '{"scores": [1, 2, 3]}', "none"):
+        assert judged([group], lambda *_, bad=bad: bad, form="reward_anything")[0][0] == [
+            [None] * 3
+        ]
+
+
+def agreement(scores, labels):
+    """The released formula, in float64, by loops over all pairs."""
+    lost = total = np.float64(0)
+    for i in range(len(scores)):
+        for j in range(i):
+            weight = 1 + abs(labels[i] - labels[j])
+            total += weight
+            order = np.sign(scores[i] - scores[j]) * np.sign(labels[i] - labels[j])
+            tie = scores[i] == scores[j] and labels[i] != labels[j]
+            lost += weight * (order < 0) + weight * 0.5 * tie
+    return 1 - lost / total
+
+
+def test_listwise_agreement_is_the_released_formula():
+    pay = make_reward("listwise_agreement", "rewards.listwise_agreement")
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        scores, labels = rng.integers(1, 6, (2, 4))
+        names = [f"model-{i}" for i in range(4)]
+        as_json = [json.dumps({"scores": dict(zip(names, x.tolist(), strict=True))})
+                   for x in (scores, labels)]  # fmt: skip
+        (points,) = pay([sample(as_json[0], answer=as_json[1])])
+        assert points == pytest.approx(agreement(scores, labels), abs=1e-12)
+    assert pay([sample("no scores", answer=as_json[1])]) == [0.0]
+
+
+# ---------------------------------------------------------------- RISE-Judge, FARE
+
+
+@pytest.mark.parametrize(
+    ("form", "label", "right", "wrong"),
+    [
+        ("pairwise", "A", "Both are fine. [[A]]", "[[B]]"),
+        ("yes_no", "no", "Verdict: no", "Verdict: yes"),
+        ("score", "7", "Score: 7", "Score: 8"),
+        ("step", -1, "\\boxed{-1}", "\\boxed{0}"),
+        ("listwise", [2, 1, 3], '{"ranking": [2, 1, 3]}', '{"ranking": [1, 2, 3]}'),
+    ],
+)
+def test_a_judge_is_paid_for_the_label(form, label, right, wrong):
+    pay = make_reward("judge_verdict", "rewards.judge_verdict", form=form)
+    assert [pay([sample(r, answer=label)])[0] for r in (right, wrong, "A B yes 7")] == [1, 0, 0]
+
+
+def test_a_label_that_is_no_verdict_is_named():
+    pay = make_reward("judge_verdict", "rewards.judge_verdict", form="yes_no")
+    with pytest.raises(UserError, match="prompt 3 has the answer 'perhaps', which is no verdict"):
+        pay([sample("Verdict: yes", answer="perhaps", row=3)])
+
+
+# ---------------------------------------------------------------- SRPO
+
+
+def reflected(first, second, reflection="hm", pad=0):
+    parts = (("think", "t" * 9), ("answer", first), ("reflection", reflection + " " * pad))
+    parts += (("think", "t" * 9), ("answer", second))
+    return "".join(f"<{n}>{text}</{n}>" for n, text in parts)
+
+
+def test_srpo_pays_what_reflection_makes_of_an_answer():
+    pay = make_reward("srpo", "rewards.srpo", form=0.5, length=0.0)
+    cases = {("5", "4"): 1.0, ("4", "4"): 0.75, ("4", "5"): 0.25, ("5", "5"): 0.0}
+    for (first, second), effect in cases.items():
+        assert pay([sample(reflected(first, second))]) == [effect + 0.5]
+        assert pay([sample(reflected(first, second) + "<reflection>")]) == [effect]
+    assert pay([sample("<think>t</think><answer>4</answer>")]) == [0.5]
+    assert pay([sample("4")]) == [0.0]
+
+
+def test_the_length_of_a_reflection_has_a_target():
+    whole, bare = (make_reward("srpo", "rewards.srpo", length=x) for x in (0.1, 0.0))
+    for pad in (0, 30):
+        text = reflected("4", "4", pad=pad)
+        ratio = len(text) / 10  # nine letters of thought, and the answer
+        points = 0.1 * math.exp(-(((ratio - 2) / 0.5) ** 2))
+        (a,), (b,) = whole([sample(text)]), bare([sample(text)])
+        assert a - b == pytest.approx(points, abs=1e-12)
+    near = make_reward("srpo", "rewards.srpo", target=ratio, most=ratio + 1)
+    assert near([sample(text)])[0] - b == pytest.approx(0.1, abs=1e-12)
