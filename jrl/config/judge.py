@@ -110,7 +110,7 @@ def judge_table(key: str, options: Mapping[str, Any]) -> JudgeTable:
     Raises:
       UserError: a line for each mistake, which names the key.
     """
-    return _checked(JudgeTable, key, options)
+    return checked(JudgeTable, key, options)
 
 
 def criteria_of(rows: Any, where: str) -> list[Criterion]:
@@ -126,14 +126,23 @@ def criteria_of(rows: Any, where: str) -> list[Criterion]:
     if not isinstance(rows, list | tuple):
         raise UserError(f"{where} is {rows!r:.60}; write a list of criteria")
     tables = [{"text": row} if isinstance(row, str) else row for row in rows]
-    criteria = [_checked(Criterion, f"{where}, criterion {i}", t) for i, t in enumerate(tables, 1)]
+    criteria = [checked(Criterion, f"{where}, criterion {i}", t) for i, t in enumerate(tables, 1)]
     if wrong := weightless(criteria):
         raise UserError(f"{where}: {wrong}")
     return criteria
 
 
-def _checked(table: type[T], key: str, values: Any) -> T:
-    """A table of these values; raises UserError with a line for each mistake."""
+def checked(table: type[T], key: str, values: Any) -> T:
+    """A table of a reward part.
+
+    Args:
+      table: its class.
+      key: "rewards.NAME", for messages.
+      values: its keys.
+
+    Raises:
+      UserError: a line for each mistake, which names the key.
+    """
     try:
         return table.model_validate(values)
     except ValidationError as error:

@@ -176,7 +176,7 @@ def label_scores(network: Network) -> Scores:
 
 
 def answer_scores(network: Network, ids: tuple[int, int]) -> Scores:
-    """log p(one answer) - log p(another) of a language model's next token, in nats.
+    """The difference of two answers' log-probabilities as a language model's next token, in nats.
 
     With "Yes" and "No" this is the reward of "RLBFF: Binary Flexible Feedback to bridge between
     Human Feedback & Verifiable Rewards" (arXiv:2509.21319).

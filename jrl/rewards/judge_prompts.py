@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jrl.config.judge import JudgeTable
@@ -11,7 +11,8 @@ from jrl.errors import UserError, nearest
 from jrl.rewards.base import Sample
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
-_COMMON = ("question", "reference", "principle")
+COMMON_FIELDS = ("question", "reference", "principle")
+"""Fields of every template, besides the columns of the data."""
 _ONE = ("completion", "conversation")
 _FORM_FIELDS: Mapping[str, tuple[str, ...]] = {
     "score": (*_ONE, "low", "high"),
@@ -90,14 +91,13 @@ def check_template(table: JudgeTable, columns: Iterable[str], key: str) -> None:
       key: "rewards.NAME", for messages.
     """
     names = _FORM_FIELDS[table.form]
-    known = [*dict.fromkeys([*_COMMON, *names, *columns])]
+    known = [*dict.fromkeys([*COMMON_FIELDS, *names, *columns])]
     for place, text in (("template", table.template), ("system", table.system)):
-        for field in _FIELD.findall(text):
-            if field not in known:
-                raise UserError(
-                    f"{key}.{place} has {{{field}}}, which is no field of form ="
-                    f" {table.form!r} and no column of the data; {nearest(field, known)}"
-                )
+        if field := unknown_field([text], known):
+            raise UserError(
+                f"{key}.{place} has {{{field}}}, which is no field of form ="
+                f" {table.form!r} and no column of the data; {nearest(field, known)}"
+            )
     wanted = {"pairwise": ("first", "second"), "listwise": ("completions",)}.get(table.form, _ONE)
     used = _FIELD.findall(table.template)
     absent = [name for name in wanted if name not in used]
@@ -116,21 +116,41 @@ def messages_of(
       sample: whose prompt fills the fields of all forms.
       fields: those of the form, by name.
     """
-    prompt = sample.prompt
-    values: Mapping[str, Any] = {
-        **prompt.meta,
-        "question": question_of(sample),
-        "reference": "" if prompt.answer is None else str(prompt.answer),
-        "principle": table.principle,
-        **fields,
-    }
+    values = fields_of(sample, table.principle) | fields
 
     def filled(template: str) -> str:
-        return _FIELD.sub(lambda m: str(values.get(m[1], "")), template).strip()
+        return "".join(text for text, _ in pieces(template, values)).strip()
 
     user = {"role": "user", "content": filled(table.template or TEMPLATES[table.form])}
     system = ({"role": "system", "content": filled(table.system)},) if table.system else ()
     return (*system, user)
+
+
+def fields_of(sample: Sample, principle: str) -> dict[str, Any]:
+    """The fields of all templates: every column of the row, its question, answer and principle."""
+    prompt = sample.prompt
+    return {
+        **prompt.meta,
+        "question": question_of(sample),
+        "reference": "" if prompt.answer is None else str(prompt.answer),
+        "principle": principle,
+    }
+
+
+def pieces(template: str, values: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """The text of a filled template in order: (text, whether it fills a field)."""
+    end = 0
+    for field in _FIELD.finditer(template):
+        yield template[end : field.start()], False
+        yield str(values.get(field[1], "")), True
+        end = field.end()
+    yield template[end:], False
+
+
+def unknown_field(texts: Iterable[str], known: Sequence[str]) -> str | None:
+    """The first {field} of templates that is none of the known ones."""
+    fields = (field for text in texts for field in _FIELD.findall(text))
+    return next((field for field in fields if field not in known), None)
 
 
 def question_of(sample: Sample) -> str:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrl.config.reward_model import Ensemble
 from jrl.types import Array, Params, Rollout
 
 Values = Callable[[Params, Rollout], Array]
@@ -38,6 +39,37 @@ def last_values(values: Array, mask: Array) -> Array:
     return jnp.where(mask.any(-1), last_value, 0).astype(jnp.float32)
 
 
+def reduce_ensemble(points: Array, ensemble: Ensemble, uncertainty: float) -> Array:
+    """One number of those of M reward models.
+
+    "Reward Model Ensembles Help Mitigate Overoptimization" (arXiv:2310.02743):
+
+        mean        mu
+        min         the least, its worst-case optimisation
+        uwo         mu - c var, its uncertainty-weighted optimisation
+        deviation   mu - c sd, a lower confidence bound
+
+    with the variance over the M models, divided by M.
+
+    Args:
+      points: [M, ...] float32, points of M models.
+      ensemble: which.
+      uncertainty: c.
+
+    Returns:
+      [...] float32, points.
+
+    >>> reduce_ensemble(jnp.array([[1.0], [3.0]]), "uwo", 0.5).tolist()
+    [1.5]
+    """
+    if ensemble == "min":
+        return points.min(axis=0)
+    if ensemble == "mean":
+        return points.mean(axis=0)
+    spread = points.var(axis=0) if ensemble == "uwo" else points.std(axis=0)
+    return points.mean(axis=0) - uncertainty * spread
+
+
 class ModelReward:
     """Points of rollouts from a reward model.
 
@@ -50,13 +82,14 @@ class ModelReward:
         def points(params: Params, rollout: Rollout) -> Array:
             return last_values(values(params, rollout), rollout.mask)
 
-        self._params, self._points, self._values = params, jax.jit(points), jax.jit(values)
+        self.params, self.values = params, values
+        self._points, self._values = jax.jit(points), jax.jit(values)
 
     def __call__(self, rollout: Rollout) -> np.ndarray:
         """[N, G] float32 rewards, on the host."""
-        points: np.ndarray = np.asarray(self._points(self._params, rollout))
+        points: np.ndarray = np.asarray(self._points(self.params, rollout))
         return points
 
     def of_tokens(self, rollout: Rollout) -> np.ndarray:
         """[N, G, T] float32 values after each token, on the host."""
-        return np.asarray(self._values(self._params, rollout))
+        return np.asarray(self._values(self.params, rollout))

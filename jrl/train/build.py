@@ -132,9 +132,8 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         rollout_mesh=rollout_mesh,
         params=params if model is None else start_params(config, model, run.network, params),
         data=data,
-        rewards=run.rewards._replace(
-            judge=accuracy_part(config, kind.eval_parts),
-            models=load_reward_models(config, run.rewards, rollout_mesh or mesh),
+        rewards=load_reward_models(config, run.rewards, rollout_mesh or mesh)._replace(
+            judge=accuracy_part(config, kind.eval_parts)
         ),
     )
 

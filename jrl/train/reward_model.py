@@ -1,33 +1,38 @@
-"""Trained reward models as rewards: read from the directories of their runs."""
+"""Reward models as rewards: from directories of runs that trained them, and from checkpoints."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jrl.config import Config, load_config
+from jrl.config.reward_model import RewardModelTable
+from jrl.config.tables import RewardTable
 from jrl.errors import UserError
-from jrl.hub import model_directory
+from jrl.hub import hub_name, model_directory
 from jrl.mesh import tree_shardings
 from jrl.methods import find_method, get_method
 from jrl.models.heads import after_token, value_head, value_network
+from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
-from jrl.rewards.model import ModelReward
+from jrl.rewards.model import ModelReward, Values, reduce_ensemble
+from jrl.rewards.reading import check_reader
+from jrl.rewards.rules import Rules
 from jrl.sampling.params import make_sampling_params
 from jrl.train.adapters import restore_policy, trained_network
 from jrl.train.frozen import run_shape
 from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
-from jrl.train.reward_parts import RunRewards, reward_tables
+from jrl.train.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
 from jrl.train.score import in_parts, score
-from jrl.types import Array, Batch, Network, Params, Rollout, ValueNetwork
+from jrl.train.text_models import load_text_model
+from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, ValueNetwork
 
 VALUES: dict[str, Callable[[Network], ValueNetwork]] = {
     "head": value_head,
@@ -49,8 +54,8 @@ def make_value(config: Config, network: Network) -> ValueNetwork:
     return VALUES[config.value.kind](network)
 
 
-def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> dict[str, ModelReward]:
-    """The reward models that a configuration names, their newest checkpoints placed on the mesh.
+def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRewards:
+    """The reward parts with the models that a configuration names, placed on the mesh.
 
     Args:
       config: of the run to be rewarded.
@@ -58,31 +63,67 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> dict[
       mesh: of that run.
 
     Raises:
-      UserError: no path or another option, a directory without a run that trained values, a
-        tokenizer that is not the policy's, or no checkpoint.
+      UserError: a directory without a run that trained values, a tokenizer that is not the
+        policy's, no checkpoint, or one that cannot be read.
     """
     tables = reward_tables(config)
     parts = config.train.minibatches * config.train.microbatches
-    models = {}
+    models, text_models = {}, {}
     for name in rewards.given_by("model"):
-        theirs = _model_config(config, f"rewards.{name}", tables[name].options)
-        models[name] = model_of(theirs, mesh, parts, behind=trains_reward(theirs))
-    return models
+        key, table = f"rewards.{name}", model_of_part(config, name)
+        if not all(_is_run(path) for path in table.path):
+            rules = Rules(tables[name].missing, where=tables[name].where)
+            dtype = config.model.dtype
+            text_models[name] = load_text_model(table, rules, key, mesh, dtype)
+            continue
+        check_reads_tokens(key, table, tables[name])
+        theirs = [_model_config(config, key, path) for path in table.path]
+        behind = trains_reward(theirs[0])
+        each = [model_of(one, mesh, parts, behind=behind) for one in theirs]
+        models[name] = ensemble_of(each, table) if len(each) > 1 else each[0]
+    return rewards._replace(models=models, text_models=text_models)
 
 
-def _model_config(config: Config, key: str, options: dict[str, Any]) -> Config:
+def check_text_models(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raises UserError for a reward model's template that these prompts do not fill."""
+    columns = dict.fromkeys(name for prompt in prompts for name in prompt.meta)
+    for name in parts_of(config).given_by("model"):
+        key, table = f"rewards.{name}", model_of_part(config, name)
+        if not all(_is_run(path) for path in table.path):
+            tokenizer = load_tokenizer(model_directory(table.path[0], f"{key}.path"))
+            check_reader(table, tokenizer, columns, key)
+
+
+def _is_run(path: str) -> bool:
+    """Whether a path is a run directory, or nothing at all; else it is a checkpoint."""
+    directory = Path(path)
+    has_config = (directory / "config.json").exists()
+    return (directory / "config.toml").exists() or (not has_config and hub_name(path) is None)
+
+
+def check_reads_tokens(key: str, table: RewardModelTable, part: RewardTable) -> None:
+    """Raises UserError for keys that a run's reward model, which reads tokens, does not have."""
+    if table.reads_text:
+        names = sorted(table.model_fields_set - {"path", "ensemble", "uncertainty"})
+        raise UserError(
+            f"{key}.{names[0]} = {getattr(table, names[0])!r}: a run directory's model reads the"
+            " policy's tokens; remove it, or name a *ForSequenceClassification checkpoint"
+        )
+    if part.where or part.missing != "none":
+        name = "where" if part.where else "missing"
+        raise UserError(
+            f"{key}.{name} = {getattr(part, name)!r}: a run directory's model scores every sample;"
+            " remove it"
+        )
+
+
+def _model_config(config: Config, key: str, path: str) -> Config:
     """The configuration of the run that trained a reward model, checked."""
-    path = options.pop("path", None)
-    if not isinstance(path, str) or options:
-        wrong = [f"{key}.{name} = {value!r}: no such key" for name, value in options.items()]
-        wrong += [f"{key}.path is missing"] if path is None else []
-        wrong = wrong or [f"{key}.path = {path!r}"]
-        raise UserError(f"{wrong[0]}; it takes path, a run directory, and weight")
     directory = Path(path)
     if not (directory / "config.toml").exists():
         raise UserError(
-            f"{key}.path = {path!r} is no run directory: it holds no config.toml; train "
-            "one with configs/reward_model.toml"
+            f"{key}.path = {path!r} is no run directory: it holds no config.toml; train one with"
+            " configs/reward_model.toml, or name a *ForSequenceClassification checkpoint"
         )
     theirs = load_config(directory / "config.toml", [f"run.dir={json.dumps(str(directory))}"])
     if not get_method(theirs.method, **theirs.objective).value:
@@ -96,6 +137,31 @@ def _model_config(config: Config, key: str, options: dict[str, Any]) -> Config:
             "train it from a checkpoint with the policy's tokenizer"
         )
     return theirs
+
+
+def ensemble_of(models: Sequence[ModelReward], table: RewardModelTable) -> ModelReward:
+    """One reward model of several of one shape, whose numbers it reduces.
+
+    Raises:
+      UserError: they are not of one shape.
+    """
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), model.params) for model in models]
+    for path, shape in zip(table.path, shapes, strict=True):
+        if shape != shapes[0]:
+            raise UserError(
+                f"path: {path!r} trained a network of other sizes than {table.path[0]!r}; models"
+                " of an ensemble are of one shape"
+            )
+    params = jax.tree.map(lambda *x: jnp.stack(x), *(model.params for model in models))
+    return ModelReward(params, partial(_ensemble_values, values=models[0].values, table=table))
+
+
+def _ensemble_values(
+    params: Params, rollout: Rollout, *, values: Values, table: RewardModelTable
+) -> Array:
+    """[N, G, T] float32 of M models, reduced for each token."""
+    each = jax.vmap(values, in_axes=(0, None))(params, rollout)
+    return reduce_ensemble(each, table.ensemble, table.uncertainty)
 
 
 def model_of(

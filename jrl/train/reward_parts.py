@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from jrl.config import Config
 from jrl.config.judge import JudgeTable, judge_table
+from jrl.config.reward_model import RewardModelTable, reward_model_table
 from jrl.config.secrets import reveal
 from jrl.config.tables import RewardTable
 from jrl.errors import Mistakes, UserError, nearest, unknown_choice
@@ -25,11 +26,12 @@ from jrl.rewards.combine import COMBINATORS, Combined, in_order, make_combined
 from jrl.rewards.model import ModelReward
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.rules import Rules
+from jrl.train.text_models import TextModel
 from jrl.types import NOTHING
 from jrl.user_code import FORMS
 
 MODEL = "model"
-"""The function of a part that is a reward model: ``[rewards.model] path = RUN_DIR``."""
+"""The function of a part that is a reward model (``config.reward_model``)."""
 SUCCESS = "success"
 """The reward part that is 1 where an environment says that an episode ended well, beside those that
 it names."""
@@ -51,7 +53,8 @@ class RunRewards(NamedTuple):
       givers: reward part -> who gives it.
       combined: the parts made of others, in an order in which they can be made.
       judge: the reward part that says whether a completion is right; "" where nothing does.
-      models: the trained ones behind reward parts, by name.
+      models: the trained ones behind reward parts that read the policy's tokens, by name.
+      text_models: those that read text with a tokenizer of their own.
     """
 
     weights: dict[str, float]
@@ -59,6 +62,7 @@ class RunRewards(NamedTuple):
     combined: tuple[Combined, ...] = ()
     judge: str = ""
     models: Mapping[str, ModelReward] = NOTHING
+    text_models: Mapping[str, TextModel] = NOTHING
 
     @property
     def judged(self) -> int | None:
@@ -114,6 +118,7 @@ def _giver(config: Config, name: str) -> Giver:
     if table.combine is not None:
         return "combined"
     if function == MODEL:
+        _check_model(name, config)
         return "model"
     if function == JUDGE and JUDGE not in data.reward_names:
         _check_judge(name, config)
@@ -160,6 +165,26 @@ def judge_of(config: Config, name: str) -> JudgeTable:
     """
     key = f"rewards.{name}"
     return judge_table(key, reveal(reward_tables(config)[name].options, key))
+
+
+def model_of_part(config: Config, name: str) -> RewardModelTable:
+    """The keys of a part that a reward model gives.
+
+    Raises:
+      UserError: a line for each mistake, which names the key.
+    """
+    key = f"rewards.{name}"
+    return reward_model_table(key, reveal(reward_tables(config)[name].options, key))
+
+
+def _check_model(name: str, config: Config) -> None:
+    """Raises UserError for keys of a reward model that nothing reads."""
+    model_of_part(config, name)
+    if (limits := reward_tables(config)[name].range) is not None:
+        raise UserError(
+            f"rewards.{name}.range = {limits}: a reward model's numbers have no limits; remove it,"
+            ' or bound them by a part with combine = "clip"'
+        )
 
 
 def _check_judge(name: str, config: Config) -> None:
@@ -210,7 +235,7 @@ def accuracy_part(config: Config, eval_parts: Mapping[str, float]) -> str:
     if not names:
         if getattr(config.data, "eval", None) is not None:
             raise UserError(
-                "rewards.model alone does not say what is right; add [rewards.math] with "
+                "a reward model alone does not say what is right; add [rewards.math] with "
                 "weight = 0 to measure accuracy, or remove data.eval"
             )
         return next(iter(parts.weights))

@@ -18,6 +18,7 @@ from jrl.train.judging import HostJudge, Texts, without_dropped, without_silent
 from jrl.train.kinds import TextKind
 from jrl.train.reward_parts import RunRewards
 from jrl.train.sources import Around, Groups, Source
+from jrl.train.text_models import TextModels
 from jrl.types import SILENT, Prompt, Rollout, opinions
 from jrl.types.asks import DrawRequest
 
@@ -119,7 +120,7 @@ def rendered_prompts(task: Task) -> Callable[[Groups], list[Prompt]]:
 
 
 def model_stage(rewards: RunRewards) -> Stage:
-    """The reward models of a run."""
+    """The reward models of a run that read the policy's tokens."""
 
     def stage(groups: Groups, points: Points, step: int) -> tuple[Groups, Points]:
         return groups, {name: model(groups.rollout) for name, model in rewards.models.items()}
@@ -127,8 +128,10 @@ def model_stage(rewards: RunRewards) -> Stage:
     return stage
 
 
-def judge_stage(judges: Judges, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
-    """The judges of a run, which may read the points so far."""
+def judge_stage(
+    judges: Judges | TextModels, prompts_of: Callable[[Groups], Sequence[Prompt]]
+) -> Stage:
+    """What reads the text of members: judges, which may read the points so far, and models."""
 
     def stage(groups: Groups, points: Points, step: int) -> tuple[Groups, Points]:
         rollout = jax.device_get(groups.rollout)
@@ -163,6 +166,9 @@ def judged_parts(run: Run, source: Source, pool: RewardPool | None, split: str =
         stages.append(function_stage(judge, prompts_seen(run)))
     if rewards.models:
         stages.append(model_stage(rewards))
+    if rewards.text_models:
+        models = TextModels(rewards.text_models, run.tokenizer, run.config.train.steps)
+        stages.append(judge_stage(models, prompts_seen(run)))
     if rewards.given_by("judge"):
         stages.append(judge_stage(Judges.of(run, split), prompts_seen(run)))
     if not stages and not rewards.combined:

@@ -214,7 +214,7 @@ def test_a_reward_model_reads_the_last_token(rewarder):
     groups = judged_groups([twins], BatchSizes(16, 2, 8))
     theirs = f"rewards={{model={{path={json.dumps(rewarder[0].run.dir)}}}}}"
     config = load_config(None, [theirs, f"model.path={json.dumps(rewarder[0].model.path)}"])
-    models = load_reward_models(config, parts_of(config), run.mesh)
+    models = load_reward_models(config, parts_of(config), run.mesh).models
     points = models["model"](groups.rollout)
     assert abs(points[0, 0] - points[0, 1]) > 1e-4
     # By hand: the head on the state at the last token, whatever padding stands in between.
@@ -343,7 +343,7 @@ def test_a_reward_model_that_cannot_serve_is_refused(place, dpo, rewarder, tmp_p
         )
 
     path = json.dumps(rewarder[0].run.dir)
-    assert "rewards.model.path is missing; it takes path" in say("{}")
+    assert "rewards.model.path is missing: a run directory" in say("{}")
     assert "rewards.model.paht = 'a': no such key" in say("{paht='a'}")
     assert "it holds no config.toml; train one" in say("{path='nowhere'}")
     assert "trained 'dpo', which has no values" in say(f"{{path={json.dumps(dpo[0].run.dir)}}}")

@@ -1,0 +1,281 @@
+"""Reward models that read text: published classifiers and language models, beside transformers."""
+
+import json
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from needs_extra import require
+
+from jrl.config.reward_model import reward_model_table
+from jrl.errors import UserError
+from jrl.mesh import make_mesh
+from jrl.rewards.base import Sample
+from jrl.rewards.model import reduce_ensemble
+from jrl.rewards.reading import check_reader
+from jrl.rewards.rules import Rules
+from jrl.train.judging import Texts
+from jrl.train.text_models import TextModels, load_text_model
+from jrl.types import Prompt, StopReason
+
+require("dev", "torch", "transformers")
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+torch.set_num_threads(1)
+CHAT = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|pad|>", "<|turn|>", "<|end|>"]
+SIZES = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+LABELS = {0: "helpfulness", 1: "cost"}
+
+
+def write_tokenizer(directory):
+    import tokenizers
+
+    letters = sorted(set(map(chr, range(32, 127))) | {"\n"})
+    words = {token: i for i, token in enumerate([*SPECIAL, *letters])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    backend.add_special_tokens(SPECIAL)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|end|>", chat_template=CHAT
+    )
+    fast.save_pretrained(directory)
+    return len(words)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Three reward models of one shape, "rm0" to "rm2", and a language model "lm"."""
+    root = tmp_path_factory.mktemp("text_models")
+    for seed, name in enumerate(("rm0", "rm1", "rm2", "lm")):
+        size = write_tokenizer(root / name)
+        kind = "CausalLM" if name == "lm" else "SequenceClassification"
+        model_class = getattr(transformers, f"Qwen3For{kind}")
+        extra = {} if name == "lm" else {"id2label": LABELS}
+        torch.manual_seed(seed)
+        model = model_class(model_class.config_class(**SIZES, vocab_size=size, **extra)).eval()
+        with torch.no_grad():
+            for value in model.parameters():
+                value += (0.5 if value.ndim == 1 else 0.3) * torch.randn_like(value)
+        model.save_pretrained(root / name)
+    return root
+
+
+PROMPT = Prompt(
+    7, "", np.zeros(1, np.int32), "4", {"facts": "2 + 2 = 4"}, question="What is 2 + 2?"
+)
+
+
+def sample(completion, prompt=PROMPT):
+    return Sample(prompt, completion, np.zeros(1, np.int32), "stop_token")
+
+
+def loaded(place, names="rm0", mesh=None, rules=None, **keys):
+    paths = [str(place / name) for name in names.split()]
+    table = reward_model_table("rewards.r", {"path": paths, **keys})
+    return load_text_model(
+        table, rules or Rules(), "rewards.r", mesh or make_mesh(), dtype="float32"
+    )
+
+
+def theirs(place, name, messages=None, text=None, prompt=False):
+    """The logits that transformers gives to a conversation, or to a text."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / name)
+    kind = "AutoModelForCausalLM" if name == "lm" else "AutoModelForSequenceClassification"
+    model = getattr(transformers, kind).from_pretrained(place / name).eval()
+    if messages is not None:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        return model(ids).logits[0].double().numpy()
+
+
+def talk(answer, question="What is 2 + 2?"):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+ONE = {"labels": {"helpfulness": 1.0}}
+
+
+def test_points_are_the_weighted_logits_of_transformers(place):
+    """In texts of several widths, and more of them than go through the model at a time."""
+    answers = ["4", "It is 4, and " + "not 5 " * 15, "5", "no"]
+    model = loaded(place, rows=8, labels={"helpfulness": 0.5, "cost": -2.0})
+    points, counts = model([sample(a) for a in answers * 3])
+    expected = [theirs(place, "rm0", talk(a)) @ [0.5, -2.0] for a in answers]
+    np.testing.assert_allclose(points, expected * 3, atol=1e-4)
+    assert np.ptp(expected) > 0.1
+    assert counts == {"reward_model_unread": 0, "reward_model_overlong": 0}
+
+
+def test_a_template_shows_facts_principle_and_reference(place):
+    messages = [
+        {"role": "user", "content": "{question} Facts: {facts}. {principle} {reference}"},
+        {"role": "assistant", "content": "{completion}"},
+    ]
+    model = loaded(place, template=messages, principle="Be short.", **ONE)
+    question = "What is 2 + 2? Facts: 2 + 2 = 4. Be short. 4"
+    expected = theirs(place, "rm0", talk("It is 4", question))[0]
+    assert model([sample("It is 4")])[0] == [pytest.approx(expected, abs=1e-4)]
+    text = loaded(place, template="Q: {question}\nF: {facts}\nA: {completion}", **ONE)
+    expected = theirs(place, "rm0", text="Q: What is 2 + 2?\nF: 2 + 2 = 4\nA: 4")[0]
+    assert text([sample("4")])[0] == [pytest.approx(expected, abs=1e-4)]
+
+
+def test_a_completion_never_becomes_a_control_token(place):
+    model = loaded(place, **ONE)
+    ids = model.reader.ids(sample("4<|end|>\n<|turn|>user"))
+    assert ids.count(1) == ids.count(2) == 2  # those of the template's two turns
+    assert "".join(model.reader.tokenizer.decode(ids).split(" ")).count("<|end|>") == 1
+
+
+def test_yes_and_no_of_a_language_model(place):
+    question = "{question} {completion} Is that right?"
+    asked = [{"role": "user", "content": question}]
+    model = loaded(place, "lm", answers=["Y", "N"], template=asked)
+    text = "What is 2 + 2? 4 Is that right?"
+    logits = theirs(place, "lm", [{"role": "user", "content": text}], prompt=True)[-1]
+    logprobs = logits - np.logaddexp.reduce(logits)
+    yes, no = (model.reader.tokenizer.encode(x)[0] for x in "YN")
+    expected = logprobs[yes] - logprobs[no]
+    assert model([sample("4")])[0] == [pytest.approx(expected, abs=1e-4)]
+    likely = loaded(place, "lm", answers=["Y", "N"], template=asked, link="sigmoid")
+    assert likely([sample("4")])[0] == [pytest.approx(1 / (1 + np.exp(-expected)), abs=1e-5)]
+    with pytest.raises(UserError, match="rewards.r.answers: 'Yes' is 3 tokens"):
+        loaded(place, "lm", answers=["Yes", "No"], template=asked)
+
+
+def reduced(each, ensemble, c):
+    """The formulas of arXiv:2310.02743 in float64."""
+    mean = sum(each) / len(each)
+    variance = sum((x - mean) ** 2 for x in each) / len(each)
+    return {
+        "mean": mean,
+        "min": np.min(each, axis=0),
+        "deviation": mean - c * variance**0.5,
+        "uwo": mean - c * variance,
+    }[ensemble]
+
+
+@pytest.mark.parametrize("ensemble", ["mean", "min", "deviation", "uwo"])
+def test_an_ensemble_is_reduced_as_the_paper_says(ensemble):
+    each = np.random.default_rng(0).normal(size=(5, 4))
+    ours = reduce_ensemble(jnp.asarray(each, jnp.float32), ensemble, 0.3)
+    np.testing.assert_allclose(ours, reduced(each, ensemble, 0.3), atol=1e-6)
+
+
+def test_an_ensemble_of_checkpoints(place):
+    each = np.array([theirs(place, f"rm{i}", talk("4"))[0] for i in range(3)])
+    model = loaded(place, "rm0 rm1 rm2", ensemble="uwo", uncertainty=0.3, **ONE)
+    assert model([sample("4")])[0] == [pytest.approx(reduced(each, "uwo", 0.3), abs=1e-4)]
+    assert np.ptp(each) > 0.1
+
+
+def test_what_is_not_read_has_no_opinion(place):
+    """RLMT: what was thought is not shown to the model, and who does not stop has no answer."""
+    model = loaded(place, after="</think>", max_tokens=60, **ONE)
+    said = ["I think 4.</think>\n\n4", "I think", "</think>" + "4" * 60, "</think>"]
+    points, counts = model([sample(x) for x in said])
+    assert points[0] == pytest.approx(theirs(place, "rm0", talk("4"))[0], abs=1e-4)
+    assert points[1:3] == [None, None]
+    assert points[3] == pytest.approx(theirs(place, "rm0", talk(""))[0], abs=1e-4)
+    assert counts == {"reward_model_unread": 1, "reward_model_overlong": 1}
+
+
+class Words:
+    """A tokenizer whose tokens are numbers."""
+
+    def decode(self, tokens):
+        return "</think>" * (tokens[0] % 2) + str(tokens[0])
+
+
+def test_members_that_are_gone_and_rows_that_it_is_not_asked_about(place):
+    """A cost beside a reward: parts of their own, each with its rows and what None means."""
+    end, left, absent = StopReason.STOP_TOKEN, StopReason.ABORTED, StopReason.ABSENT
+    stop = np.array([[end, end, left], [end, end, absent]])
+    tokens = np.array([[[0], [1], [3]], [[4], [5], [7]]])
+    rollout = types.SimpleNamespace(
+        tokens=tokens, lengths=np.ones((2, 3), int), stop=stop, mask=tokens >= 0
+    )
+    prompts = [Prompt(i, "", np.zeros(1), "", {"kind": "ab"[i]}, question="?") for i in range(2)]
+    models = {
+        "help": loaded(place, after="</think>", rules=Rules("drop"), **ONE),
+        "cost": loaded(place, labels={"cost": 1.0}, rules=Rules("zero", where={"kind": "b"})),
+    }
+    points, dropped, _ = TextModels(models, Words(), 1)(Texts(prompts, rollout, Words()), {}, 0)
+    np.testing.assert_array_equal(dropped, [[True, False, False], [True, False, False]])
+    assert points["help"][0, 1] == pytest.approx(theirs(place, "rm0", talk("1", "?"))[0], abs=1e-4)
+    assert np.isnan(points["help"][:, 0]).all()
+    assert np.isnan(points["help"][:, 2]).all()
+    assert np.isnan(points["cost"][0]).all()
+    assert points["cost"][1, 0] == pytest.approx(theirs(place, "rm0", talk("4", "?"))[1], abs=1e-4)
+
+
+def test_a_mesh_of_several_devices_gives_the_same(place):
+    answers = [sample(str(i)) for i in range(5)]
+    meshes = make_mesh({"fsdp": 1}), make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    one, many = (loaded(place, mesh=mesh, **ONE)(answers)[0] for mesh in meshes)
+    np.testing.assert_allclose(one, many, atol=1e-5)
+
+
+WRONG = {
+    "path is missing: a run directory": {},
+    "labels is missing: the model scores helpfulness, cost": {"path": "rm0"},
+    "labels = 'help'; choose from": {"path": "rm0", "labels": {"help": 1.0}},
+    "with one path; give a list of models": {"path": "rm0", "ensemble": "min"},
+    "uncertainty = 2.0 is not read with ensemble = 'mean'": {
+        "path": ["rm0", "rm1"],
+        "uncertainty": 2.0,
+    },
+    "template is missing: with answers": {"path": "lm", "answers": ["Y", "N"]},
+    "of which none counts": {"path": "rm0", "labels": {"cost": 0.0}},
+    "write a message as {role": {"path": "rm0", "template": [{"role": "user"}]},
+    "it is a language model": {"path": "lm"},
+    "has another shape or other labels": {"path": ["rm0", "wide"], **ONE},
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_mistakes_are_said_in_a_line(place, tmp_path, line):
+    keys = dict(WRONG[line])
+    if "path" in keys:
+        names = [keys["path"]] if isinstance(keys["path"], str) else keys["path"]
+        keys["path"] = [str(place / name) for name in names]
+    if "wide" in str(keys):
+        document = json.loads((place / "rm1" / "config.json").read_text())
+        document["id2label"] = {"0": "other", "1": "cost"}
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / name).write_bytes((place / "rm1" / name).read_bytes())
+        keys["path"][1] = str(tmp_path)
+
+    def load():
+        table = reward_model_table("rewards.r", keys)
+        load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32")
+
+    with pytest.raises(UserError) as caught:
+        load()
+    assert line in str(caught.value)
+
+
+def test_a_template_is_checked_against_the_data(place):
+    model = loaded(place, **ONE)
+
+    def say(**keys):
+        table = reward_model_table("rewards.r", {"path": "x", **keys})
+        with pytest.raises(UserError) as caught:
+            check_reader(table, model.reader.tokenizer, ["facts"], "rewards.r")
+        return str(caught.value)
+
+    assert "{fact}" in say(template="{completion} {fact}")
+    assert "does not show what is judged" in say(template="{question}")
+    assert "rewards.r.variables.think is not read" in say(variables={"think": False})
+    check_reader(model.reader.table, model.reader.tokenizer, [], "rewards.r")
