@@ -33,7 +33,7 @@ class JudgeTable(Table):
     )
     template: str = key("", "the question to the judge; {fields} are filled in")
     system: str = key("", "a system message before it")
-    principle: str = key("", "what fills {principle}")
+    principle: str = key("", "what fills {principle}; else the row's column of that name")
     scale: Annotated[list[float], Field(min_length=2, max_length=2)] = key(
         [1.0, 10.0], "least and greatest score, which become 0 and 1"
     )

@@ -10,6 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from jrl.config.judge import checked
 from jrl.config.unions import Table, key
 
+TOKEN_KEYS = frozenset({"path", "link", "ensemble", "uncertainty"})
+"""Keys of models that read the policy's tokens: those of run directories."""
 Ensemble = Literal["mean", "min", "deviation", "uwo"]
 
 
@@ -35,7 +37,7 @@ class RewardModelTable(Table):
         "what the model reads, with {fields}: messages (tables with role and content) for the"
         " chat template, or a text; without it the prompt's messages and the completion",
     )
-    principle: str = key("", "what fills {principle}")
+    principle: str = key("", "what fills {principle}; else the row's column of that name")
     variables: dict[str, Any] = key({}, "of the chat template, such as enable_thinking")
     after: str = key(
         "",
@@ -66,7 +68,7 @@ class RewardModelTable(Table):
     @property
     def reads_text(self) -> bool:
         """Whether a key is set that only models that read text have."""
-        return bool(self.model_fields_set - {"path", "ensemble", "uncertainty"})
+        return bool(self.model_fields_set - TOKEN_KEYS)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -127,13 +127,18 @@ def messages_of(
 
 
 def fields_of(sample: Sample, principle: str) -> dict[str, Any]:
-    """The fields of all templates: every column of the row, its question, answer and principle."""
+    """The fields of all templates: every column of the row, its question, answer and principle.
+
+    Args:
+      sample: what is judged.
+      principle: of the part; "" for the row's own, if it has such a column.
+    """
     prompt = sample.prompt
     return {
         **prompt.meta,
         "question": question_of(sample),
         "reference": "" if prompt.answer is None else str(prompt.answer),
-        "principle": principle,
+        "principle": principle or prompt.meta.get("principle", ""),
     }
 
 

@@ -7,6 +7,7 @@ run = bare_run(config, mesh, model=...)   # without data and weights, to plan it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,7 +183,8 @@ def bare_run(
         check_model_on_mesh(mesh, model, width, new_tokens)
         check_attention_on_mesh(mesh, model, config.model.attention)
     check_sampler_mesh(config, mesh, model, width, new_tokens)
-    value = make_value(config, one) if method.value else None
+    trunk = partial(policy_network, config, mesh=mesh)
+    value = make_value(config, one, trunk) if method.value else None
     if value is not None and trains_reward(config):
         value = after_token(value)
     updates = method.schedule.epochs * config.train.minibatches

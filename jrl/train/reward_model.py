@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrl.config import Config, load_config
-from jrl.config.reward_model import RewardModelTable
+from jrl.config import Config
+from jrl.config.reward_model import TOKEN_KEYS, RewardModelTable
 from jrl.config.tables import RewardTable
 from jrl.errors import UserError
-from jrl.hub import hub_name, model_directory
+from jrl.hub import model_directory
 from jrl.mesh import tree_shardings
-from jrl.methods import find_method, get_method
+from jrl.methods import find_method
+from jrl.models.config import ModelConfig
 from jrl.models.heads import after_token, value_head, value_network
 from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
-from jrl.rewards.model import ModelReward, Values, reduce_ensemble
+from jrl.rewards.model import ModelReward, Values
 from jrl.rewards.reading import check_reader
 from jrl.rewards.rules import Rules
 from jrl.sampling.params import make_sampling_params
@@ -30,8 +29,9 @@ from jrl.train.frozen import run_shape
 from jrl.train.groups import to_batch
 from jrl.train.kinds import kind_of
 from jrl.train.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
+from jrl.train.reward_runs import is_run, reward_run, value_shape
 from jrl.train.score import in_parts, score
-from jrl.train.text_models import load_text_model
+from jrl.train.text_models import load_text_model, reduced
 from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, ValueNetwork
 
 VALUES: dict[str, Callable[[Network], ValueNetwork]] = {
@@ -46,8 +46,18 @@ def trains_reward(config: Config) -> bool:
     return find_method(config.method).family == "reward_model"
 
 
-def make_value(config: Config, network: Network) -> ValueNetwork:
-    """The value network that a configuration asks for; one of its own is trained as a whole."""
+def make_value(
+    config: Config, network: Network, trunk: Callable[[ModelConfig], Network] = transformer
+) -> ValueNetwork:
+    """The value network that a configuration asks for; one of its own is trained as a whole.
+
+    Args:
+      config: of the run.
+      network: the policy.
+      trunk: makes the network of a shape, for one that starts from ``value.path``.
+    """
+    if config.value.path is not None:
+        return value_network(trunk(value_shape(config)))
     derived = network.extras.derived
     if derived is not None and config.value.kind == "network":
         network = derived.network
@@ -71,16 +81,16 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
     models, text_models = {}, {}
     for name in rewards.given_by("model"):
         key, table = f"rewards.{name}", model_of_part(config, name)
-        if not all(_is_run(path) for path in table.path):
+        if not all(is_run(path) for path in table.path):
             rules = Rules(tables[name].missing, where=tables[name].where)
             dtype = config.model.dtype
             text_models[name] = load_text_model(table, rules, key, mesh, dtype)
             continue
         check_reads_tokens(key, table, tables[name])
-        theirs = [_model_config(config, key, path) for path in table.path]
+        theirs = [reward_run(config, f"{key}.path", path) for path in table.path]
         behind = trains_reward(theirs[0])
         each = [model_of(one, mesh, parts, behind=behind) for one in theirs]
-        models[name] = ensemble_of(each, table) if len(each) > 1 else each[0]
+        models[name] = ensemble_of(each, table)
     return rewards._replace(models=models, text_models=text_models)
 
 
@@ -89,22 +99,15 @@ def check_text_models(config: Config, prompts: Sequence[Prompt]) -> None:
     columns = dict.fromkeys(name for prompt in prompts for name in prompt.meta)
     for name in parts_of(config).given_by("model"):
         key, table = f"rewards.{name}", model_of_part(config, name)
-        if not all(_is_run(path) for path in table.path):
+        if not all(is_run(path) for path in table.path):
             tokenizer = load_tokenizer(model_directory(table.path[0], f"{key}.path"))
             check_reader(table, tokenizer, columns, key)
-
-
-def _is_run(path: str) -> bool:
-    """Whether a path is a run directory, or nothing at all; else it is a checkpoint."""
-    directory = Path(path)
-    has_config = (directory / "config.json").exists()
-    return (directory / "config.toml").exists() or (not has_config and hub_name(path) is None)
 
 
 def check_reads_tokens(key: str, table: RewardModelTable, part: RewardTable) -> None:
     """Raises UserError for keys that a run's reward model, which reads tokens, does not have."""
     if table.reads_text:
-        names = sorted(table.model_fields_set - {"path", "ensemble", "uncertainty"})
+        names = sorted(table.model_fields_set - TOKEN_KEYS)
         raise UserError(
             f"{key}.{names[0]} = {getattr(table, names[0])!r}: a run directory's model reads the"
             " policy's tokens; remove it, or name a *ForSequenceClassification checkpoint"
@@ -117,34 +120,14 @@ def check_reads_tokens(key: str, table: RewardModelTable, part: RewardTable) -> 
         )
 
 
-def _model_config(config: Config, key: str, path: str) -> Config:
-    """The configuration of the run that trained a reward model, checked."""
-    directory = Path(path)
-    if not (directory / "config.toml").exists():
-        raise UserError(
-            f"{key}.path = {path!r} is no run directory: it holds no config.toml; train one with"
-            " configs/reward_model.toml, or name a *ForSequenceClassification checkpoint"
-        )
-    theirs = load_config(directory / "config.toml", [f"run.dir={json.dumps(str(directory))}"])
-    if not get_method(theirs.method, **theirs.objective).value:
-        raise UserError(
-            f"{key}.path = {path!r} trained {theirs.method!r}, which has no values to "
-            "score with; name a run of a reward model such as bradley_terry"
-        )
-    if _tokenizer(theirs) != _tokenizer(config):
-        raise UserError(
-            f"{key}.path = {path!r} was trained with another tokenizer than the policy's; "
-            "train it from a checkpoint with the policy's tokenizer"
-        )
-    return theirs
-
-
 def ensemble_of(models: Sequence[ModelReward], table: RewardModelTable) -> ModelReward:
-    """One reward model of several of one shape, whose numbers it reduces.
+    """One reward model of several of one shape, whose numbers it links and reduces.
 
     Raises:
       UserError: they are not of one shape.
     """
+    if len(models) == 1 and table.link == "identity":
+        return models[0]
     shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), model.params) for model in models]
     for path, shape in zip(table.path, shapes, strict=True):
         if shape != shapes[0]:
@@ -160,8 +143,7 @@ def _ensemble_values(
     params: Params, rollout: Rollout, *, values: Values, table: RewardModelTable
 ) -> Array:
     """[N, G, T] float32 of M models, reduced for each token."""
-    each = jax.vmap(values, in_axes=(0, None))(params, rollout)
-    return reduce_ensemble(each, table.ensemble, table.uncertainty)
+    return reduced(jax.vmap(values, in_axes=(0, None))(params, rollout), table)
 
 
 def model_of(
@@ -181,7 +163,7 @@ def model_of(
     value = make_value(theirs, network)
     if behind:
         value = after_token(value)
-    params = _params(theirs, network, value, mesh, checkpoint)
+    params = params_of(theirs, network, value, mesh, checkpoint)
     return ModelReward(params, partial(values, network=network, value=value, parts=parts))
 
 
@@ -210,16 +192,10 @@ def values(
     return in_parts(of, batch, parts if n % parts == 0 else 1)["values"]
 
 
-def _tokenizer(config: Config) -> bytes | str:
-    """What two configurations share when their tokens mean the same."""
-    if config.data.has_solutions:
-        return "the tasks' own"
-    return (model_directory(config.model.path or "") / "tokenizer.json").read_bytes()
-
-
-def _params(
+def params_of(
     config: Config, network: Network, value: ValueNetwork, mesh: Mesh, checkpoint: int | None
 ) -> Params:
+    """{"policy", "value"} of a run's checkpoint, the newest for None, placed on a mesh."""
     shapes = jax.eval_shape(
         lambda key: {"policy": network.init(key), "value": value.init(key)}, jax.random.key(0)
     )

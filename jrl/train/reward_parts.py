@@ -28,13 +28,20 @@ from jrl.rewards.pool import RewardPool
 from jrl.rewards.rules import Rules
 from jrl.train.text_models import TextModel
 from jrl.types import NOTHING
-from jrl.user_code import FORMS
+from jrl.user_code import FORMS, load
 
 MODEL = "model"
 """The function of a part that is a reward model (``config.reward_model``)."""
 SUCCESS = "success"
 """The reward part that is 1 where an environment says that an episode ended well, beside those that
 it names."""
+
+_ZOO = "jrl.zoo.rewards.models"
+PUBLISHED_MODELS = {
+    name: f"{_ZOO}:{name}" for name in ("fact_rlhf", "helpsteer2", "rlbff", "rlmt", "rluf")
+}
+"""Functions of parts that are reward models as single papers read them: functions of no argument
+that return keys of ``config.reward_model``, which a part's own keys replace."""
 
 MOST_PARTS = 31
 """Reward parts of a run: those without an opinion are bits of a label."""
@@ -117,7 +124,7 @@ def _giver(config: Config, name: str) -> Giver:
     _check_keys(name, table)
     if table.combine is not None:
         return "combined"
-    if function == MODEL:
+    if function == MODEL or function in PUBLISHED_MODELS:
         _check_model(name, config)
         return "model"
     if function == JUDGE and JUDGE not in data.reward_names:
@@ -173,8 +180,10 @@ def model_of_part(config: Config, name: str) -> RewardModelTable:
     Raises:
       UserError: a line for each mistake, which names the key.
     """
-    key = f"rewards.{name}"
-    return reward_model_table(key, reveal(reward_tables(config)[name].options, key))
+    key, part = f"rewards.{name}", reward_tables(config)[name]
+    spec = PUBLISHED_MODELS.get(function_of(name, part))
+    keys = {} if spec is None else load(spec, key)()
+    return reward_model_table(key, keys | reveal(part.options, key))
 
 
 def _check_model(name: str, config: Config) -> None:

@@ -184,10 +184,14 @@ def load_text_model(
         reader = reader._replace(pad_id=loaded[0].pad_id)
     weights = jnp.asarray(label_weights(table, loaded[0].labels, key), jnp.float32)
     points = partial(text_points, scores=scores, weights=weights, table=table)
+    try:
+        params = _placed([each.params for each in loaded], network, mesh)
+    except UserError as error:  # sizes that the mesh does not divide
+        raise UserError(f"{key}.path: {error}") from None
     return TextModel(
         reader,
         jax.jit(points, out_shardings=replicated(mesh)),
-        _placed([each.params for each in loaded], network, mesh),
+        params,
         mesh,
         min(table.max_tokens or config.max_length, config.max_length),
         rules,
@@ -241,7 +245,13 @@ def text_points(
       weights: [K] of its labels.
       table: link and ensemble.
     """
-    each = jax.vmap(scores, in_axes=(0, None, None))(params, tokens, lengths) @ weights
+    return reduced(
+        jax.vmap(scores, in_axes=(0, None, None))(params, tokens, lengths) @ weights, table
+    )
+
+
+def reduced(each: Array, table: RewardModelTable) -> Array:
+    """[...] float32: the numbers [M, ...] of M models, linked and made one."""
     each = jax.nn.sigmoid(each) if table.link == "sigmoid" else each
     return reduce_ensemble(each, table.ensemble, table.uncertainty)
 

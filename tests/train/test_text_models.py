@@ -1,6 +1,7 @@
 """Reward models that read text: published classifiers and language models, beside transformers."""
 
 import json
+import pathlib
 import types
 
 import jax.numpy as jnp
@@ -8,15 +9,21 @@ import numpy as np
 import pytest
 from needs_extra import require
 
+from jrl.config import load_config
 from jrl.config.reward_model import reward_model_table
+from jrl.config.tables import RewardTable
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.rewards.base import Sample
 from jrl.rewards.model import reduce_ensemble
 from jrl.rewards.reading import check_reader
 from jrl.rewards.rules import Rules
+from jrl.run import run as running
+from jrl.run.run import train
+from jrl.storage.metrics import read_jsonl
 from jrl.train.judging import Texts
-from jrl.train.text_models import TextModels, load_text_model
+from jrl.train.reward_parts import model_of_part, parts_of
+from jrl.train.text_models import TextModels, label_weights, load_text_model
 from jrl.types import Prompt, StopReason
 
 require("dev", "torch", "transformers")
@@ -24,6 +31,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 torch.set_num_threads(1)
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CHAT = (
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
@@ -31,7 +39,7 @@ CHAT = (
 SPECIAL = ["<|pad|>", "<|turn|>", "<|end|>"]
 SIZES = {
     **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8},
-    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 LABELS = {0: "helpfulness", 1: "cost"}
@@ -41,8 +49,9 @@ def write_tokenizer(directory):
     import tokenizers
 
     letters = sorted(set(map(chr, range(32, 127))) | {"\n"})
-    words = {token: i for i, token in enumerate([*SPECIAL, *letters])}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    words = {token: i for i, token in enumerate([*SPECIAL, *letters, "Ye", "Yes", "No"])}
+    merges = [("Y", "e"), ("Ye", "s"), ("N", "o")]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges))
     backend.add_special_tokens(SPECIAL)
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|end|>", chat_template=CHAT
@@ -149,8 +158,8 @@ def test_yes_and_no_of_a_language_model(place):
     assert model([sample("4")])[0] == [pytest.approx(expected, abs=1e-4)]
     likely = loaded(place, "lm", answers=["Y", "N"], template=asked, link="sigmoid")
     assert likely([sample("4")])[0] == [pytest.approx(1 / (1 + np.exp(-expected)), abs=1e-5)]
-    with pytest.raises(UserError, match="rewards.r.answers: 'Yes' is 3 tokens"):
-        loaded(place, "lm", answers=["Yes", "No"], template=asked)
+    with pytest.raises(UserError, match="rewards.r.answers: 'Yess' is 2 tokens"):
+        loaded(place, "lm", answers=["Yess", "No"], template=asked)
 
 
 def reduced(each, ensemble, c):
@@ -188,6 +197,68 @@ def test_what_is_not_read_has_no_opinion(place):
     assert points[1:3] == [None, None]
     assert points[3] == pytest.approx(theirs(place, "rm0", talk(""))[0], abs=1e-4)
     assert counts == {"reward_model_unread": 1, "reward_model_overlong": 1}
+
+
+def keys_of(name, place, path, **more):
+    """The keys that a part of a paper's name has, as the run reads them."""
+    part = {"function": name, "path": str(place / path), **more}
+    config = load_config(None, ["data.train=x", "model.path=x"]).model_copy(
+        update={"rewards": {"r": RewardTable(**part)}}
+    )
+    assert parts_of(config).givers == {"r": "model"}
+    return model_of_part(config, "r").model_dump(exclude_unset=True) | {"path": [str(place / path)]}
+
+
+def published(name, place, path="rm0", **more):
+    table = reward_model_table("rewards.r", keys_of(name, place, path, **more))
+    return load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32")
+
+
+def test_rlbff_reads_yes_and_no_to_the_principle_of_a_row(place):
+    prompt = Prompt(0, "", np.zeros(1), "", {"principle": "brevity"}, question="Why?")
+    model = published("rlbff", place, "lm")
+    text = (
+        "user: Why?\n\nassistant: So.\n\nDoes the last response fulfil this principle: brevity?"
+        " Answer Yes or No."
+    )
+    logits = theirs(place, "lm", [{"role": "user", "content": text}], prompt=True)[-1]
+    logprobs = logits - np.logaddexp.reduce(logits)
+    yes, no = (model.reader.tokenizer.encode(x)[0] for x in ("Yes", "No"))
+    assert model([sample("So.", prompt)])[0] == [
+        pytest.approx(logprobs[yes] - logprobs[no], abs=1e-4)
+    ]
+
+
+def test_rlmt_hides_the_thinking(place):
+    model = published("rlmt", place, **ONE)
+    points, _ = model([sample("hm</think> 4"), sample("hmmm</think> 4"), sample("hm")])
+    expected = theirs(place, "rm0", talk("4"))[0]
+    assert points == [pytest.approx(expected, abs=1e-4)] * 2 + [None]
+
+
+def test_rluf_is_a_probability(place):
+    expected = 1 / (1 + np.exp(-theirs(place, "rm0", talk("4"))[0]))
+    points, _ = published("rluf", place, **ONE)([sample("4")])
+    assert points == [pytest.approx(expected, abs=1e-5)]
+
+
+def test_helpsteer2_weighs_five_attributes(place):
+    weights = {
+        **{"helpfulness": 0.65, "correctness": 0.8, "coherence": 0.45},
+        **{"complexity": 0.55, "verbosity": -0.4},
+    }
+    table = reward_model_table("rewards.r", keys_of("helpsteer2", place, "rm0"))
+    names = [*sorted(weights), "other"]
+    assert label_weights(table, names, "r") == [*(weights[n] for n in sorted(weights)), 0.0]
+    with pytest.raises(UserError, match="rewards.r.labels = 'correctness'; choose from"):
+        published("helpsteer2", place)
+
+
+def test_fact_rlhf_shows_facts(place):
+    model = published("fact_rlhf", place, **ONE)
+    question = "What is 2 + 2?\n\nFacts:\n2 + 2 = 4"
+    expected = theirs(place, "rm0", talk("4", question))[0]
+    assert model([sample("4")])[0] == [pytest.approx(expected, abs=1e-4)]
 
 
 class Words:
@@ -279,3 +350,44 @@ def test_a_template_is_checked_against_the_data(place):
     assert "does not show what is judged" in say(template="{question}")
     assert "rewards.r.variables.think is not read" in say(variables={"think": False})
     check_reader(model.reader.table, model.reader.tokenizer, [], "rewards.r")
+
+
+@pytest.mark.slow
+def test_a_run_with_a_reward_a_cost_and_a_multiplier(place, tmp_path, monkeypatch):
+    """configs/rlhf.toml: two models beside each other, and a cost that is constrained."""
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
+    rows = [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def records(name, *more):
+        config = load_config(
+            CONFIGS / "rlhf.toml",
+            [
+                f"run.dir={json.dumps(str(tmp_path / name))}",
+                f"model.path={json.dumps(str(place / 'lm'))}",
+                f"data.train={json.dumps(str(tmp_path / 'rows.jsonl'))}",
+                f"rewards.helpful.path={json.dumps(str(place / 'rm0'))}",
+                "rewards.helpful.labels={helpfulness=1.0}",
+                *("rewards.helpful.max_tokens=0", "rewards.cost.max_tokens=0"),
+                f"rewards.cost.path={json.dumps(str(place / 'lm'))}",
+                *("rewards.cost.variables={}", "model.dtype=float32", "mesh.fsdp=1"),
+                *("data.max_prompt_tokens=64", "sampling.max_new_tokens=6", "train.prompts=4"),
+                *("train.minibatches=1", "train.microbatches=1", "train.steps=2"),
+                *("checkpoint.every=0", "log.samples_every=1"),
+                *more,
+            ],
+        )
+        train(config, echo=lambda line: None)
+        samples = read_jsonl(tmp_path / name / "samples.jsonl")
+        return read_jsonl(tmp_path / name / "metrics.jsonl")[1:], samples
+
+    lines, samples = records("run")
+    assert all(np.isfinite(r["loss"]) for r in lines)
+    assert lines[0]["reward"] == pytest.approx(lines[0]["reward/helpful"], abs=1e-4)
+    assert lines[0]["reward_model_unread"] == lines[0]["reward_model_overlong"] == 0
+    first = samples[0]
+    question = first["prompt"].split("user\n")[-1].split("<|end|>")[0]
+    points = theirs(place, "rm0", talk(first["completion"], question))
+    assert first["rewards"]["helpful"] == pytest.approx(points[0], abs=1e-3)
+    free, _ = records("free", "objective.budget=1000.0")
+    assert free[1]["loss"] != lines[1]["loss"]  # the multiplier is another
