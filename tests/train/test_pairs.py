@@ -413,6 +413,10 @@ def test_a_reward_model_that_cannot_serve_is_refused(place, dpo, rewarder, tmp_p
     assert "rewards.model.path is missing: a run directory" in say("{}")
     assert "rewards.model.paht = 'a': no such key" in say("{paht='a'}")
     assert "it holds no config.toml; train one" in say("{path='nowhere'}")
+    keys = {"after": "'x'", "missing": "'zero'", "range": "[0.0, 1.0]"}
+    lines = ("a run directory's model reads", "scores every sample", "numbers have no limits")
+    for (key, value), line in zip(keys.items(), lines, strict=True):
+        assert line in say(f"{{path={path}, {key}={value}}}")
     assert "trained 'dpo', which has no values" in say(f"{{path={json.dumps(dpo[0].run.dir)}}}")
     other = f"model.path={json.dumps(str(place / 'other'))}"
     assert "trained with another tokenizer" in say(f"{{path={path}}}", other)
