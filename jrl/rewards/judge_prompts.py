@@ -116,7 +116,7 @@ def messages_of(
       sample: whose prompt fills the fields of all forms.
       fields: those of the form, by name.
     """
-    values = fields_of(sample, table.principle) | fields
+    values = {**fields_of(sample, table.principle), **fields}
 
     def filled(template: str) -> str:
         return "".join(text for text, _ in pieces(template, values)).strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from jrl.config import Config, load_config
 from jrl.errors import UserError
@@ -68,7 +69,7 @@ def value_shape(config: Config) -> ModelConfig:
       UserError: it is no reward model, or has another tokenizer than the policy.
     """
     path = config.value.path or ""
-    types = {"dtype": config.model.dtype, "param_dtype": config.model.param_dtype}
+    types: dict[str, Any] = {"dtype": config.model.dtype, "param_dtype": config.model.param_dtype}
     if is_run(path):
         theirs = reward_run(config, "value.path", path)
         shape = (

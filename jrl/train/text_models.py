@@ -92,8 +92,7 @@ class TextModel(NamedTuple):
             tokens[row, : len(ids)], lengths[row] = ids, len(ids)
         at = batch_sharding(self.mesh)
         placed = [
-            jax.make_array_from_callback(x.shape, at, lambda index, x=x: x[index])
-            for x in (tokens, lengths)
+            jax.make_array_from_callback(x.shape, at, x.__getitem__) for x in (tokens, lengths)
         ]
         with jax.set_mesh(self.mesh):
             return np.asarray(self.points(self.params, *placed))[: len(texts)]
@@ -268,7 +267,8 @@ def _placed(trees: Sequence[Params], network: Network, mesh: Mesh) -> Params:
         return part
 
     def stacked(at: NamedSharding, *leaves: Any) -> jax.Array:
-        def parts(index: tuple[slice, ...]) -> np.ndarray:
+        def parts(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             return np.stack([read(leaf, index[1:]) for leaf in leaves[index[0]]])
 
         over = NamedSharding(mesh, PartitionSpec(None, *at.spec))
