@@ -60,7 +60,7 @@ def preference_strength(form: Annotated[str, Choice(("soft", "margin"))] = "soft
         margin    -log sigmoid(d - mu)
 
     the mean over a group's pairs. Scores are the mean scores of the M models, so that their
-    differences are the strengths (``zoo.tools.reward_checks.with_strengths`` writes such rows). The
+    differences are the strengths (``jrl.zoo.with_strengths`` writes such rows). The
     order of a pair is that of its strength, which is the paper's flip of labels for all pairs whose
     strength is below 0, where the paper flips the tenth of least strength. Not here: the paper's
     contrastive loss and MetaRM.

@@ -154,8 +154,8 @@ def safe_rlhf(
     """PPO under a constraint on a cost, with a multiplier that learns along.
 
     "Safe RLHF-V: Safe Reinforcement Learning from Human Feedback in Multimodal Large Language
-    Models" (arXiv:2503.17682), after "Safe RLHF: Safe Reinforcement Learning from Human Feedback"
-    (arXiv:2310.12773):
+    Models" (arXiv:2503.17682), after Safe RLHF (arXiv:2310.12773), whose cost model is
+    ``safe_rlhf_cost``:
 
         min over theta, max over lambda >= 0 of  -J_R + lambda (J_C - budget)
         A = (A_R - lambda A_C) / (1 + lambda)
@@ -168,7 +168,7 @@ def safe_rlhf(
     0.01). Departures: generalised advantages are linear in the reward, so one value network of
     (R - lambda C) / (1 + lambda) stands for the paper's two, whose mix differs from it only while
     lambda moves. The mean cost is the batch's, the code's that of the last 128 completions; no loss
-    on pre-training data is added (coefficient 16 there). ``safe_rlhf_cost`` trains the cost model.
+    on pre-training data is added (coefficient 16 there).
     """
     step = lagrangian(budget, dual_rate, initial_lambda, max_lambda)
     return base.before(step).with_(lacks="images")
