@@ -76,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--int8", nargs="*", default=[], choices=["weights", "cache"], help="sampled in 8 bits"
     )
+    p.add_argument(
+        "--float8", nargs="*", default=[], choices=["weights"], help="the same, in float8_e4m3fn"
+    )
     p.add_argument("--packed", nargs="*", type=int, default=[4096, 16_384], help="training tokens")
     p.add_argument(
         "--completions",
@@ -271,6 +274,8 @@ def fractions(row: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     asked = parser()
     args = asked.parse_args(argv)
+    if "weights" in args.int8 and args.float8:
+        asked.error("--int8 and --float8 both name weights; remove it from one")
     try:
         updates(args)
     except ValueError as error:

@@ -22,6 +22,7 @@ from benchmarks.gpu_programs import (
     tokens_like,
     weight_bytes,
 )
+from jrl.config.tables import SamplingTable
 from jrl.mesh import make_mesh
 from jrl.models.attention.choice import Shape, kernel_for
 from jrl.models.config import ModelConfig
@@ -91,8 +92,8 @@ def policy(config: ModelConfig, args: argparse.Namespace) -> Policy:
 
 def sampling_network(config: ModelConfig, args: argparse.Namespace) -> Network:
     """The decoder as it samples, its weights or its cache in 8 bits where the flags say so."""
-    formats = {name: "int8" if name in args.int8 else "same" for name in ("weights", "cache")}
-    return sampler(transformer(config, attention=args.attention), config, **formats)
+    table = SamplingTable(int8=tuple(args.int8), float8=tuple(args.float8))
+    return sampler(transformer(config, attention=args.attention), config, **table.formats)
 
 
 def jitted(function: Any, mesh: Any) -> Any:
@@ -124,6 +125,7 @@ def sampling_row(model: Policy, work: Work, args: argparse.Namespace) -> Measure
     row: dict[str, Any] = {
         **{"batch": work.rows, "prompt": work.prompt, "new": work.new, "group": work.group},
         "int8": sorted(args.int8),
+        "float8": sorted(args.float8),
         "prefill_attention": kernel,
         "prepare_s": model.prepare_s,
         "prefill_s": prefill_s,

@@ -8,7 +8,8 @@ from benchmarks.lease import Record
 
 COLUMNS = {
     "sampling": (
-        *("batch", "prompt", "new", "group", "int8", "token_step_ms", "tok_s", "decode_fraction"),
+        *("batch", "prompt", "new", "group", "int8", "float8"),
+        *("token_step_ms", "tok_s", "decode_fraction"),
         *("prefill_s", "prefill_fraction", "kernels_a_step", "copies_to_host_a_step"),
         *("idle_share", "lower_s", "compile_s"),
     ),
@@ -58,7 +59,7 @@ def table(record: Record, command: str) -> str:
 
 def cell(row: dict[str, Any], name: str) -> str:
     """A figure of a row, or why it is not there."""
-    if name in ("refused", "int8"):
+    if name in ("refused", "int8", "float8"):
         return "; ".join(row.get(name, []))
     value = row.get(name, row.get("does_not_fit", row.get("failed", "")))
     return "" if value is None else str(value)

@@ -152,7 +152,8 @@ def variant_row(
 
         took = repeated(update, args.rounds)
         rows, width = work.completions, work.prompt + work.new
-        kernel = kernel_for(args.attention, config, Shape(rows, work.new, width), steady=True)
+        shape, lengths = Shape(rows, work.new, width), config.window is None
+        kernel = kernel_for(args.attention, config, shape, steady=True, lengths=lengths)
     row = {
         **{"packed_tokens": work.tokens, "completions": rows, "lora": args.lora},
         **{"layers": variant.layers, "remat": variant.remat, "attention": kernel},

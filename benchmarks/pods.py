@@ -57,7 +57,7 @@ def plan(name: str, program: str) -> dict[str, Any]:
     found = quick_plan(config, parse_topology(SLICES[name]), placement=program)
     given = as_json(found)
     kept = ("mesh", "sampling_mesh", "parameters", "tokens_per_step", "chips", "chip")
-    row = {key: given[key] for key in kept} | {"int8": list(config.sampling.int8)}
+    row = {key: given[key] for key in kept} | {"in_8_bits": list(config.sampling.in_8_bits)}
     return row | given["programs"]
 
 
@@ -112,7 +112,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         drawn, trained = gib_of(row)
         room = row["chip"]["hbm_bytes"] / GIB
         cells = [f"`{name}.toml`", SLICES[name], mesh(row["mesh"])]
-        short = "".join(f", {what} in 8 bits" for what in row["int8"])
+        short = "".join(f", {what} in 8 bits" for what in row["in_8_bits"])
         cells += [mesh(row["sampling_mesh"]) + short, *times, f"{100 * utilisation(row):.0f} %"]
         cells += [f"{step_seconds(row):.1f}", str(BEFORE.get(name, "-"))]
         cells += [f"{drawn:.1f} and {trained:.1f} of {room:.0f}"]

@@ -40,11 +40,13 @@ def samplers(config: ModelConfig) -> dict[str, Network]:
     for dtype in dict.fromkeys((config.dtype, "bfloat16")):
         made[dtype] = transformer(dataclasses.replace(config, dtype=dtype))
     own = made[config.dtype]
-    options = [("same", "int8")] if any(config.sparse) else [("int8", "same"), ("same", "int8")]
-    options += [] if any(config.sparse) else [("int8", "int8")]
+    options = [("same", "int8")]
+    if not any(config.sparse):
+        options += [("int8", "same"), ("int8", "int8"), ("float8", "same")]
     for weights, cache in options:
         parts = (("weights", weights), ("cache", cache))
-        name = "int8 " + " and ".join(part for part, kind in parts if kind == "int8")
+        rounded = [part for part, kind in parts if kind != "same"]
+        name = f"{weights if weights != 'same' else cache} {' and '.join(rounded)}"
         made[name] = sampler(own, config, weights=weights, cache=cache)
     return made
 

@@ -289,6 +289,8 @@ CONTRADICTIONS: tuple[tuple[str, ...], ...] = (
     ("lora.targets", "task", "lora={rank=2, targets=[]}"),
     ("lora.targets", "task", "lora={rank=2, targets=['q', 'q']}"),
     ("sampling.int8", "task", "sampling.int8=['weights', 'weights']"),
+    ("sampling.float8", "task", "sampling.float8=cache"),
+    ("sampling.float8", "task", "sampling.int8=weights", "sampling.float8=weights"),
     ("model.path", "text", f"model.config={SIZES}"),
     ("model.network", "task", "model.network=own.py:f", "lora.rank=2"),
     ("data.max_prompt_tokens", "task", "data.max_prompt_tokens=5"),

@@ -119,7 +119,8 @@ def test_distribution_measures_every_sampler(capsys):
     assert result["trainer"] == "float32"
     found = result["samplers"]
     assert set(found) == {
-        *("float32", "bfloat16", "int8 weights", "int8 cache", "int8 weights and cache")
+        *("float32", "bfloat16", "int8 weights", "int8 cache", "int8 weights and cache"),
+        "float8 weights",
     }
     assert found["float32"]["max_difference"] < 1e-5
     for name, numbers in found.items():

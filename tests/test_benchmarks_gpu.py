@@ -59,7 +59,7 @@ def test_gpu_runs_on_a_cpu_and_writes_rows_as_they_come(capsys, monkeypatch, tmp
     fraction = sampling["decode_bytes_s"] / copied
     assert sampling["decode_fraction"] == pytest.approx(fraction, rel=2e-3)
     assert min(sampling["compile_s"], sampling["lower_s"], sampling["setup_s"]) > 0
-    assert sampling["int8"] == ["cache", "weights"]
+    assert (sampling["int8"], sampling["float8"]) == (["cache", "weights"], [])
     assert profile["kernels_a_step"] is profile["idle_share"] is None  # no GPU
     training, _ = rows["training"]
     assert (training["packed_tokens"], training["completions"], training["lora"]) == (32, 3, 2)
@@ -71,7 +71,7 @@ def test_gpu_runs_on_a_cpu_and_writes_rows_as_they_come(capsys, monkeypatch, tmp
     assert "refused" not in training
     assert rows["end"] == [{"kind": "end", "reason": "", "left_out": []}]
     assert output.endswith(path.read_text())
-    assert "| 4 | 8 | 16 | 2 | cache; weights |" in path.read_text()
+    assert "| 4 | 8 | 16 | 2 | cache; weights |  |" in path.read_text()
     assert "--shapes tiny" in path.read_text()
     assert {p.name for p in (tmp_path / "hlo").iterdir()} == {
         "sampling_32_4_8_16_2.txt",
@@ -198,7 +198,7 @@ def test_a_frozen_base_has_no_gradients_of_its_own():
     assert weights == 2 * forward + attention
 
 
-def test_8_bits_are_read_as_such():
+def test_8_bits_are_read_as_such(capsys):
     args = gpu.parser().parse_args(["--int8", "cache", "weights"])
     config = gpu.model_config("8b", 64)
     short = gpu_sampling.sampling_network(config, args)
@@ -209,6 +209,14 @@ def test_8_bits_are_read_as_such():
         return gpu_programs.weight_bytes({n: x for n, x in weights.items() if n != "embed"})
 
     assert 0.5 < size(short) / size(plain) < 0.51
+    args = gpu.parser().parse_args(["--int8", "cache", "--float8", "weights"])
+    float8 = gpu_sampling.sampling_network(config, args)
+    assert size(float8) == size(short)
+    made = jax.eval_shape(lambda key: float8.prepare(float8.init(key)), jax.random.key(0))
+    assert made["head"].values.dtype == "float8_e4m3fn"
+    with pytest.raises(SystemExit):
+        gpu.main(["--int8", "weights", "--float8", "weights"])
+    assert "both name weights" in capsys.readouterr().err
     drawn = floor.Completions(np.array([5]), np.array([[3, 1]]))
     read = floor.decode_bytes(config, drawn, 0, config.head_dim + 4)
     assert read / floor.decode_bytes(config, drawn, 0) == (128 + 4) / 256

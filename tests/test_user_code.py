@@ -241,6 +241,7 @@ def test_what_a_network_of_ones_own_cannot_have_is_refused(mine):
 
     assert "and [lora] are both given" in refused("lora.rank=2")
     assert "and sampling.int8 are both given" in refused("sampling.int8=cache")
+    assert "and sampling.float8 are both given" in refused("sampling.float8=weights")
     assert "model.config.layer = 2: there is no such option; did" in refused("model.config.layer=2")
     said = refused(f"model.network={mine}:no_network")
     assert "returned 3; return a jrl.Network, which jrl.linen_network and jrl.nnx_network" in said

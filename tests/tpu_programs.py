@@ -88,6 +88,50 @@ def gpu_program(tree: dict[str, Any], topology: str, name: str) -> dict[str, Any
     return as_json(plan.judged(run, hosts, programs))["programs"][name]
 
 
+def gpu_engine(sizes: dict[str, Any], topology: str, mesh: dict[str, int], steps: int) -> Any:
+    """Launches of a token step of the host engine in a chunk of so many steps on GPUs.
+
+    Its 64 rows may each truncate, and bring a bias and a grammar; one asked for a report.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jrl.mesh import make_mesh, replicated
+    from jrl.models import gpu
+    from jrl.models.config import ModelConfig
+    from jrl.models.transformer import transformer
+    from jrl.plan.kernels import token_step
+    from jrl.plan.topology import compile_devices, parse_topology
+    from jrl.sampling.rows import Rows
+    from jrl.sampling.slots import IdleLimit
+
+    rows, vocab = 64, sizes["vocab_size"]
+    types = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+    network = transformer(ModelConfig(**sizes, **types))
+    lengths = {"prompt_tokens": 256, "max_new_tokens": 1024, "chunk": 32, "stop_width": 8}
+    wide = {"biases": True, "masks": True, "top_logprobs": 8}
+    engine = Rows(network, slots=rows, stop_tokens=(0,), **lengths, **wide)
+    chips = make_mesh(mesh, compile_devices(parse_topology(topology)))
+    on = replicated(chips)
+
+    def shape(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=on)
+
+    def shapes(function: Callable[..., Any], *args: Any) -> Any:
+        return jax.tree.map(
+            lambda x: shape(*x.shape, dtype=x.dtype), jax.eval_shape(function, *args)
+        )
+
+    with jax.set_mesh(chips):
+        weights = shapes(lambda: network.prepare(network.init(jax.random.key(0))))
+        batch, idle = shapes(engine._make, weights), IdleLimit(shape(), shape())
+        masks = shape(rows, -(-vocab // 32), dtype=jnp.uint32)
+        args = shape(), shape(rows), shape(), idle, shape(rows), None, masks
+        at_once = gpu.block_of(steps)
+        program = engine._decode.lower(weights, batch, *args, at_once=at_once).compile()
+    return token_step(program.as_text())._asdict() | {"at_once": at_once}
+
+
 def gpu_kinds(topologies: list[str]) -> list[str]:
     """The device kinds of GPUs, for each of which the kernels of a token step are compiled."""
     import jax
@@ -108,6 +152,29 @@ def gpu_kinds(topologies: list[str]) -> list[str]:
     return kinds
 
 
+def gpu_rounded(topologies: list[str], kind: str) -> list[str]:
+    """For each GPU a program that rounds a weight to 8 bits and multiplies many rows by it."""
+    import jax
+    import jax.numpy as jnp
+
+    from jrl.mesh import make_mesh, replicated
+    from jrl.models.matmul import project
+    from jrl.models.quant import quantise
+    from jrl.plan.topology import compile_devices, parse_topology
+
+    x, w = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256, 512), "f4")
+    texts = []
+    for name in topologies:
+        mesh = make_mesh({"data": 1}, compile_devices(parse_topology(name))[:1])
+        multiply = jax.jit(
+            lambda x, w: project("bd,de->be", x, quantise(w, 1, to=kind)),
+            in_shardings=replicated(mesh),
+        )
+        with jax.set_mesh(mesh):
+            texts.append(multiply.lower(x, w).compile().as_text())
+    return texts
+
+
 def _kernels_of_a_step() -> Iterator[tuple[Callable[..., Any], tuple]]:
     """(function, shapes) of ``models.gpu_kernels`` at sizes of 64 rows; heads of 64 to 256."""
     import jax
@@ -121,14 +188,18 @@ def _kernels_of_a_step() -> Iterator[tuple[Callable[..., Any], tuple]]:
     floats, whole = partial(shape, dtype=jnp.float32), partial(shape, dtype=jnp.int32)
     short = partial(shape, dtype=jnp.int8)
     yield lambda x, w: gk.few_rows(x, gk.Weight(w)), (shape(64, 6144), shape(6144, 2048))
-    in_8_bits = shape(64, 2048), short(2048, 4096), floats(4096)
-    yield lambda x, w, s: gk.few_rows(x, gk.Weight(w, s)), in_8_bits
     silu = partial(gk.gated, activation=jax.nn.silu)
+    for kind in (jnp.int8, jnp.float8_e4m3fn):
+        in_8_bits = shape(64, 2048), shape(2048, 4096, dtype=kind), floats(4096)
+        yield lambda x, w, s: gk.few_rows(x, gk.Weight(w, s)), in_8_bits
+        yield lambda x, w, s: silu(x, gk.Weight(w, s)), in_8_bits
     yield lambda x, w: silu(x, gk.Weight(w)), (shape(64, 2048), shape(2048, 4096))
     residual = shape(64, 4096), floats(4, 64, 4096), shape(4096)
     yield partial(gk.added_norm, eps=1e-6), residual
     yield gk.block_sums, (floats(64, 151_936), floats(64))
     sums = floats(64, 38), floats(64, 38, gk.BLOCKS)
+    numbers = floats(64), whole(64), floats(64), floats(64)
+    yield gk.least_kept, (floats(64, 151_936), *numbers)
     yield gk.pick, (floats(64), floats(64, 151_936), floats(64), *sums)
 
     def attend(x: Any, own: Any, prompt: Any, turn: Any, reach: Any) -> Any:

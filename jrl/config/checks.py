@@ -38,6 +38,7 @@ def _table_conflicts(config: Config) -> Iterator[str]:
         )
     if model.network is not None:
         features = {"[lora]": config.lora is not None, "sampling.int8": bool(sampling.int8)}
+        features["sampling.float8"] = bool(sampling.float8)
         features["objective.router_replay"] = config.replays_routing
         features["eval.dtype"] = config.eval.dtype is not None
         for key in (key for key, is_given in features.items() if is_given):
@@ -47,6 +48,8 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             f"lora.path = {config.lora.path!r} needs the checkpoint that its adapters belong to;"
             " set model.path"
         )
+    if twice := [part for part in sampling.float8 if part in sampling.int8]:
+        yield f"sampling.int8 and sampling.float8 both name {twice[0]!r}; remove it from one"
     unset = type(sampling).model_fields["max_new_tokens"].default
     if data.own_limit and sampling.max_new_tokens != unset:
         yield (

@@ -100,12 +100,13 @@ class ModelTable(Table):
         " in 16 bit, where decoding has kernels of its own (triton: these on any platform, slowly);"
         " auto takes the fastest exact one for the platform",
     )
-    remat: Literal["auto", "elementwise", "dots", "mlp", "full", "none"] = key(
+    remat: Literal["auto", "scores", "elementwise", "dots", "mlp", "full", "none"] = key(
         "auto",
         "rematerialisation in the backward pass. elementwise: all but matrix products and"
-        " attention; dots: attention as well; mlp: elementwise and the two wide products of the"
-        " feed-forward part; full: whole layers; none: nothing; auto: the first of these that fits"
-        " the memory of a GPU or TPU, elementwise on a CPU; a run directory keeps the choice",
+        " attention; scores: the same, and the vocabulary's scores are kept; dots: attention as"
+        " well; mlp: elementwise and the two wide products of the feed-forward part; full: whole"
+        " layers; none: nothing; auto: the fastest of these that fits the memory of a GPU or TPU,"
+        " elementwise on a CPU; a run directory keeps the choice",
     )
 
 
@@ -189,6 +190,13 @@ def _whole(mesh: Mesh) -> dict[str, int]:
     return dict.fromkeys(get_args(Axis), 1) | mesh
 
 
+def _without_cache(values: object) -> object:
+    """Refuses the sampler's other part: a vector with a scale of its own is more exact in int8."""
+    if values == "cache" or (isinstance(values, tuple | list) and "cache" in values):
+        raise ValueError('has weights alone; set sampling.int8 = "cache" for keys and values')
+    return values
+
+
 class SamplingTable(Table):
     """Sampling parameters and decoding slots."""
 
@@ -217,6 +225,18 @@ class SamplingTable(Table):
         " or both. This changes the sampling distribution: losses are corrected for it unless"
         ' objective.correction = "none"',
     )
+    float8: Annotated[
+        tuple[Literal["weights"], ...],
+        AfterValidator(_once),
+        BeforeValidator(_listed),
+        BeforeValidator(_without_cache),
+        Field(strict=False),
+    ] = key(
+        (),
+        "the same in float8_e4m3fn, for weights alone: a number has 4 significant bits, where int8"
+        " divides a channel's range into 254 steps, so that int8 is the more exact unless a"
+        " channel has a few numbers far above the others",
+    )
 
     mesh: Mesh = key(
         {},
@@ -231,8 +251,14 @@ class SamplingTable(Table):
 
     @property
     def formats(self) -> dict[str, str]:
-        """Storage of the sampler's weights and cache, "same" or "int8", for ``quant.sampler``."""
-        return {part: "int8" if part in self.int8 else "same" for part in ("weights", "cache")}
+        """Storage of the sampler's "weights" and "cache": "same", "int8", "float8" of weights."""
+        parts = dict.fromkeys(("weights", "cache"), "same")
+        return parts | dict.fromkeys(self.int8, "int8") | dict.fromkeys(self.float8, "float8")
+
+    @property
+    def in_8_bits(self) -> tuple[str, ...]:
+        """Of "weights" and "cache" those that take 8 bits a number, in either format."""
+        return tuple(part for part, kind in self.formats.items() if kind != "same")
 
 
 class RewardTable(Table):

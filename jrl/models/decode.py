@@ -48,7 +48,7 @@ from jrl.models.layers import (
     stored_dtype,
 )
 from jrl.models.matmul import prepare_weight
-from jrl.models.quant import INPUTS, Int8, quantise_entries
+from jrl.models.quant import INPUTS, Quantised, quantise_entries
 from jrl.models.routing import record
 from jrl.models.weights import Factored, WeightSpec, weights
 from jrl.types import Array, Cache, Params
@@ -114,17 +114,17 @@ def output_matrix(
 
 def _short(w: Any, dtype: Any) -> Any:
     """A weight in this dtype; one in 8 bits as it is."""
-    return w if isinstance(w, Int8) else w.astype(dtype)
+    return w if isinstance(w, Quantised) else w.astype(dtype)
 
 
 def _ready(w: Any, dtype: Any, inputs: int, lay: Callable[..., Array], *axes: str | None) -> Any:
     """A weight as ``matmul.prepare_weight`` returns it, divided by its logical axes."""
-    if isinstance(w, Int8):  # of the axes that are summed over the scales have nothing
+    if isinstance(w, Quantised):  # of the axes that are summed over the scales have nothing
         scales, values = lay(w.scales, *(None,) * inputs, *axes[inputs:]), lay(w.values, *axes)
         # All scales are above 0. Without an operation on what is sent to a device XLA copies it, as
         # late as it can, for which the weights need their room twice: compiled for TPUs, 47.5 GiB
         # more for 405B parameters.
-        return Int8(jnp.where(scales > 0, values, 0) if divided() else values, scales)
+        return Quantised(jnp.where(scales > 0, values, 0) if divided() else values, scales)
     return prepare_weight(lay(w.astype(dtype), *axes), inputs)
 
 
@@ -152,7 +152,7 @@ def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Par
         return jnp.stack([x.reshape(x.shape[0], -1, size) for x in (gate, up)], axis=2)
 
     attention = dict(layer["attention"])
-    # Of weights in 8 bits integers and scales are joined alike.
+    # Of weights in 8 bits values and scales are joined alike.
     together = jax.tree.map(joined, *(_short(attention.pop(n), dtype) for n in "qkv"))
     attention["qkv"] = ready("qkv", together, "embed", "kv_heads", None, None)
     attention["o"] = ready("o", attention["o"], "heads", None, "embed")

@@ -1,4 +1,4 @@
-"""Decoding on NVIDIA GPUs: all that only they need; the kernels are in ``models/gpu_kernels``.
+"""NVIDIA GPUs: all that only they need; the kernels are in ``models/gpu_kernels``.
 
 A token step reads the weights and the caches once, which takes about a millisecond for a small
 model, in some hundred kernels. What else takes time is the kernels that move next to nothing, and
@@ -6,8 +6,8 @@ each return of the loop to the host. So attention, from one product to the next,
 reads the columns a row has reached, norms are fused with the residual before them, the draw is two
 kernels, and the loop over tokens looks every ``STEPS`` tokens whether it should end.
 
-Everything here is chosen by the mesh that a program is made for, and holds for token steps alone:
-prompts and training go through the plain functions and cuDNN.
+Everything here is chosen by the mesh that a program is made for, and holds for token steps alone,
+but for ``norm_rotated``: prompts and training go through the plain functions and cuDNN.
 """
 
 from __future__ import annotations
@@ -78,6 +78,23 @@ def steps_at_once() -> int:
     return STEPS if platform() == "gpu" else 1
 
 
+def block_of(steps: int) -> int:
+    """Token steps between two returns to the host in a call of so many; 1 for no inner loop.
+
+    Blocks are as even as can be, since those of a call of 20 in 16 would take 12 steps for nothing.
+    """
+    steps = max(steps, 1)
+    return -(-steps // -(-steps // steps_at_once()))
+
+
+def branches() -> bool:
+    """Whether programs of the sampler may branch; on a GPU a branch returns to the host.
+
+    There what is done for some rows alone is done for all, in a program of its own.
+    """
+    return platform() != "gpu"
+
+
 def halvings_at_once() -> int:
     """Halvings of a search between two returns to the host; 1 for no inner loop."""
     return HALVINGS if platform() == "gpu" else 1
@@ -87,7 +104,42 @@ def _interpret() -> bool:
     return platform() != "gpu"
 
 
-# ---------------------------------------------------------------- a layer
+# ---------------------------------------------------------------- whole sequences
+
+
+def norm_rotated(
+    config: ModelConfig,
+    x_bqhd: Array,
+    weight: Array | None,
+    rotation: tuple[Array, Array],
+    heads: str,
+) -> Array:
+    """Queries or keys, normalised and rotated in one pass, and one more for their gradient.
+
+    Args:
+      config: one that ``decodes`` holds for.
+      x_bqhd: [B, Q, H, h].
+      weight: [h] of the norm, or None for none.
+      rotation: cosines and sines, [B, Q, h / 2] float32, or of one row for all.
+      heads: logical name of the axis H.
+    """
+    from jrl.models.gpu_kernels import Norm
+    from jrl.models.gpu_kernels import norm_rotated as kernel
+
+    how = Norm(config.norm_eps, config.norm_plus_one, _interpret())
+    rows, length = _over("batch", x_bqhd.shape[0]), _over("length", x_bqhd.shape[1])
+    turn = PartitionSpec(_over("batch", rotation[0].shape[0]), length)
+    of_x = PartitionSpec(rows, length, _over(heads, x_bqhd.shape[2]))
+
+    def local(x: Array, weight: Array | None, cos: Array, sin: Array) -> Array:
+        flat = [a.reshape(-1, *a.shape[2:]) for a in (x, cos, sin)]
+        return kernel(how, flat[0], weight, *flat[1:]).reshape(x.shape)
+
+    specs = of_x, None if weight is None else PartitionSpec(), turn, turn
+    return by_device(local, specs, x_bqhd, weight, *rotation)
+
+
+# ---------------------------------------------------------------- a layer of a token step
 
 
 class Sum(NamedTuple):
@@ -115,7 +167,7 @@ def product(x: Array, w: Any, inputs: int) -> Sum | None:
 
     Args:
       x: [S, 1, ...], 16-bit floats.
-      w: [input axes, output axes], or ``Int8``.
+      w: [input axes, output axes], or ``Quantised``.
       inputs: how many axes are summed over.
 
     Returns:
@@ -169,7 +221,7 @@ def _streamed(x: Array, w: Any, inputs: int) -> Any:
     """The weight as [D, N], where the kernels take so few rows of it; else None."""
     from jrl.models.gpu_kernels import Weight, takes_product
 
-    in_8_bits = w.integers() if isinstance(w, Factored) else None
+    in_8_bits = w.scaled() if isinstance(w, Factored) else None
     # Matrices that devices divide are left to XLA, which sums over devices.
     if divided() or (isinstance(w, Factored) and in_8_bits is None):
         return None
@@ -327,26 +379,69 @@ def reaches(
 
 def draws(logits: Array) -> bool:
     """Whether tokens of these logits [S, V] are drawn by the kernels."""
+    return platform() == "gpu" and new_enough() and _divides(logits.shape[0])
+
+
+def _of_rows(function: Callable[..., Any], logits: Array, *others: Array) -> Any:
+    """``function`` of the rows that each device draws from: logits [S, V], and others [S].
+
+    Devices that divide the vocabulary divide the rows, too, and send each other the logits once:
+    XLA makes a running sum of what several devices have a loop over all of its numbers.
+    """
     rows, vocab = logits.shape
-    whole = parts_of("vocab", vocab) == 1 and _divides(rows)
-    return platform() == "gpu" and new_enough() and whole
+    batch, parts = _over("batch", rows) or (), parts_of("vocab", vocab)
+    over = _over("vocab", vocab) or ()
+    apart = parts > 1 and rows % (parts * parts_of("batch", rows)) == 0
+
+    def one(logits: Array, *others: Array) -> Any:
+        if apart:
+            logits = jax.lax.all_to_all(logits, over, 0, 1, tiled=True)
+        elif parts > 1:
+            logits = jax.lax.all_gather(logits, over, axis=1, tiled=True)
+        return function(logits, *others)
+
+    in_rows = PartitionSpec((*batch, *(over if apart else ())) or None)
+    specs = PartitionSpec(batch or None, over or None), *(in_rows for _ in others)
+    return by_device(one, specs, logits, *others, results=in_rows)
 
 
-def draw(uniform: Array, logits: Array, temperature: Array) -> tuple[Array, Array]:
-    """``params.sample`` where nothing but a temperature shapes the distribution.
+def draw(
+    uniform: Array, logits: Array, temperature: Array, truncation: tuple[Array, ...] = ()
+) -> tuple[Array, Array]:
+    """``params.sample`` on the kernels.
 
     Args:
       uniform: [S] float32 in [0, 1).
       logits: [S, V] float32.
       temperature: [S] float32; 0 is greedy.
+      truncation: top-k [S] int32, top-p and min-p [S] float32; () where all tokens are kept.
     """
-    from jrl.models.gpu_kernels import block_sums, pick
+    from jrl.models import gpu_kernels
 
-    def one(uniform: Array, logits: Array, temperature: Array) -> tuple[Array, Array]:
-        peaks, sums = block_sums(logits, temperature, interpret=_interpret())
-        return pick(uniform, logits, temperature, peaks, sums, interpret=_interpret())
+    interpret = _interpret()
 
-    rows = PartitionSpec(_over("batch", logits.shape[0]))
-    specs = rows, rows, rows
-    inputs = uniform, logits.astype(jnp.float32), temperature
-    return by_device(one, specs, *inputs, results=(rows, rows))
+    def one(logits: Array, uniform: Array, temperature: Array, *truncation: Array) -> Any:
+        least: tuple[Array, ...] = ()
+        if truncation:
+            inputs = logits, temperature, *truncation
+            least = (gpu_kernels.least_kept(*inputs, interpret=interpret),)
+        sums = gpu_kernels.block_sums(logits, temperature, *least, interpret=interpret)
+        inputs = uniform, logits, temperature, *sums, *least
+        return gpu_kernels.pick(*inputs, interpret=interpret)
+
+    return _of_rows(one, logits.astype(jnp.float32), uniform, temperature, *truncation)
+
+
+def least_kept(logits: Array, *truncation: Array) -> Array:
+    """[S] float32, the smallest logit that truncation keeps; -inf for all.
+
+    XLA's search for it, whose length is not known, returns to the host.
+
+    Args:
+      logits: [S, V] float32, over their temperature.
+      truncation: top-k [S] int32, top-p and min-p [S] float32.
+    """
+    from jrl.models import gpu_kernels
+
+    search = functools.partial(gpu_kernels.least_kept, interpret=_interpret())
+    return _of_rows(search, logits, jnp.ones(logits.shape[0]), *truncation)

@@ -218,20 +218,30 @@ def _joined_bias(config: ModelConfig, w: Params) -> Array:
 
 
 def _projected(
-    config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation
+    config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation, kernels: bool
 ) -> tuple[Array, Array, Array]:
-    """Queries [B, Q, H, h], keys and values [B, K, Q, h], normalised and rotated."""
+    """Queries [B, Q, H, h], keys and values [B, K, Q, h], normalised and rotated.
+
+    By ``gpu.norm_rotated`` with ``kernels``.
+    """
     cos, sin = rotation
     q_bqhd, k_bqkd, v_bqkd = _separate_products(w, x_bqd)
     if config.qkv_bias:
         q_bqhd = q_bqhd + _row(w["q_bias"], 4).astype(x_bqd.dtype)
         k_bqkd = k_bqkd + _row(w["k_bias"], 4).astype(x_bqd.dtype)
         v_bqkd = v_bqkd + _row(w["v_bias"], 4).astype(x_bqd.dtype)
-    if config.qk_norm:
-        q_bqhd = rms_norm(q_bqhd, w["q_norm"], config)
-        # Norms before the rotation, as Qwen3 and Gemma 3 were trained.
-        k_bqkd = rms_norm(k_bqkd, w["k_norm"], config)
-    q_bqhd, k_bqkd = (rotate(x, cos[:, :, None], sin[:, :, None]) for x in (q_bqhd, k_bqkd))
+    # Norms before the rotation, as Qwen3 and Gemma 3 were trained.
+    norms = (w["q_norm"], w["k_norm"]) if config.qk_norm else (None, None)
+    if kernels:
+        q_bqhd = gpu.norm_rotated(config, q_bqhd, norms[0], rotation, "heads")
+        k_bqkd = gpu.norm_rotated(config, k_bqkd, norms[1], rotation, "kv_heads")
+    else:
+        q_bqhd, k_bqkd = (
+            rotate(
+                x if norm is None else rms_norm(x, norm, config), cos[:, :, None], sin[:, :, None]
+            )
+            for x, norm in zip((q_bqhd, k_bqkd), norms, strict=True)
+        )
     # Transposed last: before the rotation, XLA would fold this into the product and transpose x.
     return q_bqhd, k_bqkd.transpose(0, 2, 1, 3), v_bqkd.transpose(0, 2, 1, 3)
 
@@ -271,7 +281,12 @@ def _products_at_once(config: ModelConfig, w: Params, x_bqd: Array) -> Array | g
 
 
 def _attention(
-    config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation, mix: Mix | Fused
+    config: ModelConfig,
+    w: Params,
+    x_bqd: Array,
+    rotation: Rotation,
+    mix: Mix | Fused,
+    options: Options,
 ) -> tuple[Any, Any]:
     """Projections, head norms and rotation around ``mix``, which sees the keys and values."""
     if isinstance(mix, Fused):
@@ -281,8 +296,11 @@ def _attention(
         # Parts are added up where the residual is, which has no place for a bias.
         in_parts = None if config.o_bias else gpu.product(seen_bqhd, w["o"], 2)
         return _attention_output(config, w, seen_bqhd) if in_parts is None else in_parts, extra
-    projection = _projected_at_once if "qkv" in w else _projected
-    q_bqhd, k_bkqd, v_bkqd = projection(config, w, x_bqd, rotation)
+    if "qkv" in w:
+        q_bqhd, k_bkqd, v_bkqd = _projected_at_once(config, w, x_bqd, rotation)
+    else:
+        kernels = gpu.decodes(options.attention, config)
+        q_bqhd, k_bkqd, v_bkqd = _projected(config, w, x_bqd, rotation, kernels)
     q_bqhd = constrain(q_bqhd, "batch", "length", "heads", None)
     # Where the length is divided each device keeps its queries and gets all keys and values.
     # Left to itself XLA may divide keys by length and then gather them inside the scores.
@@ -399,7 +417,7 @@ def block(
     """
     with jax.named_scope("attention"):
         x, normed = _added_norm(config, x_bqd, w["attention_norm"], mix)
-        out, extra = _attention(config, w["attention"], normed, rotation, mix)
+        out, extra = _attention(config, w["attention"], normed, rotation, mix, options)
         if config.post_norms:
             out = rms_norm(gpu.whole(out, x.dtype), w["attention_post_norm"], config)
         after = Residual(x, out)
@@ -423,6 +441,7 @@ def block(
 # ---------------------------------------------------------------- complete sequences
 
 _KEPT = {
+    "scores": (PRODUCT, WIDE, SEEN),
     "elementwise": (PRODUCT, WIDE, SEEN),
     "dots": (PRODUCT, WIDE),
     "mlp": (PRODUCT, SEEN),
@@ -430,8 +449,9 @@ _KEPT = {
 }
 REMAT = (*_KEPT, "none")
 """What the backward pass of a layer recomputes: all but products with weights and attention, all
-but products, all but attention and the products that are not wide, all, nothing. The first four are
-in the order of the memory that they take, the largest first, and of the time, the least first."""
+but products, all but attention and the products that are not wide, all, nothing. "scores" is the
+first of these, and keeps the vocabulary's scores as well. All but "none" are in the order of the
+memory that they take, the largest first, and of the time, the least first."""
 
 
 def hidden(
@@ -494,7 +514,8 @@ def hidden_shared(
         inside.astype(jnp.int32),
         lengths=rows.prompt_lengths.reshape(m * b),
     )
-    owned = Owners(rows.positions, rows.segments, rows.owners, rows.prompt_lengths, p, rows.ends)
+    marks = rows.positions, rows.segments, rows.owners
+    owned = Owners(*marks, rows.prompt_lengths, p, rows.ends, rows.lengths)
     at_both = shared_attention(options.attention, config, owned)
     prompts = rows.prompt_tokens.reshape(m * b, p)
     xs = embed(config, params, prompts), embed(config, params, rows.tokens)
@@ -611,10 +632,10 @@ def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
         return out
 
 
-def head(params: Params, *, config: ModelConfig) -> Head:
+def head(params: Params, *, config: ModelConfig, remat: str = "none") -> Head:
     """The weight and layout of ``logits``; see ``types.NetworkExtras.head``."""
     weight, axis = (params["embed"], 0) if config.tied_embeddings else (params["head"], 1)
-    return Head(weight, axis, config.logit_softcap)
+    return Head(weight, axis, config.logit_softcap, kept=remat == "scores")
 
 
 # ---------------------------------------------------------------- dtypes of weights

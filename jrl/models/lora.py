@@ -30,7 +30,7 @@ from jrl.models.decode import output_matrix
 from jrl.models.layers import layer_weights, stored_dtype
 from jrl.models.matmul import matmul
 from jrl.models.quant import (
-    Int8,
+    Quantised,
     check_dense,
     dequantise,
     layer_axes,
@@ -112,7 +112,7 @@ class Adapted(struct.PyTreeNode, Factored):
     """A frozen weight with its adapter.
 
     Attributes:
-      base: [inputs, outputs], an array or ``Int8``; layers, where stacked, lead.
+      base: [inputs, outputs], an array or ``Quantised``; layers, where stacked, lead.
       a: [inputs, rank] float32.
       b: [rank, outputs] float32.
       scale: what the adapter's product is multiplied by.
@@ -143,13 +143,13 @@ class Adapted(struct.PyTreeNode, Factored):
         update = matmul(f"{middle},{r}{outputs}->{out}", low, self.b, jnp.float32)
         return (full + update).astype(dtype or x.dtype)
 
-    def in_8_bits(self, inputs: int, quantise: Callable[..., Int8]) -> Adapted | Int8:
+    def in_8_bits(self, inputs: int, quantise: Callable[..., Quantised]) -> Adapted | Quantised:
         """Merged and rounded; with a base in 8 bits itself."""
-        return self if isinstance(self.base, Int8) else quantise(self.merged(), inputs)
+        return self if isinstance(self.base, Quantised) else quantise(self.merged(), inputs)
 
     def merged(self) -> Array:
-        """The weight that computes the same, in the dtype of the base (float32 for ``Int8``)."""
-        base = self.base.whole() if isinstance(self.base, Int8) else self.base
+        """The weight that computes the same, in the dtype of the base (float32 if in 8 bits)."""
+        base = self.base.whole() if isinstance(self.base, Quantised) else self.base
         multiply: Callable[..., Array] = partial(jnp.tensordot, axes=1)
         if self.a.ndim + self.b.ndim == base.ndim + 3:  # layers are stacked
             multiply = jax.vmap(multiply)

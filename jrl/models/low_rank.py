@@ -46,10 +46,13 @@ def _inputs(spec: str) -> int:
 
 
 def _longer(x: Array, w: Array, low: Array, thin: Array, dtype: Any) -> Array:
-    """[rows, k] times [k, n] and [rows, r] times [r, n], one product, summed in float32."""
+    """[rows, k] times [k, n] and [rows, r] times [r, n], one product, summed in float32.
+
+    Like the others here it is written in the dtype that it is rounded to; see ``written_as``.
+    """
     left = jnp.concatenate([x, low.astype(x.dtype)], axis=1)
     right = jnp.concatenate([w.astype(x.dtype), thin.astype(x.dtype)], axis=0)
-    return jnp.einsum("mk,kn->mn", left, right, preferred_element_type=jnp.float32).astype(dtype)
+    return jnp.einsum("mk,kn->mn", left, right, preferred_element_type=dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -95,7 +98,7 @@ def _forward(
 def _low(x: Array, a: Array, inputs: int, scale: float) -> Array:
     """[rows, rank]: the activations times A, scaled."""
     x_mk, a_kr = x.reshape(-1, inputs), a.reshape(inputs, -1).astype(x.dtype)
-    low = jnp.einsum("mk,kr->mr", x_mk, a_kr, preferred_element_type=jnp.float32).astype(x.dtype)
+    low = jnp.einsum("mk,kr->mr", x_mk, a_kr, preferred_element_type=x.dtype)
     return low * jnp.asarray(scale, low.dtype)
 
 
@@ -108,18 +111,20 @@ def _backward(
     x_mk, g_mn = x.reshape(rows, inputs), g.reshape(rows, outputs).astype(x.dtype)
     w_kn, a_kr = base.reshape(inputs, outputs).astype(x.dtype), a.reshape(inputs, -1)
     b_rn = b.reshape(-1, outputs)
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    back_mr = product("rn,mn->mr", b_rn.astype(x.dtype), g_mn).astype(x.dtype)
+    product = partial(jnp.einsum, preferred_element_type=x.dtype)
+    back_mr = product("rn,mn->mr", b_rn.astype(x.dtype), g_mn)
     back_mr = back_mr * jnp.asarray(scale, x.dtype)
     if 4 * rows * inputs > 1.5 * 4 * outputs * (rows + inputs):  # written and read once more
         dx = _longer(g_mn, w_kn.T, back_mr, a_kr.T, x.dtype)
     else:
-        dx = product("kn,mn->mk", w_kn, g_mn).astype(x.dtype)
-        dx += product("kr,mr->mk", a_kr.astype(x.dtype), back_mr).astype(x.dtype)
+        dx = product("kn,mn->mk", w_kn, g_mn)
+        dx += product("kr,mr->mk", a_kr.astype(x.dtype), back_mr)
+    # Sums over all rows, perhaps of several devices: in float32.
+    over_rows = partial(jnp.einsum, preferred_element_type=jnp.float32)
     # Of the frozen matrix nobody asks for it, and XLA drops the product.
-    of_base = product("mk,mn->kn", x_mk, g_mn).reshape(base.shape).astype(base.dtype)
-    of_a = product("mk,mr->kr", x_mk, back_mr).reshape(a.shape).astype(a.dtype)
-    of_b = product("mr,mn->rn", low_mr, g_mn).reshape(b.shape).astype(b.dtype)
+    of_base = over_rows("mk,mn->kn", x_mk, g_mn).reshape(base.shape).astype(base.dtype)
+    of_a = over_rows("mk,mr->kr", x_mk, back_mr).reshape(a.shape).astype(a.dtype)
+    of_b = over_rows("mr,mn->rn", low_mr, g_mn).reshape(b.shape).astype(b.dtype)
     return dx.reshape(x.shape), of_base, of_a, of_b
 
 

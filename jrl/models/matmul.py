@@ -89,6 +89,15 @@ def time_follows_rows() -> bool:
     return cpu.time_follows_rows()
 
 
+def written_as(dtype: Any) -> Any:
+    """The dtype to ask a product for whose result is rounded to ``dtype``, summed on one device.
+
+    Libraries for GPUs sum in float32 whatever they write, and take no conversion: asked for float32
+    they write twice the bytes, and another kernel reads and rounds them.
+    """
+    return dtype if platform() == "gpu" else jnp.float32
+
+
 def matmul(spec: str, x: Array, w: Array, dtype: Any = None, axes: Axes | None = None) -> Array:
     """``einsum(spec, x, w)`` in the dtype of ``x``, accumulated in float32.
 
@@ -108,8 +117,8 @@ def _matmul(spec: str, x: Array, w: Array, dtype: Any, axes: Axes | None) -> Arr
     narrow = summed_short(spec, w.shape, axes) == "inputs"
     # The product's own dtype is what XLA sends between devices, so a sum that is sent short must be
     # asked for here; converting the result afterwards would send float32.
-    out = einsum(spec, x, w.astype(x.dtype), x.dtype if narrow else jnp.float32)
-    return out.astype(dtype or x.dtype)
+    result = x.dtype if narrow else written_as(dtype or x.dtype)
+    return einsum(spec, x, w.astype(x.dtype), result).astype(dtype or x.dtype)
 
 
 def _forward(
@@ -138,15 +147,17 @@ def gradients(
     g = g.astype(x.dtype)
     # Weights first: XLA's CPU backend cannot sum bfloat16 in float32 for every other order.
     narrow = summed_short(spec, w.shape, axes) == "outputs"
-    accumulator = x.dtype if narrow else jnp.float32
+    accumulator = x.dtype if narrow else written_as(x.dtype)
     dx = gradient_einsum(f"{right},{out}->{left}", w.astype(x.dtype), g, accumulator)
     # The gradient of a float32 weight must not pass through bfloat16: it is a sum over all rows,
     # whose small terms rounding would lose.
-    dw = weight_gradient(f"{left},{out}->{right}", x, g, axes)
+    dw = weight_gradient(f"{left},{out}->{right}", x, g, axes, w.dtype)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
-def weight_gradient(spec: str, x: Array, g: Array, axes: Axes | None) -> Array:
+def weight_gradient(
+    spec: str, x: Array, g: Array, axes: Axes | None, dtype: Any = jnp.float32
+) -> Array:
     """``gradient_einsum`` of activations [batch, length, ...] with a weight's axes as its result.
 
     Where devices divide the weight along its width and the batch, each multiplies its own rows, and
@@ -159,13 +170,16 @@ def weight_gradient(spec: str, x: Array, g: Array, axes: Axes | None) -> Array:
       x: what the weight was multiplied with.
       g: the gradient of the product.
       axes: logical axes of the weight; None if it has none.
+      dtype: that the caller rounds it to.
 
     Returns:
-      float32, divided as the weight is.
+      float32, or ``dtype`` where nothing is lost by that, divided as the weight is.
     """
     split = None if axes is None else _scattered(spec, x, g, axes)
     if split is None:
-        return gradient_einsum(spec, x, g)
+        # Sums over rows of several devices are sent, and added up, in float32.
+        alone = parts_of("batch", x.shape[0]) == parts_of("length", x.shape[1]) == 1
+        return gradient_einsum(spec, x, g, written_as(dtype) if alone else jnp.float32)
     ins, out, along, others = split
 
     def local(x: Array, g: Array) -> Array:

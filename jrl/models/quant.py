@@ -1,8 +1,12 @@
-"""Weights as 8-bit integers with one float32 scale for each output channel, and keys and values.
+"""Weights in 8 bits with one float32 scale for each output channel, and keys and values.
 
-Symmetric rounding: a channel's largest magnitude becomes 127, so that a number is off by at most
-half of a scale, max |channel| / 254. Products multiply the integers, which every dtype of
-activations holds exactly, and scale what comes out: no weight is ever held as floats beside them.
+Symmetric rounding: a channel's largest magnitude becomes the dtype's, 127 of int8 and 448 of
+float8_e4m3fn ("FP8 Formats for Deep Learning", arXiv:2209.05433). A number in int8 is off by at
+most half of a scale, max |channel| / 254. One in float8 has 4 significant bits down to 2^-6 scales
+and steps of 2^-9 scales below: it is off by at most |number| / 16 or 2^-10 scales, whichever is
+more, which is max |channel| / 28 for the largest. Products multiply the 8-bit numbers, which every
+dtype of activations holds exactly, and scale what comes out: no weight is ever held as longer
+floats beside them.
 """
 
 from __future__ import annotations
@@ -24,14 +28,17 @@ from jrl.models.matmul import summed_short
 from jrl.models.weights import Factored, WeightSpec, weights
 from jrl.types import Array, Cache, Network, Params
 
-LARGEST = 127
+LARGEST = {"int8": 127, "float8": 448}
+"""The largest magnitude of each format; that of float8 is float8_e4m3fn's."""
+
+_DTYPES = {"int8": np.dtype(np.int8), "float8": jnp.dtype(jnp.float8_e4m3fn)}
 
 
-class Int8(struct.PyTreeNode, Factored):
-    """A weight as integers and scales; its product carries gradient to the activations alone.
+class Quantised(struct.PyTreeNode, Factored):
+    """A weight in 8 bits and scales; its product carries gradient to the activations alone.
 
     Attributes:
-      values: int8, the shape of the weight.
+      values: int8 or float8_e4m3fn, the shape of the weight.
       scales: float32, the same with size 1 along the axes that products sum over.
     """
 
@@ -43,52 +50,61 @@ class Int8(struct.PyTreeNode, Factored):
         short = summed_short(spec, self.values.shape, axes)
         return _times(spec, x, self.values, self.scales, dtype, short)
 
-    def integers(self) -> tuple[Array, Array]:
+    def scaled(self) -> tuple[Array, Array]:
         """Values and scales."""
         return self.values, self.scales
 
-    def in_8_bits(self, inputs: int, quantise: Callable[..., Int8]) -> Int8:
+    def in_8_bits(self, inputs: int, quantise: Callable[..., Quantised]) -> Quantised:
         """Itself."""
         del inputs, quantise
         return self
 
     def whole(self, dtype: Any = jnp.float32) -> Any:
-        """The weight that the integers stand for."""
+        """The weight that values and scales stand for."""
         return (self.values.astype(np.float32) * self.scales).astype(dtype)
 
 
-def is_int8(x: object) -> bool:
+def is_quantised(x: object) -> bool:
     """Whether a node of a tree is such a weight; for ``is_leaf``."""
-    return isinstance(x, Int8)
+    return isinstance(x, Quantised)
 
 
-def quantise(w: Any, inputs: int, lead: int = 0) -> Int8:
-    """A weight as ``Int8``.
+def quantise(w: Any, inputs: int, lead: int = 0, *, to: str = "int8") -> Quantised:
+    """A weight in 8 bits.
 
     Args:
       w: floats, NumPy or JAX; [lead axes, input axes, output axes].
       inputs: axes that products sum over.
       lead: axes before them, such as the layers.
+      to: the format, "int8" or "float8".
 
     Returns:
-      The weight, NumPy for NumPy; |whole - w| is at most half a scale everywhere.
+      The weight, NumPy for NumPy; |whole - w| is within the bounds of the module's docstring.
 
-    >>> quantise(np.array([[1.0, -4.0], [-0.5, 2.0]]), 1).values.tolist()
+    >>> w = np.array([[1.0, -4.0], [-0.5, 2.0]])
+    >>> quantise(w, 1).values.tolist()
     [[127, -127], [-64, 64]]
+    >>> quantise(w, 1, to="float8").values.tolist()
+    [[448.0, -448.0], [-224.0, 224.0]]
     """
     xp: Any = np if isinstance(w, np.ndarray) else jnp
     w = w.astype(np.float32)
-    scales = _scales(w, tuple(range(lead, lead + inputs)), xp)
-    return Int8(_round(w, scales, xp), scales)
+    scales = _scales(w, tuple(range(lead, lead + inputs)), xp, to)
+    return Quantised(_round(w, scales, xp, to), scales)
 
 
-def _scales(x: Any, axes: tuple[int, ...], xp: Any) -> Any:
+def _scales(x: Any, axes: tuple[int, ...], xp: Any, to: str) -> Any:
     peak = xp.max(xp.abs(x), axis=axes, keepdims=True)
-    return xp.where(peak > 0, peak / LARGEST, 1.0).astype(np.float32)
+    return xp.where(peak > 0, peak / LARGEST[to], 1.0).astype(np.float32)
 
 
-def _round(x: Any, scales: Any, xp: Any) -> Any:
-    return xp.clip(xp.round(x / scales), -LARGEST, LARGEST).astype(np.int8)
+def _round(x: Any, scales: Any, xp: Any, to: str) -> Any:
+    x = xp.round(x / scales) if to == "int8" else x / scales
+    # Clipped: a quotient that is rounded up past the largest would be NaN in float8.
+    values = xp.clip(x, -LARGEST[to], LARGEST[to]).astype(_DTYPES[to])
+    # Where float32 becomes float8 and then the dtype of activations in one program, XLA for GPUs
+    # without float8 leaves the step between out, and what is multiplied is not what is held.
+    return values if xp is np or to == "int8" else jax.lax.optimization_barrier(values)
 
 
 def _letters(spec: str) -> tuple[str, str, str]:
@@ -145,17 +161,18 @@ def check_dense(config: ModelConfig, key: str) -> None:
     """Raises UserError for a model with routed experts, whose products take floats."""
     if any(config.sparse):
         raise UserError(
-            f"{key}: the model has {config.experts} routed experts, whose weights are not kept as "
-            "integers; remove it"
+            f"{key}: the model has {config.experts} routed experts, whose weights are not kept "
+            "in 8 bits; remove it"
         )
 
 
-def quantise_layers(params: Params, config: ModelConfig) -> Params:
-    """The parameters with every matrix of a layer as ``Int8``; embedding, head and norms as given.
+def quantise_layers(params: Params, config: ModelConfig, to: str = "int8") -> Params:
+    """The parameters with every matrix of a layer in 8 bits; embedding, head and norms as given.
 
     Args:
       params: the decoder's, on the host or the device.
       config: a model without experts.
+      to: see ``quantise``.
     """
     check_dense(config, "quantise_layers")
 
@@ -163,8 +180,8 @@ def quantise_layers(params: Params, config: ModelConfig) -> Params:
         if not spec.inputs:
             return w
         if not isinstance(w, np.ndarray):
-            return quantise(w, spec.inputs, 1)
-        layers = [quantise(layer, spec.inputs) for layer in w]  # one at a time in float32
+            return quantise(w, spec.inputs, 1, to=to)
+        layers = [quantise(layer, spec.inputs, to=to) for layer in w]  # one at a time in float32
         return jax.tree.map(lambda *parts: np.stack(parts), *layers)
 
     is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
@@ -179,7 +196,7 @@ def layer_axes(config: ModelConfig, axes: Any) -> Any:
         if not spec.inputs:
             return names
         scales = (names[0], *(None,) * spec.inputs, *names[1 + spec.inputs :])
-        return Int8(names, scales)
+        return Quantised(names, scales)
 
     is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
     layers = jax.tree.map(turn, weights(config)["layers"], axes["layers"], is_leaf=is_spec)
@@ -187,9 +204,9 @@ def layer_axes(config: ModelConfig, axes: Any) -> Any:
 
 
 def dequantise(params: Params, dtype: Any) -> Params:
-    """The parameters with every ``Int8`` dequantised."""
-    turn = lambda x: x.whole(dtype) if is_int8(x) else x  # noqa: E731
-    return jax.tree.map(turn, params, is_leaf=is_int8)
+    """The parameters with every weight in 8 bits as floats."""
+    turn = lambda x: x.whole(dtype) if is_quantised(x) else x  # noqa: E731
+    return jax.tree.map(turn, params, is_leaf=is_quantised)
 
 
 # ---------------------------------------------------------------- sampling
@@ -209,7 +226,8 @@ def sampler(network: Network, config: ModelConfig, *, weights: str, cache: str) 
     Args:
       network: the policy, of ``config``.
       config: the decoder's shape.
-      weights: "int8" for the policy's matrices, the output matrix among them, in 8 bits; "same".
+      weights: "int8" or "float8" for the policy's matrices, the output matrix among them, in 8
+        bits; "same". Matrices that adapters keep in int8 already stay so.
       cache: "int8" for keys and values in 8 bits, a scale for each position and head; "same".
 
     Returns:
@@ -218,16 +236,16 @@ def sampler(network: Network, config: ModelConfig, *, weights: str, cache: str) 
     Raises:
       UserError: 8-bit weights of a model with routed experts.
     """
-    if weights == "int8":
-        check_dense(config, "sampling.int8 = 'weights'")
-        network = network._replace(prepare=_rounding(network, config))
+    if weights != "same":
+        check_dense(config, f"sampling.{weights} = 'weights'")
+        network = network._replace(prepare=_rounding(network, config, weights))
     if cache == "int8":
         network = network._replace(init_cache=_short_cache(network.init_cache))
     return network
 
 
-def in_8_bits(params: Params, config: ModelConfig) -> Params:
-    """The parameters with every matrix that sampling reads as ``Int8``, the output matrix too.
+def in_8_bits(params: Params, config: ModelConfig, to: str) -> Params:
+    """The parameters with every matrix that sampling reads in 8 bits, the output matrix too.
 
     Each number is rounded to the dtype that ``prepare`` would give it first. What is divided over
     devices stays so: they agree on the largest number of a channel alone, and what is then sent
@@ -236,30 +254,34 @@ def in_8_bits(params: Params, config: ModelConfig) -> Params:
     Args:
       params: the decoder's, floats.
       config: a model without experts.
+      to: see ``quantise``.
     """
     params = rounded(params, config=config)
     head = params["head"] if "head" in params else params["embed"].T
-    return quantise_layers(params, config) | {"head": quantise(head, 1)}
+    return quantise_layers(params, config, to) | {"head": quantise(head, 1, to=to)}
 
 
 def axes_in_8_bits(config: ModelConfig, axes: Any) -> Any:
     """Logical axes of the result of ``in_8_bits``, from those of the parameters."""
     embed = axes["embed"]
     head = axes["head"] if "head" in axes else (embed[1], embed[0])
-    return layer_axes(config, axes) | {"head": Int8(head, (None, head[1]))}
+    return layer_axes(config, axes) | {"head": Quantised(head, (None, head[1]))}
 
 
-def _rounding(network: Network, config: ModelConfig) -> Callable[[Params], Any]:
+def _rounding(network: Network, config: ModelConfig, to: str) -> Callable[[Params], Any]:
     prepare, plain = network.prepare, network.extras.split is None
+    quantised = functools.partial(quantise, to=to)
 
-    def prepare_int8(params: Params) -> Any:
+    def prepare_in_8_bits(params: Params) -> Any:
         is_factored = lambda x: isinstance(x, Factored)  # noqa: E731
         # Rounded before they are joined and sent, if not already; adapters are added first.
         rounded = any(map(is_factored, jax.tree.leaves(params, is_leaf=is_factored)))
-        weights = prepare(in_8_bits(params, config) if plain and not rounded else params)
+        weights = prepare(in_8_bits(params, config, to) if plain and not rounded else params)
 
         def short(w: Any, inputs: int) -> Any:
-            return w.in_8_bits(inputs, quantise) if isinstance(w, Factored) else quantise(w, inputs)
+            if isinstance(w, Factored):
+                return w.in_8_bits(inputs, quantised)
+            return quantised(w, inputs)
 
         def turn(path: tuple, w: Any) -> Any:
             inputs = INPUTS.get(path[-1].key, 0)
@@ -268,7 +290,7 @@ def _rounding(network: Network, config: ModelConfig) -> Callable[[Params], Any]:
         layers = jax.tree_util.tree_map_with_path(turn, weights["layers"], is_leaf=is_factored)
         return weights | {"layers": layers, "head": short(weights["head"], 1)}
 
-    return prepare_int8
+    return prepare_in_8_bits
 
 
 def _short_cache(init_cache: Callable[..., Cache]) -> Callable[..., Cache]:
@@ -293,5 +315,5 @@ def _short_cache(init_cache: Callable[..., Cache]) -> Callable[..., Cache]:
 def quantise_entries(x: Array) -> tuple[Array, Array]:
     """Keys or values [..., h] as int8 [..., h] and float32 scales [..., 1], one a vector."""
     x = x.astype(jnp.float32)
-    scales = _scales(x, (x.ndim - 1,), jnp)
-    return _round(x, scales, jnp), scales
+    scales = _scales(x, (x.ndim - 1,), jnp, "int8")
+    return _round(x, scales, jnp, "int8"), scales

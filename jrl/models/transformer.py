@@ -82,8 +82,9 @@ def transformer(
       remat: what the backward pass of ``hidden`` recomputes for each layer: "full" keeps the
         layer's input, "dots" also the results of products with weights, "elementwise" also what
         attention's backward pass starts from, so that only norms, rotations and activations are
-        made again, which costs less than to keep them, "mlp" the same but for the two wide results
-        of the feed-forward part, half of what there is to keep, and "none" keeps everything.
+        made again, which costs less than to keep them, "scores" the vocabulary's scores as well,
+        "mlp" the same as "elementwise" but for the two wide results of the feed-forward part, half
+        of what there is to keep, and "none" keeps everything.
       gather: see ``decode.prepare``.
       grouped_matmul: how products with routed experts are made; of ``grouped.KERNELS``.
 
@@ -116,7 +117,7 @@ def transformer(
         extras=NetworkExtras(
             fill=bind(fill, config=config, options=sampling),
             hidden_shared=bind(hidden_shared, config=config, remat=remat, options=options),
-            head=bind(head, config=config),
+            head=bind(head, config=config, remat=remat),
             views=Views(attention=bind(attention_of, config=config)),
             gathered=gather,
         ),

@@ -1,8 +1,9 @@
 """Log-probabilities of tokens, and their entropy, without the scores of all tokens at once.
 
 ``[B, T, V]`` is by far the largest array of a training step. Here the vocabulary is walked over in
-parts, under a running softmax, and the backward pass makes the scores of each part again. The
-gradient is written out because the one that JAX makes of a loop keeps what every turn made.
+parts, under a running softmax, and the backward pass makes the scores of each part again, unless
+the head says that there is memory to keep them. The gradient is written out because the one that
+JAX makes of a loop keeps what every turn made.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ last-level cache. Elsewhere each part of the backward pass reads and writes the 
 gradients, and few parts do so seldom: on an H100 parts of 2**24 would spend a fifth of their time
 on that (16,384 tokens of 2,048 numbers)."""
 
+KEPT_ROOM = 2**30
+"""The same where the scores are kept: parts are few, and each is an array of its own."""
+
 TILE = 128
 """Columns of a part are a multiple of this on a GPU. Its matrix units are fed 16 bytes at a time,
 and a part of 1,057 columns has rows that begin anywhere."""
@@ -40,6 +44,7 @@ class _Walk(NamedTuple):
     shards: int
     size: int  # columns of a shard
     width: int  # those that are multiplied at once
+    kept: bool = False  # whether the backward pass gets the scores, as float32
 
     @property
     def parts(self) -> int:
@@ -88,10 +93,11 @@ def fused_logprobs(
     shards, local_tokens = devices[1], max(tokens.size // devices[0], 1)
     # Each device walks over its own shard of the vocabulary, so that no part crosses devices.
     size = head.weight.shape[head.axis] // shards
-    room = ROOM.get(platform(), ROOM["tpu"]) if room is None else room
+    if room is None:
+        room = KEPT_ROOM if head.kept else ROOM.get(platform(), ROOM["tpu"])
     most = size if local_tokens * size <= at_once else min(size, max(128, room // local_tokens))
     width = _part_width(size, most, TILE if platform() == "gpu" else 1)
-    walk = _Walk(head.axis, head.softcap, entropy, shards, size, width)
+    walk = _Walk(head.axis, head.softcap, entropy, shards, size, width, head.kept)
     temperature = jax.lax.stop_gradient(temperature)
     early = head.softcap is None and hidden.dtype == jnp.float32
     # Dividing D numbers a token in place of V; in bfloat16, or under a cap, the result would
@@ -204,28 +210,36 @@ def _fused_forward(
     zeros = jnp.zeros(tokens.shape, jnp.float32)
     sums = _Sums(zeros + _LOWEST, zeros, zeros, zeros)
 
-    def visit(sums: _Sums, i: Array | int) -> tuple[_Sums, None]:
+    def visit(sums: _Sums, i: Array | int) -> tuple[_Sums, Array | None]:
         part = _part(walk, weight, i, hidden.dtype)
         scores = _scores(walk, hidden, part, temperature)
-        return _add(walk, sums, scores, tokens, i), None
+        return _add(walk, sums, scores, tokens, i), scores if walk.kept else None
 
-    # One part is not a loop: XLA then fuses the scores with what is done to them.
-    sums, _ = visit(sums, 0) if walk.parts == 1 else jax.lax.scan(visit, sums, _parts(walk))
+    kept: tuple[Array, ...] = ()
+    # One part is not a loop: XLA then fuses the scores with what is done to them. Kept ones are in
+    # none, either: a loop would copy each part into a stack of them.
+    if walk.parts == 1 or walk.kept:
+        for i in range(walk.parts):
+            sums, scores = visit(sums, i)
+            kept += (scores,) if scores is not None else ()
+    else:
+        sums, _ = jax.lax.scan(visit, sums, _parts(walk))
     log_total = sums.peak + jnp.log(sums.total)
     mean = sums.mean / sums.total
     out = sums.chosen - log_total, log_total - mean if walk.entropy else zeros
     # Two numbers a token are kept: from them the backward pass gets the softmax of any part.
-    return out, (hidden, weight, tokens, temperature, log_total, mean)
+    return out, (hidden, weight, tokens, temperature, log_total, mean, kept)
 
 
 def _fused_backward(walk: _Walk, residuals: tuple, g: tuple[Array, Array]) -> tuple:
-    hidden, weight, tokens, temperature, log_total, mean = residuals
+    hidden, weight, tokens, temperature, log_total, mean, kept = residuals
     of_chosen, of_entropy = (x[:, :, None, None] for x in g)
-    spec = _spec(walk)
+    spec, looped = _spec(walk), walk.parts > 1 and not walk.kept
+    written = jnp.float32 if looped else weight.dtype
 
-    def visit(i: Array | int) -> tuple[Array, Array]:
+    def visit(i: Array | int, scores: Array | None = None) -> tuple[Array, Array]:
         part = _part(walk, weight, i, hidden.dtype)
-        scores = _scores(walk, hidden, part, temperature)
+        scores = _scores(walk, hidden, part, temperature) if scores is None else scores
         # d log p(token) / d scores is its one-hot minus the softmax; the entropy's adds the second.
         probs = jnp.exp(scores - log_total[:, :, None, None])
         column = jnp.arange(walk.width, dtype=jnp.int32)[None, None, None]
@@ -243,13 +257,15 @@ def _fused_backward(walk: _Walk, residuals: tuple, g: tuple[Array, Array]) -> tu
         # Of each shard by itself: devices add theirs up once, after the last part.
         back = jnp.einsum(f"{spec},btsv->sbtd", part, slope, preferred_element_type=jnp.float32)
         back = constrain(back, "vocab", "batch", "length", None)
-        slopes = weight_gradient(f"btd,btsv->{spec}", hidden, slope, _axes(walk))
+        slopes = weight_gradient(f"btd,btsv->{spec}", hidden, slope, _axes(walk), written)
         return back, constrain(slopes, *_axes(walk))
 
-    if walk.parts == 1:
-        back, slopes = visit(0)
+    along = walk.axis + 1
+    if not looped:
+        visits = [visit(i, kept[i] if kept else None) for i in range(walk.parts)]
+        back = functools.reduce(jnp.add, (back for back, _ in visits))
+        slopes = _joined(walk, [slopes.astype(weight.dtype) for _, slopes in visits])
     else:
-        along = walk.axis + 1
 
         def add(carry: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], None]:
             back, slopes = carry
@@ -268,6 +284,14 @@ def _fused_backward(walk: _Walk, residuals: tuple, g: tuple[Array, Array]) -> tu
         (back, slopes), _ = jax.lax.scan(add, start, _parts(walk))
     slopes = slopes.reshape(weight.shape).astype(weight.dtype)
     return back.sum(0).astype(hidden.dtype), slopes, None, jax.tree.map(jnp.zeros_like, temperature)
+
+
+def _joined(walk: _Walk, parts: list[Array]) -> Array:
+    """All columns of the gradient of a weight, of its parts."""
+    # The last part begins inside the one before it; it has zeros there.
+    new = walk.size - (walk.parts - 1) * walk.width
+    last = jax.lax.slice_in_dim(parts[-1], walk.width - new, walk.width, axis=walk.axis + 1)
+    return jnp.concatenate([*parts[:-1], last], axis=walk.axis + 1)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)

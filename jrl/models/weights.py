@@ -21,15 +21,15 @@ from jrl.types import Array, Params
 class Factored:
     """A weight that is held as several arrays, or in another order, and multiplied as one.
 
-    For example ``quant.Int8`` and ``lora.Adapted``.
+    For example ``quant.Quantised`` and ``lora.Adapted``.
     """
 
     def times(self, spec: str, x: Array, dtype: Any = None, axes: Axes | None = None) -> Array:
         """``matmul(spec, x, self, dtype, axes)``."""
         raise NotImplementedError
 
-    def integers(self) -> tuple[Array, Array] | None:
-        """Integers and the scales of the outputs, if that is what the weight is."""
+    def scaled(self) -> tuple[Array, Array] | None:
+        """Numbers in 8 bits and the scales of the outputs, if that is what the weight is."""
         return None
 
     def in_8_bits(self, inputs: int, quantise: Callable[..., Any]) -> Any:

@@ -171,8 +171,8 @@ def resharding_seconds(
     config: Config, model: ModelConfig, topology: Topology, mesh: Mapping[str, int]
 ) -> float:
     """Rough seconds until every device has its part of the sampler's weights."""
-    int8_weights = "weights" in config.sampling.int8
-    size = sampler_bytes(model, {"context": 1, **mesh}, gathered=True, int8=int8_weights)
+    short = "weights" in config.sampling.in_8_bits
+    size = sampler_bytes(model, {"context": 1, **mesh}, gathered=True, in_8_bits=short)
     return size / ring_bandwidth(topology, topology.chips)
 
 
@@ -194,7 +194,8 @@ def sampling_seconds(
     """
     axes, sampling = {"context": 1, **mesh}, config.sampling
     gathered = has_room(config, model, axes, topology.chip.hbm_bytes, state_bytes)
-    weights = sampler_bytes(model, axes, gathered=gathered, int8="weights" in sampling.int8)
+    short = "weights" in sampling.in_8_bits
+    weights = sampler_bytes(model, axes, gathered=gathered, in_8_bits=short)
     cache = _cache_bytes(config, model, axes, gathered)[0]
     times = sampling_times(config, model, topology, mesh, state_bytes)
     return max(times.values()) * too_large(state_bytes + cache + weights, topology)
@@ -213,7 +214,8 @@ def sampling_times(
     """
     axes, chip, sampling = {"context": 1, **mesh}, topology.chip, config.sampling
     gathered = has_room(config, model, axes, chip.hbm_bytes, state_bytes)
-    weights = sampler_bytes(model, axes, gathered=gathered, int8="weights" in sampling.int8)
+    short = "weights" in sampling.in_8_bits
+    weights = sampler_bytes(model, axes, gathered=gathered, in_8_bits=short)
     prompts, new = -(-config.train.prompts // _shards(axes)), sampling.max_new_tokens
     cache, shared = _cache_bytes(config, model, axes, gathered)
     slots = slots_on_chip(sampling.slots, axes, gathered)
@@ -224,7 +226,7 @@ def sampling_times(
     compute = flops / topology.chips / chip.flops / (new * rounds)
     network = 0.0
     if not gathered:
-        gathered_bytes = sampler_bytes(model, axes, gathered=True, int8="weights" in sampling.int8)
+        gathered_bytes = sampler_bytes(model, axes, gathered=True, in_8_bits=short)
         network += _sent(gathered_bytes, axes["fsdp"]) / ring_bandwidth(topology, axes["fsdp"])
     layer = 2.0 * model.embed_dim * rows
     if (n := axes["tensor"]) > 1:  # two sums in every layer
@@ -242,6 +244,6 @@ def _cache_bytes(
     sampling = config.sampling
     prompts, new = -(-config.train.prompts // _shards(axes)), sampling.max_new_tokens
     slots = slots_on_chip(sampling.slots, axes, gathered)
-    each = token_bytes(model, axes["tensor"], sampling.int8)
+    each = token_bytes(model, axes["tensor"], sampling.in_8_bits)
     width = config.data.longest_prompt
     return each * cached_tokens(prompts, sampling.group, width, new, slots), prompts * width * each

@@ -44,7 +44,7 @@ def cache_bytes(run: build.Run) -> float:
     new = run.kind.new_tokens
     slots = slots_on_chip(config.sampling.slots, mesh.shape, gathers(config, run.shape, mesh))
     tokens = cached_tokens(batch, group, run.width, new, slots)
-    return tokens * token_bytes(run.shape, mesh.shape["tensor"], config.sampling.int8)
+    return tokens * token_bytes(run.shape, mesh.shape["tensor"], config.sampling.in_8_bits)
 
 
 # ---------------------------------------------------------------- what would make it fit
@@ -129,7 +129,7 @@ def resharding_remedies(run: build.Run, factor: float, topology: Topology) -> li
         tensor *= 2
     if tensor > mesh.shape["tensor"]:
         lines.append(f"{key}.tensor = {tensor} divides the sampler's copy of the weights")
-    if "weights" not in run.config.sampling.int8 and not run.shape.experts:
+    if "weights" not in run.config.sampling.in_8_bits and not run.shape.experts:
         lines.append("sampling.int8 = ['weights'] halves the sampler's copy, and rounds it")
     lines.append(f"{key}.fsdp leaves the copy divided where a chip has no room for all of it")
     return lines + roomier(topology, factor)

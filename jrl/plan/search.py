@@ -36,11 +36,18 @@ from jrl.train.kinds import kind_of
 
 Sizes = tuple[tuple[str, int], ...]
 
+_REMAT = tuple(name for name in REMAT if name != "scores")
+"""Candidates; estimates have the scores of the vocabulary in no time and no memory."""
+
 SLOWER = 3
 """Ratio of compile times with effort 0 and -1, the maximum observed."""
 
 SAMPLERS = 3
 """Meshes of the sampler's own that are tried with each mesh of training."""
+
+
+Formats = tuple[tuple[str, tuple[str, ...]], ...]
+"""Of the keys ``int8`` and ``float8`` of [sampling] some, each with its value."""
 
 
 class Candidate(NamedTuple):
@@ -54,7 +61,8 @@ class Candidate(NamedTuple):
         training alternate on all of them.
       sampler: the mesh that they are arranged in while sampling; None for that of training.
       slots: see ``sampling.slots``; None for the configuration's.
-      int8: see ``sampling.int8``; None for the configuration's.
+      formats: the parts that ``sampling.int8`` and ``sampling.float8`` name; () for those of the
+        configuration.
     """
 
     mesh: Sizes
@@ -63,7 +71,7 @@ class Candidate(NamedTuple):
     rollout: Sizes | None
     sampler: Sizes | None = None
     slots: int | None = None
-    int8: tuple[str, ...] | None = None
+    formats: Formats = ()
 
     def text(self) -> str:
         """As changes to a configuration, KEY=VALUE."""
@@ -73,11 +81,10 @@ class Candidate(NamedTuple):
             settings += ["placement.staleness=1"]
         settings += [f"sampling.mesh.{axis}={n}" for axis, n in self.rollout or self.sampler or ()]
         settings += [] if self.slots is None else [f"sampling.slots={self.slots}"]
-        settings += (
-            []
-            if self.int8 is None
-            else [f"sampling.int8={json.dumps(self.int8, separators=(',', ':'))}"]
-        )
+        settings += [
+            f"sampling.{key}={json.dumps(parts, separators=(',', ':'))}"
+            for key, parts in self.formats
+        ]
         return " ".join(settings)
 
     def applied(self, config: Config) -> Config:
@@ -88,7 +95,7 @@ class Candidate(NamedTuple):
         training_mesh = {axis: n for axis, n in self.rollout or self.sampler or () if n > 1}
         changes: dict[str, Any] = {"mesh": training_mesh}
         changes |= {} if self.slots is None else {"slots": self.slots}
-        changes |= {} if self.int8 is None else {"int8": self.int8}
+        changes |= dict(self.formats)
         sampling = config.sampling.model_copy(update=changes)
         tables: dict[str, Any] = {
             "mesh": dict(self.mesh),
@@ -124,8 +131,8 @@ def search(
 
     Returns:
       For each: ``changes`` (text), ``mesh``, ``rollout_mesh``, ``sampling_mesh``, ``remat``,
-      ``microbatches``, ``slots``, ``int8``, ``placement``, ``fits``, ``step_seconds``, ``effort``
-      with which that was compiled, ``ranked_seconds`` (with the effort of the ranking),
+      ``microbatches``, ``slots``, ``int8``, ``float8``, ``placement``, ``fits``, ``step_seconds``,
+      ``effort`` with which that was compiled, ``ranked_seconds`` (with the effort of the ranking),
       ``estimated_seconds`` (before compiling), ``estimate_ratio`` (of all: the median of compiled
       over estimated times), ``seconds`` of each program, ``bytes_per_chip`` (the larger program's),
       and ``error``: why it could not be compiled, or None.
@@ -236,7 +243,7 @@ def enumerate_candidates(
             local = prompts // _shards(dict(mesh))
             splits = [parts for parts in (1, 2, 4, 8, 16, 32) if local % parts == 0]
             sampling = _slots(config, sampler or mesh), _formats(config)
-            for remat, parts, *sampler_options in itertools.product(REMAT, splits, *sampling):
+            for remat, parts, *sampler_options in itertools.product(_REMAT, splits, *sampling):
                 yield Candidate(mesh, remat, parts, *where, *sampler_options)
 
 
@@ -249,11 +256,13 @@ def _slots(config: Config, mesh: Sizes) -> list[int | None]:
     return [None, *(slot_counts if not config.sampling.slots else [])]
 
 
-def _formats(config: Config) -> list[tuple[str, ...] | None]:
-    """Subsets of ``sampling.int8``; nothing is rounded that the configuration does not round."""
-    formats = tuple(config.sampling.int8)
-    fewer = [x for n in range(len(formats)) for x in itertools.combinations(formats, n)]
-    return [None, *fewer]
+def _formats(config: Config) -> list[Formats]:
+    """With fewer parts in 8 bits; nothing is rounded that the configuration does not round."""
+    keys = {"int8": config.sampling.int8, "float8": config.sampling.float8}
+    parts = [(key, part) for key, names in keys.items() for part in names]
+    fewer = [x for n in range(len(parts)) for x in itertools.combinations(parts, n)]
+    rounded = [key for key, names in keys.items() if names]
+    return [(), *(tuple((k, tuple(p for key, p in x if key == k)) for k in rounded) for x in fewer)]
 
 
 def _shards(mesh: Mapping[str, int]) -> int:
@@ -294,7 +303,9 @@ class Estimates:
         separate = c.rollout is not None
         train, state_bytes = self._training(c.mesh, c.remat, c.microbatches, separate)
         mesh = c.rollout or c.sampler or c.mesh
-        sampling = self._sampling(mesh, c.slots, c.int8, 0.0 if separate else state_bytes, separate)
+        sampling = self._sampling(
+            mesh, c.slots, c.formats, 0.0 if separate else state_bytes, separate
+        )
         if separate:
             return max(train, sampling)
         transfer = 0.0
@@ -310,10 +321,9 @@ class Estimates:
         return training_seconds(self.config, self.model, topology, options)
 
     def _sample(
-        self, mesh: Sizes, slots: int | None, int8: Any, state_bytes: float, separate: bool
+        self, mesh: Sizes, slots: int | None, formats: Formats, state_bytes: float, separate: bool
     ) -> float:
-        overrides = {"slots": slots, "int8": int8}
-        changes = {name: value for name, value in overrides.items() if value is not None}
+        changes = dict(formats) | ({} if slots is None else {"slots": slots})
         sampling = self.config.sampling.model_copy(update=changes)
         changed = self.config.model_copy(update={"sampling": sampling})
         topology = self.half if separate else self.topology
@@ -358,7 +368,7 @@ class Compiled:
             planner = plan_disjoint, changed, self.topology, quick_plan
             return self._made(*planner, effort=self.effort)
         training = candidate.mesh, candidate.remat, candidate.microbatches
-        sampling = candidate.mesh, candidate.sampler, candidate.slots, candidate.int8
+        sampling = candidate.mesh, candidate.sampler, candidate.slots, candidate.formats
         halves = []
         for placement, key in (("sampler", sampling), ("train_step", training)):
             if key not in self._halves:
@@ -424,6 +434,7 @@ def _judge(compiled: Compiled, candidate: Candidate) -> tuple[dict[str, Any], bo
         "microbatches": candidate.microbatches,
         "slots": sampling.slots,
         "int8": list(sampling.int8),
+        "float8": list(sampling.float8),
         "placement": "colocated" if candidate.rollout is None else "disjoint",
         "effort": compiled.effort,
     }

@@ -75,7 +75,7 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     live = min(rows, slots_on_chip(config.sampling.slots, mesh.shape, gathered) or rows)
     rounds = -(-rows // live)
     shared = -(-live // sizes.group) if rounds > 1 else prompts
-    each = token_bytes(model, mesh.shape["tensor"], config.sampling.int8)
+    each = token_bytes(model, mesh.shape["tensor"], config.sampling.in_8_bits)
     cache = each * (shared * sizes.prompt + live * (sizes.new + 1) / 2)
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     columns = sizes.new if on_gpu else -(-sizes.new // _TILE) * _TILE
@@ -83,8 +83,8 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     def read(block: int) -> float:
         return float(np.ceil(np.arange(1, sizes.new + 1) / block).mean() * block / columns)
 
-    int8_weights = "weights" in config.sampling.int8
-    size = sampler_bytes(model, mesh.shape, gathered=gathered, int8=int8_weights)
+    short = "weights" in config.sampling.in_8_bits
+    size = sampler_bytes(model, mesh.shape, gathered=gathered, in_8_bits=short)
     # Of the embedding only the rows of some tokens are read.
     over = mesh.shape["tensor"] * (1 if gathered else mesh.shape["fsdp"])
     size -= model.vocab_size * model.embed_dim * jnp.dtype(model.dtype).itemsize / over

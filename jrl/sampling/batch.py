@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jrl.models import gpu
 from jrl.sampling.admission import Admission
 from jrl.sampling.cache import put_prefixes, rows_of
 from jrl.sampling.params import SamplingParams
@@ -159,6 +160,7 @@ def decode_chunk(
     top: int = 0,
     measure: Measure | None = None,
     stack: Stack | None = None,
+    at_once: int = 1,
 ) -> tuple[DecodeBatch, ChunkOutput]:
     """The batch after up to ``steps`` more tokens in every running row, and those tokens.
 
@@ -179,6 +181,7 @@ def decode_chunk(
       top: K, the most alternatives reported.
       measure: of the distribution that each token is sampled from, if the batch has room for it.
       stack: the network's policies, where rows are sampled by different ones.
+      at_once: as ``decode`` takes it, best a divisor of ``steps``.
     """
     if stack is not None and policies is not None:
         network = stack.speaking(policies)
@@ -214,6 +217,7 @@ def decode_chunk(
         stop_tokens=batch.stops,
         idle=idle,
         measure=measure,
+        at_once=at_once,
     )
     # The host gets the new columns of each row alone: [S, W], where the arrays are [S, T].
     columns = before[:, None] + jnp.arange(width)[None]
@@ -240,6 +244,8 @@ def _masked(bias: Array, masks: Array) -> Array:
         allowed = bits.reshape(bias.shape[0], -1)[:, : bias.shape[1]]
         return jnp.where(allowed == 1, bias, -jnp.inf)
 
+    if not gpu.branches():
+        return masked()
     # One program for all chunks; those without a constrained row read the masks alone.
     constrained = jnp.any(masks != jnp.uint32(0xFFFFFFFF))
     return jax.lax.cond(constrained, masked, lambda: bias)

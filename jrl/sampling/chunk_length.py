@@ -12,8 +12,12 @@ import itertools
 import statistics
 from collections.abc import Iterable
 
+from jrl.models import gpu
+
 LENGTHS = (1, 2, 4, 8, 16, 32)
 """Decode steps of a chunk, the choices."""
+GPU_LENGTHS = (1, 4, 16, 32)
+"""Those on GPUs, where each up to ``gpu.STEPS`` is a program of its own."""
 MAX_SECONDS = 0.1
 """The longest chunk, unless one step takes longer: it bounds the delay of streamed tokens."""
 _PROBES = (1, 1, 1, 4, 4, 4)
@@ -53,7 +57,7 @@ class ChunkLength:
             lengths = self._lengths if queued else ()
             # Where nobody waits, an idle slot costs nothing, and the longest chunk within
             # MAX_SECONDS is best.
-            self._chosen[queued] = best(self.host_seconds, self.step_seconds, lengths, LENGTHS)
+            self._chosen[queued] = best(self.host_seconds, self.step_seconds, lengths, choices())
         return self._chosen[queued]
 
     def record_chunk(self, steps: int, seconds: float) -> None:
@@ -78,6 +82,11 @@ class ChunkLength:
             self._ended += 1
         if self._ended % _REFRESH == 0:
             self._chosen.clear()
+
+
+def choices() -> tuple[int, ...]:
+    """The lengths to choose from, under the mesh in use."""
+    return LENGTHS if gpu.steps_at_once() == 1 else GPU_LENGTHS
 
 
 def costs(times: Iterable[tuple[int, float]]) -> tuple[float, float]:

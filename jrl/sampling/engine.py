@@ -22,7 +22,7 @@ from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.admission import RowSampling, RowStart
 from jrl.sampling.batch import ChunkOutput
-from jrl.sampling.chunk_length import LENGTHS, ChunkLength
+from jrl.sampling.chunk_length import LENGTHS, ChunkLength, choices
 from jrl.sampling.grammar import Grammars, no_mask
 from jrl.sampling.request import (
     TOP_LOGPROBS,
@@ -378,7 +378,10 @@ class Engine:
         """
         if self.busy:
             raise UserError("compile the engine before it is given requests")
-        return self.rows.compile(recompute=refresh)
+        steps = choices() if self._chunk is None else (self._chunk,)
+        # Rows with a grammar take single steps.
+        single = (1,) if self._grammars is not None else ()
+        return self.rows.compile(recompute=refresh, steps=(*steps, *single))
 
     @property
     def executables(self) -> int:

@@ -118,6 +118,8 @@ def kept_tokens(scaled: Array, sampling_params: SamplingParams) -> Array:
     """
     scaled = jax.lax.stop_gradient(scaled)
     mask = jnp.ones(scaled.shape, bool)
+    if gpu.draws(scaled) and (sampling_params.truncates or sampling_params.floors):
+        return scaled >= gpu.least_kept(scaled, *_truncation(scaled, sampling_params))[:, None]
     if sampling_params.truncates:
         rows = scaled.shape[:1]
         k = jnp.broadcast_to(jnp.asarray(sampling_params.top_k), rows)
@@ -134,6 +136,19 @@ def kept_tokens(scaled: Array, sampling_params: SamplingParams) -> Array:
         floor = jnp.log(jnp.maximum(_column(sampling_params.min_p, scaled), 1e-30))
         mask &= scaled - peak >= floor
     return mask
+
+
+def _truncation(logits: Array, sampling_params: SamplingParams) -> tuple[Array, ...]:
+    """Top-k, top-p and min-p of each row of the logits [B, V]; what a flag rules out is off."""
+    rows = logits.shape[:1]
+    spread = lambda x: jnp.broadcast_to(jnp.asarray(x), rows)  # noqa: E731
+    k, p, floor = map(spread, (sampling_params.top_k, sampling_params.top_p, sampling_params.min_p))
+    cold = sampling_params.mixed & (spread(sampling_params.temperature) <= 0)
+    return (
+        jnp.where(cold, 0, k) if sampling_params.truncates else jnp.zeros_like(k),
+        jnp.where(cold, 1.0, p) if sampling_params.truncates else jnp.ones_like(p),
+        floor if sampling_params.floors else jnp.zeros_like(floor),
+    )
 
 
 def _cuts(scaled: Array, k: Array, p: Array) -> Array:
@@ -259,12 +274,15 @@ def scaled_logits(logits: Array, sampling_params: SamplingParams) -> tuple[Array
     """Logits over temperature [B, V], and which rows are greedy [B, 1]."""
     temperature = _column(sampling_params.temperature, logits)
     greedy = temperature <= 0
-    logits = logits.astype(jnp.float32)
-    if sampling_params.bias is not None:
-        logits = logits + (
-            sampling_params.bias[None] if sampling_params.bias.ndim == 1 else sampling_params.bias
-        )
-    return logits / jnp.where(greedy, 1.0, temperature), greedy
+    return _biased(logits, sampling_params) / jnp.where(greedy, 1.0, temperature), greedy
+
+
+def _biased(logits: Array, sampling_params: SamplingParams) -> Array:
+    """Logits [B, V] float32 with the bias, if there is one."""
+    logits, bias = logits.astype(jnp.float32), sampling_params.bias
+    if bias is None:
+        return logits
+    return logits + (bias[None] if bias.ndim == 1 else bias)
 
 
 def sampling_logprobs(logits: Array, sampling_params: SamplingParams) -> Array:
@@ -342,9 +360,10 @@ def sample(uniform: Array, logits: Array, sampling_params: SamplingParams) -> tu
     """
     chex.assert_rank([uniform, logits], [1, 2])
     shaped = sampling_params.truncates or sampling_params.floors
-    if not shaped and sampling_params.bias is None and gpu.draws(logits):
-        temperature = jnp.asarray(sampling_params.temperature)
-        return gpu.draw(uniform, logits, jnp.broadcast_to(temperature, logits.shape[:1]))
+    if gpu.draws(logits):
+        temperature = jnp.broadcast_to(jnp.asarray(sampling_params.temperature), logits.shape[:1])
+        truncation = _truncation(logits, sampling_params) if shaped else ()
+        return gpu.draw(uniform, _biased(logits, sampling_params), temperature, truncation)
     scaled, greedy = scaled_logits(logits, sampling_params)
     if sampling_params.bias is None:
         # The same number as below, and the scaled logits need not be stored to find it.

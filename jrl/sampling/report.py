@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jrl.models import gpu
 from jrl.sampling.params import SamplingParams, kept_tokens, scaled_logits
 from jrl.types import Array
 
@@ -58,13 +59,18 @@ class TokenReport(struct.PyTreeNode):
             token_logprob = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
             likeliest = lambda: tuple(jax.lax.top_k(logprobs, report.top_ids.shape[2]))  # noqa: E731
             nothing = lambda: (report.top_logprobs[:, 0], report.top_ids[:, 0])  # noqa: E731
-            top_values, ids = jax.lax.cond(jnp.any(report.wanted > 0), likeliest, nothing)
+            some = jnp.any(report.wanted > 0)
+            # On a GPU there is a report only where a row asked for it, see ``Rows``.
+            branches = gpu.branches()
+            top_values, ids = jax.lax.cond(some, likeliest, nothing) if branches else likeliest()
             return report.replace(
                 logprobs=report.logprobs.at[:, step].set(token_logprob),
                 top_ids=report.top_ids.at[:, step].set(ids),
                 top_logprobs=report.top_logprobs.at[:, step].set(top_values),
             )
 
+        if not gpu.branches():
+            return filled(self)
         return jax.lax.cond(jnp.any(self.wanted >= 0), filled, lambda report: report, self)
 
 

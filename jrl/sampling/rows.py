@@ -21,6 +21,7 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.mesh import parts_of
+from jrl.models import gpu
 from jrl.sampling import batch as programs
 from jrl.sampling.admission import AdmissionBuilder, RowSampling, RowStart, widths
 from jrl.sampling.batch import ChunkOutput, DecodeBatch
@@ -168,6 +169,7 @@ class Rows:
                 stack=stack,
             ),
             donate_argnums=1,
+            static_argnames="at_once",
         )
         self._recompute = jax.jit(bind(programs.recompute, network=network), donate_argnums=1)
         self._extend = jax.jit(bind(programs.extend, network=network), donate_argnums=1)
@@ -343,9 +345,10 @@ class Rows:
           fetch: whether the output is brought to the host; else it is not waited for.
         """
         # Slots for which there is no work are not idle, and must not end the chunk early.
-        most = self.slots if wanted is None else wanted
+        most, chunk = self.slots if wanted is None else wanted, self._chunk
         run = functools.partial(
             self._run_chunk,
+            at_once=gpu.block_of(chunk if steps is None else steps),
             idle=IdleLimit(*np.array([most, self.costs.idle_steps()], np.int32)),
             reports=reports,
             policies=None if policies is None else np.array(policies, np.int32),
@@ -359,7 +362,7 @@ class Rows:
             jax.device_get(run(0))
             empty = time.perf_counter() - began
         began = time.perf_counter()
-        out = run(self._chunk if steps is None else steps)
+        out = run(chunk if steps is None else steps)
         out = jax.device_get(out) if fetch else out
         if timed and out.steps:
             decoding = time.perf_counter() - began - empty
@@ -373,14 +376,17 @@ class Rows:
         self,
         steps: int,
         *,
+        at_once: int,
         idle: IdleLimit,
         reports: Sequence[int] | None,
         policies: np.ndarray | None,
         masks: np.ndarray | None,
     ) -> ChunkOutput:
         """One call of the program; the output is on the device."""
-        # Where reports can be asked for they always have an array, so that there is one program.
+        # Where reports can be asked for they always have an array, so that there is one program;
+        # on a GPU it would branch in every step, and there are two.
         counts = np.array([-1] * self.slots if reports is None else reports, np.int32)
+        asked = self._reports and (gpu.branches() or bool(counts.max() >= 0))
         self._batch, out = self._decode(
             self._weights,
             self.batch,
@@ -388,9 +394,10 @@ class Rows:
             self._halted,
             np.int32(steps),
             idle,
-            counts if self._reports else None,
+            counts if asked else None,
             policies,
             masks,
+            at_once=at_once,
         )
         # A report that nobody asked for is not sent to the host.
         return out if counts.max() >= 0 else out._replace(report=None)
@@ -435,12 +442,14 @@ class Rows:
         self._batch = saved.replace(slots=saved.slots.replace(keys=keys))
         self._halted = np.array(state["halted"], np.int32)
 
-    def compile(self, *, recompute: bool = True) -> int:
+    def compile(self, *, recompute: bool = True, steps: Sequence[int] = (1,)) -> int:
         """Runs the programs that admit and decode once on empty input.
 
         Args:
           recompute: also the program of ``set_weights(recompute=True)``, which takes as long as
             scoring all rows at their full length.
+          steps: of the chunks that will be decoded. On a GPU those of other blocks have programs of
+            their own, and those with a report.
 
         Returns:
           The number of programs.
@@ -451,7 +460,9 @@ class Rows:
         for count, width in itertools.product(counts, self._builder.widths):
             new = self._builder.empty(count, width)
             self._batch = self._admit(self._weights, self._batch, new)
-        self.decode(0, steps=1)
+        for most in {gpu.block_of(each): each for each in steps}.values():
+            for top in (-1, 0) if self._reports and not gpu.branches() else (-1,):
+                self.decode(0, steps=most, reports=[top] * self.slots)
         if recompute:
             self._batch = self._recompute(self._weights, self._batch)
         self.wait()

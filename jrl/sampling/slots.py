@@ -304,7 +304,7 @@ def decode(
         None where that is None.
       at_once: steps that nearly every call takes, where their number is an array. On a GPU the end
         is looked for after so many, at most ``gpu.STEPS``; steps beyond it take time, and draw
-        nothing.
+        nothing. Whether slots are idle is looked at as often.
 
     Returns:
       The new state, and the number of decode steps taken, [] int32.
@@ -317,12 +317,15 @@ def decode(
 
     before = slots.lengths
 
-    def running(carry: tuple[Array, Slots, Array]) -> Array:
-        i, slots, spent = carry
-        runs = jnp.sum(slots.stop == StopReason.RUNNING)
+    def lasts(carry: tuple[Array, Slots, Array]) -> Array:
+        i, slots, _ = carry
         # A loop, not a scan: it ends with the longest row, and the rows that end before cost a slot
         # each.
-        goes = (i < steps) & (runs > until)
+        return (i < steps) & (jnp.sum(slots.stop == StopReason.RUNNING) > until)
+
+    def running(carry: tuple[Array, Slots, Array]) -> Array:
+        i, slots, spent = carry
+        goes, runs = lasts(carry), jnp.sum(slots.stop == StopReason.RUNNING)
         return goes if idle is None else goes & ((i == 0) | (spent + idle.of(runs) <= idle.steps))
 
     one_token = partial(_one_token, weights, stops, first, network, idle, measure)
@@ -330,12 +333,13 @@ def decode(
     at_once = min(gpu.steps_at_once(), steps if isinstance(steps, int) else at_once)
 
     def several(carry: tuple[Array, Slots, Array]) -> tuple[Array, Slots, Array]:
-        # Steps beyond the end draw nothing, so that it is exact.
+        # Steps beyond the end draw nothing, so that it is exact. While slots are idle the others
+        # draw on: these steps take their time in any case.
         begin = carry[0]
 
         def one(step: Array, state: tuple[Slots, Array]) -> tuple[Slots, Array]:
             now = begin + step, *state
-            return one_token(now, running(now))[1:]
+            return one_token(now, lasts(now))[1:]
 
         return begin + at_once, *jax.lax.fori_loop(0, at_once, one, carry[1:])
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 
 from jrl.config import Config
+from jrl.config.tables import SamplingTable
 from jrl.episodes.host import HostEnv
 from jrl.errors import UserError
 from jrl.methods.base import Method, Schedule
@@ -64,7 +65,7 @@ TABLE: tuple[Feature, ...] = (
     # -- the network that a method trains
     _forbids("own layout", "lora", "all weights are trained"),
     _forbids("own layout", "placement, sampling mesh", "the policy draws where it is trained"),
-    _forbids("own layout", "int8, router replay", "the sampler has the network as it is trained"),
+    _forbids("own layout", "8 bits, router replay", "the sampler has the network as it is trained"),
     _forbids("several policies", "packed, in flight", "a batch is divided by players"),
     # -- copies of the policy, whose base is no part of it with adapters
     _forbids(
@@ -143,6 +144,7 @@ TABLE: tuple[Feature, ...] = (
 )
 
 WITHOUT: Mapping[str, str] = {
+    "8 bits": "set sampling.int8 and sampling.float8 to []",
     "attention": "choose another method",
     "branches": "set tree.kind to 'none'",
     "compiled": "set train.mode to 'host'",
@@ -158,7 +160,6 @@ WITHOUT: Mapping[str, str] = {
     "group loss": "choose another method",
     "held copies": "choose a method that copies no policy",
     "in flight": "set train.mode to 'host'",
-    "int8": "set sampling.int8 to []",
     "judge": "remove the judge",
     "lora": "remove [lora]",
     "nothing drawn": "choose a method that draws its own completions",
@@ -295,7 +296,7 @@ def _config_features(config: Config) -> Features:
         "lora": (config.lora, "[lora]"),
         "placement": (config.placement, "[placement]"),
         "sampling mesh": (sampling.mesh and not config.placement, "[sampling.mesh]"),
-        "int8": (sampling.int8, f"sampling.int8 = {list(sampling.int8)}"),
+        "8 bits": (sampling.in_8_bits, " and ".join(_formats(sampling))),
         "router replay": (config.replays_routing, "objective.router_replay = true"),
         "router losses": (losses, " and ".join(f"objective.{k} = {objective[k]}" for k in losses)),
         "entropy bonus": (
@@ -313,6 +314,12 @@ def _config_features(config: Config) -> Features:
     return _present(items) | {
         name: f"train.mode = {mode!r}" for name, value in modes.items() if value == mode
     }
+
+
+def _formats(sampling: SamplingTable) -> list[str]:
+    """The keys that have parts of the sampler in 8 bits, with their values."""
+    keys = {"int8": sampling.int8, "float8": sampling.float8}
+    return [f"sampling.{key} = {list(parts)}" for key, parts in keys.items() if parts]
 
 
 def method_features(method: Method, named: str = "the method") -> Features:

@@ -74,21 +74,21 @@ def gathers(config: Config, model: ModelConfig, mesh: Mesh) -> bool:
 
 def prepared_bytes(config: Config, model: ModelConfig, mesh: Mesh) -> float:
     """Bytes of the weights on one device as the sampler reads them on this mesh."""
-    whole, short = gathers(config, model, mesh), "weights" in config.sampling.int8
-    return sampler_bytes(model, mesh.shape, gathered=whole, int8=short)
+    whole, short = gathers(config, model, mesh), "weights" in config.sampling.in_8_bits
+    return sampler_bytes(model, mesh.shape, gathered=whole, in_8_bits=short)
 
 
 def has_room(
     config: Config, model: ModelConfig, axes: Mapping[str, int], limit: float, state: float
 ) -> bool:
     """``gathers`` on a mesh with these axes, beside ``state`` bytes of the training state."""
-    short = "weights" in config.sampling.int8
-    size = sampler_bytes(model, axes, gathered=True, int8=short)
+    short = "weights" in config.sampling.in_8_bits
+    size = sampler_bytes(model, axes, gathered=True, in_8_bits=short)
     return size + state + _cache_bytes(config, model, axes) <= ROOM * limit
 
 
 def sampler_bytes(
-    model: ModelConfig, axes: Mapping[str, int], *, gathered: bool, int8: bool = False
+    model: ModelConfig, axes: Mapping[str, int], *, gathered: bool, in_8_bits: bool = False
 ) -> float:
     """Bytes of the weights as the sampler reads them, on one device.
 
@@ -96,7 +96,7 @@ def sampler_bytes(
       model: the policy's shape.
       axes: devices along each axis of the mesh.
       gathered: whether every device holds what fsdp divides.
-      int8: whether matrices are integers with a float32 scale for each output channel.
+      in_8_bits: whether matrices are 8-bit numbers with a float32 scale for each output channel.
     """
     table = dict(weight_table(model))
     if model.tied_embeddings:
@@ -108,7 +108,7 @@ def sampler_bytes(
     total = 0.0
     for spec in _specs(table):
         size = jnp.dtype(model.dtype).itemsize
-        if int8 and spec.inputs:
+        if in_8_bits and spec.inputs:
             # Scales are per layer and output channel: the summed axes of the matrix are left out.
             lead = 1 if spec.axes[0] == "layers" else 0
             scales = slice(lead, lead + spec.inputs)
@@ -166,21 +166,21 @@ def _cache_bytes(config: Config, model: ModelConfig, axes: Mapping[str, int]) ->
     prompts, slots = -(-config.train.prompts // shards), slots_on_chip(sampling.slots, axes, True)
     width, new = config.data.longest_prompt, sampling.max_new_tokens or 0
     tokens = cached_tokens(prompts, sampling.group, width, new, slots)
-    return tokens * token_bytes(model, axes["tensor"], sampling.int8)
+    return tokens * token_bytes(model, axes["tensor"], sampling.in_8_bits)
 
 
-def token_bytes(model: ModelConfig, tensor: int, int8: Sequence[str]) -> float:
+def token_bytes(model: ModelConfig, tensor: int, in_8_bits: Sequence[str]) -> float:
     """Bytes of the keys and values of one token on one chip, all layers together.
 
     Args:
       model: the policy's shape.
       tensor: devices that heads are divided over.
-      int8: ``sampling.int8``; a vector of 8-bit numbers has a float32 scale.
+      in_8_bits: ``sampling.in_8_bits``; a vector of 8-bit numbers has a float32 scale.
     """
     # Rounded up: fewer heads than devices are repeated, not divided.
     heads = -(-model.kv_heads // tensor)
     size = jnp.dtype(model.dtype).itemsize
-    vector = model.head_dim + 4 if "cache" in int8 else model.head_dim * size
+    vector = model.head_dim + 4 if "cache" in in_8_bits else model.head_dim * size
     return float(2 * model.layers * heads * vector)
 
 

@@ -126,7 +126,7 @@ def _check(run: Any, setting: str, prompts: int, group: int, *, sampled: bool = 
     size = 4.0 * prompts * run.width + float(prompts) * group * new * _TOKEN_BYTES
     # The caches of episodes may wait on the host, so they are not counted.
     if sampled and run.model is not None and not config.data.plays:
-        itemsize = 1 if "cache" in config.sampling.int8 else np.dtype(run.model.dtype).itemsize
+        itemsize = 1 if "cache" in config.sampling.in_8_bits else np.dtype(run.model.dtype).itemsize
         cached = cached_tokens(prompts, group, run.width, new, config.sampling.slots)
         size += cached * token_cache_bytes(run.model, itemsize)
     keys = " or ".join(part.split(" = ")[0] for part in setting.split(" with "))

@@ -163,7 +163,7 @@ def max_new_tokens(config: Config, task: Task | Env | None) -> int:
 
 def sampler_differs(config: Config) -> bool:
     """Whether completions to train on are drawn from another distribution than the policy's."""
-    return bool(config.sampling.int8) and config.data.given is None
+    return bool(config.sampling.in_8_bits) and config.data.given is None
 
 
 def _divided(

@@ -299,7 +299,7 @@ def check_resharding(run: Run) -> None:
     tensor, heads = own.shape["tensor"], run.model.kv_heads
     wide = [t for t in range(tensor + 1, heads + 1) if heads % t == 0 and own.size % t == 0]
     does = [f"raise sampling.mesh.tensor to {wide[-1]}"] if wide else []
-    if "weights" not in run.config.sampling.int8 and not run.model.experts:
+    if "weights" not in run.config.sampling.in_8_bits and not run.model.experts:
         does.append("set sampling.int8 to ['weights']")
     does.append("raise mesh.fsdp, or take more or larger chips")
     raise UserError(

@@ -30,9 +30,9 @@ from jrl.train.placement import sampler_mesh
 from jrl.train.shapes import abstract_batch, abstract_parameters
 
 AUTO = "auto"
-ORDER = ("elementwise", "dots", "mlp", "full")
-"""Candidates, the fastest first. "none" is not among them: to write and read what it keeps takes
-longer than to compute it again."""
+ORDER = ("scores", "elementwise", "dots", "mlp", "full")
+"""Candidates, the fastest first; "scores" on GPUs alone, where it was looked at. "none" is not
+among them: to write and read what it keeps takes longer than to compute it again."""
 
 SURE, HOPELESS = 0.7, 1.2
 """Of a device's memory: below the one a count is believed to fit, above the other not to. Between
@@ -114,7 +114,7 @@ def choose(
     """
     refused: dict[str, float] = {}
     measured, ratio = 0, 1.0
-    for remat in ORDER:
+    for remat in ORDER if _platform(run) == "gpu" else ORDER[1:]:
         candidate, share = with_remat(run, remat), SCALED if measured else COUNTED
         counted = counted_bytes(candidate)
         size = ratio * counted
@@ -204,7 +204,11 @@ def counted_bytes(run: build.Run) -> float:
     if config.train.microbatches > 1:  # summed in float32
         gradient += 4.0 * trained / jnp.dtype(model.param_dtype).itemsize
     activations = tokens * size * (kept + passing)
-    return held + gradient + activations + _gathered_bytes(run) + _head_bytes(run)
+    return held + gradient + activations + _gathered_bytes(run) + _head_bytes(run, tokens)
+
+
+def _platform(run: build.Run) -> str:
+    return named_platform(run.mesh.devices.flat[0].platform)
 
 
 def _gathered_bytes(run: build.Run) -> float:
@@ -216,12 +220,17 @@ def _gathered_bytes(run: build.Run) -> float:
     return each * (2 * jnp.dtype(model.dtype).itemsize + 4)
 
 
-def _head_bytes(run: build.Run) -> float:
-    """Bytes of a part of the scores with its gradient, and of the sums of the head's gradient."""
-    model = run.shape
-    scores = ROOM[named_platform(run.mesh.devices.flat[0].platform)]
+def _head_bytes(run: build.Run, tokens: float) -> float:
+    """Bytes of a part of the scores with its gradient, and of the sums of the head's gradient.
+
+    Of kept scores also four bytes each, and two of their gradients, which exist together.
+    """
+    model, tensor = run.shape, run.mesh.shape["tensor"]
+    scores = tokens * model.vocab_size / tensor
+    part = 10.0 * min(float(ROOM[_platform(run)]), scores)
+    kept = 6.0 * scores if run.config.model.remat == "scores" else 0.0
     sums = 0.0 if run.config.lora is not None else 4.0 * model.vocab_size * model.embed_dim
-    return 10.0 * scores + sums / (run.mesh.shape["tensor"] * run.mesh.shape["fsdp"])
+    return part + kept + sums / (tensor * run.mesh.shape["fsdp"])
 
 
 def saved_numbers(model: ModelConfig, tensor: int, remat: str) -> float:
@@ -240,7 +249,7 @@ def saved_numbers(model: ModelConfig, tensor: int, remat: str) -> float:
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim
     # The layer's input and what attention adds to it; nothing reads what the layer ends with.
     products = 2.0 * model.embed_dim + (heads + 2 * wide * (remat != "mlp")) / tensor
-    scale = {"dots": 0.0, "elementwise": 1.0, "mlp": 1.0}.get(remat, 3.0)
+    scale = {"dots": 0.0, "scores": 1.0, "elementwise": 1.0, "mlp": 1.0}.get(remat, 3.0)
     attention = scale * model.heads * model.head_dim / tensor
     rest = 0.0 if remat != "none" else 4.0 * model.embed_dim + 2 * wide / tensor
     return products + attention + rest

@@ -54,8 +54,8 @@ def weights_program(run: Run, network: Network, mesh: Mesh) -> Any:
     axes, short = network.axes(), lambda params: params
     if model is not None and run.config.lora is None:  # rounded before they are sent
         short = partial(rounded, config=model)
-        if "weights" in run.config.sampling.int8:
-            short, axes = partial(in_8_bits, config=model), axes_in_8_bits(model, axes)
+        if (kind := run.config.sampling.formats["weights"]) != "same":
+            short, axes = partial(in_8_bits, config=model, to=kind), axes_in_8_bits(model, axes)
     # A network of one's own does not say how its prepared weights are divided: as its weights are.
     into = None if model is not None else tree_shardings(mesh, network.axes(), shapes)
     gathered = model is not None and network.extras.gathered

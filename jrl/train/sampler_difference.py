@@ -85,7 +85,7 @@ def measure_run(run: Run, state: TrainState) -> dict[str, float]:
 def difference_text(run: Run, state: TrainState) -> str:
     """What a run says when its sampler draws from another distribution than the policy's."""
     drift = measure_run(run, state)
-    what = " and ".join(run.config.sampling.int8)
+    what = " and ".join(run.config.sampling.in_8_bits)
     return (
         f"sampling with {what} in 8 bits draws from another distribution than the policy's: over "
         f"{drift['tokens']:.0f} tokens log-probabilities differ by {drift['mean_difference']:.2g} "

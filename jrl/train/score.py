@@ -98,6 +98,7 @@ def shared_rows(batch: Batch) -> SharedRows:
     # Position of a row's first column: it holds the prompt's last token again.
     start = jnp.repeat(batch.prompt_lengths, g)[:, None] - 1
     tokens = jnp.concatenate([last, batch.tokens[:, :, :-1]], axis=2)
+    lengths: Array | None = batch.lengths.reshape(n * g)
     segments = (step < batch.lengths.reshape(n * g, 1)).astype(jnp.int32)
     if "context" in batch.ids:  # each continues the prompt, at its own columns of the row
         context = batch.ids["context"]
@@ -107,7 +108,7 @@ def shared_rows(batch: Batch) -> SharedRows:
         first = live & (jnp.diff(context, axis=2, prepend=-1) != 0)
         tokens = jnp.where(first, last, tokens)
         began = jax.lax.cummax(jnp.where(first, step[None], 0), axis=2).reshape(n * g, t)
-        segments, step = segments * (began + 1), step - began
+        segments, step, lengths = segments * (began + 1), step - began, None
     # One completion a row; attention reads row r with prompt r // g.
     shared = SharedRows(
         prompt_tokens=batch.prompt_tokens[:, None],
@@ -116,6 +117,7 @@ def shared_rows(batch: Batch) -> SharedRows:
         positions=start + step,
         segments=segments,
         owners=jnp.zeros((n * g, t), jnp.int32),
+        lengths=lengths,
         routing=batch.routing,
     )
     if (experts := batch.routing) is not None:

@@ -389,7 +389,7 @@ def compile_step(step: Step, shardings: TrainState, mesh: Mesh) -> Step:
         in_shardings=(shardings, None, replicated(mesh)),
         out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
-        compiler_options=compiler_options(mesh),
+        compiler_options=compiler_options(mesh, training=True),
     )
 
 

@@ -610,6 +610,8 @@ class SharedRows(NamedTuple):
       owners: [R, C] int32, in [0, b): which prompt of its block a token continues.
       ends: [R, C] int32: the segments from a token's own up to this one, which is left out, attend
         to the token; None for its own alone.
+      lengths: [R] int32, tokens of each row, where it is one segment from column 0 that continues
+        the one prompt of its block; else None.
       routing: the experts to send tokens to, prompts [M, b, P, n, k] and tokens [R, C, n, k]; None
         to send them where the router does.
     """
@@ -621,6 +623,7 @@ class SharedRows(NamedTuple):
     segments: Array
     owners: Array
     ends: Array | None = None
+    lengths: Array | None = None
     routing: RoutingRecord | None = None
 
 
@@ -631,11 +634,14 @@ class Head(NamedTuple):
       weight: [V, D] or [D, V].
       axis: the vocabulary's, of the weight.
       softcap: scores become cap * tanh(score / cap); None for none.
+      kept: whether a backward pass gets the scores, four bytes each, in place of the product that
+        makes them again.
     """
 
     weight: Array
     axis: int
     softcap: float | None = None
+    kept: bool = False
 
 
 class Split(NamedTuple):

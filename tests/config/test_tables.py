@@ -25,6 +25,7 @@ WRONG = {
     "log.to=wandb": "log.to = 'wandb'; must be tensorboard, wandb:PROJECT, "
     "trackio:PROJECT or mlflow:EXPERIMENT",
     "sampling.int8=cash": "sampling.int8 = 'cash'; did you mean 'cache'? choose from cache, w",
+    "sampling.float8=cache": "sampling.float8 = 'cache'; has weights alone; set sampling.int8 = ",
     "frozen.ref=3": "frozen.ref = 3; must be text or a list",
     "frozen.ref=[]": "frozen.ref = []; must not be empty",
     "lora.alpha=3.0": "lora.rank is missing: rank of the adapters",
@@ -219,9 +220,18 @@ def test_a_word_stands_for_a_list_of_one():
     config = load_config(None, ["frozen.ref=DIR", "sampling.int8=cache", "log.to=wandb:mine"])
     assert config.frozen == {"ref": ("DIR",)}
     assert config.sampling.formats == {"weights": "same", "cache": "int8"}
+    assert config.sampling.in_8_bits == ("cache",)
     assert config.log.to == ("wandb:mine",)
     two = load_config(None, ["frozen.ref=['A', 'B']"])
     assert two.frozen == {"ref": ("A", "B")}
+
+
+def test_weights_are_in_one_format_of_8_bits():
+    config = load_config(None, ["sampling.int8=cache", "sampling.float8=weights"])
+    assert config.sampling.formats == {"weights": "float8", "cache": "int8"}
+    assert config.sampling.in_8_bits == ("weights", "cache")
+    with pytest.raises(UserError, match=r"sampling.int8 and sampling.float8 both name 'weights'"):
+        load_config(None, ["sampling.int8=['cache', 'weights']", "sampling.float8=weights"])
 
 
 @pytest.mark.parametrize(("samples", "ks"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6))])

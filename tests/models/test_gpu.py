@@ -1,13 +1,16 @@
 """Kernels for token steps on GPUs, run step by step on the CPU, against the plain functions."""
 
 import contextlib
+import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
@@ -30,11 +33,11 @@ from jrl.models.gpu_kernels import (
     pick,
     takes_product,
 )
-from jrl.models.layers import angles, frequencies, rotate
+from jrl.models.layers import angles, frequencies, rms_norm, rotate
 from jrl.models.quant import quantise, quantise_entries, sampler
 from jrl.models.transformer import transformer
 from jrl.sampling.cache import share
-from jrl.sampling.params import SamplingParams, sample
+from jrl.sampling.params import SamplingParams, kept_tokens, sample, token_logprobs
 from jrl.sampling.slots import prefill
 
 BF16 = jnp.bfloat16
@@ -143,20 +146,33 @@ def test_products_of_few_rows():
     parts = few_rows(x, Weight(w), interpret=True)
     assert parts.shape[0] > 1
     np.testing.assert_allclose(parts.sum(0), want, rtol=1e-4, atol=1e-3)
-    short = quantise(w, 1)
-    weight = Weight(short.values, short.scales.reshape(-1))
-    actual = few_rows(x, weight, interpret=True).sum(0)
-    want_8 = np.asarray(x, np.float64) @ np.asarray(short.whole(), np.float64)
-    np.testing.assert_allclose(actual, want_8, rtol=1e-4, atol=1e-3)
+    for kind in ("int8", "float8"):
+        short = quantise(w, 1, to=kind)
+        weight = Weight(short.values, short.scales.reshape(-1))
+        actual = few_rows(x, weight, interpret=True).sum(0)
+        want_8 = np.asarray(x, np.float64) @ np.asarray(short.whole(), np.float64)
+        np.testing.assert_allclose(actual, want_8, rtol=1e-4, atol=1e-3)
     # Gate and up in turn, PAIRED columns each.
-    pair = want.reshape(5, -1, 2, PAIRED)
-    gate, up = (np.asarray(pair[:, :, i].reshape(5, -1)) for i in (0, 1))
-    out = gated(x, Weight(w), jax.nn.silu, interpret=True)
-    silu = gate / (1 + np.exp(-gate)) * up
-    np.testing.assert_allclose(out.astype(jnp.float32), silu, rtol=0.03, atol=0.5)
+    for made, product in ((Weight(w), want), (weight, want_8)):
+        pair = product.reshape(5, -1, 2, PAIRED)
+        gate, up = (np.asarray(pair[:, :, i].reshape(5, -1)) for i in (0, 1))
+        out = gated(x, made, jax.nn.silu, interpret=True)
+        silu = gate / (1 + np.exp(-gate)) * up
+        np.testing.assert_allclose(out.astype(jnp.float32), silu, rtol=0.03, atol=0.5)
     assert takes_product(64, 128, 192)
     assert not takes_product(65, 128, 192)
     assert not takes_product(1, 96, 192)
+
+
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_every_number_in_float8_is_read_exactly(dtype):
+    """All 254 of them, subnormals too, one beside the other as a weight of an identity's rows."""
+    bits = jnp.arange(256, dtype=jnp.uint8)
+    numbers = jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn)
+    numbers = jnp.where(jnp.isnan(numbers.astype(jnp.float32)), 0, numbers)
+    weight = Weight(jnp.tile(numbers.reshape(4, 64), (16, 1)), jnp.full(64, 2.0))
+    rows = few_rows(jnp.eye(64, dtype=dtype)[:4], weight, interpret=True).sum(0)
+    np.testing.assert_array_equal(rows, 2 * numbers.astype(jnp.float32).reshape(4, 64))
 
 
 def test_a_sum_and_its_norm():
@@ -210,6 +226,67 @@ def test_a_draw_is_that_of_the_plain_search(vocab):
     np.testing.assert_allclose(logprob[1], exact, atol=2e-5)
 
 
+def shaped(rows):
+    """Distributions of rows: off, hot and cold, top-k, top-p, min-p, all of them, and extremes."""
+    kinds = [
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 5, 1.0, 0.0),
+        (2.0, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (1.5, 40, 0.9, 0.01),
+        (0.0, 5, 0.5, 0.5),
+        (1.0, 1, 1.0, 0.0),
+        (1.0, 10**6, 1e-6, 0.0),
+    ]
+    temperature, top_k, top_p, min_p = np.array([kinds[i % len(kinds)] for i in range(rows)]).T
+    arrays = map(jnp.float32, (temperature, top_p, min_p))
+    temperature, top_p, min_p = arrays
+    flags = {"truncates": True, "mixed": True, "floors": True}
+    return SamplingParams(temperature, jnp.int32(top_k), top_p, min_p, greedy=True, **flags)
+
+
+@pytest.mark.parametrize("vocab", [pytest.param(23, marks=pytest.mark.slow), 9000])
+def test_truncation_keeps_what_the_plain_search_keeps(vocab, monkeypatch):
+    """With ties, forbidden tokens, both zeros, and a bias."""
+    rng, rows = np.random.default_rng(6), 8
+    logits = jnp.asarray(np.round(4 * rng.normal(size=(rows, vocab)), 2), jnp.float32)
+    logits = logits.at[:, 3].set(-jnp.inf).at[:, 7].set(0.0).at[:, 8].set(-0.0)
+    uniform = jnp.asarray(rng.uniform(size=rows), jnp.float32)
+    params = shaped(rows)
+    kept, (token, logprob) = kept_tokens(logits, params), sample(uniform, logits, params)
+    assert kept[6].sum() == kept[7].sum() == 1
+    monkeypatch.setattr(gpu, "draws", lambda logits: True)
+    # Rows that keep all keep the forbidden one too, which weighs nothing.
+    again = kept_tokens(logits, params) & (logits > -jnp.inf)
+    live = np.asarray(params.temperature) > 0
+    np.testing.assert_array_equal(again[live], (kept & (logits > -jnp.inf))[live])
+    again, logprob_again = sample(uniform, logits, params)
+    np.testing.assert_array_equal(again, token)
+    np.testing.assert_allclose(logprob_again, logprob, atol=2e-5)
+    scores = partial(token_logprobs, tokens=token, sampling_params=params)
+    np.testing.assert_allclose(scores(logits)["logprobs"][live], logprob[live], atol=2e-5)
+    slope = jax.grad(lambda x: scores(x)["logprobs"][live].sum())(logits)
+    np.testing.assert_allclose(slope[live].sum(1), 0.0, atol=1e-4)
+    forbids = jnp.zeros(vocab).at[token[0]].set(-jnp.inf)
+    assert sample(uniform, logits, params.replace(bias=forbids))[0][0] != token[0]
+
+
+@pytest.mark.parametrize("rows", [8, 6])
+def test_devices_that_divide_the_vocabulary_draw_what_one_draws(rows, monkeypatch):
+    """Each for rows of its own, or, where they are uneven, each for all of its rows."""
+    monkeypatch.setattr(gpu, "draws", lambda logits: True)
+    rng = np.random.default_rng(7)
+    logits = jnp.asarray(4 * rng.normal(size=(rows, 300)), jnp.float32)
+    uniform, params = jnp.asarray(rng.uniform(size=rows), jnp.float32), shaped(rows)
+    one = sample(uniform, logits, params), kept_tokens(logits, params)
+    mesh = make_mesh({"data": 2, "tensor": 2})
+    with jax.set_mesh(mesh):
+        where = NamedSharding(mesh, PartitionSpec("data", "tensor"))
+        apart = jax.device_put(logits, where)
+        several = jax.jit(sample)(uniform, apart, params), jax.jit(kept_tokens)(apart, params)
+    chex.assert_trees_all_equal(jax.device_get(several), jax.device_get(one))
+
+
 CONFIG = ModelConfig(
     vocab_size=31,
     layers=1,
@@ -225,8 +302,8 @@ CONFIG = ModelConfig(
 )
 
 
-@pytest.mark.parametrize("in_8_bits", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_steps_of_a_model_are_those_of_plain_jax(in_8_bits, monkeypatch):
+@pytest.mark.parametrize("kind", ["same", slow("int8"), slow("float8")])
+def test_steps_of_a_model_are_those_of_plain_jax(kind, monkeypatch):
     """Token steps behind shared prompts, weights and cache in 8 bits or not."""
     monkeypatch.setattr(gpu, "pairs", lambda width: PAIRED)
     prompts = jnp.asarray(np.random.default_rng(5).integers(0, 31, (2, 9)), jnp.int32)
@@ -234,8 +311,8 @@ def test_steps_of_a_model_are_those_of_plain_jax(in_8_bits, monkeypatch):
     hidden = {}
     for attention in ("triton", "xla"):
         network = transformer(CONFIG, attention=attention)
-        if in_8_bits:
-            network = sampler(network, CONFIG, weights="int8", cache="int8")
+        if kind != "same":
+            network = sampler(network, CONFIG, weights=kind, cache="int8")
         weights = network.prepare(network.init(jax.random.key(0)))
         past = prefill(weights, prompts, lengths + 1, network=network)
         rows = share(past, lengths, 3, network=network, weights=weights, length=5)
@@ -254,3 +331,30 @@ def test_steps_of_a_model_are_those_of_plain_jax(in_8_bits, monkeypatch):
         hidden[attention] = np.stack(states)
     error = np.linalg.norm(hidden["triton"] - hidden["xla"]) / np.linalg.norm(hidden["xla"])
     assert 0 < error < 0.02
+
+
+# ---------------------------------------------------------------- whole sequences
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_norm_and_rotation_in_one_pass_and_their_gradient(normed, rows):
+    """Of three rows of seven tokens with three heads, at positions of their own or of one row."""
+    draw, config = numbers(3), dataclasses.replace(CONFIG, norm_plus_one=True)
+    x, g, w = draw(3, 7, 3, 32), draw(3, 7, 3, 32), draw(32) if normed else None
+    positions = jnp.arange(7, dtype=jnp.int32)[None] + 5 * jnp.arange(rows)[:, None]
+    turn = angles(positions, jnp.asarray(frequencies(Rope(1e4), 32)))
+
+    def plain(x, w):
+        x = x if w is None else rms_norm(x, w, config)
+        return rotate(x, turn[0][:, :, None], turn[1][:, :, None])
+
+    def kernel(x, w):
+        return gpu.norm_rotated(config, x, w, turn, "heads")
+
+    (expected, back), (out, pulled) = (jax.vjp(f, x, w) for f in (plain, kernel))
+    pairs = [(out, expected)]
+    pairs += zip(jax.tree.leaves(pulled(g)), jax.tree.leaves(back(g)), strict=True)
+    for a, b in pairs:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        np.testing.assert_allclose(a, b, atol=0.01 * float(jnp.abs(b).max()))

@@ -13,7 +13,7 @@ from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.hf.peft import load_adapters, save_adapters
 from jrl.models.lora import TARGETS, Adapted, Lora, count_trained, with_adapters
-from jrl.models.quant import Int8, sampler
+from jrl.models.quant import Quantised, sampler
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
@@ -61,7 +61,7 @@ def test_merged_is_unmerged_and_off_is_the_base(base):
     params = noisy(network)
     assert isinstance(params["layers"]["mlp"]["down"], Adapted)
     held = params["layers"]["mlp"]["down"].base
-    assert isinstance(held, Int8) == (base == "int8")
+    assert isinstance(held, Quantised) == (base == "int8")
     out = logits(params)
     np.testing.assert_allclose(logits(plain_policy(params, network)), out, atol=2e-5)
 

@@ -47,14 +47,15 @@ def total(stats):
 )
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("where", ["cpu", "gpu"])
+@pytest.mark.parametrize("kept", [False, True])
 def test_fused_logprobs_equal_the_whole_softmax(
-    v, axis, softcap, devices, at_once, entropy, where, monkeypatch
+    v, axis, softcap, devices, at_once, entropy, where, kept, monkeypatch
 ):
     monkeypatch.setattr(vocabulary, "platform", lambda: where)  # a GPU's parts are in tiles
     hidden, weight, tokens = head_inputs(v, axis)
 
     def fused(hidden, weight):
-        head = Head(weight, axis, softcap)
+        head = Head(weight, axis, softcap, kept)
         options = {"devices": devices, "at_once": at_once, "room": 0}
         stats = fused_logprobs(
             hidden, head, tokens, jnp.float32(TEMPERATURE), entropy=entropy, **options

@@ -128,6 +128,23 @@ def test_a_training_step_launches_and_copies_no_more_than_its_bounds(shape):
     check(shape, "train_step", TRAINING[ATTENTION][shape])
 
 
+def test_the_host_engine_asks_once_in_16_tokens_whatever_its_rows_ask_for():
+    """They have truncation, biases, grammars and reports."""
+    step = ask("gpu_engine", SMALL | {"layers": 2}, "h100x1", {"data": 1}, 16)
+    assert step["returns"] == 1 / 16
+    assert step["conditionals"] == 0
+    assert step["draw"] <= 8
+
+
+def test_devices_that_divide_the_vocabulary_draw_in_few_kernels():
+    """One exchange of logits; a running sum over what both have were 188 kernels, 5,966 at 14B."""
+    two = tree("small", 2) | {"mesh": {"data": 1, "tensor": 2}}
+    two["sampling"] |= {"top_k": 50, "top_p": 0.9}
+    step = ask("gpu_program", two, "h100x2", "sampler")["kernels"]
+    assert step["returns"] == 1 / 16
+    assert step["draw"] <= 10
+
+
 def test_memory_and_operations_are_those_of_the_shape():
     """Two layers of 1.7B: weights, moments, and products counted from the sizes."""
     sampler, step = program("1.7b", "sampler", 2), program("1.7b", "train_step", 2)
@@ -155,6 +172,12 @@ def test_every_gpu_is_compiled_for():
     kinds = ask("gpu_kinds", [f"2*{name}x8" for name in names])
     assert all(kind in MEMORY for kind in kinds), kinds
     assert len(set(kinds)) == len(names)
+
+
+def test_a_weight_in_float8_is_rounded_before_it_is_multiplied():
+    """XLA may leave a conversion to float8 and back out, on chips that have no products of it."""
+    for text in ask("gpu_rounded", ["a100x1", "l4x1", "h100x1"], "float8"):
+        assert "f8e4m3fn[256,512]" in text
 
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("gpu_*.toml"))

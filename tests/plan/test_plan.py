@@ -421,11 +421,18 @@ def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
         assert c.sampler is None or (c.rollout is None and np.prod([n for _, n in c.sampler]) == 64)
     assert len({c.sampler for c in found}) == 1 + plan_search.SAMPLERS
     assert {c.remat for c in found} == {"full", "mlp", "dots", "elementwise", "none"}
-    assert {c.int8 for c in found} == {None}  # nothing is rounded that was not asked for
+    assert {c.formats for c in found} == {()}  # nothing is rounded that was not asked for
     assert {c.slots is None for c in found} == {True, False}
     rounded = load_config(CONFIGS / "pod_8b_v6e.toml", ["sampling.int8=['weights', 'cache']"])
-    formats = {c.int8 for c in enumerate_candidates(rounded, model, topology)}
-    assert formats == {None, (), ("weights",), ("cache",)}
+    formats = {c.formats for c in enumerate_candidates(rounded, model, topology)}
+    assert formats == {(), *((("int8", x),) for x in ((), ("weights",), ("cache",)))}
+    short = ["sampling.int8=['cache']", "sampling.float8=['weights']"]
+    rounded = load_config(CONFIGS / "pod_8b_v6e.toml", short)
+    found = [c for c in enumerate_candidates(rounded, model, topology) if c.formats]
+    in_8_bits = {c.applied(rounded).sampling.in_8_bits for c in found}
+    assert in_8_bits == {(), ("weights",), ("cache",)}
+    alone = next(c for c in found if c.applied(rounded).sampling.float8)
+    assert alone.text().endswith('sampling.int8=[] sampling.float8=["weights"]')
     best = min(found, key=Estimates(config, model, topology))
     assert dict(best.mesh)["data"] < 64  # eight billion weights and moments on one chip do not fit
 

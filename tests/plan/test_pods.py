@@ -158,7 +158,7 @@ def test_the_plans_on_record_are_of_the_configurations_as_they_are(name):
     )
     sampler = programs.drawing_mesh(run)
     assert (row["mesh"], row["sampling_mesh"]) == (dict(run.mesh.shape), dict(sampler.shape))
-    assert row["int8"] == list(config.sampling.int8)
+    assert row["in_8_bits"] == list(config.sampling.in_8_bits)
     for program, mesh in (("sampler", sampler), ("train_step", run.mesh)):
         found = row[program]
         assert found["floor_seconds"] == pytest.approx(floor_seconds(run, mesh, topology, program))

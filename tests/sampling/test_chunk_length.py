@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jrl.sampling.chunk_length import LENGTHS, MAX_SECONDS, ChunkLength, best, costs
+from jrl.models import gpu
+from jrl.sampling.chunk_length import GPU_LENGTHS, LENGTHS, MAX_SECONDS, ChunkLength, best, costs
 
 
 def measured(visit, step, *, slow=(), controller=None):
@@ -74,3 +75,11 @@ def test_it_is_measured_again():
     assert controller.measuring
     measured(1e-3, 3e-2, controller=controller)
     assert controller.steps(queued=False) == 2
+
+
+def test_on_a_gpu_few_lengths_are_chosen_from(monkeypatch):
+    """Each is a program there; those that are timed are among them."""
+    monkeypatch.setattr(gpu, "steps_at_once", lambda: gpu.STEPS)
+    controller, asked = measured(1e-2, 1e-2)
+    assert controller.steps(queued=False) == 4  # 8 of LENGTHS
+    assert set(asked) <= set(GPU_LENGTHS) < set(LENGTHS)

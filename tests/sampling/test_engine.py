@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
+from jrl.models import gpu
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
+from jrl.sampling.chunk_length import GPU_LENGTHS
 from jrl.sampling.engine import Engine
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
@@ -443,3 +445,47 @@ def test_a_request_survives_json():
     for request in requests():
         found = Request.from_json(json.loads(json.dumps(request.to_json())))
         assert found == Request(**request.__dict__ | {"tokens": list(request.tokens)})
+
+
+def test_blocks_of_steps_without_branches_change_nothing(monkeypatch):
+    """As on a GPU: tokens, their order, ends, refills and what an abort leaves."""
+    report = Request(tokens=(2, 1), max_new_tokens=T, seed=8, top_logprobs=3)
+    asked = [*requests(), report]
+
+    def events():
+        engine = new_engine(chunk=20, biases=True, reports=True, tokenizer=TOKENIZER)
+        assert engine.compile(refresh=False)
+        programs, out = engine.executables, []
+        for request in asked:
+            engine.submit(request)
+        while engine.busy:
+            out += engine.step()
+            if len(out) < 4:
+                engine.abort(1)
+        assert engine.executables == programs  # none was left to compile
+        ends = [u.completion and u.completion.stop for u in out]
+        shown = [(u.request, u.member, u.tokens, u.logprobs, u.text, u.reports) for u in out]
+        return list(zip(shown, ends, strict=True)), engine.slot_steps, programs
+
+    updates, steps, programs = events()
+    monkeypatch.setattr(gpu, "steps_at_once", lambda: 16)
+    monkeypatch.setattr(gpu, "branches", lambda: False)
+    again, steps_again, programs_again = events()
+    assert again == updates
+    assert steps_again == steps
+    assert programs_again == programs + 1  # reports have their own
+    ends = {stop for _, stop in updates}
+    assert {StopReason.ABORTED, StopReason.STOP_TOKEN, StopReason.LENGTH} <= ends
+    assert any(reports for (*_, reports), _ in updates)
+
+
+@pytest.mark.slow
+def test_every_length_of_chunks_on_a_gpu_is_compiled(monkeypatch):
+    monkeypatch.setattr(gpu, "steps_at_once", lambda: 16)
+    engine = new_engine(chunk=None)
+    compiled, seen = engine.compile(refresh=False), set()
+    block_of = gpu.block_of
+    monkeypatch.setattr(gpu, "block_of", lambda steps: seen.add(steps) or block_of(steps))
+    outcome(engine, requests()[:4])
+    assert engine.executables == compiled
+    assert {1, 4} <= seen <= set(GPU_LENGTHS)

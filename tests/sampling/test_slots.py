@@ -320,7 +320,7 @@ def test_chunks_are_bit_equal_to_one_go(chunk):
     assert_same(slots, decoded())
 
 
-@pytest.mark.parametrize("limits", [{}, {"until": 6}, {"idle": IdleLimit(12, 20)}])
+@pytest.mark.parametrize("limits", [{}, {"until": 6}])
 def test_a_loop_that_looks_at_its_end_less_often_ends_where_it_should(limits, monkeypatch):
     def ended(steps_at_once):
         monkeypatch.setattr(gpu, "steps_at_once", lambda: steps_at_once)
@@ -330,6 +330,17 @@ def test_a_loop_that_looks_at_its_end_less_often_ends_where_it_should(limits, mo
     (slots, count), (want, steps) = ended(4), ended(1)
     assert count == steps
     assert_same(slots, want)
+
+
+def test_while_slots_are_idle_the_others_draw_until_the_next_look(monkeypatch):
+    idle = IdleLimit(jnp.int32(12), jnp.int32(4))
+    _, early = _decode_until_idle(weights(), begin(), idle)
+    monkeypatch.setattr(gpu, "steps_at_once", lambda: 3)
+    several = jit(partial(decode, network=NETWORK, steps=T, stop_tokens=STOPS, idle=idle))
+    slots, count = several(weights(), begin(), VERSION)
+    assert early % 3  # it would have ended within a block
+    assert count == -(-early // 3) * 3
+    assert_same(slots, advance(begin(), steps=int(count)))
 
 
 def test_a_queue_that_looks_less_often_draws_the_same(monkeypatch):

@@ -204,7 +204,7 @@ def needs(*overrides):
 
 def test_another_distribution_turns_the_correction_on_unless_it_is_refused():
     both = {"sampler_logprobs", "proximal_logprobs"}
-    for option in ("sampling.int8=weights", "sampling.int8=cache"):
+    for option in ("sampling.int8=weights", "sampling.float8=weights", "sampling.int8=cache"):
         assert needs("method=grpo", option) == both
         assert needs("method=rloo", option) == both
         assert needs("method=reinforce", option) == both

@@ -7,13 +7,16 @@ import numpy as np
 
 from jrl.mesh import make_mesh
 from jrl.train import programs, resharding, step
-from jrl.train.compiler import OPTIONS, compiler_options
+from jrl.train.compiler import OPTIONS, TRAINING, compiler_options
 
 
 def test_a_platform_without_options_is_compiled_as_it_was():
     assert compiler_options(make_mesh({}, jax.devices()[:1])) is None
     tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
-    assert compiler_options(tpu) == dict(OPTIONS["tpu"])
+    assert compiler_options(tpu) == compiler_options(tpu, training=True) == dict(OPTIONS["tpu"])
+    gpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    assert compiler_options(gpu) is None
+    assert compiler_options(gpu, training=True) == dict(TRAINING["gpu"])
 
 
 def test_every_program_of_a_run_is_compiled_with_them(monkeypatch):
@@ -22,8 +25,9 @@ def test_every_program_of_a_run_is_compiled_with_them(monkeypatch):
     from jrl.plan import lower
     from jrl.train import build
 
+    unknown = {"xla_no_such_option": "true"}
     for module in (programs, resharding, step):
-        monkeypatch.setattr(module, "compiler_options", lambda mesh: {"xla_no_such_option": "true"})
+        monkeypatch.setattr(module, "compiler_options", lambda mesh, **_: unknown)
     changes = [
         *("data.task=sequence", "data.difficulty=1", "sampling.group=2", "train.prompts=8"),
         "model.config={layers=1, embed_dim=16, heads=4, kv_heads=2, head_dim=8, mlp_dim=32}",

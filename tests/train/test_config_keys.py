@@ -290,6 +290,7 @@ ON_TASK = {
     "sampling.min_p": (sampling_params, "sampling.min_p=0.5"),
     "sampling.slots": (programs, "sampling.slots=4"),
     "sampling.int8": (programs, "sampling.int8=cache"),
+    "sampling.float8": (programs, "sampling.float8=weights"),
     "objective": (programs, "objective.clip_high=0.4"),
     "rewards": (shaped, "rewards.partial.weight=2.0"),
     "optimizer.name": (updates, "optimizer.name=adam"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run
 from jrl.mesh import make_mesh
+from jrl.models.quant import quantise
 from jrl.plan.costs import program_costs
 from jrl.run import run as running
 from jrl.storage.metrics import read_jsonl
@@ -127,6 +130,18 @@ def test_weights_are_held_in_the_samplers_dtype_until_they_are_freed():
     assert all(x.is_deleted() for x in held)
     assert not any(x.is_deleted() for x in jax.tree.leaves(params))
     assert groups.rollout.tokens.shape[0] == 8
+
+
+def test_weights_in_float8_are_those_of_one_device():
+    _, program, params = resharded(*APART, "sampling.float8=weights")
+    with jax.set_mesh(program.mesh):
+        held = program._weights_of(params)
+    head, down = held["head"], held["layers"][0]["mlp"]["down"]
+    assert {str(w.values.dtype) for w in (head, down)} == {"float8_e4m3fn"}
+    assert head.values.sharding.mesh.shape["tensor"] == 2
+    embed = jax.device_get(params["embed"]).astype(jnp.bfloat16)
+    alone = jax.jit(partial(quantise, inputs=1, to="float8"))(embed.T)
+    jax.tree.map(np.testing.assert_array_equal, head, alone)
 
 
 @pytest.mark.parametrize(

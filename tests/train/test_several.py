@@ -188,6 +188,7 @@ def set_up(config):
         ((NIM.replace("self", "perfect"),), "objective.policies = 2: each policy plays as many"),
         (("objective.policies=3",), "the environment has 2 for the policy"),
         (("sampling.int8=['weights']",), "does not go with sampling.int8 = ['weights']"),
+        (("sampling.float8=weights",), "does not go with sampling.float8 = ['weights']"),
         (("train.mode=packed",), "does not go with train.mode = 'packed'"),
         (
             ("objective.policies=1", "objective.swap_every=0", "objective.copy_every=2"),

@@ -22,7 +22,7 @@ from jrl.errors import UserError, unknown_choice
 from jrl.mesh import RULES, by_device, named_platform, parts_of, platform
 from jrl.models import gpu
 from jrl.models.attention.blockwise import blockwise
-from jrl.models.attention.cudnn import cudnn
+from jrl.models.attention.cudnn import Lengths, continued, cudnn
 from jrl.models.attention.dense import (
     Part,
     Past,
@@ -126,7 +126,9 @@ def _no_cudnn(config: ModelConfig, where: str) -> str:
     return ""
 
 
-def kernel_for(requested: str, config: ModelConfig, shape: Shape, *, steady: bool) -> str:
+def kernel_for(
+    requested: str, config: ModelConfig, shape: Shape, *, steady: bool, lengths: bool = False
+) -> str:
     """The kernel that attention of this shape runs on, never "auto".
 
     Args:
@@ -135,6 +137,7 @@ def kernel_for(requested: str, config: ModelConfig, shape: Shape, *, steady: boo
       shape: of one layer's attention, all devices together.
       steady: whether the next column of a row is always the next position, which splash needs
         where there are windows.
+      lengths: whether lengths of rows say what is visible, so that cuDNN needs no mask.
 
     Raises:
       UserError: see ``check_attention``.
@@ -155,7 +158,8 @@ def kernel_for(requested: str, config: ModelConfig, shape: Shape, *, steady: boo
     context = parts_of("length", shape.queries)
     cells = shape.rows // parts_of("batch", shape.rows) * shape.queries // context * shape.keys
     # cuDNN gets whole rows, so the context axis must be 1, and a mask of 2 bytes a cell must fit.
-    if where == "gpu" and context == 1 and not _no_cudnn(config, where) and 2 * cells <= MASK_BYTES:
+    fits = lengths or 2 * cells <= MASK_BYTES
+    if where == "gpu" and context == 1 and fits and not _no_cudnn(config, where):
         return "cudnn"
     scores = 4 * cells * config.heads // parts_of("heads", config.kv_heads)
     # Both must be long: with few queries the scores are small however many keys there are.
@@ -221,7 +225,8 @@ def row_attention(
       lengths: [B] int32, where a row is one segment of this length from column and position 0.
     """
     b, l = positions.shape
-    kind = kernel_for(kernel, config, Shape(b, l, l), steady=lengths is not None)
+    by_length = lengths is not None and config.window is None
+    kind = kernel_for(kernel, config, Shape(b, l, l), steady=lengths is not None, lengths=by_length)
     scale, cap = scale_of(config), config.attention_softcap
     if kind in ("splash", "blockwise"):
         row_marks = Marks(segments, positions)
@@ -232,7 +237,7 @@ def row_attention(
 
         return by_places
     # Lengths say it without a mask, which would be [B, L, L].
-    if kind == "cudnn" and config.window is None and lengths is not None:
+    if kind == "cudnn" and by_length:
         return lambda q, k, v, window: cudnn(q, k, v, scale=scale, lengths=lengths)
     mask, distance = visible(positions, segments, positions, segments)
 
@@ -255,6 +260,7 @@ class Owners(NamedTuple):
       lengths: [M, b] int32, tokens of each prompt that count.
       width: P, the columns of a prompt.
       ends: [R, C] int32 or None, as in ``SharedRows``.
+      row_lengths: [R] int32 or None, its ``lengths``.
     """
 
     positions: Array
@@ -263,6 +269,7 @@ class Owners(NamedTuple):
     lengths: Array
     width: int
     ends: Array | None = None
+    row_lengths: Array | None = None
 
 
 def shared_attention(
@@ -275,7 +282,10 @@ def shared_attention(
       values seen [R, C, H, h]. See ``types.NetworkExtras.hidden_shared``.
     """
     (r, c), (m, b), p = rows.positions.shape, rows.lengths.shape, rows.width
-    kind = kernel_for(kernel, config, Shape(r, c, b * p + c), steady=True)
+    by_length = rows.row_lengths is not None and config.window is None
+    # Rows are looked at prompt by prompt, which devices must not share.
+    by_length &= parts_of("batch", r) == parts_of("batch", m)
+    kind = kernel_for(kernel, config, Shape(r, c, b * p + c), steady=True, lengths=by_length)
     scale, cap = scale_of(config), config.attention_softcap
     # Numbers of the prompts by column of a block, to compare with ``owners``.
     slots = jnp.repeat(jnp.arange(b, dtype=jnp.int32), p)
@@ -302,6 +312,16 @@ def shared_attention(
             return _places(q, both, kernels, window)
 
         return by_places
+    if kind == "cudnn" and by_length:
+        assert rows.row_lengths is not None
+        lengths = Lengths(rows.lengths[:, 0], rows.row_lengths)
+
+        def by_lengths(
+            q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
+        ) -> Array:
+            return continued(scale, q, (before_k, before_v), (k, v), lengths)
+
+        return by_lengths
     prefix_mask = live[:, :, None] & jnp.repeat(inside, r // m, axis=0)[:, None]
     # With one prompt a block every token belongs to it, and the mask [R, C, P] is not needed.
     if b > 1:

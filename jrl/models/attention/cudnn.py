@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as fused
+from jax.ad_checkpoint import checkpoint_name
 
+from jrl.models.matmul import SEEN
 from jrl.types import Array
+
+Keys = tuple[Array, Array]
+"""Keys and values."""
 
 
 def cudnn(
@@ -22,8 +29,7 @@ def cudnn(
 ) -> Array:
     """``attend`` by cuDNN through ``jax.nn.dot_product_attention``.
 
-    The logarithms of sums that it returns besides are rounded and have no gradient, so that two
-    results cannot be merged: keys that rows share are given to it once for each row.
+    Keys that rows share are given to it once for each row; of one segment, see ``continued``.
 
     Args:
       q_bqhd: [B, Q, H, h], bfloat16 or float16.
@@ -52,3 +58,165 @@ def cudnn(
     # With a mask it takes an even number of queries and of keys.
     out = call(even(q_bqhd, 1), even(k, 1), even(v, 1), mask=even(mask, 1, 2)[:, None])
     return out[:, :q]
+
+
+class Lengths(NamedTuple):
+    """Of rows that each continue a prompt.
+
+    Attributes:
+      before: [M] int32, tokens of each prompt that count; may be 0.
+      own: [R] int32, tokens of each row, from column 0.
+    """
+
+    before: Array
+    own: Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def continued(scale: float, q_rchd: Array, before: Keys, own: Keys, lengths: Lengths) -> Array:
+    """The same of rows that each continue a prompt, without a mask and without a copy of prompts.
+
+    All rows of a prompt look at it together, and each at itself, up to its own column. Both results
+    are merged by the logarithms of their sums, and both backward passes get the sums of the whole:
+    with those, and the whole result, cuDNN's gradients of a part are exact.
+
+    Args:
+      scale: what scores are multiplied by.
+      q_rchd: [R, C, H, h], bfloat16 or float16.
+      before: [M, K, P, h] twice, prompts, of R / M rows each, one after the other.
+      own: [R, K, C, h] twice.
+      lengths: see ``Lengths``.
+
+    Returns:
+      [R, C, H, h]. What a query behind its row's end gets has no meaning.
+    """
+    return _continued_forward(scale, q_rchd, before, own, lengths)[0]
+
+
+def _continued_forward(
+    scale: float, q_rchd: Array, before: Keys, own: Keys, lengths: Lengths
+) -> tuple[Array, tuple]:
+    blocks = before[0].shape[0]
+    ahead, log_ahead = forward(scale, _together(q_rchd, blocks), before, lengths.before, False)
+    itself, log_itself = forward(scale, q_rchd, own, lengths.own, True)
+    exists = jnp.repeat(lengths.before > 0, q_rchd.shape[0] // blocks)[:, None, None]
+    log_ahead = jnp.where(exists, _logs_apart(log_ahead, q_rchd), -jnp.inf)
+    log_whole = jnp.logaddexp(log_ahead, log_itself)
+
+    shares = [jnp.exp(x - log_whole).transpose(0, 2, 1) for x in (log_ahead, log_itself)]
+    # Made first, or XLA makes each share again for all numbers of a head.
+    shares = jax.lax.optimization_barrier(shares)
+    parts = zip((ahead.reshape(itself.shape), itself), shares, strict=True)
+    out = functools.reduce(
+        jnp.add, (x.astype(jnp.float32) * share[..., None] for x, share in parts)
+    )
+    # Named, so that rematerialisation keeps these two, and neither part.
+    out = checkpoint_name(out.astype(q_rchd.dtype), SEEN)
+    log_whole = checkpoint_name(log_whole, SEEN)
+    return out, (q_rchd, before, own, lengths, out, log_whole)
+
+
+def _continued_backward(scale: float, kept: tuple, g_rchd: Array) -> tuple:
+    q_rchd, before, own, lengths, out, log_whole = kept
+    blocks = before[0].shape[0]
+    rows = [_together(x, blocks) for x in (q_rchd, out, g_rchd)]
+    logs = _logs_together(log_whole, blocks)
+    dq, *of_before = backward(scale, *rows, logs, before, lengths.before, False)
+    dq_own, *of_own = backward(scale, q_rchd, out, g_rchd, log_whole, own, lengths.own, True)
+    # Of a prompt without tokens cuDNN was shown one.
+    exists = (lengths.before > 0)[:, None, None, None]
+    dq, *of_before = (jnp.where(exists, x, 0) for x in (dq, *of_before))
+    return dq.reshape(dq_own.shape) + dq_own, tuple(of_before), tuple(of_own), None
+
+
+continued.defvjp(_continued_forward, _continued_backward)
+
+
+def _together(x_rchd: Array, blocks: int) -> Array:
+    """[M, R / M * C, H, h], the rows of a prompt one after the other."""
+    return x_rchd.reshape(blocks, -1, *x_rchd.shape[2:])
+
+
+def _logs_apart(x_mhn: Array, q_rchd: Array) -> Array:
+    """[R, H, C] of logarithms [M, H, R / M * C]."""
+    rows, columns, heads = q_rchd.shape[:3]
+    x_mhrc = x_mhn.reshape(x_mhn.shape[0], heads, -1, columns)
+    return x_mhrc.transpose(0, 2, 1, 3).reshape(rows, heads, columns)
+
+
+def _logs_together(x_rhc: Array, blocks: int) -> Array:
+    """Its inverse."""
+    _, heads, columns = x_rhc.shape
+    x_mrhc = x_rhc.reshape(blocks, -1, heads, columns)
+    return x_mrhc.transpose(0, 2, 1, 3).reshape(blocks, heads, -1)
+
+
+# ---------------------------------------------------------------- what jax.nn does not show
+
+
+def forward(
+    scale: float, q_bqhd: Array, keys: Keys, lengths: Array, causal: bool
+) -> tuple[Array, Array]:
+    """CuDNN's result [B, Q, H, h], and the logarithms of the sums, [B, H, Q] float32.
+
+    ``jax.nn`` rounds these to the dtype of the queries.
+
+    Args:
+      scale: what scores are multiplied by.
+      q_bqhd: [B, Q, H, h].
+      keys: [B, K, C, h] twice.
+      lengths: [B] int32, how many keys count; where it is 0 the first one does.
+      causal: whether a query sees those up to its own column alone.
+    """
+    k, v = (x.transpose(0, 2, 1, 3) for x in keys)
+    of_queries, of_keys = _lengths(q_bqhd, lengths)
+    return fused.dot_product_attention(
+        q_bqhd,
+        k,
+        v,
+        q_seqlen=of_queries,
+        kv_seqlen=of_keys,
+        scale=scale,
+        mask_type=_mask(causal),
+        return_residual=True,
+    )
+
+
+def backward(
+    scale: float,
+    q_bqhd: Array,
+    out_bqhd: Array,
+    g_bqhd: Array,
+    logs_bhq: Array,
+    keys: Keys,
+    lengths: Array,
+    causal: bool,
+) -> tuple[Array, Array, Array]:
+    """Gradients of queries, keys and values, whose layouts they have.
+
+    Args:
+      scale: as before, and so are the others.
+      q_bqhd: queries.
+      out_bqhd: the result, of these and any other keys.
+      g_bqhd: its gradient.
+      logs_bhq: logarithms of the sums, over all those keys.
+      keys: the keys and values to get the gradients of.
+      lengths: of them.
+      causal: as before.
+    """
+    k, v = (x.transpose(0, 2, 1, 3) for x in keys)
+    unused = jnp.zeros(0, q_bqhd.dtype)
+    kept = (q_bqhd, k, v, unused, *_lengths(q_bqhd, lengths), *[unused] * 4, logs_bhq, out_bqhd)
+    layout = fused.AttentionLayout.BTNH.value
+    how = scale, 42, 0.0, (False, False), _mask(causal), layout, None, True, False
+    dq, dk, dv, *_ = fused._dot_product_attention_bwd_rule(*how, kept, g_bqhd)
+    return dq, dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+
+
+def _mask(causal: bool) -> fused.MaskType:
+    return fused.MaskType.PADDING_CAUSAL if causal else fused.MaskType.PADDING
+
+
+def _lengths(q_bqhd: Array, lengths: Array) -> tuple[Array, Array]:
+    """Of queries and keys, as cuDNN takes them."""
+    return jnp.full(q_bqhd.shape[0], q_bqhd.shape[1], jnp.int32), jnp.maximum(lengths, 1)

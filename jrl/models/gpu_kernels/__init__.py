@@ -1,7 +1,7 @@
-"""Kernels for decoding on NVIDIA GPUs, in Pallas' Triton dialect; ``models/gpu.py`` calls them.
+"""Kernels for NVIDIA GPUs, in Pallas' Triton dialect; ``models/gpu.py`` calls them.
 
 A token step on a GPU moves few bytes in each of some hundred kernels, so that what counts beside
-the bytes is how many kernels there are.
+the bytes is how many kernels there are. In training bytes count alone; ``rotation`` is for that.
 """
 
 from jrl.models.gpu_kernels.attention import Reach as Reach
@@ -18,3 +18,6 @@ from jrl.models.gpu_kernels.products import added_norm as added_norm
 from jrl.models.gpu_kernels.products import few_rows as few_rows
 from jrl.models.gpu_kernels.products import gated as gated
 from jrl.models.gpu_kernels.products import takes_product as takes_product
+from jrl.models.gpu_kernels.rotation import Norm as Norm
+from jrl.models.gpu_kernels.rotation import norm_rotated as norm_rotated
+from jrl.models.gpu_kernels.truncation import least_kept as least_kept

@@ -116,14 +116,15 @@ def _attend_own(ins: dict, outs: dict, member: Any, split: Any, z: Sizes) -> Non
     g = jnp.arange(max(power(z.group), LEAST))
     real = g < z.group
     members = jnp.zeros_like(g) + member
-    q = _queries(ins, members, g, real, z)
     column = ins["columns"][member]
     first = 0 if z.scores.window is None else jnp.maximum(column - z.scores.window + 1, 0)
     lo, hi = _share(first, column, split, z.splits)
     cache = {name: ins[name] for name in ("k", "v", "k_scale", "v_scale") if name in ins}
-    peak, total, values = _read(q, cache, (member,), lo, hi, first, column, None, z)
     here = (split == 0) & (column >= 0)
+    # Before the cache is read: the query and the new entry then arrive together.
     (k1, k2), v, (k_scale, v_scale) = _new_entry(ins, outs, member, column, here, z)
+    q = _queries(ins, members, g, real, z)
+    peak, total, values = _read(q, cache, (member,), lo, hi, first, column, None, z)
     # The new key by itself: the row of a product would have to be a whole block.
     halves = [x.astype(jnp.float32) for x in q]
     score = (halves[0] * k1[None]).sum(1) + (halves[1] * k2[None]).sum(1)

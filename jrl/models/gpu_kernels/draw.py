@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,13 +21,14 @@ BLOCK, BLOCKS = 64, 64
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def block_sums(
-    logits_sv: Array, temperature: Array, *, interpret: bool = False
+    logits_sv: Array, temperature: Array, least: Array | None = None, *, interpret: bool = False
 ) -> tuple[Array, Array]:
     """Sums of exponentials over blocks of tokens: what a draw needs of the whole vocabulary.
 
     Args:
       logits_sv: [S, V] float32.
       temperature: [S] float32; 0 counts the tokens of the largest logit in place of exponentials.
+      least: [S] float32, the smallest logit that counts, of ``least_kept``; None for all.
       interpret: see ``attend_cache``.
 
     Returns:
@@ -34,9 +36,10 @@ def block_sums(
       float32, sums of exp(logit / temperature - that) over each ``BLOCK``.
     """
     s, v = logits_sv.shape
-    n = pl.cdiv(v, BLOCK * BLOCKS)
+    n, each = pl.cdiv(v, BLOCK * BLOCKS), () if least is None else (least,)
 
-    def kernel(x_ref: Any, t_ref: Any, peak_ref: Any, sum_ref: Any) -> None:
+    def kernel(x_ref: Any, t_ref: Any, *refs: Any) -> None:
+        *least_ref, peak_ref, sum_ref = refs
         start = pl.program_id(1) * (BLOCK * BLOCKS)
         block = jax.lax.broadcasted_iota(jnp.int32, (BLOCKS, BLOCK), 0)
         token = start + block * BLOCK + jax.lax.broadcasted_iota(jnp.int32, (BLOCKS, BLOCK), 1)
@@ -46,6 +49,7 @@ def block_sums(
         # Finite, so that tokens that are all forbidden weigh nothing.
         peak = jnp.maximum(scaled.max(1).max(0), MASKED)
         weights = jnp.where(t <= 0, (scaled == peak).astype(jnp.float32), jnp.exp(scaled - peak))
+        weights = _kept(weights, x, least_ref)
         peak_ref[0, 0] = peak
         plgpu.store(place(sum_ref, 0, 0, jnp.arange(BLOCKS)), weights.sum(1))
 
@@ -55,7 +59,7 @@ def block_sums(
             grid=(s, n),
             in_specs=[
                 pl.BlockSpec((1, v), lambda i, j: (i, 0)),
-                pl.BlockSpec((1,), lambda i, j: (i,)),
+                *(pl.BlockSpec((1,), lambda i, j: (i,)) for _ in (temperature, *each)),
             ],
             out_specs=[
                 pl.BlockSpec((1, 1), lambda i, j: (i, j)),
@@ -68,7 +72,7 @@ def block_sums(
             compiler_params=plgpu.CompilerParams(num_warps=4),
             interpret=interpret,
             name="block_sums",
-        )(logits_sv, temperature)
+        )(logits_sv, temperature, *each)
     )
 
 
@@ -79,6 +83,7 @@ def pick(
     temperature: Array,
     peaks: Array,
     sums: Array,
+    least: Array | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
@@ -90,16 +95,17 @@ def pick(
       temperature: [S] float32; 0 takes the first of the largest.
       peaks: of ``block_sums``.
       sums: of ``block_sums``.
+      least: as ``block_sums`` had it.
       interpret: see ``attend_cache``.
 
     Returns:
       tokens [S] int32 and their log-probabilities [S] float32, nats; see ``params.sample``.
     """
-    (s, v), n = logits_sv.shape, peaks.shape[1]
+    (s, v), n, each = logits_sv.shape, peaks.shape[1], () if least is None else (least,)
     wide = power(n)
 
     def kernel(*refs: Any) -> None:
-        u_ref, x_ref, t_ref, peak_ref, sum_ref, token_ref, logprob_ref = refs
+        u_ref, x_ref, t_ref, peak_ref, sum_ref, *least_ref, token_ref, logprob_ref = refs
         t = t_ref[0]
         cold = t <= 0
         chunk = jnp.arange(wide)
@@ -123,7 +129,7 @@ def pick(
         x = plgpu.load(place(x_ref, 0, first + index), mask=first + index < v, other=-jnp.inf)
         scaled = x / jnp.where(cold, 1.0, t)
         weights = jnp.where(cold, (scaled == peak).astype(jnp.float32), jnp.exp(scaled - peak))
-        at_token, _ = _inverted(left, weights)
+        at_token, _ = _inverted(left, _kept(weights, x, least_ref))
         chosen = jnp.where(index == at_token, scaled, -jnp.inf).max(0)
         token_ref[0] = first + at_token
         logprob_ref[0] = jnp.where(cold, 0.0, chosen - peak - jnp.log(total))
@@ -135,7 +141,7 @@ def pick(
         pl.pallas_call(
             kernel,
             grid=(s,),
-            in_specs=[row(), row(v), row(), row(n), row(n, BLOCKS)],
+            in_specs=[row(), row(v), row(), row(n), row(n, BLOCKS), *(row() for _ in each)],
             out_specs=[row(), row()],
             out_shape=[
                 jax.ShapeDtypeStruct((s,), jnp.int32),
@@ -144,8 +150,13 @@ def pick(
             compiler_params=plgpu.CompilerParams(num_warps=4),
             interpret=interpret,
             name="pick",
-        )(uniform, logits_sv, temperature, peaks, sums)
+        )(uniform, logits_sv, temperature, peaks, sums, *each)
     )
+
+
+def _kept(weights: Array, logits: Array, least_ref: Sequence[Any]) -> Array:
+    """The weights of tokens that no truncation leaves out, 0 for the others."""
+    return jnp.where(logits >= least_ref[0][0], weights, 0.0) if least_ref else weights
 
 
 def _inverted(target: Any, mass: Array) -> tuple[Any, Any]:

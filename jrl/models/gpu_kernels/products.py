@@ -26,6 +26,9 @@ _LEAST_DEEP = 64
 PAIRED = 32
 """Columns of a gate that lie beside those of up; see ``gated``."""
 
+_NORM_WARPS = 16
+"""Of a program of ``added_norm``, which has one row: what it waits for is memory."""
+
 _ENOUGH = 128
 """Programs of a product: about one for each processor of an H100; more parts are only more to add
 up."""
@@ -35,8 +38,8 @@ class Weight(NamedTuple):
     """A matrix to multiply by.
 
     Attributes:
-      values: [D, N], 16-bit floats, or int8.
-      scales: [N] float32 of int8 values; else None.
+      values: [D, N], 16-bit floats, or int8 or float8_e4m3fn.
+      scales: [N] float32 of values in 8 bits; else None.
     """
 
     values: Array
@@ -147,11 +150,29 @@ def _accumulated(
     def block(j: Any, sums: Array) -> Array:
         at = start + j * deep + jnp.arange(deep)
         x = plgpu.load(place(x_ref, rows, at[None]), mask=(rows < s) & (at[None] >= 0), other=0)
-        w = plgpu.load(place(w_ref, at[:, None], columns[None])).astype(x.dtype)
-        return sums + plgpu.dot(x, w)
+        w = plgpu.load(place(w_ref, at[:, None], columns[None]))
+        w = _halves(w) if is_float8 else w
+        return sums + plgpu.dot(x, w.astype(x.dtype))
 
+    is_float8 = w_ref.dtype == jnp.float8_e4m3fn
     begin = jnp.zeros((rows.shape[0], columns.shape[0]), jnp.float32)
-    return jax.lax.fori_loop(0, inputs // deep, block, begin)
+    sums = jax.lax.fori_loop(0, inputs // deep, block, begin)
+    return sums * _PER_HALF if is_float8 else sums
+
+
+_PER_HALF = 256
+"""What ``_halves`` divides by: 2^(15 - 7), of the biases of the two exponents."""
+
+
+def _halves(x: Array) -> Array:
+    """Numbers in float8_e4m3fn, divided by ``_PER_HALF``, as float16: exact, subnormals too.
+
+    The sign goes to the top and the other seven bits, four of them the exponent, below the first
+    bit of float16's five. Chips before Ada (compute capability 8.9) have no instruction for this,
+    and LLVM ends the process where it is asked for one.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16)
+    return jax.lax.bitcast_convert_type((bits << 7) & jnp.int16(-0x4080), jnp.float16)
 
 
 # ---------------------------------------------------------------- residuals
@@ -204,7 +225,7 @@ def added_norm(
         in_specs=[row, out_spec, pl.BlockSpec((d,), lambda i: (0,))],
         out_specs=[row, row],
         out_shape=[shape, shape],
-        compiler_params=plgpu.CompilerParams(num_warps=4 if wide <= 4096 else 8),
+        compiler_params=plgpu.CompilerParams(num_warps=_NORM_WARPS),
         interpret=interpret,
         name="added_norm",
     )(x_sd, out_nsd, weight)

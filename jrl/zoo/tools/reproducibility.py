@@ -252,7 +252,7 @@ def _changed(config: Config, mesh: Mapping[str, int], dtype: str) -> Config:
         update={
             "model": config.model.model_copy(update={"dtype": dtype}),
             "mesh": dict(mesh),
-            "sampling": config.sampling.model_copy(update={"mesh": {}, "int8": ()}),
+            "sampling": config.sampling.model_copy(update={"mesh": {}, "int8": (), "float8": ()}),
         }
     )
 

@@ -11,9 +11,10 @@ import pytest
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.models.attention import choice, splash_cache
+from jrl.models.attention import cudnn as cudnn_module
 from jrl.models.attention.blockwise import blockwise
 from jrl.models.attention.choice import Owners, Shape, kernel_for, row_attention, shared_attention
-from jrl.models.attention.cudnn import cudnn
+from jrl.models.attention.cudnn import Lengths, continued, cudnn
 from jrl.models.attention.dense import NO_WINDOW, Part, attend, attend_parts, visible
 from jrl.models.attention.flash import Marks, Place, attend_places
 from jrl.models.config import ModelConfig
@@ -250,6 +251,75 @@ def test_cudnn_is_asked_for_what_dense_attention_computes():
         np.testing.assert_allclose(np.asarray(got)[live], np.asarray(expected)[live], atol=1e-5)
 
 
+def dense_scores(scale, q, keys, lengths, causal):
+    """Masked scores [B, K, H / K, Q, C] of a part, as cuDNN would make them."""
+    k = keys[0]
+    b, n, _, d = q.shape
+    grouped = q.reshape(b, n, k.shape[1], -1, d)
+    scores = scale * jnp.einsum("bqkgd,bkcd->bkgqc", grouped, k)
+    columns = jnp.arange(k.shape[2])
+    near = columns[None] < jnp.maximum(lengths, 1)[:, None]
+    before = (columns[None] <= jnp.arange(n)[:, None]) | (not causal)
+    return jnp.where((near[:, None] & before[None])[:, None, None], scores, -jnp.inf)
+
+
+def dense_forward(scale, q, keys, lengths, causal):
+    scores = dense_scores(scale, q, keys, lengths, causal)
+    logs = jax.nn.logsumexp(scores, axis=-1)
+    out = jnp.einsum("bkgqc,bkcd->bqkgd", jnp.exp(scores - logs[..., None]), keys[1])
+    return out.reshape(q.shape), logs.reshape(q.shape[0], -1, q.shape[1])
+
+
+def dense_backward(scale, q, out, g, logs, keys, lengths, causal):
+    """By the formulas of "FlashAttention-2" (arXiv:2307.08691), with the sums that are given."""
+    grouped = lambda x: x.reshape(*x.shape[:2], keys[0].shape[1], -1, x.shape[3])  # noqa: E731
+    q, out, g = grouped(q), grouped(out), grouped(g)
+    scores = dense_scores(scale, q.reshape(*g.shape[:2], -1, g.shape[4]), keys, lengths, causal)
+    logs = logs.reshape(g.shape[0], g.shape[2], g.shape[3], g.shape[1])
+    weights = jnp.exp(scores - logs[..., None])
+    along = jnp.einsum("bqkgd,bqkgd->bkgq", g, out)
+    back = weights * (jnp.einsum("bqkgd,bkcd->bkgqc", g, keys[1]) - along[..., None])
+    dq = scale * jnp.einsum("bkgqc,bkcd->bqkgd", back, keys[0])
+    dk = scale * jnp.einsum("bkgqc,bqkgd->bkcd", back, q)
+    dv = jnp.einsum("bkgqc,bqkgd->bkcd", weights, g)
+    return dq.reshape(*g.shape[:2], -1, g.shape[4]), dk, dv
+
+
+@pytest.mark.parametrize("before", [(5, PROMPT), (0, 3)])
+def test_rows_behind_their_prompts_need_no_mask(before, monkeypatch):
+    """Two rows a prompt, one of them full, with cuDNN's two calls in plain JAX; gradients, too."""
+    monkeypatch.setattr(cudnn_module, "forward", dense_forward)
+    monkeypatch.setattr(cudnn_module, "backward", dense_backward)
+    keys = jax.random.split(jax.random.key(0), 6)
+    before, columns = np.array(before, np.int32), np.arange(COLUMNS, dtype=np.int32)[None]
+    lengths = np.array([COLUMNS, 9, 17, 1], np.int32)
+    live = columns < lengths[:, None]
+    positions = np.repeat(before, 2)[:, None] + columns
+    marks = positions, live.astype(np.int32), np.zeros((4, COLUMNS), np.int32)
+    laid = Owners(*map(jnp.asarray, (*marks, before[:, None])), PROMPT)
+    sizes = [(4, COLUMNS, HEADS, SIZE), *[(2, KV_HEADS, PROMPT, SIZE)] * 2]
+    sizes += [(4, KV_HEADS, COLUMNS, SIZE)] * 2
+    inputs = [jax.random.normal(k, size) for k, size in zip(keys, sizes, strict=False)]
+    probe = jax.random.normal(keys[5], sizes[0]) * live[:, :, None, None]
+
+    def by_mask(*inputs):
+        return shared_attention("xla", MODEL, laid)(*inputs, NO_WINDOW)
+
+    def by_lengths(q, before_k, before_v, k, v):
+        of_rows = Lengths(jnp.asarray(before), jnp.asarray(lengths))
+        return continued(SIZE**-0.5, q, (before_k, before_v), (k, v), of_rows)
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def both_ways(inputs):
+        pulled = [jax.vjp(look, *inputs) for look in (by_mask, by_lengths)]
+        return [(*back(probe), values) for values, back in pulled]
+
+    (*expected, values), (*found, same) = both_ways(inputs)
+    np.testing.assert_allclose(np.asarray(same)[live], np.asarray(values)[live], atol=1e-5)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Programs are traced as where there is a GPU."""
@@ -276,6 +346,25 @@ def test_on_a_gpu_programs_call_cudnn_forward_and_backward():
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_long_row_behind_its_prompt_goes_to_cudnn_without_a_mask():
+    """A mask of 65,536 columns would take 8 GiB."""
+    config, columns = dataclasses.replace(MODEL, dtype="bfloat16"), 2**16
+    shape = jax.ShapeDtypeStruct
+    row, one = shape((1, columns), jnp.int32), shape((1,), jnp.int32)
+    laid = Owners(row, row, row, shape((1, 1), jnp.int32), 8, None, one)
+    sizes = [(1, columns, HEADS, SIZE), *[(1, KV_HEADS, 8, SIZE)] * 2]
+    sizes += [(1, KV_HEADS, columns, SIZE)] * 2
+    inputs = [shape(size, jnp.bfloat16) for size in sizes]
+
+    def look(laid, *inputs):
+        return shared_attention("auto", config, laid._replace(width=8))(*inputs, NO_WINDOW)
+
+    text = jax.jit(look).trace(laid, *inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmax" in text
+    assert f"{columns}x{columns}" not in text
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_elementwise_rematerialisation_does_not_call_cudnn_again():
     tokens = jnp.ones((2, 8), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), tokens.shape)
@@ -296,9 +385,12 @@ def test_elementwise_rematerialisation_does_not_call_cudnn_again():
 # ---------------------------------------------------------------- the choice
 
 
-def chosen(monkeypatch, where, shape=(4, 2048, 2048), steady=True, how="auto", **changes):
+def chosen(
+    monkeypatch, where, shape=(4, 2048, 2048), steady=True, how="auto", lengths=False, **changes
+):
     monkeypatch.setattr(choice, "platform", lambda: where)
-    return kernel_for(how, dataclasses.replace(MODEL, **changes), Shape(*shape), steady=steady)
+    config = dataclasses.replace(MODEL, **changes)
+    return kernel_for(how, config, Shape(*shape), steady=steady, lengths=lengths)
 
 
 def test_the_fastest_exact_kernel_is_chosen(monkeypatch):
@@ -314,6 +406,7 @@ def test_the_fastest_exact_kernel_is_chosen(monkeypatch):
     assert choose("gpu", dtype="bfloat16") == "cudnn"
     assert choose("gpu") == "xla"  # float32
     assert choose("gpu", (8, 32768, 32768), dtype="bfloat16") == "blockwise"  # a mask of 16 GiB
+    assert choose("gpu", (8, 32768, 32768), dtype="bfloat16", lengths=True) == "cudnn"
     assert choose("gpu", dtype="bfloat16", attention_softcap=2.0) == "xla"
     assert choose("gpu", (4, 8192, 8192), dtype="float16", head_dim=256) == "blockwise"
     with jax.set_mesh(make_mesh({"fsdp": 4})):  # scores are counted on each device
