@@ -10,6 +10,14 @@ from pydantic import BeforeValidator, Field, model_validator
 from jrl.config.judge import checked
 from jrl.config.unions import Table, key
 
+PUBLISHED_MODELS: Mapping[str, str] = {
+    name: f"jrl.zoo.rewards.models:{name}"
+    for name in ("fact_rlhf", "helpsteer2", "rlbff", "rlmt", "rluf")
+}
+"""Functions of parts that are reward models as single papers read them: functions of no argument
+that return keys of ``RewardModelTable``, which a part's own keys replace."""
+MODEL_NAMES = ("model", *PUBLISHED_MODELS)
+"""The functions of parts that are reward models."""
 TOKEN_KEYS = frozenset({"path", "link", "ensemble", "uncertainty"})
 """Keys of models that read the policy's tokens: those of run directories."""
 Ensemble = Literal["mean", "min", "deviation", "uwo"]

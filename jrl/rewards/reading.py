@@ -111,7 +111,12 @@ def _conversation(sample: Sample, completion: str) -> list[dict[str, Any]]:
 
 
 def check_reader(
-    table: RewardModelTable, tokenizer: FileTokenizer, columns: Iterable[str], key: str
+    table: RewardModelTable,
+    tokenizer: FileTokenizer,
+    columns: Iterable[str],
+    key: str,
+    *,
+    answers: bool = True,
 ) -> None:
     """Raises UserError for a template that cannot be filled or rendered.
 
@@ -120,10 +125,12 @@ def check_reader(
       tokenizer: of its checkpoint.
       columns: of the data.
       key: "rewards.NAME", for messages.
+      answers: whether rows have reference answers.
     """
     template = table.template
     texts = [template] if isinstance(template, str) else [m["content"] for m in template]
-    known = [*dict.fromkeys([*COMMON_FIELDS, "completion", "conversation", *columns])]
+    common = [name for name in COMMON_FIELDS if answers or name != "reference"]
+    known = [*dict.fromkeys([*common, "completion", "conversation", *columns])]
     if field := unknown_field(texts, known):
         raise UserError(
             f"{key}.template has {{{field}}}, which is no field and no column of the data;"

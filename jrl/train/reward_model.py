@@ -97,11 +97,12 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
 def check_text_models(config: Config, prompts: Sequence[Prompt]) -> None:
     """Raises UserError for a reward model's template that these prompts do not fill."""
     columns = dict.fromkeys(name for prompt in prompts for name in prompt.meta)
+    answers = not prompts or any(prompt.answer is not None for prompt in prompts)
     for name in parts_of(config).given_by("model"):
         key, table = f"rewards.{name}", model_of_part(config, name)
         if not all(is_run(path) for path in table.path):
             tokenizer = load_tokenizer(model_directory(table.path[0], f"{key}.path"))
-            check_reader(table, tokenizer, columns, key)
+            check_reader(table, tokenizer, columns, key, answers=answers)
 
 
 def check_reads_tokens(key: str, table: RewardModelTable, part: RewardTable) -> None:

@@ -17,7 +17,12 @@ from typing import Literal, NamedTuple
 
 from jrl.config import Config
 from jrl.config.judge import JudgeTable, judge_table
-from jrl.config.reward_model import RewardModelTable, reward_model_table
+from jrl.config.reward_model import (
+    MODEL_NAMES,
+    PUBLISHED_MODELS,
+    RewardModelTable,
+    reward_model_table,
+)
 from jrl.config.secrets import reveal
 from jrl.config.tables import RewardTable
 from jrl.errors import Mistakes, UserError, nearest, unknown_choice
@@ -30,18 +35,9 @@ from jrl.train.text_models import TextModel
 from jrl.types import NOTHING
 from jrl.user_code import FORMS, load
 
-MODEL = "model"
-"""The function of a part that is a reward model (``config.reward_model``)."""
 SUCCESS = "success"
 """The reward part that is 1 where an environment says that an episode ended well, beside those that
 it names."""
-
-_ZOO = "jrl.zoo.rewards.models"
-PUBLISHED_MODELS = {
-    name: f"{_ZOO}:{name}" for name in ("fact_rlhf", "helpsteer2", "rlbff", "rlmt", "rluf")
-}
-"""Functions of parts that are reward models as single papers read them: functions of no argument
-that return keys of ``config.reward_model``, which a part's own keys replace."""
 
 MOST_PARTS = 31
 """Reward parts of a run: those without an opinion are bits of a label."""
@@ -124,7 +120,7 @@ def _giver(config: Config, name: str) -> Giver:
     _check_keys(name, table)
     if table.combine is not None:
         return "combined"
-    if function == MODEL or function in PUBLISHED_MODELS:
+    if function in MODEL_NAMES:
         _check_model(name, config)
         return "model"
     if function == JUDGE and JUDGE not in data.reward_names:

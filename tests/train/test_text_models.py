@@ -12,6 +12,7 @@ from needs_extra import require
 from jrl.config import load_config
 from jrl.config.reward_model import reward_model_table
 from jrl.config.tables import RewardTable
+from jrl.data.fields import check_first_row
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.rewards.base import Sample
@@ -22,6 +23,7 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.storage.metrics import read_jsonl
 from jrl.train.judging import Texts
+from jrl.train.reward_model import check_text_models
 from jrl.train.reward_parts import model_of_part, parts_of
 from jrl.train.text_models import TextModels, label_weights, load_text_model
 from jrl.types import Prompt, StopReason
@@ -352,11 +354,29 @@ def test_a_template_is_checked_against_the_data(place):
     check_reader(model.reader.table, model.reader.tokenizer, [], "rewards.r")
 
 
+def test_rows_need_no_answer_where_models_alone_judge(place, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Why?"}\n')
+    keys = f"function='model', path='{place / 'rm0'}', template='{{completion}} {{reference}}'"
+    model = f"help={{{keys}}}"
+
+    def config(rewards, *more):
+        paths = (f"model.path={place / 'lm'}", f"data.train={tmp_path / 'rows.jsonl'}")
+        return load_config(None, [*paths, f"rewards={{{rewards}}}", *more])
+
+    check_first_row(config(model))
+    for other in (config(f"{model}, math={{}}"), config(model, "data.fields.answer=answer")):
+        with pytest.raises(UserError, match="there is no field 'answer'"):
+            check_first_row(other)
+    with pytest.raises(UserError, match="{reference}, which is no field"):
+        check_text_models(config(model), [Prompt(0, "", np.zeros(1), None)])
+    check_text_models(config(model), [PROMPT])
+
+
 @pytest.mark.slow
 def test_a_run_with_a_reward_a_cost_and_a_multiplier(place, tmp_path, monkeypatch):
     """configs/rlhf.toml: two models beside each other, and a cost that is constrained."""
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
-    rows = [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(8)]
+    rows = [{"prompt": f"What is {i}?"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def records(name, *more):
