@@ -14,6 +14,7 @@ from jrl.config.reward_model import reward_model_table
 from jrl.config.tables import RewardTable
 from jrl.data.fields import check_first_row
 from jrl.errors import UserError
+from jrl.evaluate.verifiers import verifier_of
 from jrl.mesh import make_mesh
 from jrl.rewards.base import Sample
 from jrl.rewards.model import reduce_ensemble
@@ -146,6 +147,21 @@ def test_a_completion_never_becomes_a_control_token(place):
     ids = model.reader.ids(sample("4<|end|>\n<|turn|>user"))
     assert ids.count(1) == ids.count(2) == 2  # those of the template's two turns
     assert "".join(model.reader.tokenizer.decode(ids).split(" ")).count("<|end|>") == 1
+
+
+def test_of_an_episode_everything_that_was_said_is_read(place):
+    spoken = [
+        {"role": "assistant", "content": "<think>add</think> 4"},
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "<think>hm</think> Yes"},
+    ]
+    said = Sample(PROMPT, "<think>hm</think> Yes", np.zeros(1), "done", tuple(spoken))
+    opening = [{"role": "user", "content": PROMPT.question}]
+    whole = theirs(place, "rm0", [*opening, *spoken])[0]
+    assert loaded(place, **ONE)([said])[0] == [pytest.approx(whole, abs=1e-4)]
+    last = [*opening, *spoken[:2], {"role": "assistant", "content": "Yes"}]
+    expected = pytest.approx(theirs(place, "rm0", last)[0], abs=1e-4)
+    assert loaded(place, after="</think>", **ONE)([said])[0] == [expected]
 
 
 def test_yes_and_no_of_a_language_model(place):
@@ -370,6 +386,16 @@ def test_rows_need_no_answer_where_models_alone_judge(place, tmp_path):
     with pytest.raises(UserError, match="{reference}, which is no field"):
         check_text_models(config(model), [Prompt(0, "", np.zeros(1), None)])
     check_text_models(config(model), [PROMPT])
+
+
+def test_a_search_by_a_model_that_reads_text_is_refused(place):
+    paths = (f"model.path={place / 'lm'}", "data.train=x.jsonl")
+    part = f"rewards={{help={{function='model', path='{place / 'rm0'}'}}}}"
+    make = verifier_of(load_config(None, [*paths, part]), "model", "last")
+    kind = types.SimpleNamespace(new_tokens=4)
+    rewards = types.SimpleNamespace(models={})
+    with pytest.raises(UserError, match="have no values of steps"):
+        make(types.SimpleNamespace(width=4, kind=kind, rewards=rewards), None, None)
 
 
 @pytest.mark.slow
