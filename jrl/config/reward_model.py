@@ -18,7 +18,7 @@ PUBLISHED_MODELS: Mapping[str, str] = {
 that return keys of ``RewardModelTable``, which a part's own keys replace."""
 MODEL_NAMES = ("model", *PUBLISHED_MODELS)
 """The functions of parts that are reward models."""
-TOKEN_KEYS = frozenset({"path", "link", "ensemble", "uncertainty"})
+TOKEN_KEYS = frozenset({"path", "by", "link", "ensemble", "uncertainty"})
 """Keys of models that read the policy's tokens: those of run directories."""
 Ensemble = Literal["mean", "min", "deviation", "uwo"]
 
@@ -58,6 +58,11 @@ class RewardModelTable(Table):
         None,
         'two words of one token, such as ["Yes", "No"]: the score is log p(first) - log p(second)'
         " of a language model's next token",
+    )
+    by: Literal["completion", "turn"] = key(
+        "completion",
+        "turn: of a run directory's model, in episodes, the value at each turn's end is paid there,"
+        " and the part's points are their sum; completion: the value at the last token",
     )
     link: Literal["identity", "sigmoid"] = key(
         "identity", "what scores go through: sigmoid makes a logit a probability"

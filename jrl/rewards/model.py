@@ -7,6 +7,7 @@ tokens on the devices of the policy. Hence the package ``rewards`` does not impo
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,19 +71,40 @@ def reduce_ensemble(points: Array, ensemble: Ensemble, uncertainty: float) -> Ar
     return points.mean(axis=0) - uncertainty * spread
 
 
+def at_turn_ends(values: Any, mask: Any, turns: Any) -> np.ndarray:
+    """The values at the last live token of each turn, 0 elsewhere.
+
+    Args:
+      values: [..., T] float32, points.
+      mask: [..., T] bool, the policy's own tokens.
+      turns: [..., T] int32, the turn of each token; never decreasing along a row.
+
+    >>> at_turn_ends([[1.0, 2.0, 3.0]], [[True, True, True]], [[0, 0, 1]]).tolist()
+    [[0.0, 2.0, 3.0]]
+    """
+    values, mask, turns = np.asarray(values, np.float32), np.asarray(mask), np.asarray(turns)
+    paid = np.zeros_like(values)
+    for row in np.ndindex(mask.shape[:-1]):
+        live = np.flatnonzero(mask[row])
+        ends = live[np.append(np.diff(turns[row][live]) != 0, True)[: len(live)]]
+        paid[row][ends] = values[row][ends]
+    return paid
+
+
 class ModelReward:
     """Points of rollouts from a reward model.
 
     Args:
       params: of the reward model.
       values: its network.
+      by_turn: whether the value at each turn's end counts, and not the last one alone.
     """
 
-    def __init__(self, params: Params, values: Values) -> None:
+    def __init__(self, params: Params, values: Values, by_turn: bool = False) -> None:
         def points(params: Params, rollout: Rollout) -> Array:
             return last_values(values(params, rollout), rollout.mask)
 
-        self.params, self.values = params, values
+        self.params, self.values, self.by_turn = params, values, by_turn
         self._points, self._values = jax.jit(points), jax.jit(values)
 
     def __call__(self, rollout: Rollout) -> np.ndarray:

@@ -27,7 +27,7 @@ from jrl.sampling.params import make_sampling_params
 from jrl.train.adapters import restore_policy, trained_network
 from jrl.train.frozen import run_shape
 from jrl.train.groups import to_batch
-from jrl.train.kinds import kind_of
+from jrl.train.kinds import EpisodeKind, kind_of
 from jrl.train.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
 from jrl.train.reward_runs import is_run, reward_run, value_shape
 from jrl.train.score import in_parts, score
@@ -82,11 +82,21 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
     for name in rewards.given_by("model"):
         key, table = f"rewards.{name}", model_of_part(config, name)
         if not all(is_run(path) for path in table.path):
+            if table.by == "turn":
+                raise UserError(
+                    f"{key}.by = 'turn': a checkpoint's model reads whole texts; name the run"
+                    " directory of a reward model, or remove it"
+                )
             rules = Rules(tables[name].missing, where=tables[name].where)
             dtype = config.model.dtype
             text_models[name] = load_text_model(table, rules, key, mesh, dtype)
             continue
         check_reads_tokens(key, table, tables[name])
+        if table.by == "turn" and not isinstance(kind_of(config), EpisodeKind):
+            raise UserError(
+                f"{key}.by = 'turn': these data have no turns of an environment on the host; remove"
+                " it, or set data.env"
+            )
         theirs = [reward_run(config, f"{key}.path", path) for path in table.path]
         behind = trains_reward(theirs[0])
         each = [model_of(one, mesh, parts, behind=behind) for one in theirs]
@@ -127,8 +137,9 @@ def ensemble_of(models: Sequence[ModelReward], table: RewardModelTable) -> Model
     Raises:
       UserError: they are not of one shape.
     """
+    by_turn = table.by == "turn"
     if len(models) == 1 and table.link == "identity":
-        return models[0]
+        return ModelReward(models[0].params, models[0].values, by_turn)
     shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), model.params) for model in models]
     for path, shape in zip(table.path, shapes, strict=True):
         if shape != shapes[0]:
@@ -137,7 +148,8 @@ def ensemble_of(models: Sequence[ModelReward], table: RewardModelTable) -> Model
                 " of an ensemble are of one shape"
             )
     params = jax.tree.map(lambda *x: jnp.stack(x), *(model.params for model in models))
-    return ModelReward(params, partial(_ensemble_values, values=models[0].values, table=table))
+    values = partial(_ensemble_values, values=models[0].values, table=table)
+    return ModelReward(params, values, by_turn)
 
 
 def _ensemble_values(

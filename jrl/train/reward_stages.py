@@ -10,6 +10,7 @@ import numpy as np
 
 from jrl.data.tasks import Task
 from jrl.rewards.combine import Combined, combined
+from jrl.rewards.model import at_turn_ends
 from jrl.rewards.pool import RewardPool
 from jrl.train.build import Run
 from jrl.train.groups import counted
@@ -123,7 +124,19 @@ def model_stage(rewards: RunRewards) -> Stage:
     """The reward models of a run that read the policy's tokens."""
 
     def stage(groups: Groups, points: Points, step: int) -> tuple[Groups, Points]:
-        return groups, {name: model(groups.rollout) for name, model in rewards.models.items()}
+        more, paid = dict[str, Any](), None
+        for name, model in rewards.models.items():
+            if not model.by_turn:
+                more[name] = model(groups.rollout)
+                continue
+            mask, turns = jax.device_get((groups.rollout.mask, groups.ids["turn"]))
+            values = at_turn_ends(model.of_tokens(groups.rollout), mask, turns)
+            more[name] = values.sum(axis=-1)
+            paid = rewards.weights[name] * values + (0 if paid is None else paid)
+        if paid is not None:
+            stats = dict(groups.stats or {})
+            groups = groups._replace(stats=stats | {"paid": stats["paid"] + paid})
+        return groups, more
 
     return stage
 

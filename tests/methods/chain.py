@@ -309,6 +309,7 @@ OTHERWISE = {
     "safe_rlhf_cost": ("loss", -1),
     "preference_strength": ("margin", 1),
     "sorm": ("loss", -1),
+    "spa_progress": ("loss", -1),
 }
 
 

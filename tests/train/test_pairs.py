@@ -23,8 +23,9 @@ from jrl.train import build, programs
 from jrl.train.collect import Collector
 from jrl.train.pairs import BatchSizes, JudgedSource, judged_groups, sizes_of
 from jrl.train.reward_model import load_reward_models
-from jrl.train.reward_parts import parts_of
+from jrl.train.reward_parts import RunRewards, parts_of
 from jrl.train.reward_stages import JudgedParts, model_stage
+from jrl.train.sources import Groups
 from jrl.types import StopReason
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
@@ -325,9 +326,32 @@ def test_an_ensemble_of_runs(place, rewarder, tmp_path):
 
     one = points(f"path={path}")
     np.testing.assert_allclose(points(f"path=[{path}, {path}], ensemble='min'"), one, atol=1e-6)
+    with pytest.raises(UserError, match="these data have no turns"):
+        points(f"path={path}, by='turn'")
     linked = points(f"path={path}, link='sigmoid'")
     np.testing.assert_allclose(linked, 1 / (1 + np.exp(-one)), atol=1e-6)
     assert np.ptp(one) > 0.1
+
+
+def test_a_value_at_each_turn_is_paid_where_the_turn_ends():
+    """SPA: a part's points are the sum over turns, and the statistic "paid" holds each of them."""
+    values = np.arange(12.0).reshape(1, 2, 6)
+    mask = np.array([[[1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]]], bool)
+    turns = np.array([[[0, 0, 0, 1, 1, 1]] * 2])
+    model = SimpleNamespace(by_turn=True, of_tokens=lambda rollout: values)
+    groups = judged_groups_of_turns(mask, turns)
+    rewards = RunRewards({"reward": 1.0, "progress": 0.5}, models={"progress": model})
+    after, more = model_stage(rewards)(groups, {}, 0)
+    np.testing.assert_array_equal(more["progress"], [[1 + 4, 0]])
+    expected = np.full((1, 2, 6), 3.0)
+    expected[0, 0, [1, 4]] += 0.5 * values[0, 0, [1, 4]]
+    np.testing.assert_array_equal(after.stats["paid"], expected)
+
+
+def judged_groups_of_turns(mask, turns):
+    rollout = SimpleNamespace(mask=mask)
+    paid = {"paid": np.full(mask.shape, 3.0, np.float32)}
+    return Groups(rollout, None, None, {}, {"turn": turns}, paid)
 
 
 TASK = (

@@ -15,10 +15,10 @@ from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, NonNegative
 from jrl.methods.preference import list_method
 from jrl.methods.reward_model import last_value, prm, step_ends
-from jrl.objectives import lists
-from jrl.objectives.members import Members, spoilt
+from jrl.objectives import aggregates, lists
+from jrl.objectives.members import Members, over_sequence, spoilt
 from jrl.objectives.pairs import softplus
-from jrl.types import Array, Batch, Stats
+from jrl.types import Array, Batch, Objective, Stats
 
 
 @published
@@ -104,3 +104,33 @@ def sorm(base: Method) -> Method:
         advantage=ends._replace(apply=apply),
         lacks="the global and local refinements of a wrong draft",
     )
+
+
+@published
+def spa_progress() -> Method:
+    """A progress estimator: contributions of steps that add up to the outcome.
+
+    "SPA-RL: Reinforcing LLM Agents via Stepwise Progress Attribution" (arXiv:2505.20732). With v_k
+    the value at the end of step k and R the completion's score,
+
+        loss = ( sum over steps of v_k - R )^2
+
+    the mean over completions. Steps are those of ``prm``. In RL the reward of turn t is
+    alpha v_t + beta g_t, with g_t whether the environment could carry the action out: a part
+    ``function = "model"`` with this run as its path, ``by = "turn"`` and weight alpha, beside the
+    environment's part with weight beta, by ``ppo``. Departures: the value head is linear, where the
+    paper's has layers of its own.
+    """
+    ends = step_ends()
+
+    def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
+        _, edited, state = ends.apply(scores, batch, state)
+        return jnp.broadcast_to(scores[:, :, None], batch.mask.shape), edited, state
+
+    def loss(group: Members) -> tuple[Array, Stats]:
+        total = group.total("values")
+        return jnp.square(total - group.score), {"progress": total, "outcome": group.score}
+
+    surrogate = over_sequence(loss, ("values",))
+    advantage = ends._replace(apply=apply)
+    return Method(Objective(advantage, surrogate, aggregates.sequence_sum))

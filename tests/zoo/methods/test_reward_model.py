@@ -107,3 +107,22 @@ def shares(d, rng):
 
 def test_a_step_is_right_if_any_completion_from_it_is():
     check(get_method("sorm"), any_right, wrt=WRT, ids=("step",), prepare=shares)
+
+
+def progress(d, frozen):
+    """SPA's return decomposition in float64, the mean over completions."""
+    losses = []
+    for n in range(len(d.rewards)):
+        for i in members_of(d, n):
+            tokens, steps = tokens_of(d, n, i), d.ids["step"][n, i]
+            later = [*tokens[1:], None]
+            ends = [
+                a for a, b in zip(tokens, later, strict=False) if b is None or steps[a] != steps[b]
+            ]
+            if len(tokens):
+                losses.append((sum(d.values[n, i, a] for a in ends) - d.rewards[n, i]) ** 2)
+    return sum(losses) / max(len(losses), 1)
+
+
+def test_contributions_of_steps_add_up_to_the_outcome():
+    check(get_method("spa_progress"), progress, wrt=WRT, ids=("step",))
