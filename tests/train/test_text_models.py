@@ -36,6 +36,7 @@ import transformers  # noqa: E402
 torch.set_num_threads(1)
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CHAT = (
+    "{% if note %}{{ note }}{% endif %}"
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
@@ -98,13 +99,15 @@ def loaded(place, names="rm0", mesh=None, rules=None, **keys):
     )
 
 
-def theirs(place, name, messages=None, text=None, prompt=False):
+def theirs(place, name, messages=None, text=None, prompt=False, **variables):
     """The logits that transformers gives to a conversation, or to a text."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / name)
     kind = "AutoModelForCausalLM" if name == "lm" else "AutoModelForSequenceClassification"
     model = getattr(transformers, kind).from_pretrained(place / name).eval()
     if messages is not None:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt, **variables
+        )
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
     with torch.no_grad():
         return model(ids).logits[0].double().numpy()
@@ -140,6 +143,20 @@ def test_a_template_shows_facts_principle_and_reference(place):
     text = loaded(place, template="Q: {question}\nF: {facts}\nA: {completion}", **ONE)
     expected = theirs(place, "rm0", text="Q: What is 2 + 2?\nF: 2 + 2 = 4\nA: 4")[0]
     assert text([sample("4")])[0] == [pytest.approx(expected, abs=1e-4)]
+
+
+def test_variables_reach_the_chat_template(place):
+    expected = theirs(place, "rm0", talk("4"), note="Strictly: ")[0]
+    model = loaded(place, variables={"note": "Strictly: "}, **ONE)
+    assert model([sample("4")])[0] == [pytest.approx(expected, abs=1e-4)]
+    assert abs(expected - theirs(place, "rm0", talk("4"))[0]) > 1e-3
+
+
+def test_padding_that_a_template_writes_at_the_end_is_not_read(place):
+    expected = theirs(place, "rm0", text="A: 4<|pad|><|pad|>")[0]
+    model = loaded(place, template="A: {completion}<|pad|><|pad|>", **ONE)
+    assert model([sample("4")])[0] == [pytest.approx(expected, abs=1e-4)]
+    assert model.reader.ids(sample("4"))[-1] != 0
 
 
 def test_a_completion_never_becomes_a_control_token(place):
