@@ -6,7 +6,7 @@ Weights are random and bfloat16, and so are gradients and the moments of Adam. E
 fraction of what the same device reached on a bare copy or a bare product just before. A row is
 printed as soon as it is measured, and what a profile of one call adds to it after that. What a
 program needs is known when it is compiled. Sampling that does not fit the device is reported as
-such; training first gives up saved activations ("elementwise" to "full" rematerialisation), then
+such; training first gives up saved activations ("scores" to "full" rematerialisation), then
 half of the layers at a time, and its row says what it ran with and why.
 """
 
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         help="that training tokens are in, behind a prompt of --prompt-len; 0: as long as that",
     )
     p.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters; 0: all")
-    p.add_argument("--remat", default="elementwise", choices=REMAT)
+    p.add_argument("--remat", default="scores", choices=REMAT)
     p.add_argument("--attention", default="auto", choices=ATTENTION, help="on a GPU auto is cuDNN")
     p.add_argument("--rounds", type=int, default=3, help="fewer where they take over 3 s")
     p.add_argument("--gemm", type=int, default=8192, help="side of the bare product")

@@ -67,7 +67,7 @@ def test_gpu_runs_on_a_cpu_and_writes_rows_as_they_come(capsys, monkeypatch, tmp
     assert training["fraction"] > 0
     assert training["prime_rl_mfu"] == pytest.approx(training["prime_rl_flop_s"] / 1e12, rel=1e-3)
     assert training["memory_over_kept"] > 1
-    assert (training["layers"], training["remat"]) == (1, "elementwise")
+    assert (training["layers"], training["remat"]) == (1, "scores")
     assert "refused" not in training
     assert rows["end"] == [{"kind": "end", "reason": "", "left_out": []}]
     assert output.endswith(path.read_text())
@@ -75,7 +75,7 @@ def test_gpu_runs_on_a_cpu_and_writes_rows_as_they_come(capsys, monkeypatch, tmp
     assert "--shapes tiny" in path.read_text()
     assert {p.name for p in (tmp_path / "hlo").iterdir()} == {
         "sampling_32_4_8_16_2.txt",
-        "training_32_32_elementwise.txt",
+        "training_32_32_scores.txt",
     }
 
 
@@ -117,7 +117,7 @@ def test_training_gives_up_activations_and_then_layers(monkeypatch):
     config, work = gpu.model_config("tiny", 8), Update(2, 1, 4)
     args = gpu.parser().parse_args([])
     first = gpu_training.training_row(config, work, args).row
-    assert first == {"layers": 1, "remat": "elementwise"}
+    assert first == {"layers": 1, "remat": "scores"}
     row = gpu_training.training_row(dataclasses.replace(config, layers=5), work, args).row
     assert (row["layers"], row["remat"]) == (2, "full")
     assert row["refused"] == [f"5 layers, {remat}: too much" for remat in ORDER]

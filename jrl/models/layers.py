@@ -625,7 +625,9 @@ def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
         tied = "head" not in params  # and not prepared for sampling, which brings a head
         head = params["embed" if tied else "head"]
         spec = f"{lead}x,vx->{lead}v" if tied else f"{lead}x,xv->{lead}v"
-        out = project(spec, hidden.astype(jnp.dtype(config.dtype)), head, jnp.float32)
+        hidden = hidden.astype(jnp.dtype(config.dtype))
+        if (out := gpu.scores(hidden, head)) is None:
+            out = project(spec, hidden, head, jnp.float32)
         # The cap before any temperature, as Gemma applies it to scores.
         if config.logit_softcap is not None:
             out = config.logit_softcap * jnp.tanh(out / config.logit_softcap)

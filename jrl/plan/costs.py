@@ -25,7 +25,7 @@ _FREE = frozenset(
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "iota"),
         *("conditional", "call", "after-all", "partition-id", "replica-id", "copy-done"),
         *("async-done", "async-update", "all-gather-done", "all-reduce-done", "slice-done"),
-        *("collective-permute-done", "optimization-barrier"),
+        *("collective-permute-done", "optimization-barrier", "fusion-done"),
     )
 )
 """Operations that move no bytes themselves."""
@@ -258,7 +258,7 @@ def _bytes_moved(
 
     A slice reads, and an update in place writes, only what it touches.
     """
-    if operation.kind in _FREE:
+    if operation.kind in _FREE or '="AllocateBuffer"' in operation.text:
         return 0.0
     sources = [operations[name] for name in operation.operands if name in operations]
     if operation.kind == "fusion":

@@ -109,7 +109,10 @@ def _operation(name: str, rest: str) -> Operation:
         )
         for m in _SHAPE.finditer(shape)
     )
-    return Operation(name, kind.strip(), outputs, tuple(_NAME.findall(inside)), rest)
+    kind, operands = kind.strip(), tuple(_NAME.findall(inside))
+    if kind == "fusion-start":  # runs beside others; ((operands), result, context)
+        kind, outputs = "fusion", outputs[len(operands) : -1]
+    return Operation(name, kind, outputs, operands, rest)
 
 
 def _closing(text: str, start: int) -> int:

@@ -33,7 +33,7 @@ from jrl.models.gpu_kernels import (
     pick,
     takes_product,
 )
-from jrl.models.layers import angles, frequencies, rms_norm, rotate
+from jrl.models.layers import angles, frequencies, logits, rms_norm, rotate
 from jrl.models.quant import quantise, quantise_entries, sampler
 from jrl.models.transformer import transformer
 from jrl.sampling.cache import share
@@ -173,6 +173,23 @@ def test_every_number_in_float8_is_read_exactly(dtype):
     weight = Weight(jnp.tile(numbers.reshape(4, 64), (16, 1)), jnp.full(64, 2.0))
     rows = few_rows(jnp.eye(64, dtype=dtype)[:4], weight, interpret=True).sum(0)
     np.testing.assert_array_equal(rows, 2 * numbers.astype(jnp.float32).reshape(4, 64))
+
+
+def test_an_output_matrix_in_float8_is_the_kernels_on_a_gpu(monkeypatch):
+    draw, config = numbers(6), dataclasses.replace(CONFIG, vocab_size=128)
+    x, w = draw(3, 64), draw(64, 128)
+    float8, int8 = (quantise(w, 1, to=kind) for kind in ("float8", "int8"))
+    plain = logits({"head": float8}, x, config=config)
+    assert gpu.scores(x, float8) is None  # on a CPU
+    monkeypatch.setattr(gpu, "platform", lambda: "gpu")
+    monkeypatch.setattr(gpu, "_interpret", lambda: True)
+    others = x.astype(jnp.float32), float8, x, int8, x, w, x[:, None], float8
+    assert all(gpu.scores(*pair) is None for pair in zip(others[::2], others[1::2], strict=True))
+    kernel = gpu.scores(x, float8)
+    want = np.asarray(x, np.float64) @ np.asarray(float8.whole(), np.float64)
+    np.testing.assert_allclose(kernel, want, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(plain, want, rtol=1e-4, atol=1e-3)
+    np.testing.assert_array_equal(logits({"head": float8}, x, config=config), kernel)
 
 
 def test_a_sum_and_its_norm():

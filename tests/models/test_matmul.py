@@ -76,3 +76,32 @@ def test_the_gradient_of_a_divided_weight_is_summed_and_divided_at_once(axes):
     kinds = re.findall(r" (all-reduce|reduce-scatter)(?:-start)?\(", compiled.as_text())
     assert kinds == ["reduce-scatter", *["all-reduce"] * ("data" in axes)]
     np.testing.assert_allclose(found, gradient(x, w, None), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("weight", "axes", "dtypes"),
+    [
+        ("bfloat16", {"data": 1}, ["bfloat16"] * 3),
+        ("float32", {"data": 1}, ["bfloat16", "bfloat16", "float32"]),
+        # Sums over rows of several devices are added up in float32.
+        ("bfloat16", {"data": 8}, ["bfloat16", "bfloat16", "float32"]),
+    ],
+)
+def test_on_a_gpu_a_product_is_written_as_it_is_rounded(weight, axes, dtypes, monkeypatch):
+    """Forward, of the activations, and of the weight; others write float32 and round it."""
+
+    def written(where):
+        monkeypatch.setattr(module, "platform", lambda: where)
+        monkeypatch.setattr(cpu, "tuned", lambda dtype: False)
+        x, w = jnp.ones((8, 2, 16), jnp.bfloat16), jnp.ones((16, 4), weight)
+
+        def both(x, w):
+            out, back = jax.vjp(lambda x, w: matmul("bqd,df->bqf", x, w), x, w)
+            return back(out)
+
+        with jax.set_mesh(make_mesh(axes, jax.devices()[: axes["data"]])):
+            text = str(jax.make_jaxpr(both)(x, w))
+        return re.findall(r"preferred_element_type=(\w+)", text)
+
+    assert written("gpu") == dtypes
+    assert written("tpu") == ["float32"] * 3

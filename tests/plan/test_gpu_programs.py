@@ -180,6 +180,14 @@ def test_a_weight_in_float8_is_rounded_before_it_is_multiplied():
         assert "f8e4m3fn[256,512]" in text
 
 
+def test_no_matrix_in_float8_is_written_in_16_bits_for_a_token():
+    """Of two layers of 1.7B most is the output matrix; compiled for a GPU without float8."""
+    changed = tree("1.7b", 2)
+    changed["sampling"] |= {"float8": ["weights"]}
+    float8 = ask("gpu_program", changed, "a100x1", "sampler")["hbm_bytes"]
+    assert float8 < 0.7 * program("1.7b", "sampler", 2)["hbm_bytes"]
+
+
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("gpu_*.toml"))
 
 

@@ -140,6 +140,19 @@ def test_an_update_in_place_moves_what_it_writes():
     assert totals(UPDATE)[1] == 3 * 64 * 4 + 4
 
 
+def test_a_fusion_beside_others_moves_as_much_and_an_allocated_buffer_nothing():
+    """A GPU's copy into a stack, whose start names its operands among its results."""
+    whole, row = "f32[64,64]{1,0}", "f32[1,64]{1,0}"
+    line = f"  ROOT %r = {whole} fusion(%c, %x, %i), kind=kLoop, calls=%put"
+    lines = [
+        f'  %b = {whole} custom-call(), custom_call_target="AllocateBuffer"',
+        f"  %s = (({whole}, {row}, s32[]), {whole}, u32[]) fusion-start(%b, %x, %i), calls=%put",
+        f"  ROOT %r = {whole} fusion-done(%s)",
+    ]
+    assert line in UPDATE
+    assert totals(UPDATE.replace(line, "\n".join(lines)))[1] == totals(UPDATE)[1]
+
+
 BATCHED = """HloModule jit_k
 
 ENTRY %main (x: bf16[16,4,32,8], y: bf16[16,4,32,8]) -> f32[16,4,32,32] {

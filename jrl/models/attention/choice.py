@@ -319,7 +319,16 @@ def shared_attention(
         def by_lengths(
             q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
         ) -> Array:
-            return continued(scale, q, (before_k, before_v), (k, v), lengths)
+            rows, heads = mesh_axes("batch", m), mesh_axes("kv_heads", k.shape[1])
+            of_q, of_keys = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
+            specs = (
+                of_q,
+                (of_keys, of_keys),
+                (of_keys, of_keys),
+                Lengths(*[PartitionSpec(rows)] * 2),
+            )
+            look = functools.partial(continued, scale)
+            return by_device(look, specs, q, (before_k, before_v), (k, v), lengths)
 
         return by_lengths
     prefix_mask = live[:, :, None] & jnp.repeat(inside, r // m, axis=0)[:, None]

@@ -382,6 +382,28 @@ def test_elementwise_rematerialisation_does_not_call_cudnn_again():
     assert calls == {"none": 1, "elementwise": 1, "dots": 2}
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_neither_of_the_two_calls_behind_a_prompt_is_made_again():
+    rows, one = jnp.ones((2, 8), jnp.int32), jnp.ones((1, 1, 4), jnp.int32)
+    positions = jnp.broadcast_to(3 + jnp.arange(8, dtype=jnp.int32), rows.shape)
+    lengths = jnp.full(2, 8, jnp.int32)
+    shared = SharedRows(one, one[0, :, :1] + 3, rows, positions, rows, 0 * rows, lengths=lengths)
+    calls = {}
+    for remat in ("none", "scores", "elementwise", "dots"):
+        config = dataclasses.replace(MODEL, dtype="bfloat16")
+        network = transformer(config, attention="cudnn", remat=remat)
+        params = jax.eval_shape(network.init, jax.random.key(0))
+
+        def total(params, network=network):
+            states, _ = network.extras.hidden_shared(params, shared)
+            return states.astype(jnp.float32).sum()
+
+        text = str(jax.make_jaxpr(jax.grad(total))(params))
+        calls[remat] = text.count("dot_product_attention_fwd_wrapper[")
+    # Of the prompt to itself, of rows to the prompt, and to themselves.
+    assert calls == {"none": 3, "scores": 3, "elementwise": 3, "dots": 6}
+
+
 # ---------------------------------------------------------------- the choice
 
 
