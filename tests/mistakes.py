@@ -154,6 +154,7 @@ NEEDED = {
     **{f"tree.{k}": ("tree.kind=branch",) for k in ("at", "roots", "rounds", "above")},
     **{f"tree.{k}": ("tree.kind=search",) for k in ("by", "width", "tokens", "exploration")},
     "value.kind": ("method=ppo",),
+    "value.path": ("method=ppo", "value.kind=network"),
 }
 """What else must be given for a key to be read."""
 

@@ -78,7 +78,7 @@ def _train(
     if not (coordinator or processes or os.environ.get("JRL_DISTRIBUTED")):
         from jrl.data.fields import check_first_row
 
-        check_first_row(read(config, overrides).data)  # before imports that take seconds
+        check_first_row(read(config, overrides))  # before imports that take seconds
     from jrl.system.processes import first_says, start
 
     start(coordinator, processes, process)

@@ -62,7 +62,7 @@ class JudgeTable(Table):
     )
     template: str = key("", "the question to the judge; {fields} are filled in")
     system: str = key("", "a system message before it")
-    principle: str = key("", "what fills {principle}")
+    principle: str = key("", "what fills {principle}; else the row's column of that name")
     scale: Annotated[list[float], Field(min_length=2, max_length=2)] = key(
         [1.0, 10.0], "least and greatest score, which become 0 and 1"
     )
@@ -168,7 +168,7 @@ def judge_table(key: str, options: Mapping[str, Any]) -> JudgeTable:
     Raises:
       UserError: a line for each mistake, which names the key.
     """
-    return _checked(JudgeTable, key, options)
+    return checked(JudgeTable, key, options)
 
 
 def criteria_of(rows: Any, where: str) -> list[Criterion]:
@@ -184,14 +184,23 @@ def criteria_of(rows: Any, where: str) -> list[Criterion]:
     if not isinstance(rows, list | tuple):
         raise UserError(f"{where} is {rows!r:.60}; write a list of criteria")
     tables = [{"text": row} if isinstance(row, str) else row for row in rows]
-    criteria = [_checked(Criterion, f"{where}, criterion {i}", t) for i, t in enumerate(tables, 1)]
+    criteria = [checked(Criterion, f"{where}, criterion {i}", t) for i, t in enumerate(tables, 1)]
     if wrong := weightless(criteria):
         raise UserError(f"{where}: {wrong}")
     return criteria
 
 
-def _checked(table: type[T], key: str, values: Any) -> T:
-    """A table of these values; raises UserError with a line for each mistake."""
+def checked(table: type[T], key: str, values: Any) -> T:
+    """A table of a reward part.
+
+    Args:
+      table: its class.
+      key: "rewards.NAME", for messages.
+      values: its keys.
+
+    Raises:
+      UserError: a line for each mistake, which names the key.
+    """
     try:
         return table.model_validate(values)
     except ValidationError as error:

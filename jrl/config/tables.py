@@ -139,6 +139,20 @@ class ValueTable(Table):
         "head: a linear head on the policy's last layer; network: a separate network, initialised"
         " from the weights of model.path if set",
     )
+    path: Annotated[str, _names("must be a directory")] | None = key(
+        None,
+        "reward model that the network starts from, trunk and head: the run directory of one, or a"
+        " *ForSequenceClassification checkpoint with one label; of the policy's tokenizer",
+    )
+
+    @model_validator(mode="after")
+    def _starts(self) -> Self:
+        if self.path is not None and self.kind != "network":
+            raise ValueError(
+                f"path = {self.path!r} with kind = {self.kind!r}; set kind to 'network', which has"
+                " a trunk of its own"
+            )
+        return self
 
 
 def _once(values: tuple[str, ...]) -> tuple[str, ...]:

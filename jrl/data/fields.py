@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jrl.config.reward_model import MODEL_NAMES
+from jrl.config.tables import Config
 from jrl.config.unions import PromptData
 from jrl.data.tables import Source
 from jrl.errors import UserError
@@ -18,14 +20,37 @@ ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
 """Names that published data sets give the two fields, in the order in which they are looked for."""
 
 
-def layout(source: Source, question: str, answer: str | None) -> tuple[str, str | None]:
-    """The fields of question and answer, by the first row where they have their usual names."""
+def layout(
+    source: Source, question: str, answer: str | None, *, needs_answer: bool = True
+) -> tuple[str, str | None]:
+    """The fields of question and answer, by the first row where they have their usual names.
+
+    Args:
+      source: the rows.
+      question: its configured name.
+      answer: its configured name; None for none.
+      needs_answer: False where rows may lack it: then it is None for rows without.
+    """
     first = source[0] if len(source) else {}
     if question == QUESTIONS[0]:
         question = next((name for name in QUESTIONS if has(first, name)), question)
     if answer == ANSWERS[0]:
         answer = next((name for name in ANSWERS if has(first, name)), answer)
+    if answer is not None and not needs_answer and not has(first, answer):
+        answer = None
     return question, answer
+
+
+def needs_answer(config: Config) -> bool:
+    """Whether rows must have a reference answer: not where reward models alone judge completions.
+
+    A configuration that names the field, or a pattern in it, needs it in any case.
+    """
+    data: Any = config.data
+    if type(data) is not PromptData or "answer" in data.fields or data.answer_pattern is not None:
+        return True
+    parts = {name: part for name, part in config.rewards.items() if part.combine is None}
+    return not parts or any((p.function or n) not in MODEL_NAMES for n, p in parts.items())
 
 
 def look_up(row: Mapping[str, Any], key: str) -> Any:
@@ -58,17 +83,18 @@ def has(row: Mapping[str, Any], key: str) -> bool:
     return key in row or (head in row and head != key and look_up(row, key) is not None)
 
 
-def check_first_row(data: Any) -> None:
+def check_first_row(config: Config) -> None:
     """Raises UserError where the first row of a local file lacks a field that prompts need.
 
     Reading all rows does that too, after imports that take seconds and with the tokenizer loaded.
     What cannot be looked at here, such as data of the Hub, is left to that.
 
     Args:
-      data: the table ``[data]``.
+      config: of the run.
     """
     from jrl.data.sources import open_source
 
+    data: Any = config.data
     names = {"question": QUESTIONS[0], "answer": ANSWERS[0]}
     for split in ("train", "eval") if type(data) is PromptData and data.invalid == "error" else ():
         path = getattr(data, split)
@@ -77,7 +103,9 @@ def check_first_row(data: Any) -> None:
         source = open_source(path, key=f"data.{split}")
         if len(source):
             names |= data.fields
-            question, answer = layout(source, names["question"], names["answer"])
+            question, answer = layout(
+                source, names["question"], names["answer"], needs_answer=needs_answer(config)
+            )
             check_fields(source[0], question, answer, source.where(0))
 
 

@@ -58,6 +58,7 @@ def build_prompts(
     answer_key: str | None = "answer",
     answer_pattern: str | None = None,
     solution_key: str | None = None,
+    needs_answer: bool = True,
     system: str | None = None,
     template: str = "chat",
     variables: Mapping[str, Any] = NOTHING,
@@ -82,6 +83,7 @@ def build_prompts(
       solution_key: the field that holds a completion to learn from, or None; its text and the token
         that ends a turn by the chat template, without one the end-of-text token, become
         ``Prompt.solution``.
+      needs_answer: False where rows may lack the answer.
       system: a system message, or None. Without a chat template it precedes the question, with a
         blank line between.
       template: "chat" for the tokenizer's chat template, "plain" for the question as it is, or a
@@ -104,7 +106,7 @@ def build_prompts(
     if overlong not in OVERLONG:
         raise unknown_choice("data.overlong", overlong, OVERLONG)
     wording = Wording(tokenizer, system, template, variables).check()
-    question_key, answer_key = layout(source, question_key, answer_key)
+    question_key, answer_key = layout(source, question_key, answer_key, needs_answer=needs_answer)
     prompts: list[Prompt] = []
     dropped = truncated = longest = 0
     questions: set[str] = set()  # two are enough to tell whether they differ

@@ -79,7 +79,11 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
         model = next(iter(run.rewards.models.values()), None)
         if by == "value":
             model = model_of(run.config, run.mesh, 1, behind=True, checkpoint=checkpoint)
-        assert model is not None
+        if model is None:
+            raise UserError(
+                "--by model: the run's reward models read whole texts and have no values of steps;"
+                " set rewards.model.path to the run of a reward model"
+            )
         return params, partial(_by_values, model, *sizes, REDUCED[reduce])
 
     return make

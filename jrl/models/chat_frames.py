@@ -40,18 +40,21 @@ class Frames(NamedTuple):
       tokenizer: the policy's.
       name: of the template.
       variables: of the template, tools among them.
+      prompts: whether texts end where the assistant is to speak; else with the last message.
     """
 
     tokenizer: FileTokenizer
     name: str
     variables: Mapping[str, Any]
+    prompts: bool = True
 
-    def render(self, messages: Sequence[Message], *, prompt: bool = True) -> str:
+    def render(self, messages: Sequence[Message], *, prompt: bool | None = None) -> str:
         """The conversation; with ``prompt`` ending where the assistant is to speak.
 
         Raises:
           UserError: the template refuses it.
         """
+        prompt = self.prompts if prompt is None else prompt
         return self.tokenizer.chat(
             messages, add_generation_prompt=prompt, template=self.name, **self.variables
         )

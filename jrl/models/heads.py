@@ -130,15 +130,72 @@ def reward_network(network: Network) -> RewardNetwork:
     """
 
     def apply(params: Params, tokens: Array, lengths: Array) -> Array:
-        chex.assert_rank([tokens, lengths], [2, 1])
-        columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        positions = jnp.broadcast_to(columns[None], tokens.shape)
-        segments = (positions < lengths[:, None]).astype(jnp.int32)
-        hidden, _ = network.hidden(params["trunk"], tokens, positions, segments)
-        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        return _linear(params["head"], last)
+        return _linear(params["head"], last_hidden(network, params["trunk"], tokens, lengths))
 
     return RewardNetwork(*_trunk_and_head(network), apply)
+
+
+Scores = Callable[[Params, Array, Array], Array]
+"""(params, tokens [B, L], lengths [B]) -> [B, K] float32: K numbers for each text, read at its last
+token; tokens start at column 0 and ``lengths`` is at least 1."""
+
+
+def last_hidden(network: Network, trunk: Params, tokens: Array, lengths: Array) -> Array:
+    """[B, D]: the trunk's state at the last token of each row.
+
+    Args:
+      network: the trunk.
+      trunk: its parameters.
+      tokens: [B, L] int32, from column 0.
+      lengths: [B] int32, at least 1.
+    """
+    chex.assert_rank([tokens, lengths], [2, 1])
+    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = jnp.broadcast_to(columns[None], tokens.shape)
+    segments = (positions < lengths[:, None]).astype(jnp.int32)
+    hidden, _ = network.hidden(trunk, tokens, positions, segments)
+    return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+
+
+def label_scores(network: Network) -> Scores:
+    """The scores of a published reward model, one for each label (``hf.open_classifier``).
+
+    Args:
+      network: the trunk.
+
+    Returns:
+      A function of {"trunk", "head": {"weight" [K, D]}}.
+    """
+
+    def scores(params: Params, tokens: Array, lengths: Array) -> Array:
+        hidden = last_hidden(network, params["trunk"], tokens, lengths)
+        with jax.named_scope("label_head"):
+            return hidden.astype(jnp.float32) @ params["head"]["weight"].T
+
+    return scores
+
+
+def answer_scores(network: Network, ids: tuple[int, int]) -> Scores:
+    """The difference of two answers' log-probabilities as a language model's next token, in nats.
+
+    With "Yes" and "No" this is the reward of "RLBFF: Binary Flexible Feedback to bridge between
+    Human Feedback & Verifiable Rewards" (arXiv:2509.21319).
+
+    Args:
+      network: the language model.
+      ids: tokens of the two answers.
+
+    Returns:
+      A function of {"trunk"}, with K = 1.
+    """
+    first, second = ids
+
+    def scores(params: Params, tokens: Array, lengths: Array) -> Array:
+        hidden = last_hidden(network, params["trunk"], tokens, lengths)
+        logits = network.logits(params["trunk"], hidden)  # the softmax's sum cancels
+        return (logits[:, first] - logits[:, second])[:, None]
+
+    return scores
 
 
 def _trunk_and_head(network: Network) -> tuple[Callable[[Array], Params], Callable[[], Any]]:

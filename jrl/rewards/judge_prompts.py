@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jrl.config.judge import PUBLISHED_FORMS, JudgeTable
@@ -12,7 +12,8 @@ from jrl.rewards.base import Sample
 from jrl.user_code import load
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
-_COMMON = ("question", "reference", "principle")
+COMMON_FIELDS = ("question", "reference", "principle")
+"""Fields of every template, besides the columns of the data."""
 _ONE = ("completion", "conversation")
 
 
@@ -139,14 +140,13 @@ def check_template(table: JudgeTable, columns: Iterable[str], key: str) -> None:
       key: "rewards.NAME", for messages.
     """
     form = text_of(table.form)
-    known = [*dict.fromkeys([*_COMMON, *form.fields, *columns])]
+    known = [*dict.fromkeys([*COMMON_FIELDS, *form.fields, *columns])]
     for place, text in (("template", table.template), ("system", table.system)):
-        for field in _FIELD.findall(text):
-            if field not in known:
-                raise UserError(
-                    f"{key}.{place} has {{{field}}}, which is no field of form ="
-                    f" {table.form!r} and no column of the data; {nearest(field, known)}"
-                )
+        if field := unknown_field([text], known):
+            raise UserError(
+                f"{key}.{place} has {{{field}}}, which is no field of form ="
+                f" {table.form!r} and no column of the data; {nearest(field, known)}"
+            )
     used = _FIELD.findall(table.template)
     absent = [names for names in form.shows if not any(name in used for name in names)]
     if table.template and absent:
@@ -165,17 +165,10 @@ def messages_of(
       fields: those of the form, by name.
       template: in place of the form's.
     """
-    prompt = sample.prompt
-    values: Mapping[str, Any] = {
-        **prompt.meta,
-        "question": question_of(sample),
-        "reference": "" if prompt.answer is None else str(prompt.answer),
-        "principle": table.principle,
-        **fields,
-    }
+    values = {**fields_of(sample, table.principle), **fields}
 
     def filled(template: str) -> str:
-        return _FIELD.sub(lambda m: str(values.get(m[1], "")), template).strip()
+        return "".join(text for text, _ in pieces(template, values)).strip()
 
     user = {
         "role": "user",
@@ -183,6 +176,38 @@ def messages_of(
     }
     system = ({"role": "system", "content": filled(table.system)},) if table.system else ()
     return (*system, user)
+
+
+def fields_of(sample: Sample, principle: str) -> dict[str, Any]:
+    """The fields of all templates: every column of the row, its question, answer and principle.
+
+    Args:
+      sample: what is judged.
+      principle: of the part; "" for the row's own, if it has such a column.
+    """
+    prompt = sample.prompt
+    return {
+        **prompt.meta,
+        "question": question_of(sample),
+        "reference": "" if prompt.answer is None else str(prompt.answer),
+        "principle": principle or prompt.meta.get("principle", ""),
+    }
+
+
+def pieces(template: str, values: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """The text of a filled template in order: (text, whether it fills a field)."""
+    end = 0
+    for field in _FIELD.finditer(template):
+        yield template[end : field.start()], False
+        yield str(values.get(field[1], "")), True
+        end = field.end()
+    yield template[end:], False
+
+
+def unknown_field(texts: Iterable[str], known: Sequence[str]) -> str | None:
+    """The first {field} of templates that is none of the known ones."""
+    fields = (field for text in texts for field in _FIELD.findall(text))
+    return next((field for field in fields if field not in known), None)
 
 
 def question_of(sample: Sample) -> str:

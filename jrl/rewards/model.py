@@ -7,12 +7,13 @@ tokens on the devices of the policy. Hence the package ``rewards`` does not impo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrl.config.reward_model import Ensemble
 from jrl.models.tokenizer import Tokenizer
 from jrl.types import Array, Network, Params, Rollout
 
@@ -40,28 +41,81 @@ def last_values(values: Array, mask: Array) -> Array:
     return jnp.where(mask.any(-1), last_value, 0).astype(jnp.float32)
 
 
+def reduce_ensemble(points: Array, ensemble: Ensemble, uncertainty: float) -> Array:
+    """One number of those of M reward models.
+
+    "Reward Model Ensembles Help Mitigate Overoptimization" (arXiv:2310.02743):
+
+        mean        mu
+        min         the least, its worst-case optimisation
+        uwo         mu - c var, its uncertainty-weighted optimisation
+        deviation   mu - c sd, a lower confidence bound
+
+    with the variance over the M models, divided by M.
+
+    Args:
+      points: [M, ...] float32, points of M models.
+      ensemble: which.
+      uncertainty: c.
+
+    Returns:
+      [...] float32, points.
+
+    >>> reduce_ensemble(jnp.array([[1.0], [3.0]]), "uwo", 0.5).tolist()
+    [1.5]
+    """
+    if ensemble == "min":
+        return points.min(axis=0)
+    if ensemble == "mean":
+        return points.mean(axis=0)
+    spread = points.var(axis=0) if ensemble == "uwo" else points.std(axis=0)
+    return points.mean(axis=0) - uncertainty * spread
+
+
+def at_turn_ends(values: Any, mask: Any, turns: Any) -> np.ndarray:
+    """The values at the last live token of each turn, 0 elsewhere.
+
+    Args:
+      values: [..., T] float32, points.
+      mask: [..., T] bool, the policy's own tokens.
+      turns: [..., T] int32, the turn of each token; never decreasing along a row.
+
+    >>> at_turn_ends([[1.0, 2.0, 3.0]], [[True, True, True]], [[0, 0, 1]]).tolist()
+    [[0.0, 2.0, 3.0]]
+    """
+    values, mask, turns = np.asarray(values, np.float32), np.asarray(mask), np.asarray(turns)
+    paid = np.zeros_like(values)
+    for row in np.ndindex(mask.shape[:-1]):
+        live = np.flatnonzero(mask[row])
+        ends = live[np.append(np.diff(turns[row][live]) != 0, True)[: len(live)]]
+        paid[row][ends] = values[row][ends]
+    return paid
+
+
 class ModelReward:
     """Points of rollouts from a reward model.
 
     Args:
       params: of the reward model.
       values: its network.
+      by_turn: whether the value at each turn's end counts, and not the last one alone.
     """
 
-    def __init__(self, params: Params, values: Values) -> None:
+    def __init__(self, params: Params, values: Values, by_turn: bool = False) -> None:
         def points(params: Params, rollout: Rollout) -> Array:
             return last_values(values(params, rollout), rollout.mask)
 
-        self._params, self._points, self._values = params, jax.jit(points), jax.jit(values)
+        self.params, self.values, self.by_turn = params, values, by_turn
+        self._points, self._values = jax.jit(points), jax.jit(values)
 
     def __call__(self, rollout: Rollout) -> np.ndarray:
         """[N, G] float32 rewards, on the host."""
-        points: np.ndarray = np.asarray(self._points(self._params, rollout))
+        points: np.ndarray = np.asarray(self._points(self.params, rollout))
         return points
 
     def of_tokens(self, rollout: Rollout) -> np.ndarray:
         """[N, G, T] float32 values after each token, on the host."""
-        return np.asarray(self._values(self._params, rollout))
+        return np.asarray(self._values(self.params, rollout))
 
 
 class JudgeModel(NamedTuple):

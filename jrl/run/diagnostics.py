@@ -24,6 +24,7 @@ from jrl.train.kinds import TextKind, kind_of
 from jrl.train.objective import method_of
 from jrl.train.optimizer import make_optimizer
 from jrl.train.placement import make_meshes
+from jrl.train.reward_model import check_text_models
 from jrl.train.reward_parts import reward_pool
 
 _ROWS = 100
@@ -61,6 +62,7 @@ def lacks(config: Config) -> list[str]:
         if read is not None:
             look(lambda: check_reward_columns(config, read.prompts["train"]))
             look(lambda: check_judges(config, read.prompts["train"]))
+            look(lambda: check_text_models(config, read.prompts["train"]))
     if note := missing_math(config):
         mistakes.lines.append(note)
     return mistakes.lines + list(_missing_sinks(config))

@@ -44,6 +44,7 @@ from jrl.train.judges import check_judges, probe_judges
 from jrl.train.kinds import EpisodeKind
 from jrl.train.objective import sampler_differs
 from jrl.train.remat import settled
+from jrl.train.reward_model import check_text_models
 from jrl.train.reward_parts import reward_pool
 from jrl.train.sampler_difference import difference_text
 from jrl.train.score import policy_of
@@ -165,7 +166,9 @@ def _set_up(
     check_reward_columns(run.config, run.data.prompts.get("train") or ())
     for note in check_references(run.config, run.data.prompts):
         echo(note)
-    check_judges(run.config, [p for listed in run.data.prompts.values() for p in listed])
+    prompts = [p for listed in run.data.prompts.values() for p in listed]
+    check_judges(run.config, prompts)
+    check_text_models(run.config, prompts)
     check_metric_names(run)
     if run.method.lacks:
         echo(f"{config.method}: the objective alone is trained; {run.method.lacks}")

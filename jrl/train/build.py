@@ -7,6 +7,7 @@ run = bare_run(config, mesh, model=...)   # without data and weights, to plan it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,9 +134,8 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         rollout_mesh=rollout_mesh,
         params=params if model is None else start_params(config, model, run.network, params),
         data=data,
-        rewards=run.rewards._replace(
+        rewards=load_reward_models(config, run.rewards, rollout_mesh or mesh)._replace(
             judge=accuracy_part(config, kind.eval_parts),
-            models=load_reward_models(config, run.rewards, rollout_mesh or mesh),
             judges=load_judge_models(config, run.rewards, mesh, run.network.max_length),
         ),
     )
@@ -185,7 +185,8 @@ def bare_run(
         check_model_on_mesh(mesh, model, width, new_tokens)
         check_attention_on_mesh(mesh, model, config.model.attention)
     check_sampler_mesh(config, mesh, model, width, new_tokens)
-    value = make_value(config, one) if method.value else None
+    trunk = partial(policy_network, config, mesh=mesh)
+    value = make_value(config, one, trunk) if method.value else None
     if value is not None and trains_reward(config):
         value = after_token(value)
     updates = method.schedule.epochs * config.train.minibatches

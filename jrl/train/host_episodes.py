@@ -531,7 +531,8 @@ def host_source(
 
 def _reads_messages(rewards: RunRewards) -> bool:
     """Whether anything on the host judges what was said."""
-    return bool(rewards.given_by("function") or rewards.given_by("judge"))
+    on_host = rewards.given_by("function") or rewards.given_by("judge")
+    return bool(on_host or rewards.text_models)
 
 
 def episode_scorer(

@@ -28,6 +28,7 @@ from jrl.config.unions import (
     TaskData,
     TaskPairs,
 )
+from jrl.data.fields import needs_answer
 from jrl.data.goals import GoalRows
 from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
@@ -192,6 +193,7 @@ class TextKind:
                     answer_key=names["answer"],
                     answer_pattern=data.answer_pattern,
                     solution_key=names.get("solution") if split == "train" else None,
+                    needs_answer=needs_answer(self.config),
                     **data.wording,
                     max_prompt_tokens=data.max_prompt_tokens,
                     overlong=data.overlong,

@@ -56,6 +56,7 @@ from jrl.train.state import (
     state_shardings,
 )
 from jrl.train.step import Step, compile_step, make_step
+from jrl.train.value_start import value_start
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
 
@@ -214,7 +215,8 @@ def _layout(run: Run) -> tuple[Callable[..., TrainState], TrainState, TrainState
             frozen=frozen,
             schedule=run.method.schedule,
         )
-        if params is None or run.value is None or run.config.value.kind != "network":
+        starts = run.config.value.kind == "network" and run.config.value.path is None
+        if params is None or run.value is None or not starts:
             return state
         trunk = jax.tree.map(jnp.copy, _whole(run.network, state))
         value = state.params["value"] | {"trunk": trunk}
@@ -257,7 +259,11 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
         out_shardings=shardings,
         donate_argnums=() if run.network.extras.own_layout else (1, 2),
     )
-    return make_placed(np.uint32(run.config.seed), params, frozen), shardings
+    state = make_placed(np.uint32(run.config.seed), params, frozen)
+    if run.value is None or run.config.value.path is None:
+        return state, shardings
+    value = hf.place(value_start(run.config, run.mesh), shardings.params["value"])
+    return state.replace(params=state.params | {"value": value}), shardings
 
 
 def _checkpoint_shardings(run: Run, network: Network) -> Any:

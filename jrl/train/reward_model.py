@@ -1,33 +1,38 @@
-"""Trained reward models as rewards: read from the directories of their runs."""
+"""Reward models as rewards: from directories of runs that trained them, and from checkpoints."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrl.config import Config, load_config
+from jrl.config import Config
+from jrl.config.reward_model import TOKEN_KEYS, RewardModelTable
+from jrl.config.tables import RewardTable
 from jrl.errors import UserError
 from jrl.hub import model_directory
 from jrl.mesh import tree_shardings
-from jrl.methods import find_method, get_method
+from jrl.methods import find_method
+from jrl.models.config import ModelConfig
 from jrl.models.heads import after_token, value_head, value_network
+from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
-from jrl.rewards.model import ModelReward
+from jrl.rewards.model import ModelReward, Values
+from jrl.rewards.reading import check_reader
+from jrl.rewards.rules import Rules
 from jrl.sampling.params import make_sampling_params
 from jrl.train.adapters import restore_policy, trained_network
 from jrl.train.frozen import run_shape
 from jrl.train.groups import to_batch
-from jrl.train.kinds import kind_of
-from jrl.train.reward_parts import RunRewards, reward_tables
+from jrl.train.kinds import EpisodeKind, kind_of
+from jrl.train.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
+from jrl.train.reward_runs import is_run, reward_run, value_shape
 from jrl.train.score import in_parts, score
-from jrl.types import Array, Batch, Network, Params, Rollout, ValueNetwork
+from jrl.train.text_models import load_text_model, reduced
+from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, ValueNetwork
 
 VALUES: dict[str, Callable[[Network], ValueNetwork]] = {
     "head": value_head,
@@ -41,16 +46,26 @@ def trains_reward(config: Config) -> bool:
     return find_method(config.method).family == "reward_model"
 
 
-def make_value(config: Config, network: Network) -> ValueNetwork:
-    """The value network that a configuration asks for; one of its own is trained as a whole."""
+def make_value(
+    config: Config, network: Network, trunk: Callable[[ModelConfig], Network] = transformer
+) -> ValueNetwork:
+    """The value network that a configuration asks for; one of its own is trained as a whole.
+
+    Args:
+      config: of the run.
+      network: the policy.
+      trunk: makes the network of a shape, for one that starts from ``value.path``.
+    """
+    if config.value.path is not None:
+        return value_network(trunk(value_shape(config)))
     derived = network.extras.derived
     if derived is not None and config.value.kind == "network":
         network = derived.network
     return VALUES[config.value.kind](network)
 
 
-def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> dict[str, ModelReward]:
-    """The reward models that a configuration names, their newest checkpoints placed on the mesh.
+def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRewards:
+    """The reward parts with the models that a configuration names, placed on the mesh.
 
     Args:
       config: of the run to be rewarded.
@@ -58,44 +73,90 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> dict[
       mesh: of that run.
 
     Raises:
-      UserError: no path or another option, a directory without a run that trained values, a
-        tokenizer that is not the policy's, or no checkpoint.
+      UserError: a directory without a run that trained values, a tokenizer that is not the
+        policy's, no checkpoint, or one that cannot be read.
     """
     tables = reward_tables(config)
     parts = config.train.minibatches * config.train.microbatches
-    models = {}
+    models, text_models = {}, {}
     for name in rewards.given_by("model"):
-        theirs = _model_config(config, f"rewards.{name}", tables[name].options)
-        models[name] = model_of(theirs, mesh, parts, behind=trains_reward(theirs))
-    return models
+        key, table = f"rewards.{name}", model_of_part(config, name)
+        if not all(is_run(path) for path in table.path):
+            if table.by == "turn":
+                raise UserError(
+                    f"{key}.by = 'turn': a checkpoint's model reads whole texts; name the run"
+                    " directory of a reward model, or remove it"
+                )
+            rules = Rules(tables[name].missing, where=tables[name].where)
+            dtype = config.model.dtype
+            text_models[name] = load_text_model(table, rules, key, mesh, dtype)
+            continue
+        check_reads_tokens(key, table, tables[name])
+        if table.by == "turn" and not isinstance(kind_of(config), EpisodeKind):
+            raise UserError(
+                f"{key}.by = 'turn': these data have no turns of an environment on the host; remove"
+                " it, or set data.env"
+            )
+        theirs = [reward_run(config, f"{key}.path", path) for path in table.path]
+        behind = trains_reward(theirs[0])
+        each = [model_of(one, mesh, parts, behind=behind) for one in theirs]
+        models[name] = ensemble_of(each, table)
+    return rewards._replace(models=models, text_models=text_models)
 
 
-def _model_config(config: Config, key: str, options: dict[str, Any]) -> Config:
-    """The configuration of the run that trained a reward model, checked."""
-    path = options.pop("path", None)
-    if not isinstance(path, str) or options:
-        wrong = [f"{key}.{name} = {value!r}: no such key" for name, value in options.items()]
-        wrong += [f"{key}.path is missing"] if path is None else []
-        wrong = wrong or [f"{key}.path = {path!r}"]
-        raise UserError(f"{wrong[0]}; it takes path, a run directory, and weight")
-    directory = Path(path)
-    if not (directory / "config.toml").exists():
+def check_text_models(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raises UserError for a reward model's template that these prompts do not fill."""
+    columns = dict.fromkeys(name for prompt in prompts for name in prompt.meta)
+    answers = not prompts or any(prompt.answer is not None for prompt in prompts)
+    for name in parts_of(config).given_by("model"):
+        key, table = f"rewards.{name}", model_of_part(config, name)
+        if not all(is_run(path) for path in table.path):
+            tokenizer = load_tokenizer(model_directory(table.path[0], f"{key}.path"))
+            check_reader(table, tokenizer, columns, key, answers=answers)
+
+
+def check_reads_tokens(key: str, table: RewardModelTable, part: RewardTable) -> None:
+    """Raises UserError for keys that a run's reward model, which reads tokens, does not have."""
+    if table.reads_text:
+        names = sorted(table.model_fields_set - TOKEN_KEYS)
         raise UserError(
-            f"{key}.path = {path!r} is no run directory: it holds no config.toml; train "
-            "one with configs/reward_model.toml"
+            f"{key}.{names[0]} = {getattr(table, names[0])!r}: a run directory's model reads the"
+            " policy's tokens; remove it, or name a *ForSequenceClassification checkpoint"
         )
-    theirs = load_config(directory / "config.toml", [f"run.dir={json.dumps(str(directory))}"])
-    if not get_method(theirs.method, **theirs.objective).value:
+    if part.where or part.missing != "none":
+        name = "where" if part.where else "missing"
         raise UserError(
-            f"{key}.path = {path!r} trained {theirs.method!r}, which has no values to "
-            "score with; name a run of a reward model such as bradley_terry"
+            f"{key}.{name} = {getattr(part, name)!r}: a run directory's model scores every sample;"
+            " remove it"
         )
-    if _tokenizer(theirs) != _tokenizer(config):
-        raise UserError(
-            f"{key}.path = {path!r} was trained with another tokenizer than the policy's; "
-            "train it from a checkpoint with the policy's tokenizer"
-        )
-    return theirs
+
+
+def ensemble_of(models: Sequence[ModelReward], table: RewardModelTable) -> ModelReward:
+    """One reward model of several of one shape, whose numbers it links and reduces.
+
+    Raises:
+      UserError: they are not of one shape.
+    """
+    by_turn = table.by == "turn"
+    if len(models) == 1 and table.link == "identity":
+        return ModelReward(models[0].params, models[0].values, by_turn)
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), model.params) for model in models]
+    for path, shape in zip(table.path, shapes, strict=True):
+        if shape != shapes[0]:
+            raise UserError(
+                f"path: {path!r} trained a network of other sizes than {table.path[0]!r}; models"
+                " of an ensemble are of one shape"
+            )
+    params = jax.tree.map(lambda *x: jnp.stack(x), *(model.params for model in models))
+    values = partial(_ensemble_values, values=models[0].values, table=table)
+    return ModelReward(params, values, by_turn)
+
+
+def _ensemble_values(
+    params: Params, rollout: Rollout, *, values: Values, table: RewardModelTable
+) -> Array:
+    """[N, G, T] float32 of M models, reduced for each token."""
+    return reduced(jax.vmap(values, in_axes=(0, None))(params, rollout), table)
 
 
 def model_of(
@@ -115,7 +176,7 @@ def model_of(
     value = make_value(theirs, network)
     if behind:
         value = after_token(value)
-    params = _params(theirs, network, value, mesh, checkpoint)
+    params = params_of(theirs, network, value, mesh, checkpoint)
     return ModelReward(params, partial(values, network=network, value=value, parts=parts))
 
 
@@ -144,16 +205,10 @@ def values(
     return in_parts(of, batch, parts if n % parts == 0 else 1)["values"]
 
 
-def _tokenizer(config: Config) -> bytes | str:
-    """What two configurations share when their tokens mean the same."""
-    if config.data.has_solutions:
-        return "the tasks' own"
-    return (model_directory(config.model.path or "") / "tokenizer.json").read_bytes()
-
-
-def _params(
+def params_of(
     config: Config, network: Network, value: ValueNetwork, mesh: Mesh, checkpoint: int | None
 ) -> Params:
+    """{"policy", "value"} of a run's checkpoint, the newest for None, placed on a mesh."""
     shapes = jax.eval_shape(
         lambda key: {"policy": network.init(key), "value": value.init(key)}, jax.random.key(0)
     )

@@ -17,6 +17,12 @@ from typing import Literal, NamedTuple
 
 from jrl.config import Config
 from jrl.config.judge import TOKEN_FORMS, JudgeTable, judge_table
+from jrl.config.reward_model import (
+    MODEL_NAMES,
+    PUBLISHED_MODELS,
+    RewardModelTable,
+    reward_model_table,
+)
 from jrl.config.secrets import reveal
 from jrl.config.tables import RewardTable
 from jrl.errors import Mistakes, UserError, nearest, unknown_choice
@@ -25,11 +31,10 @@ from jrl.rewards.combine import COMBINATORS, Combined, in_order, make_combined
 from jrl.rewards.model import JudgeModel, ModelReward
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.rules import Rules
+from jrl.train.text_models import TextModel
 from jrl.types import NOTHING
-from jrl.user_code import FORMS
+from jrl.user_code import FORMS, load
 
-MODEL = "model"
-"""The function of a part that is a reward model: ``[rewards.model] path = RUN_DIR``."""
 SUCCESS = "success"
 """The reward part that is 1 where an environment says that an episode ended well, beside those that
 it names."""
@@ -51,7 +56,8 @@ class RunRewards(NamedTuple):
       givers: reward part -> who gives it.
       combined: the parts made of others, in an order in which they can be made.
       judge: the reward part that says whether a completion is right; "" where nothing does.
-      models: the trained ones behind reward parts, by name.
+      models: the trained ones behind reward parts that read the policy's tokens, by name.
+      text_models: those that read text with a tokenizer of their own.
       judges: the models that judge on the run's devices, but for the policy, by reward part.
     """
 
@@ -60,6 +66,7 @@ class RunRewards(NamedTuple):
     combined: tuple[Combined, ...] = ()
     judge: str = ""
     models: Mapping[str, ModelReward] = NOTHING
+    text_models: Mapping[str, TextModel] = NOTHING
     judges: Mapping[str, JudgeModel] = NOTHING
 
     @property
@@ -130,7 +137,8 @@ def _giver(config: Config, name: str) -> Giver:
     _check_keys(name, table)
     if table.combine is not None:
         return "combined"
-    if function == MODEL:
+    if function in MODEL_NAMES:
+        _check_model(name, config)
         return "model"
     if function == JUDGE and JUDGE not in data.reward_names:
         _check_judge(name, config)
@@ -177,6 +185,28 @@ def judge_of(config: Config, name: str) -> JudgeTable:
     """
     key = f"rewards.{name}"
     return judge_table(key, reveal(reward_tables(config)[name].options, key))
+
+
+def model_of_part(config: Config, name: str) -> RewardModelTable:
+    """The keys of a part that a reward model gives.
+
+    Raises:
+      UserError: a line for each mistake, which names the key.
+    """
+    key, part = f"rewards.{name}", reward_tables(config)[name]
+    spec = PUBLISHED_MODELS.get(function_of(name, part))
+    keys = {} if spec is None else load(spec, key)()
+    return reward_model_table(key, keys | reveal(part.options, key))
+
+
+def _check_model(name: str, config: Config) -> None:
+    """Raises UserError for keys of a reward model that nothing reads."""
+    model_of_part(config, name)
+    if (limits := reward_tables(config)[name].range) is not None:
+        raise UserError(
+            f"rewards.{name}.range = {limits}: a reward model's numbers have no limits; remove it,"
+            ' or bound them by a part with combine = "clip"'
+        )
 
 
 def _check_judge(name: str, config: Config) -> None:
@@ -227,7 +257,7 @@ def accuracy_part(config: Config, eval_parts: Mapping[str, float]) -> str:
     if not names:
         if getattr(config.data, "eval", None) is not None:
             raise UserError(
-                "rewards.model alone does not say what is right; add [rewards.math] with "
+                "a reward model alone does not say what is right; add [rewards.math] with "
                 "weight = 0 to measure accuracy, or remove data.eval"
             )
         return next(iter(parts.weights))

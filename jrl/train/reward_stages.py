@@ -10,6 +10,7 @@ import numpy as np
 
 from jrl.data.tasks import Task
 from jrl.rewards.combine import Combined, combined
+from jrl.rewards.model import at_turn_ends
 from jrl.rewards.pool import RewardPool
 from jrl.train.build import Run
 from jrl.train.groups import counted
@@ -18,6 +19,7 @@ from jrl.train.judging import HostJudge, Texts, without_dropped, without_silent
 from jrl.train.kinds import TextKind
 from jrl.train.reward_parts import RunRewards
 from jrl.train.sources import Around, Groups, Source
+from jrl.train.text_models import TextModels
 from jrl.types import NOTHING, SILENT, Prompt, Rollout, opinions
 from jrl.types.asks import DrawRequest
 
@@ -139,16 +141,27 @@ def rendered_prompts(task: Task) -> Callable[[Groups], list[Prompt]]:
 
 
 def model_stage(rewards: RunRewards) -> Stage:
-    """The reward models of a run."""
+    """The reward models of a run that read the policy's tokens."""
 
     def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
-        return groups, {name: model(groups.rollout) for name, model in rewards.models.items()}
+        more, paid = dict[str, Any](), None
+        for name, model in rewards.models.items():
+            if not model.by_turn:
+                more[name] = model(groups.rollout)
+                continue
+            mask, turns = jax.device_get((groups.rollout.mask, groups.ids["turn"]))
+            values = at_turn_ends(model.of_tokens(groups.rollout), mask, turns)
+            more[name] = values.sum(axis=-1)
+            paid = rewards.weights[name] * values + (0 if paid is None else paid)
+        return with_paid(groups, paid), more
 
     return stage
 
 
-def judge_stage(judges: Judges, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
-    """The judges of a run, which may read the points so far."""
+def judge_stage(
+    judges: Judges | TextModels, prompts_of: Callable[[Groups], Sequence[Prompt]]
+) -> Stage:
+    """What reads the text of members: judges, which may read the points so far, and models."""
 
     def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
         rollout = jax.device_get(groups.rollout)
@@ -185,6 +198,9 @@ def judged_parts(run: Run, source: Source, pool: RewardPool | None, split: str =
         stages.append(function_stage(judge, prompts_seen(run)))
     if rewards.models:
         stages.append(model_stage(rewards))
+    if rewards.text_models:
+        models = TextModels(rewards.text_models, run.tokenizer, run.config.train.steps)
+        stages.append(judge_stage(models, prompts_seen(run)))
     if rewards.given_by("judge"):
         stages.append(judge_stage(Judges.of(run, split), prompts_seen(run)))
     if not stages and not rewards.combined:

@@ -306,6 +306,10 @@ OTHERWISE = {
     "prm": ("loss", -1),
     "meds3": ("loss", -1),
     "rest_mcts": ("loss", -1),
+    "safe_rlhf_cost": ("loss", -1),
+    "preference_strength": ("margin", 1),
+    "sorm": ("loss", -1),
+    "spa_progress": ("loss", -1),
 }
 
 

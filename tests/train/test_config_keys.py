@@ -370,6 +370,7 @@ MORE_ON_TEXT = {
 ELSEWHERE = {
     "run.dir": "train/test_loop.py::test_a_run_directory_holds_what_scripts_rely_on",
     "run.resume": "storage/test_metrics.py::test_resume_never_and_must",
+    "value.path": "train/test_pairs.py::test_a_value_network_starts_from_a_reward_model",
     "lora.path": "train/test_adapters.py::test_adapters_of_another_run_are_where_a_run_starts",
     "reward_pool.timeout_seconds": (
         "train/test_interrupts.py::test_a_reward_that_hangs_scores_0_is_counted_and_holds_nothing_up"

@@ -305,6 +305,45 @@ def test_reward_functions_stand_beside_an_environment(place, tmp_path, monkeypat
     assert record["reward/last"] == pytest.approx(np.mean(known))
 
 
+@pytest.mark.slow
+def test_a_progress_estimator_pays_by_turn(place, tmp_path, monkeypatch):
+    """SPA: an estimator trained on scored completions, beside what the environment pays."""
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
+    rows = [
+        {"prompt": f"What is {i}?", "responses": ["letters", "11"], "scores": [1.0, 0.0]}
+        for i in range(4)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    estimator = load_config(
+        CONFIGS / "reward_model.toml",
+        [
+            *(f"run.dir={tmp_path / 'rm'}", f"model.path={place / 'model'}"),
+            *(f"data.pairs={tmp_path / 'pairs.jsonl'}", "data.max_prompt_tokens=48"),
+            *("method=spa_progress", "sampling.max_new_tokens=16", "optimizer.warmup_steps=0"),
+            *("optimizer.learning_rate=1e-2", "train.prompts=4", "train.steps=4"),
+            *("mesh.fsdp=1", "eval.every=0", "checkpoint.every=4"),
+        ],
+    )
+    train(estimator, echo=lambda line: None)
+    run, model = tmp_path / "run", f"function='model', path='{tmp_path / 'rm'}', by='turn'"
+    rewards = f"rewards={{reward={{weight=0.5}}, progress={{{model}, weight=10.0}}}}"
+    more = ("data.turns=2", "data.eval=", "train.steps=1", "method=ppo", "log.samples_every=1")
+    train(settings(place, run, "talk", *more, rewards), echo=lambda line: None)
+    samples = read_jsonl(run / "samples.jsonl")
+    several = [s for s in samples if len(s["turns"]) == 3]
+    assert several
+    for sample in several:
+        first, between, last = (turn["paid"] for turn in sample["turns"])
+        assert between == 0
+        parts = sample["rewards"]
+        assert first + last == pytest.approx(
+            0.5 * parts["reward"] + 10 * parts["progress"], abs=1e-3
+        )
+        letters = [sum(map(str.isalpha, t["text"])) for t in sample["turns"] if t["by"] == "policy"]
+        by_turn = [first - 0.5 * letters[0], last - 0.5 * letters[1]]
+        assert all(abs(x) > 1e-3 for x in by_turn)  # each turn has progress of its own
+
+
 def test_a_reward_of_an_episode_that_nobody_gives_is_said(place, tmp_path):
     def refused(rewards):
         with pytest.raises(UserError) as caught:

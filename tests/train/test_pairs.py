@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -22,8 +23,9 @@ from jrl.train import build, programs
 from jrl.train.collect import Collector
 from jrl.train.pairs import BatchSizes, JudgedSource, judged_groups, sizes_of
 from jrl.train.reward_model import load_reward_models
-from jrl.train.reward_parts import parts_of
+from jrl.train.reward_parts import RunRewards, parts_of
 from jrl.train.reward_stages import JudgedParts, model_stage
+from jrl.train.sources import Groups
 from jrl.types import StopReason
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
@@ -214,7 +216,7 @@ def test_a_reward_model_reads_the_last_token(rewarder):
     groups = judged_groups([twins], BatchSizes(16, 2, 8))
     theirs = f"rewards={{model={{path={json.dumps(rewarder[0].run.dir)}}}}}"
     config = load_config(None, [theirs, f"model.path={json.dumps(rewarder[0].model.path)}"])
-    models = load_reward_models(config, parts_of(config), run.mesh)
+    models = load_reward_models(config, parts_of(config), run.mesh).models
     points = models["model"](groups.rollout)
     assert abs(points[0, 0] - points[0, 1]) > 1e-4
     # By hand: the head on the state at the last token, whatever padding stands in between.
@@ -261,6 +263,95 @@ def test_a_reward_model_rewards_another_run(place, rewarder, tmp_path):
         assert rewards.shape[-1] == column + 1
         np.testing.assert_array_equal(rewards[:, :, column], points)
     assert set(groups.rollout.stop.ravel().tolist()) == {StopReason.STOP_TOKEN}
+
+
+def as_classifier(source, target, weight):
+    """A checkpoint of ours as a reward model, the way transformers stores one."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(source, target)
+    document = json.loads((target / "config.json").read_text())
+    (name,) = document["architectures"]
+    document["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification")]
+    (target / "config.json").write_text(json.dumps(document))
+    tensors = load_file(target / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    save_file({**tensors, "score.weight": weight}, target / "model.safetensors")
+
+
+def test_a_value_network_starts_from_a_reward_model(place, rewarder, tmp_path):
+    """From a run and from a checkpoint, with the estimates that the reward model's numbers are."""
+    theirs, trained = state_of(rewarder[0])
+    weight = np.random.default_rng(0).normal(size=(1, SIZES["embed_dim"])).astype(np.float32)
+    as_classifier(place / "model", tmp_path / "rm", weight)
+    tokens = np.array([[3, 5, 7, 2]])
+    where = np.arange(4)[None], np.ones((1, 4), np.int32)
+
+    def estimates(path, *more):
+        questions = json.dumps(str(place / "questions.jsonl"))
+        text = ("method=ppo", "data.pairs=", "data.eval=", f"data.train={questions}")
+        text += ("rewards={exact={}}", "sampling.group=1", "value.kind=network", "train.prompts=4")
+        changes = (*text, f"value.path={json.dumps(str(path))}", *more)
+        run = build.setup(settings(place, tmp_path / "run", "reward_model.toml", *changes))
+        state, _ = programs.new_state(run)
+        return run.value.apply(state.params["value"], None, tokens, *where)
+
+    hidden, _ = theirs.network.hidden(trained.params["policy"], tokens, *where)
+    head = trained.params["value"]
+    expected = hidden @ head["weight"] + head["bias"]
+    np.testing.assert_allclose(estimates(rewarder[0].run.dir), expected, atol=1e-5)
+    _, params = hf.load(place / "model")
+    hidden, _ = theirs.network.hidden(params, tokens, *where)
+    np.testing.assert_allclose(estimates(tmp_path / "rm"), hidden @ weight[0], atol=1e-5)
+    with pytest.raises(UserError, match="set kind to 'network'"):
+        estimates(tmp_path / "rm", "value.kind=head")
+    with pytest.raises(UserError, match="another tokenizer than the policy's"):
+        estimates(tmp_path / "rm", f"model.path={json.dumps(str(place / 'other'))}")
+    as_classifier(place / "model", tmp_path / "two", np.repeat(weight, 2, axis=0))
+    with pytest.raises(UserError, match="scores LABEL_0, LABEL_1; a value network starts"):
+        estimates(tmp_path / "two")
+
+
+def test_an_ensemble_of_runs(place, rewarder, tmp_path):
+    """The least of two equal models is either; linked, a probability."""
+    run, _ = state_of(rewarder[0])
+    judged = run.data.judged["eval"]
+    rollout = judged_groups(judged, sizes_of(judged)).rollout
+    path = json.dumps(rewarder[0].run.dir)
+
+    def points(keys):
+        model = f"model.path={json.dumps(rewarder[0].model.path)}"
+        config = load_config(None, [f"rewards={{model={{{keys}}}}}", model])
+        return load_reward_models(config, parts_of(config), run.mesh).models["model"](rollout)
+
+    one = points(f"path={path}")
+    np.testing.assert_allclose(points(f"path=[{path}, {path}], ensemble='min'"), one, atol=1e-6)
+    with pytest.raises(UserError, match="these data have no turns"):
+        points(f"path={path}, by='turn'")
+    linked = points(f"path={path}, link='sigmoid'")
+    np.testing.assert_allclose(linked, 1 / (1 + np.exp(-one)), atol=1e-6)
+    assert np.ptp(one) > 0.1
+
+
+def test_a_value_at_each_turn_is_paid_where_the_turn_ends():
+    """SPA: a part's points are the sum over turns, and the statistic "paid" holds each of them."""
+    values = np.arange(12.0).reshape(1, 2, 6)
+    mask = np.array([[[1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]]], bool)
+    turns = np.array([[[0, 0, 0, 1, 1, 1]] * 2])
+    model = SimpleNamespace(by_turn=True, of_tokens=lambda rollout: values)
+    groups = judged_groups_of_turns(mask, turns)
+    rewards = RunRewards({"reward": 1.0, "progress": 0.5}, models={"progress": model})
+    after, more = model_stage(rewards)(groups, {}, 0)
+    np.testing.assert_array_equal(more["progress"], [[1 + 4, 0]])
+    expected = np.full((1, 2, 6), 3.0)
+    expected[0, 0, [1, 4]] += 0.5 * values[0, 0, [1, 4]]
+    np.testing.assert_array_equal(after.stats["paid"], expected)
+
+
+def judged_groups_of_turns(mask, turns):
+    rollout = SimpleNamespace(mask=mask)
+    paid = {"paid": np.full(mask.shape, 3.0, np.float32)}
+    return Groups(rollout, None, None, {}, {"turn": turns}, paid)
 
 
 TASK = (
@@ -364,9 +455,13 @@ def test_a_reward_model_that_cannot_serve_is_refused(place, dpo, rewarder, tmp_p
         )
 
     path = json.dumps(rewarder[0].run.dir)
-    assert "rewards.model.path is missing; it takes path" in say("{}")
+    assert "rewards.model.path is missing: a run directory" in say("{}")
     assert "rewards.model.paht = 'a': no such key" in say("{paht='a'}")
     assert "it holds no config.toml; train one" in say("{path='nowhere'}")
+    keys = {"after": "'x'", "missing": "'zero'", "range": "[0.0, 1.0]"}
+    lines = ("a run directory's model reads", "scores every sample", "numbers have no limits")
+    for (key, value), line in zip(keys.items(), lines, strict=True):
+        assert line in say(f"{{path={path}, {key}={value}}}")
     assert "trained 'dpo', which has no values" in say(f"{{path={json.dumps(dpo[0].run.dir)}}}")
     other = f"model.path={json.dumps(str(place / 'other'))}"
     assert "trained with another tokenizer" in say(f"{{path={path}}}", other)

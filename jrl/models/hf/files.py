@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import shutil
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +42,12 @@ _COMPANIONS = (
 # ---------------------------------------------------------------- reading
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a file of a checkpoint.
+
+    Raises:
+      UserError: there is no such file, or it holds something else.
+    """
     if path.parent.is_file():
         raise UserError(f"{path.parent}: is a file; name the directory of a checkpoint")
     if not path.is_file():
@@ -57,23 +63,26 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     return read_object(path)
 
 
-def read_config(dir: str | os.PathLike[str], key: str = "") -> ModelConfig:
+def read_config(
+    dir: str | os.PathLike[str], key: str = "", *, classifier: bool = False
+) -> ModelConfig:
     """The model that ``dir/config.json`` describes.
 
     Args:
       dir: a directory, or a model of the Hugging Face Hub as ORG/NAME[@REVISION].
       key: the configuration key that names it, for messages; "" where there is none.
+      classifier: see ``parse``.
 
     Raises:
       UserError: no such file, no such architecture, or a key asking for what is not supported.
     """
     path = model_directory(dir) / "config.json"
     try:
-        raw = _read_json(path)
+        raw = read_json(path)
     except UserError as error:
         raise UserError(f"{key} = {str(dir)!r}: {error}" if key else str(error)) from None
     try:
-        return parse(raw)
+        return parse(raw, classifier=classifier)
     except UserError as error:
         raise UserError(f"{path.parent}: {error}") from None
 
@@ -82,7 +91,7 @@ def _files(directory: pathlib.Path) -> list[pathlib.Path]:
     if (directory / _FILE).exists():
         return [directory / _FILE]
     if (directory / _INDEX).exists():
-        index = _read_json(directory / _INDEX).get("weight_map")
+        index = read_json(directory / _INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise UserError(f"{directory / _INDEX}: has no weight_map")
         for tensor, name in index.items():
@@ -98,13 +107,16 @@ def _files(directory: pathlib.Path) -> list[pathlib.Path]:
     raise UserError(f"{directory}: has neither {_FILE} nor {_INDEX}{hint}")
 
 
-class _TensorInfo(NamedTuple):
+class TensorInfo(NamedTuple):
+    """What a file's header says of a tensor: the file, the shape, the name of the dtype."""
+
     file: pathlib.Path
     shape: tuple[int, ...]
     dtype: str
 
 
-def _headers(directory: pathlib.Path) -> dict[str, _TensorInfo]:
+def headers_of(directory: pathlib.Path) -> dict[str, TensorInfo]:
+    """The headers of all tensors of a checkpoint, by name."""
     headers = {}
     for path in _files(directory):
         with open_safetensors(path) as file:
@@ -115,9 +127,7 @@ def _headers(directory: pathlib.Path) -> dict[str, _TensorInfo]:
                         f"{path}: tensor {name!r} has type {part.get_dtype()}; only "
                         f"{', '.join(_FLOATS)} are read (a quantised checkpoint?)"
                     )
-                headers[name] = _TensorInfo(
-                    path, tuple(part.get_shape()), _FLOATS[part.get_dtype()]
-                )
+                headers[name] = TensorInfo(path, tuple(part.get_shape()), _FLOATS[part.get_dtype()])
     return headers
 
 
@@ -127,7 +137,7 @@ def _some(names: list[str]) -> str:
 
 
 def _check(
-    directory: pathlib.Path, expected: dict[str, Tensor], stored: dict[str, _TensorInfo]
+    directory: pathlib.Path, expected: dict[str, Tensor], stored: dict[str, TensorInfo]
 ) -> None:
     """Raises for tensors that are missing, unexpected or of another shape than the config says."""
     if missing := [name for name in expected if name not in stored]:
@@ -197,10 +207,45 @@ def open_checkpoint(
     config = read_config(directory)
     if dtype is not None and dtype not in DTYPES:
         raise unknown_choice("dtype", dtype, DTYPES)
-    headers, expected = _headers(directory), tensors(config)
-    # Old exports hold the rotation's constants, and some a copy of a tied output matrix.
-    headers = {name: f for name, f in headers.items() if not name.endswith("rotary_emb.inv_freq")}
+    headers = headers_of(directory)
+    # Some exports hold a copy of a tied output matrix.
     copy = headers.pop("lm_head.weight", None) if config.tied_embeddings else None
+    config, params = open_trunk(directory, config, headers, dtype)
+    if copy is not None:
+        with open_safetensors(copy.file) as file:
+            if not np.array_equal(
+                file.get_tensor("lm_head.weight").astype(config.dtype), params["embed"]
+            ):
+                raise UserError(
+                    f"{copy.file}: tensor 'lm_head.weight' differs from the embedding although "
+                    "config.json says tie_word_embeddings = true; set it to false"
+                )
+    return config, params
+
+
+def open_trunk(
+    directory: pathlib.Path,
+    config: ModelConfig,
+    headers: Mapping[str, TensorInfo],
+    dtype: str | None,
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """The weights of a model, still in their files.
+
+    Args:
+      directory: of the checkpoint.
+      config: the model.
+      headers: of its tensors, and of no others.
+      dtype: as for ``load``.
+
+    Returns:
+      (the configuration with the dtype of the weights, ``Stored`` weights).
+
+    Raises:
+      UserError: tensors that are missing, unexpected or of the wrong shape.
+    """
+    expected = tensors(config)
+    # Old exports hold the rotation's constants.
+    headers = {name: f for name, f in headers.items() if not name.endswith("rotary_emb.inv_freq")}
     _check(directory, expected, headers)
     dtypes = {f.dtype for f in headers.values()}
     dtype_name = dtype or (dtypes.pop() if len(dtypes) == 1 else "float32")
@@ -208,17 +253,7 @@ def open_checkpoint(
         dtype_name = "float32"
     config = dataclasses.replace(config, dtype=dtype_name, param_dtype=dtype_name)
     files = {name: headers[name].file for name in expected}
-    params = stored_tree(list(leaves(weights(config))), expected, files, dtype_name)
-    if copy is not None:
-        with open_safetensors(copy.file) as file:
-            if not np.array_equal(
-                file.get_tensor("lm_head.weight").astype(dtype_name), params["embed"]
-            ):
-                raise UserError(
-                    f"{copy.file}: tensor 'lm_head.weight' differs from the embedding although "
-                    "config.json says tie_word_embeddings = true; set it to false"
-                )
-    return config, params
+    return config, stored_tree(list(leaves(weights(config))), expected, files, dtype_name)
 
 
 def _leaf(params: Params, path: tuple[str, ...]) -> Any:
@@ -260,7 +295,7 @@ def save(
         raise UserError(f"{target}: exists and is not a checkpoint; choose another directory")
     _check_params(config, params)
     source = None if source_dir is None else model_directory(source_dir)
-    base = _read_json(source / "config.json") if source else None
+    base = read_json(source / "config.json") if source else None
     config_stored = dataclasses.replace(config, param_dtype=str(np.dtype(params["embed"].dtype)))
     document = render(config_stored, base)
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")

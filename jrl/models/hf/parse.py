@@ -31,6 +31,8 @@ class Family(NamedTuple):
 
     Attributes:
       architecture: the class name in ``architectures``.
+      classifier: that of its reward models, where another prefix stands before
+        "ForSequenceClassification" there.
       windows: "none", "all" (every layer, when a window is set) or "types" (by ``layer_types``).
       bias: "never", "qkv" (always, but not on the output) or "key" (``attention_bias``, on all).
       mlp_bias: whether the key ``mlp_bias`` is read.
@@ -52,6 +54,7 @@ class Family(NamedTuple):
     nope: bool = False
     routed: bool = False
     defaults: Mapping[str, Any] = {}
+    classifier: str = ""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -110,6 +113,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_key_value_heads": 4,
             **{"rope_theta": 1e6, "rope_local_base_freq": 1e4},
         },
+        classifier="Gemma3TextForSequenceClassification",
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -124,11 +128,13 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def parse(raw: Json) -> ModelConfig:
+def parse(raw: Json, *, classifier: bool = False) -> ModelConfig:
     """The model that a ``config.json`` describes.
 
     Args:
       raw: the file's object.
+      classifier: True for a reward model, a trunk with a head of labels in place of the
+        vocabulary's; else a language model.
 
     Returns:
       The configuration; ``dtype`` and ``param_dtype`` are what the file claims to store.
@@ -137,7 +143,7 @@ def parse(raw: Json) -> ModelConfig:
       UserError: an unknown architecture, a missing key, or a key asking for what is not supported.
     """
     check_types(raw)
-    name, family = _family(raw)
+    name, family = _family(raw, classifier)
     for key in _REQUIRED:
         if not isinstance(raw.get(key), int):
             raise UserError(f"config.json: {key} = {raw.get(key)!r}; it must be an integer")
@@ -213,13 +219,22 @@ def _in_their_words(message: str) -> str:
     return re.sub(r"model\.config\.(\w+)", lambda m: _THEIR_KEYS.get(m[1], m[1]), message)
 
 
-def _family(raw: Json) -> tuple[str, Family]:
-    by_class = {family.architecture: name for name, family in FAMILIES.items()}
+_CAUSAL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+
+
+def _family(raw: Json, classifier: bool) -> tuple[str, Family]:
+    by_class = {_class_of(family, classifier): name for name, family in FAMILIES.items()}
     supported = ", ".join(sorted(by_class))
     classes = raw.get("architectures") or []
     if classes and classes[0] not in by_class:
+        hint = ""
+        if classes[0] in {_class_of(family, not classifier) for family in FAMILIES.values()}:
+            hint = "; it is a language model: rewards.NAME.answers reads one"
+            if not classifier:
+                hint = "; it is a reward model: name it in rewards.NAME.path"
         raise UserError(
             f"config.json: architectures = {classes!r} is not supported; supported: {supported}"
+            f"{hint}"
         )
     name = raw.get("model_type") or (by_class[classes[0]] if classes else None)
     if not isinstance(name, str) or name not in FAMILIES:
@@ -230,6 +245,13 @@ def _family(raw: Json) -> tuple[str, Family]:
             f"config.json: model_type = {name!r} does not belong to architectures = {classes!r}"
         )
     return name, FAMILIES[name]
+
+
+def _class_of(family: Family, classifier: bool) -> str:
+    """The class of transformers that reads a family's language models, or its reward models."""
+    if not classifier:
+        return family.architecture
+    return family.classifier or family.architecture.replace(_CAUSAL, _CLASSIFIER)
 
 
 def _refuse(raw: Json) -> None:

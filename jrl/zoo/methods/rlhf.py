@@ -37,12 +37,11 @@ def rlhf_summarize(base: Method) -> Method:
         R(x, y) = r(x, y) - beta log( pi(y|x) / pi_SFT(y|x) )
 
     with the divergence charged token by token and a value network of its own, started from the
-    reward model. Departures: values are a head of the policy, or with ``value.kind = "network"`` a
-    network that starts from the policy's checkpoint, never from the reward model; the reward is not
-    shifted. ``value_coef`` and ``epochs`` are those that reproductions use; the advantages are
-    whitened, as in ``ppo``.
+    reward model: ``value.kind = "network"`` and ``value.path``, the reward model's. Departures:
+    without those keys values are a head of the policy; the reward is not shifted. ``value_coef``
+    and ``epochs`` are those that reproductions use; the advantages are whitened, as in ``ppo``.
     """
-    return base.with_(lacks="a value network that starts from the reward model")
+    return base
 
 
 @variant(ppo, kl_coef=0.05)
@@ -80,14 +79,14 @@ def fact_rlhf(
         R = r(x, facts, y) + 2 correctness(y) - c tokens(y) - 8 [cut] - beta log(pi / pi_SFT)
 
     r is a reward model of "which answer makes up more", given captions or the right option beside
-    the prompt; it and the rule of correctness are reward functions, each with its weight. A reward
-    function reads the facts from the prompt's ``meta``. Numbers are the released runs': c is 10
+    the prompt (``[rewards.NAME] function = "fact_rlhf"``, ``zoo.rewards.models``); it and the rule
+    of correctness are reward parts, each with its weight. Numbers are the released runs': c is 10
     points for 896 tokens; correctness has weight 2 and is 1 for the right option, 1/2 and -1/2 for
     a right and a wrong answer to a question whose answer is no, 0 otherwise. Departures: the code
     holds the divergence of a token above 0 and multiplies all rewards by 10.
     """
     costs = length_cost(length_penalty), stop_cost(stop_penalty)
-    return base.before(*costs).with_(lacks="a reward model that is shown the facts, and images")
+    return base.before(*costs).with_(lacks="images")
 
 
 @variant(ppo, kl_coef=0.05)
@@ -155,8 +154,8 @@ def safe_rlhf(
     """PPO under a constraint on a cost, with a multiplier that learns along.
 
     "Safe RLHF-V: Safe Reinforcement Learning from Human Feedback in Multimodal Large Language
-    Models" (arXiv:2503.17682), after "Safe RLHF: Safe Reinforcement Learning from Human Feedback"
-    (arXiv:2310.12773):
+    Models" (arXiv:2503.17682), after Safe RLHF (arXiv:2310.12773), whose cost model is
+    ``safe_rlhf_cost``:
 
         min over theta, max over lambda >= 0 of  -J_R + lambda (J_C - budget)
         A = (A_R - lambda A_C) / (1 + lambda)
@@ -169,8 +168,7 @@ def safe_rlhf(
     0.01). Departures: generalised advantages are linear in the reward, so one value network of
     (R - lambda C) / (1 + lambda) stands for the paper's two, whose mix differs from it only while
     lambda moves. The mean cost is the batch's, the code's that of the last 128 completions; no loss
-    on pre-training data is added (coefficient 16 there). The cost model's extra loss, the sign of
-    the cost, is not here.
+    on pre-training data is added (coefficient 16 there).
     """
     step = lagrangian(budget, dual_rate, initial_lambda, max_lambda)
     return base.before(step).with_(lacks="images")

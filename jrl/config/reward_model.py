@@ -1,0 +1,137 @@
+"""The keys of a reward part that a trained model gives: ``[rewards.NAME] function = "model"``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from jrl.config.judge import checked
+from jrl.config.unions import Table, key
+
+PUBLISHED_MODELS: Mapping[str, str] = {
+    name: f"jrl.zoo.rewards.models:{name}"
+    for name in ("fact_rlhf", "helpsteer2", "rlbff", "rlmt", "rluf")
+}
+"""Functions of parts that are reward models as single papers read them: functions of no argument
+that return keys of ``RewardModelTable``, which a part's own keys replace."""
+MODEL_NAMES = ("model", *PUBLISHED_MODELS)
+"""The functions of parts that are reward models."""
+TOKEN_KEYS = frozenset({"path", "by", "link", "ensemble", "uncertainty"})
+"""Keys of models that read the policy's tokens: those of run directories."""
+Ensemble = Literal["mean", "min", "deviation", "uwo"]
+
+
+def _listed(value: object) -> object:
+    """One path, as a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
+class RewardModelTable(Table):
+    """A reward model: where it is, what it reads, and what is made of its numbers."""
+
+    path: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        BeforeValidator(_listed),
+        Field(min_length=1, strict=False),
+    ] = key(
+        ...,
+        "a run directory, a *ForSequenceClassification checkpoint, or, with answers, a language"
+        " model's; a list is an ensemble of models of one shape",
+    )
+    template: str | list[dict[str, str]] = key(
+        "",
+        "what the model reads, with {fields}: messages (tables with role and content) for the"
+        " chat template, or a text; without it the prompt's messages and the completion",
+    )
+    principle: str = key("", "what fills {principle}; else the row's column of that name")
+    variables: dict[str, Any] = key({}, "of the chat template, such as enable_thinking")
+    after: str = key(
+        "",
+        'only what follows this text in a completion is read, such as "</think>"; else no opinion',
+    )
+    labels: dict[str, float] = key(
+        {}, "weights of the scores of a head with several labels, by the labels' names"
+    )
+    answers: Annotated[list[str], Field(min_length=2, max_length=2)] | None = key(
+        None,
+        'two words of one token, such as ["Yes", "No"]: the score is log p(first) - log p(second)'
+        " of a language model's next token",
+    )
+    by: Literal["completion", "turn"] = key(
+        "completion",
+        "turn: of a run directory's model, in episodes, the value at each turn's end is paid there,"
+        " and the part's points are their sum; completion: the value at the last token",
+    )
+    link: Literal["identity", "sigmoid"] = key(
+        "identity", "what scores go through: sigmoid makes a logit a probability"
+    )
+    ensemble: Ensemble = key(
+        "mean",
+        "what is made of an ensemble's scores: mean; min; deviation: mean - uncertainty times the"
+        " standard deviation; uwo: mean - uncertainty times the variance",
+    )
+    uncertainty: float = key(1.0, "coefficient of an ensemble's spread", ge=0)
+    max_tokens: int = key(
+        0, "longest text that is read, others get no opinion; 0 for the model's length", ge=0
+    )
+    rows: int = key(16, "texts that go through the model at a time", ge=1, le=4096)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether a key is set that only models that read text have."""
+        return bool(self.model_fields_set - TOKEN_KEYS)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if wrong := _wrong(self):
+            raise ValueError(wrong)
+        return self
+
+
+def _wrong(table: RewardModelTable) -> str:
+    """What does not go together, as "KEY = VALUE: ..."; "" for nothing."""
+    one = len(table.path) == 1
+    if one and (table.ensemble != "mean" or "uncertainty" in table.model_fields_set):
+        name = "ensemble" if table.ensemble != "mean" else "uncertainty"
+        return (
+            f"{name} = {getattr(table, name)!r} with one path; give a list of models, or remove it"
+        )
+    if "uncertainty" in table.model_fields_set and table.ensemble in ("mean", "min"):
+        return (
+            f"uncertainty = {table.uncertainty} is not read with ensemble = {table.ensemble!r}; set"
+            ' ensemble to "deviation" or "uwo"'
+        )
+    if table.answers is not None:
+        if table.labels:
+            return (
+                "labels are those of a head, and answers are read without one; remove one of them"
+            )
+        if not table.template:
+            return (
+                "template is missing: with answers, write the question that the language model is"
+                " to answer"
+            )
+        if table.answers[0] == table.answers[1]:
+            return f"answers = {table.answers}; give two different words"
+    if table.labels and not any(table.labels.values()):
+        return f"labels = {table.labels}, of which none counts; set one other than 0"
+    if isinstance(table.template, list):
+        for i, message in enumerate(table.template):
+            if set(message) != {"role", "content"}:
+                return f"template[{i}] = {message}; write a message as {{role = .., content = ..}}"
+    return ""
+
+
+def reward_model_table(key: str, options: Mapping[str, Any]) -> RewardModelTable:
+    """The checked keys of a reward model.
+
+    Args:
+      key: "rewards.NAME", for messages.
+      options: its keys besides those that every reward part has.
+
+    Raises:
+      UserError: a line for each mistake, which names the key.
+    """
+    return checked(RewardModelTable, key, options)

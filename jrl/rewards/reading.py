@@ -1,0 +1,150 @@
+"""What a reward model reads of a sample: a template, the model's own tokenizer, token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jrl.config.reward_model import RewardModelTable
+from jrl.errors import UserError, nearest
+from jrl.models.chat_frames import Frames, check_variables, conversation_ids
+from jrl.models.tokenizer import FileTokenizer
+from jrl.rewards.base import Sample
+from jrl.rewards.judge_prompts import (
+    COMMON_FIELDS,
+    fields_of,
+    pieces,
+    question_of,
+    shown,
+    unknown_field,
+)
+
+_ASSISTANT = "assistant"
+
+
+class Reader(NamedTuple):
+    """A reward model's view of samples.
+
+    Attributes:
+      table: its keys.
+      tokenizer: of its checkpoint.
+      pad_id: tokens of this id at the end are left out; None for none.
+    """
+
+    table: RewardModelTable
+    tokenizer: FileTokenizer
+    pad_id: int | None = None
+
+    def ids(self, sample: Sample) -> list[int] | None:
+        """Token ids of what the model reads; None where ``after`` does not occur.
+
+        Contents never become control tokens, except that a completion may have those that are not
+        marked special, such as "<think>".
+
+        Raises:
+          UserError: the chat template refuses the messages.
+        """
+        completion = sample.completion
+        if self.table.after:
+            _, marker, completion = completion.rpartition(self.table.after)
+            if not marker:
+                return None
+            completion = completion.strip()
+        ids = self._ids(sample, completion)
+        while len(ids) > 1 and ids[-1] == self.pad_id:
+            ids = ids[:-1]
+        return ids
+
+    def _ids(self, sample: Sample, completion: str) -> list[int]:
+        template, table = self.table.template, self.table
+        values = fields_of(sample, table.principle) | shown(sample) | {"completion": completion}
+        if isinstance(template, str) and template:
+            return self._text(template, values)
+        messages = (
+            [_filled(message, values) for message in template]
+            if template
+            else _conversation(sample, completion)
+        )
+        frames = Frames(self.tokenizer, "default", table.variables, table.answers is not None)
+        return conversation_ids(frames, messages, _ASSISTANT)
+
+    def _text(self, template: str, values: dict[str, Any]) -> list[int]:
+        text, outside = "", []
+        for piece, fills in pieces(template, values):
+            if fills:
+                outside.append((len(text), len(text) + len(piece)))
+            text += piece
+        return self.tokenizer.encode_framed(text, outside, add_special=True)
+
+    def answer_ids(self, key: str) -> tuple[int, int]:
+        """The tokens of the two answers.
+
+        Raises:
+          UserError: one of them is not one token.
+        """
+        ids = [self.tokenizer.encode(word) for word in self.table.answers or ()]
+        for word, listed in zip(self.table.answers or (), ids, strict=True):
+            if len(listed) != 1:
+                raise UserError(
+                    f"{key}.answers: {word!r} is {len(listed)} tokens of this tokenizer; give words"
+                    " of one token"
+                )
+        (first,), (second,) = ids
+        return first, second
+
+
+def _filled(message: dict[str, str], values: dict[str, Any]) -> dict[str, str]:
+    return {
+        "role": message["role"],
+        "content": "".join(text for text, _ in pieces(message["content"], values)),
+    }
+
+
+def _conversation(sample: Sample, completion: str) -> list[dict[str, Any]]:
+    """The prompt's messages and the completion, or what was said in an episode."""
+    opening = sample.prompt.messages or ({"role": "user", "content": question_of(sample)},)
+    spoken = [dict(m) for m in sample.messages] or [{"role": _ASSISTANT, "content": ""}]
+    last = max((i for i, m in enumerate(spoken) if m["role"] == _ASSISTANT), default=None)
+    if last is not None:
+        spoken[last]["content"] = completion
+    return [*map(dict, opening), *spoken]
+
+
+def check_reader(
+    table: RewardModelTable,
+    tokenizer: FileTokenizer,
+    columns: Iterable[str],
+    key: str,
+    *,
+    answers: bool = True,
+) -> None:
+    """Raises UserError for a template that cannot be filled or rendered.
+
+    Args:
+      table: the reward model's keys.
+      tokenizer: of its checkpoint.
+      columns: of the data.
+      key: "rewards.NAME", for messages.
+      answers: whether rows have reference answers.
+    """
+    template = table.template
+    texts = [template] if isinstance(template, str) else [m["content"] for m in template]
+    common = [name for name in COMMON_FIELDS if answers or name != "reference"]
+    known = [*dict.fromkeys([*common, "completion", "conversation", *columns])]
+    if field := unknown_field(texts, known):
+        raise UserError(
+            f"{key}.template has {{{field}}}, which is no field and no column of the data;"
+            f" {nearest(field, known)}"
+        )
+    if template and not any(f in t for t in texts for f in ("{completion}", "{conversation}")):
+        raise UserError(
+            f"{key}.template does not show what is judged; write {{completion}} into it"
+        )
+    if isinstance(template, str) and template:
+        return
+    if not tokenizer.templates:
+        raise UserError(
+            f"{key}: the model's tokenizer has no chat template; set {key}.template to a text with"
+            " {question} and {completion} in it"
+        )
+    check_variables(table.variables, tokenizer, f"{key}.variables")

@@ -1,0 +1,278 @@
+"""Reward models that read text with a tokenizer of their own: published ones, and language models.
+
+    model = load_text_model(table, Rules(), "rewards.help", mesh, dtype="bfloat16")
+    points, counts = model(samples)            # numbers, None for no opinion
+
+Weights are placed on the run's mesh; texts go through the model some rows at a time, in a few
+widths, so that few programs do for all lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jrl.config.reward_model import RewardModelTable
+from jrl.errors import UserError, unknown_choice
+from jrl.hub import model_directory
+from jrl.mesh import batch_sharding, batch_shards, replicated, tree_shardings
+from jrl.models import hf
+from jrl.models.heads import Scores, answer_scores, label_scores
+from jrl.models.hf.stored import Stored
+from jrl.models.tokenizer import Tokenizer, check_vocab, load_tokenizer
+from jrl.models.transformer import transformer
+from jrl.rewards.base import Points, Sample
+from jrl.rewards.model import reduce_ensemble
+from jrl.rewards.reading import Reader
+from jrl.rewards.rules import Rules
+from jrl.train.judging import Texts
+from jrl.types import Array, Network, Params, StopReason
+
+LEAST_WIDTH = 64
+"""Tokens: shorter texts are padded to this width."""
+
+
+class TextModel(NamedTuple):
+    """Points of samples from a model that reads their text.
+
+    Attributes:
+      reader: from a sample to token ids.
+      points: (params, tokens [B, L], lengths [B]) -> [B] float32, jitted.
+      params: of the models of the ensemble, [M, ...].
+      mesh: where they lie.
+      longest: tokens of the longest text that is read.
+      rules: which samples it is asked about, and what no opinion means.
+    """
+
+    reader: Reader
+    points: Callable[[Params, Array, Array], Array]
+    params: Params
+    mesh: Mesh
+    longest: int
+    rules: Rules
+
+    def __call__(self, samples: Sequence[Sample]) -> tuple[list[Points], dict[str, float]]:
+        """The numbers of samples, and counts of those without one.
+
+        Raises:
+          UserError: a number is not finite.
+        """
+        points: list[Points] = [None] * len(samples)
+        texts = [self.reader.ids(sample) for sample in samples]
+        read = [i for i, ids in enumerate(texts) if ids and len(ids) <= self.longest]
+        counts = {
+            "reward_model_unread": float(sum(not ids for ids in texts)),
+            "reward_model_overlong": float(len(texts) - len(read) - sum(not ids for ids in texts)),
+        }
+        read.sort(key=lambda i: len(texts[i] or ()))  # those of one width go together
+        rows = -(-self.reader.table.rows // batch_shards(self.mesh)) * batch_shards(self.mesh)
+        for start in range(0, len(read), rows):
+            part = read[start : start + rows]
+            values = self._values([texts[i] or [] for i in part], rows)
+            if not np.isfinite(values).all():
+                raise UserError(
+                    f"the reward model {self.reader.table.path[0]!r} gives a number that is not"
+                    " finite; its checkpoint is damaged, or model.dtype is too narrow for it"
+                )
+            for i, value in zip(part, values.tolist(), strict=True):
+                points[i] = value
+        return points, counts
+
+    def _values(self, texts: Sequence[Sequence[int]], rows: int) -> np.ndarray:
+        """[n] float32 of n texts, at most ``rows`` of them."""
+        width = min(width_of(max(map(len, texts))), self.longest)
+        tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
+        for row, ids in enumerate(texts):
+            tokens[row, : len(ids)], lengths[row] = ids, len(ids)
+        at = batch_sharding(self.mesh)
+        placed = [
+            jax.make_array_from_callback(x.shape, at, x.__getitem__) for x in (tokens, lengths)
+        ]
+        with jax.set_mesh(self.mesh):
+            return np.asarray(self.points(self.params, *placed))[: len(texts)]
+
+
+def width_of(length: int) -> int:
+    """The width that texts of a length are padded to: 64, 96, 128, 192, 256, ... tokens.
+
+    >>> [width_of(n) for n in (1, 64, 65, 97, 129)]
+    [64, 64, 96, 128, 192]
+    """
+    width = LEAST_WIDTH
+    while width < length:
+        width = width * 3 // 2 if width & (width - 1) == 0 else width // 3 * 4
+    return width
+
+
+class TextModels(NamedTuple):
+    """The models of a run that read text, by reward part.
+
+    Attributes:
+      models: by name.
+      tokenizer: the policy's, which turns completions into text.
+      steps: training steps of the run.
+    """
+
+    models: Mapping[str, TextModel]
+    tokenizer: Tokenizer
+    steps: int
+
+    def __call__(
+        self, texts: Texts, given: Mapping[str, Any], step: int, weights: Mapping[str, Params]
+    ) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, float], None]:
+        """Points of N groups of G members, as ``judges.Judges``; each process reads all texts."""
+        del given, weights
+        stop = np.asarray(texts.rollout.stop)
+        present = (stop != StopReason.ABORTED) & (stop < StopReason.FAILED)
+        members = [(int(i), int(j)) for i, j in np.argwhere(present)]
+        samples = {at: texts.sample(*at, step, self.steps) for at in members}
+        points, dropped, counts = {}, np.zeros(stop.shape, bool), dict[str, float]()
+        for name, model in self.models.items():
+            places = [at for at, sample in samples.items() if model.rules.asks(sample)]
+            numbers, more = model([samples[at] for at in places])
+            out = np.full(stop.shape, np.nan, np.float32)
+            for at, value in zip(places, numbers, strict=True):
+                absent = 0.0 if model.rules.missing == "zero" else np.nan
+                out[at] = absent if value is None else value
+                dropped[at] |= value is None and model.rules.missing == "drop"
+            points[name] = out
+            counts = {key: counts.get(key, 0.0) + value for key, value in more.items()}
+        return points, dropped, counts, None
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_text_model(
+    table: RewardModelTable, rules: Rules, key: str, mesh: Mesh, dtype: str
+) -> TextModel:
+    """A reward model of one or several checkpoints, placed on a mesh.
+
+    Args:
+      table: its keys.
+      rules: of the part.
+      key: "rewards.NAME", for messages.
+      mesh: of the run to be rewarded.
+      dtype: of the trunk and its activations.
+
+    Raises:
+      UserError: a checkpoint that cannot be read, labels that it does not have, or models of an
+        ensemble that are not of one shape.
+    """
+    directory = model_directory(table.path[0], f"{key}.path")
+    reader = Reader(table, load_tokenizer(directory))
+    loaded = [_load(path, table, key, dtype) for path in table.path]
+    for path, each in zip(table.path, loaded, strict=True):
+        if (each.config, each.labels) != (loaded[0].config, loaded[0].labels):
+            raise UserError(
+                f"{key}.path: {path!r} has another shape or other labels than {table.path[0]!r};"
+                " models of an ensemble are of one shape"
+            )
+    config = loaded[0].config
+    check_vocab(reader.tokenizer, config.vocab_size)
+    network = transformer(config)
+    if table.answers is not None:
+        scores = answer_scores(network, reader.answer_ids(key))
+    else:
+        scores = label_scores(network)
+        reader = reader._replace(pad_id=loaded[0].pad_id)
+    weights = jnp.asarray(label_weights(table, loaded[0].labels, key), jnp.float32)
+    points = partial(text_points, scores=scores, weights=weights, table=table)
+    try:
+        params = _placed([each.params for each in loaded], network, mesh)
+    except UserError as error:  # sizes that the mesh does not divide
+        raise UserError(f"{key}.path: {error}") from None
+    return TextModel(
+        reader,
+        jax.jit(points, out_shardings=replicated(mesh)),
+        params,
+        mesh,
+        min(table.max_tokens or config.max_length, config.max_length),
+        rules,
+    )
+
+
+def _load(path: str, table: RewardModelTable, key: str, dtype: str) -> hf.Classifier:
+    directory = model_directory(path, f"{key}.path")
+    try:
+        if table.answers is None:
+            return hf.open_classifier(directory, dtype=dtype)
+        config, params = hf.open_checkpoint(directory, dtype=dtype)
+    except UserError as error:
+        raise UserError(f"{key}.path: {error}") from None
+    return hf.Classifier(config, {"trunk": params}, ("",), None)
+
+
+def label_weights(table: RewardModelTable, labels: Sequence[str], key: str) -> list[float]:
+    """The weight of each label of a head.
+
+    Raises:
+      UserError: a label that the head does not have, or none is named of several.
+    """
+    for name in table.labels:
+        if name not in labels:
+            raise unknown_choice(f"{key}.labels", name, labels)
+    if len(labels) > 1 and not table.labels:
+        raise UserError(
+            f"{key}.labels is missing: the model scores {', '.join(labels)}; give those that count"
+            f" a weight, such as {key}.labels.{labels[0]} = 1.0"
+        )
+    return [table.labels.get(name, 0.0) if table.labels else 1.0 for name in labels]
+
+
+def text_points(
+    params: Params,
+    tokens: Array,
+    lengths: Array,
+    *,
+    scores: Scores,
+    weights: Array,
+    table: RewardModelTable,
+) -> Array:
+    """[B] float32: the points of texts.
+
+    Args:
+      params: of M models, with a leading axis of M.
+      tokens: [B, L] int32.
+      lengths: [B] int32.
+      scores: of one model.
+      weights: [K] of its labels.
+      table: link and ensemble.
+    """
+    return reduced(
+        jax.vmap(scores, in_axes=(0, None, None))(params, tokens, lengths) @ weights, table
+    )
+
+
+def reduced(each: Array, table: RewardModelTable) -> Array:
+    """[...] float32: the numbers [M, ...] of M models, linked and made one."""
+    each = jax.nn.sigmoid(each) if table.link == "sigmoid" else each
+    return reduce_ensemble(each, table.ensemble, table.uncertainty)
+
+
+def _placed(trees: Sequence[Params], network: Network, mesh: Mesh) -> Params:
+    """Weights of M models on a mesh, stacked; each device reads its own part of the files."""
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    where: dict[str, Any] = {"trunk": tree_shardings(mesh, network.axes(), shapes)}
+    if "head" in trees[0]:
+        where["head"] = {"weight": replicated(mesh)}
+
+    def read(leaf: Any, index: tuple[slice, ...]) -> np.ndarray:
+        part: np.ndarray = leaf.read(index) if isinstance(leaf, Stored) else leaf[index]
+        return part
+
+    def stacked(at: NamedSharding, *leaves: Any) -> jax.Array:
+        def parts(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            return np.stack([read(leaf, index[1:]) for leaf in leaves[index[0]]])
+
+        over = NamedSharding(mesh, PartitionSpec(None, *at.spec))
+        return jax.make_array_from_callback((len(leaves), *leaves[0].shape), over, parts)
+
+    return jax.tree.map(stacked, where, *trees)

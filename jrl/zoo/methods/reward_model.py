@@ -1,0 +1,136 @@
+"""Losses of reward models that single papers published. Notation as in ``methods.reward_model``.
+
+v_i is the value at completion i's last token, s_i its score in the data.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+
+from jrl.methods.base import Method
+from jrl.methods.definition import published, variant
+from jrl.methods.domains import Choice, NonNegative
+from jrl.methods.preference import list_method
+from jrl.methods.reward_model import last_value, prm, step_ends
+from jrl.objectives import aggregates, lists
+from jrl.objectives.members import Members, over_sequence, spoilt
+from jrl.objectives.pairs import softplus
+from jrl.types import Array, Batch, Objective, Stats
+
+
+@published
+def safe_rlhf_cost(sign_coef: NonNegative = 1.0) -> Method:
+    """A cost model: which of two completions is more harmful, and whether each is harmful at all.
+
+    "Safe RLHF: Safe Reinforcement Learning from Human Feedback" (arXiv:2310.12773), with w the more
+    harmful one of a pair and the sign sg of a completion 1 where it is harmful, -1 where not:
+
+        loss = -log sigmoid(v_w - v_l) - c [ log sigmoid(sg_w v_w) + log sigmoid(sg_l v_l) ]
+
+    the mean over a group's pairs of unequal scores; c (``sign_coef``) is 1 in the paper. Scores are
+    signed harm: above 0 for harmful, below for harmless, the more harmful the higher; at 0 a
+    completion has no sign. So a cost of 0 is the border that ``safe_rlhf``'s budget is measured
+    from.
+    """
+
+    def loss(group: Members) -> tuple[Array, Stats]:
+        values, ordered = last_value(group), lists.ordered_pairs(group)
+        sign = jnp.sign(group.score)
+        wrong_side = jnp.where(sign == 0, 0, softplus(-sign * values))
+        ranked = softplus(values[None, :] - values[:, None])
+        each = ranked + sign_coef * (wrong_side[:, None] + wrong_side[None, :])
+        value = lists.mean_over_pairs(each, ordered)
+        return spoilt(value, group), lists.ranking_metrics(values, ordered)
+
+    return list_method(loss, ("values",))
+
+
+@published
+def preference_strength(form: Annotated[str, Choice(("soft", "margin"))] = "soft") -> Method:
+    """The preference loss with each pair's strength as a soft label, or as a margin.
+
+    "Secrets of RLHF in Large Language Models Part II: Reward Modeling" (arXiv:2401.06080). The
+    strength of a pair is the mean over M reward models of one less the other's score,
+    mu = mean over m of r_m(y_w) - r_m(y_l); with d = v_w - v_l,
+
+        soft      -p log sigmoid(d) - (1 - p) log sigmoid(-d),   p = sigmoid(mu)
+        margin    -log sigmoid(d - mu)
+
+    the mean over a group's pairs. Scores are the mean scores of the M models, so that their
+    differences are the strengths (``jrl.zoo.with_strengths`` writes such rows). The
+    order of a pair is that of its strength, which is the paper's flip of labels for all pairs whose
+    strength is below 0, where the paper flips the tenth of least strength. Not here: the paper's
+    contrastive loss and MetaRM.
+    """
+
+    def loss(group: Members) -> tuple[Array, Stats]:
+        values, ordered = last_value(group), lists.ordered_pairs(group)
+        d = values[:, None] - values[None, :]
+        strength = jnp.where(ordered, group.score[:, None] - group.score[None, :], 0)
+        p = jax.nn.sigmoid(strength)
+        soft = p * softplus(-d) + (1 - p) * softplus(d)
+        each = soft if form == "soft" else softplus(strength - d)
+        value = lists.mean_over_pairs(each, ordered)
+        return spoilt(value, group), lists.ranking_metrics(values, ordered)
+
+    return list_method(loss, ("values",))
+
+
+@variant(prm)
+def sorm(base: Method) -> Method:
+    """A stepwise outcome reward model: whether any completion from a step on can still be right.
+
+    The SORM of "GLoRe: When, Where, and How to Improve LLM Reasoning via Global and Local
+    Refinements" (arXiv:2402.10963). From each step k the policy draws K completions; with z_k the
+    share of right ones, which is ``prm``'s label (``jrl eval --search puct --out`` counts them),
+
+        loss = - mean over steps of [ y_k log sigmoid(v_k) + (1 - y_k) log sigmoid(-v_k) ],
+        y_k = 1 if z_k > 0 else 0
+
+    an estimate of the best policy's value, where ``prm``'s is that of the policy at hand.
+    Departures: the paper's rules that clean labels are not known.
+    """
+    ends = step_ends()
+
+    def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
+        labels, edited, state = ends.apply(scores, batch, state)
+        # a NaN stays one, so that a broken score comes to light
+        return jnp.where(labels > 0, 1.0, labels), edited, state
+
+    return base.with_(
+        advantage=ends._replace(apply=apply),
+        lacks="the global and local refinements of a wrong draft",
+    )
+
+
+@published
+def spa_progress() -> Method:
+    """A progress estimator: contributions of steps that add up to the outcome.
+
+    "SPA-RL: Reinforcing LLM Agents via Stepwise Progress Attribution" (arXiv:2505.20732). With v_k
+    the value at the end of step k and R the completion's score,
+
+        loss = ( sum over steps of v_k - R )^2
+
+    the mean over completions. Steps are those of ``prm``. In RL the reward of turn t is
+    alpha v_t + beta g_t, with g_t whether the environment could carry the action out: a part
+    ``function = "model"`` with this run as its path, ``by = "turn"`` and weight alpha, beside the
+    environment's part with weight beta, by ``ppo``. Departures: the value head is linear, where the
+    paper's has layers of its own.
+    """
+    ends = step_ends()
+
+    def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
+        _, edited, state = ends.apply(scores, batch, state)
+        return jnp.broadcast_to(scores[:, :, None], batch.mask.shape), edited, state
+
+    def loss(group: Members) -> tuple[Array, Stats]:
+        total = group.total("values")
+        return jnp.square(total - group.score), {"progress": total, "outcome": group.score}
+
+    surrogate = over_sequence(loss, ("values",))
+    advantage = ends._replace(apply=apply)
+    return Method(Objective(advantage, surrogate, aggregates.sequence_sum))

@@ -1,0 +1,456 @@
+"""Reward models that read text: published classifiers and language models, beside transformers."""
+
+import json
+import pathlib
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from needs_extra import require
+
+from jrl.config import load_config
+from jrl.config.reward_model import reward_model_table
+from jrl.config.tables import RewardTable
+from jrl.data.fields import check_first_row
+from jrl.errors import UserError
+from jrl.evaluate.verifiers import verifier_of
+from jrl.mesh import make_mesh
+from jrl.rewards.base import Sample
+from jrl.rewards.model import reduce_ensemble
+from jrl.rewards.reading import check_reader
+from jrl.rewards.rules import Rules
+from jrl.run import run as running
+from jrl.run.run import train
+from jrl.storage.metrics import read_jsonl
+from jrl.train.judging import Texts
+from jrl.train.reward_model import check_text_models
+from jrl.train.reward_parts import model_of_part, parts_of
+from jrl.train.text_models import TextModels, label_weights, load_text_model
+from jrl.types import Prompt, StopReason
+
+require("dev", "torch", "transformers")
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+torch.set_num_threads(1)
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+CHAT = (
+    "{% if note %}{{ note }}{% endif %}"
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|pad|>", "<|turn|>", "<|end|>"]
+SIZES = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+LABELS = {0: "helpfulness", 1: "cost"}
+
+
+def write_tokenizer(directory):
+    import tokenizers
+
+    letters = sorted(set(map(chr, range(32, 127))) | {"\n"})
+    words = {token: i for i, token in enumerate([*SPECIAL, *letters, "Ye", "Yes", "No"])}
+    merges = [("Y", "e"), ("Ye", "s"), ("N", "o")]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges))
+    backend.add_special_tokens(SPECIAL)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|end|>", chat_template=CHAT
+    )
+    fast.save_pretrained(directory)
+    return len(words)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Three reward models of one shape, "rm0" to "rm2", and a language model "lm"."""
+    root = tmp_path_factory.mktemp("text_models")
+    for seed, name in enumerate(("rm0", "rm1", "rm2", "lm")):
+        size = write_tokenizer(root / name)
+        kind = "CausalLM" if name == "lm" else "SequenceClassification"
+        model_class = getattr(transformers, f"Qwen3For{kind}")
+        extra = {} if name == "lm" else {"id2label": LABELS}
+        torch.manual_seed(seed)
+        model = model_class(model_class.config_class(**SIZES, vocab_size=size, **extra)).eval()
+        with torch.no_grad():
+            for value in model.parameters():
+                value += (0.5 if value.ndim == 1 else 0.3) * torch.randn_like(value)
+        model.save_pretrained(root / name)
+    return root
+
+
+PROMPT = Prompt(
+    7, "", np.zeros(1, np.int32), "4", {"facts": "2 + 2 = 4"}, question="What is 2 + 2?"
+)
+
+
+def sample(completion, prompt=PROMPT):
+    return Sample(prompt, completion, np.zeros(1, np.int32), "stop_token")
+
+
+def loaded(place, names="rm0", mesh=None, rules=None, **keys):
+    paths = [str(place / name) for name in names.split()]
+    table = reward_model_table("rewards.r", {"path": paths, **keys})
+    return load_text_model(
+        table, rules or Rules(), "rewards.r", mesh or make_mesh(), dtype="float32"
+    )
+
+
+def theirs(place, name, messages=None, text=None, prompt=False, **variables):
+    """The logits that transformers gives to a conversation, or to a text."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / name)
+    kind = "AutoModelForCausalLM" if name == "lm" else "AutoModelForSequenceClassification"
+    model = getattr(transformers, kind).from_pretrained(place / name).eval()
+    if messages is not None:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt, **variables
+        )
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        return model(ids).logits[0].double().numpy()
+
+
+def talk(answer, question="What is 2 + 2?"):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+ONE = {"labels": {"helpfulness": 1.0}}
+
+
+def test_points_are_the_weighted_logits_of_transformers(place):
+    """In texts of several widths, and more of them than go through the model at a time."""
+    answers = ["4", "It is 4, and " + "not 5 " * 15, "5", "no"]
+    model = loaded(place, rows=8, labels={"helpfulness": 0.5, "cost": -2.0})
+    points, counts = model([sample(a) for a in answers * 3])
+    expected = [theirs(place, "rm0", talk(a)) @ [0.5, -2.0] for a in answers]
+    np.testing.assert_allclose(points, expected * 3, atol=1e-4)
+    assert np.ptp(expected) > 0.1
+    assert counts == {"reward_model_unread": 0, "reward_model_overlong": 0}
+
+
+def test_a_template_shows_facts_principle_and_reference(place):
+    messages = [
+        {"role": "user", "content": "{question} Facts: {facts}. {principle} {reference}"},
+        {"role": "assistant", "content": "{completion}"},
+    ]
+    model = loaded(place, template=messages, principle="Be short.", **ONE)
+    question = "What is 2 + 2? Facts: 2 + 2 = 4. Be short. 4"
+    expected = theirs(place, "rm0", talk("It is 4", question))[0]
+    assert model([sample("It is 4")])[0] == [pytest.approx(expected, abs=1e-4)]
+    text = loaded(place, template="Q: {question}\nF: {facts}\nA: {completion}", **ONE)
+    expected = theirs(place, "rm0", text="Q: What is 2 + 2?\nF: 2 + 2 = 4\nA: 4")[0]
+    assert text([sample("4")])[0] == [pytest.approx(expected, abs=1e-4)]
+
+
+def test_variables_reach_the_chat_template(place):
+    expected = theirs(place, "rm0", talk("4"), note="Strictly: ")[0]
+    model = loaded(place, variables={"note": "Strictly: "}, **ONE)
+    assert model([sample("4")])[0] == [pytest.approx(expected, abs=1e-4)]
+    assert abs(expected - theirs(place, "rm0", talk("4"))[0]) > 1e-3
+
+
+def test_padding_that_a_template_writes_at_the_end_is_not_read(place):
+    expected = theirs(place, "rm0", text="A: 4<|pad|><|pad|>")[0]
+    model = loaded(place, template="A: {completion}<|pad|><|pad|>", **ONE)
+    assert model([sample("4")])[0] == [pytest.approx(expected, abs=1e-4)]
+    assert model.reader.ids(sample("4"))[-1] != 0
+
+
+def test_a_completion_never_becomes_a_control_token(place):
+    model = loaded(place, **ONE)
+    ids = model.reader.ids(sample("4<|end|>\n<|turn|>user"))
+    assert ids.count(1) == ids.count(2) == 2  # those of the template's two turns
+    assert "".join(model.reader.tokenizer.decode(ids).split(" ")).count("<|end|>") == 1
+
+
+def test_of_an_episode_everything_that_was_said_is_read(place):
+    spoken = [
+        {"role": "assistant", "content": "<think>add</think> 4"},
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "<think>hm</think> Yes"},
+    ]
+    said = Sample(PROMPT, "<think>hm</think> Yes", np.zeros(1), "done", tuple(spoken))
+    opening = [{"role": "user", "content": PROMPT.question}]
+    whole = theirs(place, "rm0", [*opening, *spoken])[0]
+    assert loaded(place, **ONE)([said])[0] == [pytest.approx(whole, abs=1e-4)]
+    last = [*opening, *spoken[:2], {"role": "assistant", "content": "Yes"}]
+    expected = pytest.approx(theirs(place, "rm0", last)[0], abs=1e-4)
+    assert loaded(place, after="</think>", **ONE)([said])[0] == [expected]
+
+
+def test_yes_and_no_of_a_language_model(place):
+    question = "{question} {completion} Is that right?"
+    asked = [{"role": "user", "content": question}]
+    model = loaded(place, "lm", answers=["Y", "N"], template=asked)
+    text = "What is 2 + 2? 4 Is that right?"
+    logits = theirs(place, "lm", [{"role": "user", "content": text}], prompt=True)[-1]
+    logprobs = logits - np.logaddexp.reduce(logits)
+    yes, no = (model.reader.tokenizer.encode(x)[0] for x in "YN")
+    expected = logprobs[yes] - logprobs[no]
+    assert model([sample("4")])[0] == [pytest.approx(expected, abs=1e-4)]
+    likely = loaded(place, "lm", answers=["Y", "N"], template=asked, link="sigmoid")
+    assert likely([sample("4")])[0] == [pytest.approx(1 / (1 + np.exp(-expected)), abs=1e-5)]
+    with pytest.raises(UserError, match="rewards.r.answers: 'Yess' is 2 tokens"):
+        loaded(place, "lm", answers=["Yess", "No"], template=asked)
+
+
+def reduced(each, ensemble, c):
+    """The formulas of arXiv:2310.02743 in float64."""
+    mean = sum(each) / len(each)
+    variance = sum((x - mean) ** 2 for x in each) / len(each)
+    return {
+        "mean": mean,
+        "min": np.min(each, axis=0),
+        "deviation": mean - c * variance**0.5,
+        "uwo": mean - c * variance,
+    }[ensemble]
+
+
+@pytest.mark.parametrize("ensemble", ["mean", "min", "deviation", "uwo"])
+def test_an_ensemble_is_reduced_as_the_paper_says(ensemble):
+    each = np.random.default_rng(0).normal(size=(5, 4))
+    ours = reduce_ensemble(jnp.asarray(each, jnp.float32), ensemble, 0.3)
+    np.testing.assert_allclose(ours, reduced(each, ensemble, 0.3), atol=1e-6)
+
+
+def test_an_ensemble_of_checkpoints(place):
+    each = np.array([theirs(place, f"rm{i}", talk("4"))[0] for i in range(3)])
+    model = loaded(place, "rm0 rm1 rm2", ensemble="uwo", uncertainty=0.3, **ONE)
+    assert model([sample("4")])[0] == [pytest.approx(reduced(each, "uwo", 0.3), abs=1e-4)]
+    assert np.ptp(each) > 0.1
+
+
+def test_what_is_not_read_has_no_opinion(place):
+    """RLMT: what was thought is not shown to the model, and who does not stop has no answer."""
+    model = loaded(place, after="</think>", max_tokens=60, **ONE)
+    said = ["I think 4.</think>\n\n4", "I think", "</think>" + "4" * 60, "</think>"]
+    points, counts = model([sample(x) for x in said])
+    assert points[0] == pytest.approx(theirs(place, "rm0", talk("4"))[0], abs=1e-4)
+    assert points[1:3] == [None, None]
+    assert points[3] == pytest.approx(theirs(place, "rm0", talk(""))[0], abs=1e-4)
+    assert counts == {"reward_model_unread": 1, "reward_model_overlong": 1}
+
+
+def keys_of(name, place, path, **more):
+    """The keys that a part of a paper's name has, as the run reads them."""
+    part = {"function": name, "path": str(place / path), **more}
+    config = load_config(None, ["data.train=x", "model.path=x"]).model_copy(
+        update={"rewards": {"r": RewardTable(**part)}}
+    )
+    assert parts_of(config).givers == {"r": "model"}
+    return model_of_part(config, "r").model_dump(exclude_unset=True) | {"path": [str(place / path)]}
+
+
+def published(name, place, path="rm0", **more):
+    table = reward_model_table("rewards.r", keys_of(name, place, path, **more))
+    return load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32")
+
+
+def test_rlbff_reads_yes_and_no_to_the_principle_of_a_row(place):
+    prompt = Prompt(0, "", np.zeros(1), "", {"principle": "brevity"}, question="Why?")
+    model = published("rlbff", place, "lm")
+    text = (
+        "user: Why?\n\nassistant: So.\n\nDoes the last response fulfil this principle: brevity?"
+        " Answer Yes or No."
+    )
+    logits = theirs(place, "lm", [{"role": "user", "content": text}], prompt=True)[-1]
+    logprobs = logits - np.logaddexp.reduce(logits)
+    yes, no = (model.reader.tokenizer.encode(x)[0] for x in ("Yes", "No"))
+    assert model([sample("So.", prompt)])[0] == [
+        pytest.approx(logprobs[yes] - logprobs[no], abs=1e-4)
+    ]
+
+
+def test_rlmt_hides_the_thinking(place):
+    model = published("rlmt", place, **ONE)
+    points, _ = model([sample("hm</think> 4"), sample("hmmm</think> 4"), sample("hm")])
+    expected = theirs(place, "rm0", talk("4"))[0]
+    assert points == [pytest.approx(expected, abs=1e-4)] * 2 + [None]
+
+
+def test_rluf_is_a_probability(place):
+    expected = 1 / (1 + np.exp(-theirs(place, "rm0", talk("4"))[0]))
+    points, _ = published("rluf", place, **ONE)([sample("4")])
+    assert points == [pytest.approx(expected, abs=1e-5)]
+
+
+def test_helpsteer2_weighs_five_attributes(place):
+    weights = {
+        **{"helpfulness": 0.65, "correctness": 0.8, "coherence": 0.45},
+        **{"complexity": 0.55, "verbosity": -0.4},
+    }
+    table = reward_model_table("rewards.r", keys_of("helpsteer2", place, "rm0"))
+    names = [*sorted(weights), "other"]
+    assert label_weights(table, names, "r") == [*(weights[n] for n in sorted(weights)), 0.0]
+    with pytest.raises(UserError, match="rewards.r.labels = 'correctness'; choose from"):
+        published("helpsteer2", place)
+
+
+def test_fact_rlhf_shows_facts(place):
+    model = published("fact_rlhf", place, **ONE)
+    question = "What is 2 + 2?\n\nFacts:\n2 + 2 = 4"
+    expected = theirs(place, "rm0", talk("4", question))[0]
+    assert model([sample("4")])[0] == [pytest.approx(expected, abs=1e-4)]
+
+
+class Words:
+    """A tokenizer whose tokens are numbers."""
+
+    def decode(self, tokens):
+        return "</think>" * (tokens[0] % 2) + str(tokens[0])
+
+
+def test_members_that_are_gone_and_rows_that_it_is_not_asked_about(place):
+    """A cost beside a reward: parts of their own, each with its rows and what None means."""
+    end, left, absent = StopReason.STOP_TOKEN, StopReason.ABORTED, StopReason.ABSENT
+    stop = np.array([[end, end, left], [end, end, absent]])
+    tokens = np.array([[[0], [1], [3]], [[4], [5], [7]]])
+    rollout = types.SimpleNamespace(
+        tokens=tokens, lengths=np.ones((2, 3), int), stop=stop, mask=tokens >= 0
+    )
+    prompts = [Prompt(i, "", np.zeros(1), "", {"kind": "ab"[i]}, question="?") for i in range(2)]
+    models = {
+        "help": loaded(place, after="</think>", rules=Rules("drop"), **ONE),
+        "cost": loaded(place, labels={"cost": 1.0}, rules=Rules("zero", where={"kind": "b"})),
+    }
+    points, dropped, _ = TextModels(models, Words(), 1)(Texts(prompts, rollout, Words()), {}, 0)
+    np.testing.assert_array_equal(dropped, [[True, False, False], [True, False, False]])
+    assert points["help"][0, 1] == pytest.approx(theirs(place, "rm0", talk("1", "?"))[0], abs=1e-4)
+    assert np.isnan(points["help"][:, 0]).all()
+    assert np.isnan(points["help"][:, 2]).all()
+    assert np.isnan(points["cost"][0]).all()
+    assert points["cost"][1, 0] == pytest.approx(theirs(place, "rm0", talk("4", "?"))[1], abs=1e-4)
+
+
+def test_a_mesh_of_several_devices_gives_the_same(place):
+    answers = [sample(str(i)) for i in range(5)]
+    meshes = make_mesh({"fsdp": 1}), make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    one, many = (loaded(place, mesh=mesh, **ONE)(answers)[0] for mesh in meshes)
+    np.testing.assert_allclose(one, many, atol=1e-5)
+
+
+WRONG = {
+    "path is missing: a run directory": {},
+    "labels is missing: the model scores helpfulness, cost": {"path": "rm0"},
+    "labels = 'help'; choose from": {"path": "rm0", "labels": {"help": 1.0}},
+    "with one path; give a list of models": {"path": "rm0", "ensemble": "min"},
+    "uncertainty = 2.0 is not read with ensemble = 'mean'": {
+        "path": ["rm0", "rm1"],
+        "uncertainty": 2.0,
+    },
+    "template is missing: with answers": {"path": "lm", "answers": ["Y", "N"]},
+    "of which none counts": {"path": "rm0", "labels": {"cost": 0.0}},
+    "write a message as {role": {"path": "rm0", "template": [{"role": "user"}]},
+    "it is a language model": {"path": "lm"},
+    "has another shape or other labels": {"path": ["rm0", "wide"], **ONE},
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_mistakes_are_said_in_a_line(place, tmp_path, line):
+    keys = dict(WRONG[line])
+    if "path" in keys:
+        names = [keys["path"]] if isinstance(keys["path"], str) else keys["path"]
+        keys["path"] = [str(place / name) for name in names]
+    if "wide" in str(keys):
+        document = json.loads((place / "rm1" / "config.json").read_text())
+        document["id2label"] = {"0": "other", "1": "cost"}
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / name).write_bytes((place / "rm1" / name).read_bytes())
+        keys["path"][1] = str(tmp_path)
+
+    def load():
+        table = reward_model_table("rewards.r", keys)
+        load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32")
+
+    with pytest.raises(UserError) as caught:
+        load()
+    assert line in str(caught.value)
+
+
+def test_a_template_is_checked_against_the_data(place):
+    model = loaded(place, **ONE)
+
+    def say(**keys):
+        table = reward_model_table("rewards.r", {"path": "x", **keys})
+        with pytest.raises(UserError) as caught:
+            check_reader(table, model.reader.tokenizer, ["facts"], "rewards.r")
+        return str(caught.value)
+
+    assert "{fact}" in say(template="{completion} {fact}")
+    assert "does not show what is judged" in say(template="{question}")
+    assert "rewards.r.variables.think is not read" in say(variables={"think": False})
+    check_reader(model.reader.table, model.reader.tokenizer, [], "rewards.r")
+
+
+def test_rows_need_no_answer_where_models_alone_judge(place, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Why?"}\n')
+    keys = f"function='model', path='{place / 'rm0'}', template='{{completion}} {{reference}}'"
+    model = f"help={{{keys}}}"
+
+    def config(rewards, *more):
+        paths = (f"model.path={place / 'lm'}", f"data.train={tmp_path / 'rows.jsonl'}")
+        return load_config(None, [*paths, f"rewards={{{rewards}}}", *more])
+
+    check_first_row(config(model))
+    for other in (config(f"{model}, math={{}}"), config(model, "data.fields.answer=answer")):
+        with pytest.raises(UserError, match="there is no field 'answer'"):
+            check_first_row(other)
+    with pytest.raises(UserError, match="{reference}, which is no field"):
+        check_text_models(config(model), [Prompt(0, "", np.zeros(1), None)])
+    check_text_models(config(model), [PROMPT])
+
+
+def test_a_search_by_a_model_that_reads_text_is_refused(place):
+    paths = (f"model.path={place / 'lm'}", "data.train=x.jsonl")
+    part = f"rewards={{help={{function='model', path='{place / 'rm0'}'}}}}"
+    make = verifier_of(load_config(None, [*paths, part]), "model", "last")
+    kind = types.SimpleNamespace(new_tokens=4)
+    rewards = types.SimpleNamespace(models={})
+    with pytest.raises(UserError, match="have no values of steps"):
+        make(types.SimpleNamespace(width=4, kind=kind, rewards=rewards), None, None)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_reward_a_cost_and_a_multiplier(place, tmp_path, monkeypatch):
+    """configs/rlhf.toml: two models beside each other, and a cost that is constrained."""
+    monkeypatch.setattr(running, "write_report", lambda directory: directory)
+    rows = [{"prompt": f"What is {i}?"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def records(name, *more):
+        config = load_config(
+            CONFIGS / "rlhf.toml",
+            [
+                f"run.dir={json.dumps(str(tmp_path / name))}",
+                f"model.path={json.dumps(str(place / 'lm'))}",
+                f"data.train={json.dumps(str(tmp_path / 'rows.jsonl'))}",
+                f"rewards.helpful.path={json.dumps(str(place / 'rm0'))}",
+                "rewards.helpful.labels={helpfulness=1.0}",
+                *("rewards.helpful.max_tokens=0", "rewards.cost.max_tokens=0"),
+                f"rewards.cost.path={json.dumps(str(place / 'lm'))}",
+                *("rewards.cost.variables={}", "model.dtype=float32", "mesh.fsdp=1"),
+                *("data.max_prompt_tokens=64", "sampling.max_new_tokens=6", "train.prompts=4"),
+                *("train.minibatches=1", "train.microbatches=1", "train.steps=2"),
+                *("checkpoint.every=0", "log.samples_every=1"),
+                *more,
+            ],
+        )
+        train(config, echo=lambda line: None)
+        samples = read_jsonl(tmp_path / name / "samples.jsonl")
+        return read_jsonl(tmp_path / name / "metrics.jsonl")[1:], samples
+
+    lines, samples = records("run")
+    assert all(np.isfinite(r["loss"]) for r in lines)
+    assert lines[0]["reward"] == pytest.approx(lines[0]["reward/helpful"], abs=1e-4)
+    assert lines[0]["reward_model_unread"] == lines[0]["reward_model_overlong"] == 0
+    first = samples[0]
+    question = first["prompt"].split("user\n")[-1].split("<|end|>")[0]
+    points = theirs(place, "rm0", talk(first["completion"], question))
+    assert first["rewards"]["helpful"] == pytest.approx(points[0], abs=1e-3)
+    free, _ = records("free", "objective.budget=1000.0")
+    assert free[1]["loss"] != lines[1]["loss"]  # the multiplier is another
