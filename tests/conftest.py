@@ -70,6 +70,10 @@ import jax
 import needs_extra
 import pytest
 
+from jrl.report import page
+
+DRAW_PLOTS = page._draw_plots
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
@@ -178,6 +182,20 @@ def pytest_terminal_summary(terminalreporter, config):
         *(f"- failed: `{report.nodeid}`" for report in stats.get("failed", ())),
     ]
     pathlib.Path(config.getoption("--record")).write_text("\n".join(lines).rstrip() + "\n")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def reports_without_pictures():
+    """Runs write their page; its pictures take two seconds, and ``pictures`` has them drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "_draw_plots", lambda out, curves: None)
+        yield
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    """Reports with their pictures, as users have them."""
+    monkeypatch.setattr(page, "_draw_plots", DRAW_PLOTS)
 
 
 @pytest.fixture(scope="session")

@@ -480,7 +480,7 @@ def group_relative(batch):
 
 def test_8_gradient_at_ratio_one_is_reinforce():
     batch = some_batch()
-    batch = jax.tree.map(lambda x: x[:4], batch.replace(reward_weights=None)).replace(
+    batch = jax.tree.map(lambda x: x[:2], batch.replace(reward_weights=None)).replace(
         reward_weights=batch.reward_weights
     )
     params, ours = gradient(batch)

@@ -187,8 +187,8 @@ def setting_of(method, order=lambda tickets: tickets % ROWS):
     return Setting(method, N, G, weights, 0, order, None, TABLE)
 
 
-def one_step(collected, key, step, setting, rounds):
-    draw = partial(draw_toy, key=key, step=step)
+def one_step(collected, key, step, setting, rounds, toy=draw_toy):
+    draw = partial(toy, key=key, step=step)
     now = Now(key, step)
     groups, collected, _ = sample_step(draw, collected, now, setting, rounds)
     trained = groups
@@ -213,6 +213,9 @@ def seen(batch):
     }
 
 
+drawn_at_once = jax.jit(draw_toy)
+
+
 def on_host(method, key, steps, restored_at=None):
     setting = setting_of(method)
     collected = new_collected(setting)
@@ -220,7 +223,8 @@ def on_host(method, key, steps, restored_at=None):
     for step in range(steps):
         if step == restored_at:
             collected = restored(collected, setting)
-        collected, batch = one_step(collected, key, np.int32(step), setting, host_rounds)
+        now = np.int32(step)
+        collected, batch = one_step(collected, key, now, setting, host_rounds, drawn_at_once)
         batches.append(seen(batch))
     return batches, collected
 
