@@ -7,6 +7,7 @@ the same machine.
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -39,6 +40,11 @@ if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
 # Compiled programs are kept between runs and shared by the workers of pytest-xdist.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CHECKOUT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# Nobody reads where each operation of a program came from, and to write it takes time.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# Tracing makes millions of small objects. Python would look through all of them every 700, which
+# takes an eighth of the processor time of tests that train.
+gc.set_threshold(10_000, 20, 50)
 # Tests start many Pythons of their own. Where none may write bytecode beside its sources, each
 # would compile all that it imports, and take three seconds for JAX alone.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
@@ -63,6 +69,10 @@ os.environ.setdefault("MPLBACKEND", "agg")
 import jax
 import needs_extra
 import pytest
+
+from jrl.report import page
+
+DRAW_PLOTS = page._draw_plots
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -172,6 +182,20 @@ def pytest_terminal_summary(terminalreporter, config):
         *(f"- failed: `{report.nodeid}`" for report in stats.get("failed", ())),
     ]
     pathlib.Path(config.getoption("--record")).write_text("\n".join(lines).rstrip() + "\n")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def reports_without_pictures():
+    """Runs write their page; its pictures take two seconds, and ``pictures`` has them drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "_draw_plots", lambda out, curves: None)
+        yield
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    """Reports with their pictures, as users have them."""
+    monkeypatch.setattr(page, "_draw_plots", DRAW_PLOTS)
 
 
 @pytest.fixture(scope="session")

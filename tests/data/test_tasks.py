@@ -274,6 +274,14 @@ def test_number_is_decimal(value):
     assert int(length) == len(str(value)) + 1
 
 
+def test_a_shipped_task_is_made_once_for_the_same_options():
+    task = get_task("sorting", difficulty=3)
+    assert get_task("sorting", difficulty=3) is task
+    assert get_task("sorting", difficulty=4) is not task
+    with pytest.raises(UserError, match=r"data\.difficulty = \[3\]; choose an integer"):
+        get_task("sorting", difficulty=[3])
+
+
 def test_errors_name_the_key_and_the_choices():
     with pytest.raises(UserError, match=r"data\.task = 'sort'; did you mean 'sorting'"):
         get_task("sort")

@@ -196,10 +196,10 @@ def test_bfs_prover_keeps_the_steps_of_a_proof_that_a_failure_drew():
     d.rewards = np.array([[0.0, 1.0]])
     method = get_method("bfs_prover", low=0.0, high=1.0)
     batch = as_batch(d)
-    _, after, _ = method.objective.advantage.apply(batch.score(), batch, ())
+    _, after, _ = jax.jit(method.objective.advantage.apply)(batch.score(), batch, ())
     assert after.mask[0].tolist() == [[True, True, False, False], [False, False, True, True]]
     kept = get_method("filtered_bc", keep=0.5).objective.advantage
-    _, after, _ = kept.apply(batch.score(), batch, kept.init())
+    _, after, _ = jax.jit(kept.apply)(batch.score(), batch, kept.init())
     assert after.mask[0].tolist() == [[True, True, False, False], [False, False, True, True]]
 
 

@@ -81,13 +81,20 @@ def test_no_loss_moves_the_targets_which_follow_the_heads(params):
 def test_decoding_gives_the_distribution_that_is_scored(params):
     tokens = jnp.array([[3, 5, 7, 2]], jnp.int32)
     positions = jnp.arange(4, dtype=jnp.int32)[None]
-    hidden, _ = NETWORK.hidden(params, tokens, positions, jnp.ones_like(tokens))
-    weights = NETWORK.prepare(params)
-    cache = NETWORK.init_cache(1, 4, weights)
-    states, _ = NETWORK.extend(weights, cache, tokens, positions, jnp.ones((1, 4), bool))
-    np.testing.assert_allclose(
-        NETWORK.logits(weights, states), NETWORK.logits(params, hidden), atol=1e-5
-    )
+
+    @jax.jit
+    def scored(params):
+        hidden, _ = NETWORK.hidden(params, tokens, positions, jnp.ones_like(tokens))
+        return NETWORK.logits(params, hidden)
+
+    @jax.jit
+    def decoded(params):
+        weights = NETWORK.prepare(params)
+        cache = NETWORK.init_cache(1, 4, weights)
+        states, _ = NETWORK.extend(weights, cache, tokens, positions, jnp.ones((1, 4), bool))
+        return NETWORK.logits(weights, states)
+
+    np.testing.assert_allclose(decoded(params), scored(params), atol=1e-5)
 
 
 def test_a_checkpoint_is_the_base_and_its_policy_is_unchanged():

@@ -56,7 +56,7 @@ def on_records(method, batch, logprobs):
         terms, _ = policy_loss(objective, {"logprobs": logprobs}, batch, advantages, state)
         return combine_terms(objective, terms, state)
 
-    return advantages, *jax.value_and_grad(loss)(logprobs)
+    return advantages, *jax.jit(jax.value_and_grad(loss))(logprobs)
 
 
 # name of the method -> (coefficients, loss of arrays, advantages of arrays)
@@ -92,7 +92,7 @@ def test_a_loss_of_arrays_is_the_methods_on_records(name, arrays):
             return objectives.reinforce_loss(new, mine, live)
         return loss(new, old, mine, live)
 
-    got, slope = jax.value_and_grad(of_arrays)(new)
+    got, slope = jax.jit(jax.value_and_grad(of_arrays))(new)
     np.testing.assert_allclose(got, value, atol=1e-6)
     np.testing.assert_allclose(slope, gradient, atol=1e-6)
     assert np.abs(gradient).max() > 1e-3
@@ -110,7 +110,7 @@ def test_the_divergence_of_grpo_is_the_methods(arrays):
             new, old, advantages, live, ref_logprobs=ref, kl_coef=0.5, kl_kind="k2"
         )
 
-    got, slope = jax.value_and_grad(of_arrays)(new)
+    got, slope = jax.jit(jax.value_and_grad(of_arrays))(new)
     np.testing.assert_allclose(got, value, atol=1e-6)
     np.testing.assert_allclose(slope, gradient, atol=1e-6)
 
@@ -157,7 +157,7 @@ def test_a_preference_loss_of_arrays_is_the_methods(name, make_batch):
         loss = getattr(objectives, f"{name}_loss")
         return loss(now[:, 0], now[:, 1], tokens[:, 0], tokens[:, 1])
 
-    got, slope = jax.value_and_grad(of_arrays)(new)
+    got, slope = jax.jit(jax.value_and_grad(of_arrays))(new)
     np.testing.assert_allclose(got, value, rtol=1e-5)
     np.testing.assert_allclose(slope, gradient, atol=1e-6)
 
@@ -267,11 +267,14 @@ def test_padding_is_not_read_and_axes_are_free(name):
         for n, x in arrays.items()
     }
     flat = {n: x.reshape(6, *x.shape[2:]) for n, x in arrays.items()}
-    expected = function(**arrays, **keys)
+    compiled = jax.jit(functools.partial(function, **keys))
+    expected = compiled(**arrays)
     assert np.isfinite(expected)
-    np.testing.assert_allclose(function(**spoiled, **keys), expected)
-    np.testing.assert_allclose(function(**flat, **keys), expected, rtol=1e-6)
-    slope = jax.grad(lambda x: function(**{**spoiled, names[0]: x}, **keys))(spoiled[names[0]])
+    np.testing.assert_allclose(compiled(**spoiled), expected)
+    np.testing.assert_allclose(compiled(**flat), expected, rtol=1e-6)
+    slope = jax.jit(jax.grad(lambda x: function(**{**spoiled, names[0]: x}, **keys)))(
+        spoiled[names[0]]
+    )
     assert np.isfinite(np.asarray(slope)).all()
     assert not np.asarray(slope)[~mask].any()
 

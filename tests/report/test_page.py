@@ -68,7 +68,7 @@ def read_page(path):
     return json.loads(page.data)
 
 
-def test_a_finished_run(tmp_path):
+def test_a_finished_run(tmp_path, pictures):
     summary = {
         "accuracy_before": 0.1,
         "accuracy_after": 0.9,

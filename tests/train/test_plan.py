@@ -182,13 +182,16 @@ METHODS = {
 }
 
 
+STEPS = {"by_prompt": ROWS // N + 1}  # until a prompt comes again
+
+
 def setting_of(method, order=lambda tickets: tickets % ROWS):
     weights = np.ones(1, np.float32)
     return Setting(method, N, G, weights, 0, order, None, TABLE)
 
 
-def one_step(collected, key, step, setting, rounds):
-    draw = partial(draw_toy, key=key, step=step)
+def one_step(collected, key, step, setting, rounds, toy=draw_toy):
+    draw = partial(toy, key=key, step=step)
     now = Now(key, step)
     groups, collected, _ = sample_step(draw, collected, now, setting, rounds)
     trained = groups
@@ -213,6 +216,9 @@ def seen(batch):
     }
 
 
+drawn_at_once = jax.jit(draw_toy)
+
+
 def on_host(method, key, steps, restored_at=None):
     setting = setting_of(method)
     collected = new_collected(setting)
@@ -220,7 +226,8 @@ def on_host(method, key, steps, restored_at=None):
     for step in range(steps):
         if step == restored_at:
             collected = restored(collected, setting)
-        collected, batch = one_step(collected, key, np.int32(step), setting, host_rounds)
+        now = np.int32(step)
+        collected, batch = one_step(collected, key, now, setting, host_rounds, drawn_at_once)
         batches.append(seen(batch))
     return batches, collected
 
@@ -264,7 +271,7 @@ def assert_same(host, batches, steps):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_host_and_compiled_runs_have_the_same_groups(name):
-    steps = 5
+    steps = STEPS.get(name, 3)
     host, collected = on_host(METHODS[name], KEY, steps)
     after, batches = jax.jit(compiled(METHODS[name], steps))(KEY)
     assert_same(host, batches, steps)
@@ -276,8 +283,9 @@ def test_host_and_compiled_runs_have_the_same_groups(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_restore_changes_nothing(name):
-    unbroken, _ = on_host(METHODS[name], KEY, 5)
-    broken, _ = on_host(METHODS[name], KEY, 5, restored_at=3)
+    steps = STEPS.get(name, 3)
+    unbroken, _ = on_host(METHODS[name], KEY, steps)
+    broken, _ = on_host(METHODS[name], KEY, steps, restored_at=steps - 1)
     for one, other in zip(unbroken, broken, strict=True):
         jax.tree.map(np.testing.assert_array_equal, one, other)
 

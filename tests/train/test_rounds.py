@@ -124,8 +124,8 @@ def test_what_does_not_go_together_is_named(tmp_path, more, said):
         programs.check_trainable(setup(settings(tmp_path / "run", *more)))
 
 
-def test_an_expert_cannot_draw_ahead(on_host):
-    features = run_features(on_host.run)
+def test_an_expert_cannot_draw_ahead(tmp_path):
+    features = run_features(setup(settings(tmp_path / "run")))
     check_features(features)
     with pytest.raises(
         UserError, match=r"draws, does not go with \[placement\]: .* set objective.round_steps to 0"

@@ -281,5 +281,8 @@ def test_a_step_reports_its_routers_and_adds_their_losses():
 
 
 def test_a_batch_without_the_routing_to_replay_is_refused():
+    tokens, lengths = np.full((N, T), 2, np.int32), np.full(N, T, np.int32)
+    asked = tokens[:, :P], np.full(N, P, np.int32)
+    unsampled = demonstration_rollout(*asked, tokens, lengths, lengths > 0, G)
     with pytest.raises(UserError, match="objective.router_replay = true: the batch does not say"):
-        stepped(batch().replace(routing=None), router=RouterTraining(replay=True))
+        stepped(batch(unsampled), router=RouterTraining(replay=True))

@@ -1,6 +1,6 @@
 """MoPPS, DARS, Scaf-GRPO, PF-PPO and ReMix: their formulas in float64, and runs of each."""
 
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
@@ -220,6 +220,19 @@ def network(make_bag, first_letter):
     return make_bag(task.vocab_size, 8, task.prompt_tokens + task.completion_tokens + 24)
 
 
+@pytest.fixture(scope="module")
+def drawn_by_parts(network, first_letter, quick_jit):
+    """The program that draws members and judges them by these parts; all methods share it."""
+    made = {"sampling_params": SAMPLING, "task": first_letter, "network": network}
+    return cache(lambda *parts: quick_jit(partial(task_rollout, parts=parts, **made)))
+
+
+@pytest.fixture(scope="module")
+def completed(network, quick_jit):
+    """The program that completes prompts in text; all methods share it."""
+    return quick_jit(partial(generate, network=network, max_new_tokens=3, stop_tokens=(1,)))
+
+
 def step_and_state(network, method):
     common = {
         "network": network,
@@ -231,21 +244,27 @@ def step_and_state(network, method):
     return step, partial(init_state, KEY, **common)
 
 
-def train_on_host(collector_of, network, method, quick_jit, restored_at=None):
-    """The batches and the policy of a few steps; the collector may be made anew on the way."""
+def trainer_on_host(network, method, quick_jit):
+    """Trains a few steps, with one compiled step however often it is called."""
     step, fresh = step_and_state(network, method)
-    compiled, state, cursor = quick_jit(step), fresh(), 0
-    collector, batches = collector_of({}), []
-    with jax.set_mesh(MESH):
-        for i in range(STEPS):
-            if i == restored_at:
-                collector = collector_of(jax.device_get(collector.notes()))
-            weights = policy_weights(state)
-            batch, groups, cursor = collector.collect(state.key, weights, step=i, cursor=cursor)
-            state, metrics = compiled(state, batch, SAMPLING)
-            collector.learn(i, jax.device_get(metrics["advantages"]))
-            batches.append((jax.device_get(batch), groups))
-    return batches, state
+    compiled = quick_jit(step)
+
+    def train(collector_of, restored_at=None):
+        """The batches and the policy; the collector may be made anew on the way."""
+        state, cursor = fresh(), 0
+        collector, batches = collector_of({}), []
+        with jax.set_mesh(MESH):
+            for i in range(STEPS):
+                if i == restored_at:
+                    collector = collector_of(jax.device_get(collector.notes()))
+                weights = policy_weights(state)
+                batch, groups, cursor = collector.collect(state.key, weights, step=i, cursor=cursor)
+                state, metrics = compiled(state, batch, SAMPLING)
+                collector.learn(i, jax.device_get(metrics["advantages"]))
+                batches.append((jax.device_get(batch), groups))
+        return batches, state
+
+    return train
 
 
 def live_tokens(batch):
@@ -255,15 +274,13 @@ def live_tokens(batch):
     return members, tokens, np.where(members, np.asarray(batch.score()), 0)
 
 
-def test_problems_of_a_task_are_tested_between_rounds(network, first_letter, quick_jit):
+def test_problems_of_a_task_are_tested_between_rounds(
+    network, first_letter, quick_jit, drawn_by_parts
+):
     """By members of their own keys, and as a restored run has them."""
     rule, task = hard_problems(2, 6, 0.0, 0.25)._replace(pool=8), first_letter
     method = get_method("grpo").with_(curriculum=rule)
-    draw = quick_jit(
-        partial(
-            task_rollout, sampling_params=SAMPLING, task=task, parts=("partial",), network=network
-        )
-    )
+    draw = drawn_by_parts("partial")
     tested = []
 
     def drawn(request, **how):
@@ -286,7 +303,8 @@ def test_problems_of_a_task_are_tested_between_rounds(network, first_letter, qui
             notes=notes,
         )
 
-    batches, _ = train_on_host(collector_of, network, method, quick_jit)
+    train_on_host = trainer_on_host(network, method, quick_jit)
+    batches, _ = train_on_host(collector_of)
     first = np.concatenate([right for step, right in tested if step == 0])
     assert first.shape == (8, 6)
     hard = np.flatnonzero((first <= 0.25).all(axis=1))  # whose first token nobody guessed
@@ -296,26 +314,21 @@ def test_problems_of_a_task_are_tested_between_rounds(network, first_letter, qui
         assert groups.counts["hard_problems"] == len(hard)
         expected = hard[(N * step + np.arange(N)) % len(hard)]
         np.testing.assert_array_equal(groups.ids["prompt"], expected)
-    again, _ = train_on_host(collector_of, network, method, quick_jit, restored_at=3)
+    again, _ = train_on_host(collector_of, restored_at=3)
     for (one, _), (other, _) in zip(batches, again, strict=True):
         jax.tree.map(np.testing.assert_array_equal, live_tokens(one), live_tokens(other))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_task_is_trained_alike_on_the_host_and_in_one_program(
-    name, network, first_letter, quick_jit
+    name, network, first_letter, quick_jit, drawn_by_parts
 ):
     method, task = method_of(name), first_letter
-    draw = quick_jit(
-        partial(
-            task_rollout, sampling_params=SAMPLING, task=task, parts=("verify",), network=network
-        )
-    )
     table = pool_table(16) if method.curriculum is not None else None
 
     def collector_of(notes):
         return Collector(
-            source=TaskSource(task, ("verify",), draw),
+            source=TaskSource(task, ("verify",), drawn_by_parts("verify")),
             prompts=N,
             reward_weights=np.ones(1, np.float32),
             method=method,
@@ -327,8 +340,9 @@ def test_a_task_is_trained_alike_on_the_host_and_in_one_program(
             notes=notes,
         )
 
-    batches, state = train_on_host(collector_of, network, method, quick_jit)
-    again, after = train_on_host(collector_of, network, method, quick_jit, restored_at=2)
+    train_on_host = trainer_on_host(network, method, quick_jit)
+    batches, state = train_on_host(collector_of)
+    again, after = train_on_host(collector_of, restored_at=2)
     for (one, _), (other, _) in zip(batches, again, strict=True):
         jax.tree.map(np.testing.assert_array_equal, live_tokens(one), live_tokens(other))
     jax.tree.map(np.testing.assert_array_equal, state.params, after.params)
@@ -401,13 +415,12 @@ class Digits:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_text_is_trained_and_resumes_bit_for_bit(name, network, quick_jit):
+def test_text_is_trained_and_resumes_bit_for_bit(name, network, quick_jit, completed):
     method, rng = method_of(name), np.random.default_rng(3)
     prompts = []
     for i in range(8):
         tokens = rng.integers(2, 11, 3).astype(np.int32)
         prompts.append(Prompt(i, f"p{i}", tokens, "", {"hints": ["weak", "strong"]}))
-    program = quick_jit(partial(generate, network=network, max_new_tokens=3, stop_tokens=(1,)))
 
     def hinted(prompt, hint):  # the first two tokens, the hint, the last
         more = {"weak": [2], "weak\nstrong": [2, 3]}[hint]
@@ -416,7 +429,7 @@ def test_text_is_trained_and_resumes_bit_for_bit(name, network, quick_jit):
     table = Table(8, 1, np.zeros(8, np.int32)) if method.curriculum is not None else None
 
     def collector_of(notes):
-        source = TextSource(prompts, 4, 5, program, SAMPLING, Digits(), Digits(), 3)
+        source = TextSource(prompts, 4, 5, completed, SAMPLING, Digits(), Digits(), 3)
         return Collector(
             source=source,
             prompts=N,
@@ -430,8 +443,9 @@ def test_text_is_trained_and_resumes_bit_for_bit(name, network, quick_jit):
             notes=notes,
         )
 
-    batches, state = train_on_host(collector_of, network, method, quick_jit)
-    again, after = train_on_host(collector_of, network, method, quick_jit, restored_at=2)
+    train_on_host = trainer_on_host(network, method, quick_jit)
+    batches, state = train_on_host(collector_of)
+    again, after = train_on_host(collector_of, restored_at=2)
     for (one, _), (other, _) in zip(batches, again, strict=True):
         jax.tree.map(np.testing.assert_array_equal, live_tokens(one), live_tokens(other))
     jax.tree.map(np.testing.assert_array_equal, state.params, after.params)

@@ -1,5 +1,6 @@
 """Sources of groups: what each has, what one of one's own lacks, and rows apart from tickets."""
 
+import functools
 import inspect
 import json
 
@@ -156,17 +157,13 @@ def test_the_row_says_what_is_asked_and_the_ticket_what_is_drawn(make_bag):
     task = get_task("sorting", difficulty=3)
     network = make_bag(task.vocab_size, 8, task.prompt_tokens + task.completion_tokens)
     params, key = network.init(jax.random.key(0)), jax.random.key(1)
+    made = {"task": task, "parts": ("verify",), "network": network}
+    draw = jax.jit(functools.partial(task_rollout, **made))
 
     def drawn(tickets, rows):
         asked = [np.array(x, np.int32) for x in (tickets, rows)]
         request = simple_request(key, {"policy": params}, np.int32(0), asked[0], 2, rows=asked[1])
-        groups = task_rollout(
-            request,
-            sampling_params=make_sampling_params(),
-            task=task,
-            parts=("verify",),
-            network=network,
-        )
+        groups = draw(request, sampling_params=make_sampling_params())
         rollout = jax.device_get(groups.rollout)
         return rollout.prompt_tokens.tolist(), rollout.tokens.tolist(), groups.ids["prompt"]
 

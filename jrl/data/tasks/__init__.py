@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ def get_task(name: str, **options: Any) -> Task:
       **options: arguments of its constructor, such as ``difficulty``.
 
     Returns:
-      The Task.
+      The Task; the same one for the same options of a task of ``TASKS``.
 
     Raises:
       UserError: no task has that name, an option is unknown or out of range, or a function of one's
@@ -40,10 +41,18 @@ def get_task(name: str, **options: Any) -> Task:
         raise UserError(f"{unknown_choice('data.task', name, TASKS)}, {FORMS}")
     make = load(name, "data.task") if ":" in name else TASKS[name]
     check_options(make, options, "data")
+    if name in TASKS and all(isinstance(value, (int, str)) for value in options.values()):
+        return _shipped(name, **options)
     task = made_by(make, f"data.task = {name!r}", **options)
     if not isinstance(task, Task):
         raise UserError(f"data.task = {name!r} returned {task!r:.40}; return a jrl.data.Task")
     return task
+
+
+@functools.lru_cache(maxsize=32, typed=True)
+def _shipped(name: str, **options: int | str) -> Task:
+    """One of ``TASKS``, made once in a process: to find a problem of each split takes a program."""
+    return made_by(TASKS[name], f"data.task = {name!r}", **options)
 
 
 __all__ = [

@@ -1,5 +1,6 @@
 """Imitation, values of tokens and critics of steps, against float64 references in loops."""
 
+import jax
 import numpy as np
 from harness import (
     advantages_of,
@@ -172,7 +173,7 @@ def test_webrl_trains_on_replayed_steps_of_medium_perplexity_alone():
     d.proximal_logprobs = np.broadcast_to(np.log(chances), d.mask.shape)
     method = get_method("webrl", replayed=0.5)
     batch = as_batch(d)
-    _, after, _ = method.objective.advantage.apply(batch.score(), batch, ((), ()))
+    _, after, _ = jax.jit(method.objective.advantage.apply)(batch.score(), batch, ((), ()))
     assert after.mask[0, 0].tolist() == [False, False, True, True, False, False]
     assert after.mask[0, 1].all()  # a fresh one, with steps of the same chances
 
