@@ -165,8 +165,8 @@ def build_judged(
             if p > room or t > max_completion_tokens:
                 if overlong == "error":
                     more = " with what is left of sampling.max_new_tokens" * in_tokens(row)
-                    told = bool(labelled.context) and len(labelled.completions[-1]) == t
-                    what = "rationale behind both answers" if told else "completion"
+                    by_rationale = bool(labelled.context) and len(labelled.completions[-1]) == t
+                    what = "rationale behind both answers" if by_rationale else "completion"
                     raise _too_long(where, p, t, room, max_completion_tokens, more, what)
                 labelled = _cut(labelled, room, max_completion_tokens)
                 if overlong == "drop" or _all_same(labelled):
@@ -330,13 +330,13 @@ def _encode(
         raise UserError(f"{where}: chosen and rejected are the same tokens; remove the row")
     if not rationales:
         return labelled
-    told = row.get("rationale")
-    if not isinstance(told, str) or not told.strip():
+    rationale = row.get("rationale")
+    if not isinstance(rationale, str) or not rationale.strip():
         raise UserError(
-            f"{where}: rationale = {told!r:.40}; the method learns why one answer is better, so"
-            " each row has a text that says it"
+            f"{where}: rationale = {rationale!r:.40}; the method learns why one answer is better,"
+            " so each row has a text that says it"
         )
-    message = answer_message(told, "rationale", where)
+    message = answer_message(rationale, "rationale", where)
     ids = wording.completion(message, messages, text, tools, "rationale", where)
     answers = np.concatenate(labelled.completions)
     return labelled._replace(

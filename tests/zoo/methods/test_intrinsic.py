@@ -55,5 +55,5 @@ def test_without_a_difference_of_certainty_nothing_is_learned():
     np.testing.assert_allclose(gradients["logprobs"], 0, atol=1e-6)
     logits = np.array([0.3, -1.0, 2.0, 0.0])
     probs = np.exp(logits) / np.exp(logits).sum()
-    found = divergence_from_uniform({"logits": jnp.asarray(logits, jnp.float32)}, 0)
-    assert float(found) == pytest.approx((0.25 * np.log(0.25 / probs)).sum(), rel=1e-5)
+    divergence = divergence_from_uniform({"logits": jnp.asarray(logits, jnp.float32)}, 0)
+    assert float(divergence) == pytest.approx((0.25 * np.log(0.25 / probs)).sum(), rel=1e-5)
