@@ -22,7 +22,7 @@ from jrl.errors import UserError, unknown_choice
 from jrl.mesh import RULES, by_device, named_platform, parts_of, platform
 from jrl.models import gpu
 from jrl.models.attention.blockwise import blockwise
-from jrl.models.attention.cudnn import Lengths, continued, cudnn
+from jrl.models.attention.cudnn import Lengths, continued, continues, cudnn
 from jrl.models.attention.dense import (
     Part,
     Past,
@@ -282,7 +282,7 @@ def shared_attention(
       values seen [R, C, H, h]. See ``types.NetworkExtras.hidden_shared``.
     """
     (r, c), (m, b), p = rows.positions.shape, rows.lengths.shape, rows.width
-    by_length = rows.row_lengths is not None and config.window is None
+    by_length = rows.row_lengths is not None and config.window is None and continues()
     # Rows are looked at prompt by prompt, which devices must not share.
     by_length &= parts_of("batch", r) == parts_of("batch", m)
     kind = kernel_for(kernel, config, Shape(r, c, b * p + c), steady=True, lengths=by_length)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.ad_checkpoint import checkpoint_name
 
 from jrl.models.matmul import SEEN
 from jrl.types import Array
+
+try:  # jax.nn has neither the sums in float32 nor a gradient of a part
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+except ImportError:  # see ``continues``
+    fused = None  # type: ignore[assignment]
 
 Keys = tuple[Array, Array]
 """Keys and values."""
@@ -207,11 +212,36 @@ def backward(
     """
     k, v = (x.transpose(0, 2, 1, 3) for x in keys)
     unused = jnp.zeros(0, q_bqhd.dtype)
-    kept = (q_bqhd, k, v, unused, *_lengths(q_bqhd, lengths), *[unused] * 4, logs_bhq, out_bqhd)
-    layout = fused.AttentionLayout.BTNH.value
-    how = scale, 42, 0.0, (False, False), _mask(causal), layout, None, True, False
-    dq, dk, dv, *_ = fused._dot_product_attention_bwd_rule(*how, kept, g_bqhd)
+    # Offsets of packed rows, and tables of pages, of which there are none.
+    inputs = (q_bqhd, k, v, unused, *_lengths(q_bqhd, lengths), *[unused] * 4)
+    kept = (*inputs, *([()] if "score_mod" in _RULE else []), logs_bhq, out_bqhd)
+    values = _OPTIONS | {"scale": scale, "mask_type": _mask(causal), "res": kept}
+    values["grad_output"] = g_bqhd
+    rule = fused._dot_product_attention_bwd_rule
+    dq, dk, dv, *_ = rule(*(values[name] for name in _RULE))
     return dq, dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+
+
+_RULE = tuple(inspect.signature(fused._dot_product_attention_bwd_rule).parameters) if fused else ()
+"""Arguments of JAX's own gradient, which differ between its releases."""
+
+_OPTIONS = {
+    "seed": 42,
+    "dropout_rate": 0.0,
+    "variadic_args": (False, False),
+    "layout": fused.AttentionLayout.BTNH.value if fused else 0,
+    "sliding_window_length": None,
+    "is_training": True,
+    "return_residual": False,
+    "score_mod": None,  # from JAX 0.12 on, and so is the next, which it does not read
+    "cudnn_version": None,
+}
+"""What they are here, but for those that differ between calls."""
+
+
+def continues() -> bool:
+    """Whether this release of JAX lets ``continued`` have a gradient."""
+    return bool(_RULE) and set(_RULE) <= {*_OPTIONS, "scale", "mask_type", "res", "grad_output"}
 
 
 def _mask(causal: bool) -> fused.MaskType:

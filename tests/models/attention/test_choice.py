@@ -337,6 +337,28 @@ def as_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+def test_this_release_of_jax_has_what_rows_behind_prompts_ask_cudnn_for():
+    """Arguments of its own functions, which it may change: the gradient is traced."""
+    assert cudnn_module.continues()
+    q, keys, own = ((4, 8, 2, 64), (2, 2, 6, 64), (4, 2, 8, 64))
+    q, *pieces = (jnp.zeros(size, jnp.bfloat16) for size in (q, keys, keys, own, own))
+    lengths = cudnn_module.Lengths(jnp.array([6, 3]), jnp.array([8, 8, 1, 0]))
+
+    def total(q, before, after):
+        return cudnn_module.continued(0.3, q, before, after, lengths).astype(jnp.float32).sum()
+
+    inputs = q, tuple(pieces[:2]), tuple(pieces[2:])
+    shapes = jax.eval_shape(jax.grad(total, argnums=(0, 1, 2)), *inputs)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, inputs)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_rows_behind_prompts_have_a_mask_where_jax_changed(monkeypatch):
+    monkeypatch.setattr(cudnn_module, "_RULE", (*cudnn_module._RULE, "new"))
+    assert not cudnn_module.continues()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_on_a_gpu_programs_call_cudnn_forward_and_backward():
     config, packed_rows = dataclasses.replace(MODEL, dtype="bfloat16"), packed()
     inputs = [x.astype(jnp.bfloat16) for x in random_inputs()[:-1]]
