@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
-from jax.sharding import Mesh
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jrl.mesh import named_platform
 
@@ -42,7 +45,7 @@ TRAINING: Options = {
         "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
     }
 }
-"""Those of training steps besides."""
+"""Those of training steps besides; what a release of XLA does not know is left out."""
 
 
 def compiler_options(mesh: Mesh, *, training: bool = False) -> dict[str, Value] | None:
@@ -53,5 +56,26 @@ def compiler_options(mesh: Mesh, *, training: bool = False) -> dict[str, Value] 
       training: whether it is the training step.
     """
     platform = named_platform(mesh.devices.flat[0].platform)
-    options = {**OPTIONS.get(platform, {}), **(TRAINING.get(platform, {}) if training else {})}
+    more = TRAINING.get(platform, {}) if training else {}
+    options = {**OPTIONS.get(platform, {}), **known(mesh, tuple(more.items()))}
     return options or None
+
+
+@functools.cache
+def known(mesh: Mesh, options: tuple[tuple[str, Value], ...]) -> dict[str, Value]:
+    """Those of some options that the XLA of a mesh's devices has; it stops at any other."""
+
+    def compiles(some: dict[str, Value]) -> bool:
+        where = NamedSharding(mesh, PartitionSpec())
+        made = jax.jit(lambda: jnp.zeros(()), out_shardings=where, compiler_options=some)
+        try:
+            made.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+            return False
+        return True
+
+    if not options or compiles(dict(options)):
+        return dict(options)
+    return {name: value for name, value in options if compiles({name: value})}

@@ -6,11 +6,20 @@ import jax
 import numpy as np
 
 from jrl.mesh import make_mesh
-from jrl.train import programs, resharding, step
-from jrl.train.compiler import OPTIONS, TRAINING, compiler_options
+from jrl.train import compiler, programs, resharding, step
+from jrl.train.compiler import OPTIONS, TRAINING, compiler_options, known
 
 
-def test_a_platform_without_options_is_compiled_as_it_was():
+def test_options_of_another_release_are_left_out():
+    mesh, real = make_mesh({}, jax.devices()[:1]), ("xla_backend_optimization_level", 0)
+    with jax.set_mesh(mesh):
+        assert known(mesh, (("xla_no_such_option", True), real)) == dict([real])
+        assert known(mesh, (real,)) == dict([real])
+        assert known(mesh, ()) == {}
+
+
+def test_a_platform_without_options_is_compiled_as_it_was(monkeypatch):
+    monkeypatch.setattr(compiler, "known", lambda mesh, options: dict(options))
     assert compiler_options(make_mesh({}, jax.devices()[:1])) is None
     tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
     assert compiler_options(tpu) == compiler_options(tpu, training=True) == dict(OPTIONS["tpu"])
