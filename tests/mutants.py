@@ -113,8 +113,8 @@ MUTANTS = {
     "prompt padding that is attended to": Mutant(
         7,
         "models/layers.py",
-        "rows.segments, rows.owners, rows.prompt_lengths, p, rows.ends)\n",
-        "rows.segments, rows.owners, p + 0 * rows.prompt_lengths, p, rows.ends)\n",
+        "owned = Owners(*marks, rows.prompt_lengths, p, rows.ends, rows.lengths)\n",
+        "owned = Owners(*marks, p + 0 * rows.prompt_lengths, p, rows.ends, rows.lengths)\n",
     ),
     "the wrong sign": Mutant(
         8,

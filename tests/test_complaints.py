@@ -262,7 +262,7 @@ class OneWay:
 
 
 class Echo:
-    over_batch = False
+    over_batch = by_token = False
 
     def scores(self, samples, *, group):
         self.samples = samples

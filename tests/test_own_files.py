@@ -35,7 +35,7 @@ REWARD = {
     "def f(samples): return ['1']": "returned str '1' instead of a number",
     "def f(samples): return [float('nan')]": "returned nan; rewards must be finite",
     "def f(samples): return {'reward': 1.0}": "returned dict {'reward': 1.0}; return a list",
-    "def f(samples): return [[1.0]]": "returned list [1.0] instead of a number",
+    "def f(samples): return [[1.0]]": "returned a list of 1 number",
     "def f(samples): return [1j]": "returned complex 1j instead of a number",
     "def f(samples): raise KeyError('x')": "raised KeyError: 'x' (prompt 0); fix the function",
     "def f(samples): assert False": "raised AssertionError",

@@ -21,6 +21,7 @@ FAMILIES = {
     "supervised": "Supervised",
     "distillation": "Distillation",
     "reward_model": "Reward models",
+    "intrinsic": "The policy's own confidence",
     "batch_statistics": "Statistics of the batch",
     "demonstrations": "With demonstrations",
     "difficulty": "Weights by difficulty",

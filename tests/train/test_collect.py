@@ -256,7 +256,7 @@ class Pool:
     def __init__(self, points):
         self.points = np.array(points, np.float32).reshape(-1, 1)
 
-    over_batch = False
+    over_batch = by_token = False
 
     def scores(self, samples, *, group):
         out = np.isnan(self.points[:, 0])

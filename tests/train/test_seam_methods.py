@@ -404,7 +404,7 @@ def acts(name, batches):
 class Digits:
     """A reward of 1 for completions whose first token is the prompt's, and letters for text."""
 
-    over_batch = False
+    over_batch = by_token = False
 
     def scores(self, samples, *, group):
         right = [float(len(s.tokens) and s.tokens[0] == s.prompt.tokens[0]) for s in samples]
