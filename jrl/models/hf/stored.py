@@ -163,7 +163,8 @@ def open_safetensors(path: pathlib.Path) -> Iterator[Any]:
         raise UserError(f"{path}: no such file; the checkpoint is incomplete") from None
     except (SafetensorError, OSError) as error:
         refuse_pointer(path)
-        raise UserError(f"{path}: truncated or not a safetensors file ({error})") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: truncated or not a safetensors file ({reason})") from error
 
 
 def place(params: Params, where: Any) -> Params:
