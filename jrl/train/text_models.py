@@ -32,7 +32,7 @@ from jrl.rewards.model import reduce_ensemble
 from jrl.rewards.reading import Reader
 from jrl.rewards.rules import Rules
 from jrl.train.judging import Texts
-from jrl.types import Array, Network, Params, StopReason
+from jrl.types import NOTHING, Array, Network, Params, StopReason
 
 LEAST_WIDTH = 64
 """Tokens: shorter texts are padded to this width."""
@@ -124,7 +124,11 @@ class TextModels(NamedTuple):
     steps: int
 
     def __call__(
-        self, texts: Texts, given: Mapping[str, Any], step: int, weights: Mapping[str, Params]
+        self,
+        texts: Texts,
+        given: Mapping[str, Any],
+        step: int,
+        weights: Mapping[str, Params] = NOTHING,
     ) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, float], None]:
         """Points of N groups of G members, as ``judges.Judges``; each process reads all texts."""
         del given, weights
