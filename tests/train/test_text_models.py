@@ -316,7 +316,9 @@ def test_members_that_are_gone_and_rows_that_it_is_not_asked_about(place):
         "help": loaded(place, after="</think>", rules=Rules("drop"), **ONE),
         "cost": loaded(place, labels={"cost": 1.0}, rules=Rules("zero", where={"kind": "b"})),
     }
-    points, dropped, _ = TextModels(models, Words(), 1)(Texts(prompts, rollout, Words()), {}, 0)
+    judge = TextModels(models, Words(), 1)
+    points, dropped, _, paid = judge(Texts(prompts, rollout, Words()), {}, 0)
+    assert paid is None
     np.testing.assert_array_equal(dropped, [[True, False, False], [True, False, False]])
     assert points["help"][0, 1] == pytest.approx(theirs(place, "rm0", talk("1", "?"))[0], abs=1e-4)
     assert np.isnan(points["help"][:, 0]).all()
