@@ -270,7 +270,7 @@ def test_a_context_was_drawn_behind_the_prompt_and_itself_alone(endings):
         logits = NETWORK.logits(params(), hidden[0, len(prompt) - 1 : -1])
         logprobs = np.asarray(sampling_logprobs(logits, make_sampling_params()))
         own = np.take_along_axis(logprobs, tokens[0, len(prompt) :, None], axis=1)[:, 0]
-        assert np.abs(np.where(rollout.mask[i, j, at], own - found[i, j, at], 0)).max() < 1e-5
+        assert np.abs(np.where(rollout.mask[i, j, at], own - found[i, j, at], 0)).max() < 3e-5
 
 
 def by_chance(seed):
