@@ -118,22 +118,21 @@ def kept_tokens(scaled: Array, sampling_params: SamplingParams) -> Array:
     """
     scaled = jax.lax.stop_gradient(scaled)
     mask = jnp.ones(scaled.shape, bool)
-    if gpu.draws(scaled) and (sampling_params.truncates or sampling_params.floors):
-        return scaled >= gpu.least_kept(scaled, *_truncation(scaled, sampling_params))[:, None]
+    if not (sampling_params.truncates or sampling_params.floors):
+        return mask
+    k, p, min_p = _truncation(scaled, sampling_params)
+    if gpu.draws(scaled):
+        return scaled >= gpu.least_kept(scaled, k, p, min_p)[:, None]
     if sampling_params.truncates:
-        rows = scaled.shape[:1]
-        k = jnp.broadcast_to(jnp.asarray(sampling_params.top_k), rows)
-        p = jnp.broadcast_to(jnp.asarray(sampling_params.top_p), rows)
         if sampling_params.mixed:
-            warm = jnp.broadcast_to(jnp.asarray(sampling_params.temperature), rows) > 0
-            truncating = warm & (((k > 0) & (k < scaled.shape[-1])) | (p < 1))
+            truncating = ((k > 0) & (k < scaled.shape[-1])) | (p < 1)
             cut = jnp.where(truncating, _cuts_of_some(scaled, k, p, truncating), -jnp.inf)
         else:
             cut = _cuts(scaled, k, p)
         mask = scaled >= cut[:, None]
     if sampling_params.floors:
         peak = jnp.max(scaled, axis=-1, keepdims=True)
-        floor = jnp.log(jnp.maximum(_column(sampling_params.min_p, scaled), 1e-30))
+        floor = jnp.log(jnp.maximum(min_p, 1e-30))[:, None]
         mask &= scaled - peak >= floor
     return mask
 

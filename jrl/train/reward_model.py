@@ -29,7 +29,7 @@ from jrl.train.frozen import run_shape
 from jrl.train.groups import to_batch
 from jrl.train.kinds import EpisodeKind, kind_of
 from jrl.train.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
-from jrl.train.reward_runs import is_run, reward_run, value_shape
+from jrl.train.reward_runs import is_reward_run, reward_run, value_shape
 from jrl.train.score import in_parts, score
 from jrl.train.text_models import load_text_model, reduced
 from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, ValueNetwork
@@ -81,7 +81,7 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
     models, text_models = {}, {}
     for name in rewards.given_by("model"):
         key, table = f"rewards.{name}", model_of_part(config, name)
-        if not all(is_run(path) for path in table.path):
+        if not all(is_reward_run(path) for path in table.path):
             if table.by == "turn":
                 raise UserError(
                     f"{key}.by = 'turn': a checkpoint's model reads whole texts; name the run"
@@ -110,7 +110,7 @@ def check_text_models(config: Config, prompts: Sequence[Prompt]) -> None:
     answers = not prompts or any(prompt.answer is not None for prompt in prompts)
     for name in parts_of(config).given_by("model"):
         key, table = f"rewards.{name}", model_of_part(config, name)
-        if not all(is_run(path) for path in table.path):
+        if not all(is_reward_run(path) for path in table.path):
             tokenizer = load_tokenizer(model_directory(table.path[0], f"{key}.path"))
             check_reader(table, tokenizer, columns, key, answers=answers)
 

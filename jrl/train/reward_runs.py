@@ -17,7 +17,7 @@ from jrl.train.frozen import run_shape
 from jrl.train.kinds import kind_of
 
 
-def is_run(path: str) -> bool:
+def is_reward_run(path: str) -> bool:
     """Whether a path is a run directory, or nothing at all; else it is a checkpoint."""
     directory = Path(path)
     has_config = (directory / "config.json").exists()
@@ -70,7 +70,7 @@ def value_shape(config: Config) -> ModelConfig:
     """
     path = config.value.path or ""
     types: dict[str, Any] = {"dtype": config.model.dtype, "param_dtype": config.model.param_dtype}
-    if is_run(path):
+    if is_reward_run(path):
         theirs = reward_run(config, "value.path", path)
         shape = (
             run_shape(theirs, kind_of(theirs).task)

@@ -18,7 +18,7 @@ from jrl.train.adapters import trained_network
 from jrl.train.frozen import run_shape
 from jrl.train.kinds import kind_of
 from jrl.train.reward_model import make_value, params_of
-from jrl.train.reward_runs import is_run, reward_run
+from jrl.train.reward_runs import is_reward_run, reward_run
 from jrl.train.state import plain_policy
 from jrl.types import Params
 
@@ -42,7 +42,7 @@ def value_start(config: Config, mesh: Mesh) -> Params:
     """
     path = config.value.path or ""
     dtype = config.model.param_dtype
-    if not is_run(path):
+    if not is_reward_run(path):
         loaded = hf.open_classifier(model_directory(path, "value.path"), dtype=dtype)
         weight = loaded.params["head"]["weight"]
         if len(weight) != 1:
