@@ -85,12 +85,15 @@ def test_on_a_task_with_one_of_its_problems(place):
 
 def test_one_by_token_is_told_where_tokens_end(place):
     (place / "first.py").write_text(
-        "def f(samples):\n    return [samples[0].by_token([(0, 1, 1)])]\n"
+        "def f(samples):\n"
+        f"    open({str(place / 'ends')!r}, 'w').write(str(len(samples[0].ends)))\n"
+        "    return [samples[0].by_token([(0, 1, 1)])]\n"
     )
     own = f"rewards={{{json.dumps(f'{place}/first.py:f')}={{by_token=true}}}}"
     names = [f"model.path={json.dumps(str(place / 'model'))}", f"data.train={place / 'a.jsonl'}"]
     config = load_config(None, [*names, own, "reward_pool.workers=0"])
     probe_rewards(build.setup(config), reward_pool(config))
+    assert int((place / "ends").read_text()) > 0
 
 
 def test_a_row_whose_own_solution_is_wrong_ends_a_run_before_it_begins(
