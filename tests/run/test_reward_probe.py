@@ -85,8 +85,8 @@ def test_on_a_task_with_one_of_its_problems(place):
 
 def test_one_by_token_is_told_where_tokens_end(place):
     (place / "first.py").write_text(
-        "def f(samples):\n"
-        f"    open({str(place / 'ends')!r}, 'w').write(str(len(samples[0].ends)))\n"
+        "import pathlib\n\ndef f(samples):\n"
+        f"    pathlib.Path({str(place / 'ends')!r}).write_text(str(len(samples[0].ends)))\n"
         "    return [samples[0].by_token([(0, 1, 1)])]\n"
     )
     own = f"rewards={{{json.dumps(f'{place}/first.py:f')}={{by_token=true}}}}"
