@@ -42,7 +42,8 @@ from jrl.train.pairs import JudgedSource, sizes_of
 from jrl.train.plan_tools import Hinter, TaskTools, TextTools
 from jrl.train.recorded import RECORDED_REWARD, RecordedSource
 from jrl.train.resharding import ReshardedSampler
-from jrl.train.reward_stages import judged_parts
+from jrl.train.reward_stages import JudgedParts, judged_parts
+from jrl.train.reward_sums import FiniteSums
 from jrl.train.run_rows import line_ends
 from jrl.train.sources import Source, epoch_order
 from jrl.train.sources_own import Sampler, make_own_source
@@ -110,6 +111,8 @@ def training_batches(
     method = run.method._replace(plan=run.kind.played(run.method.plan))
     run, problems = with_problems(run)
     source = run_source(run, pool)
+    if isinstance(source, JudgedParts) or (pool is not None and pool.functions):
+        source = FiniteSums(source, run.rewards.weights, run.config.reward_pool.on_error)
     collector = Collector(
         source=source,
         prompts=run.config.train.prompts,
