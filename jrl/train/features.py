@@ -134,6 +134,7 @@ TABLE: tuple[Feature, ...] = (
         *("dialogues", "sampler log-probabilities, on-policy loss"),
         "dialogues were drawn by nobody, so there are no log-probabilities of who drew",
     ),
+    _needs("rationales", "pairs", "nothing else brings them"),
     _forbids(
         *("pairs", "sampler log-probabilities, demonstrations"),
         "it reads what the policy drew, or demonstrations",
@@ -197,6 +198,7 @@ WITHOUT: Mapping[str, str] = {
 WITH: Mapping[str, tuple[str, str]] = {
     "episodes": ("episodes", "give data.train and data.env = FILE.py:function"),
     "experts": ("routed experts", "choose another model"),
+    "pairs": ("data.pairs", "give it, with a rationale in each row"),
     "fork": ("HostEnv.fork", "use an environment whose state can be copied"),
     "records": ("data.train", "give it, with data.env = FILE.py:function for episodes"),
     "tree": ("sampled members", "choose a method that draws its own completions"),
@@ -384,6 +386,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "curriculum": (chooses, f"{named}, which chooses its problems,"),
             "further draws": (method.plan.next is not None, f"{named}, which draws again,"),
             "replay": (replays, f"{named}, which keeps completions by prompt,"),
+            "rationales": ("rationales" in method.needs, f"{named}, which reads rationales,"),
             "expert": (expert, f"{named}, whose completions another policy draws,"),
             "rounds": (between, f"{named}, which chooses problems anew in rounds,"),
             "tests between rounds": ("draw" in uses, f"{named}, which tests problems in rounds,"),

@@ -66,6 +66,7 @@ def check_trainable(run: Run) -> None:
     config = run.config
     check_features(run_features(run))
     CHECKS[type(run.kind)](run)
+    _check_parts(run)
     given = {*run.networks, *run.method.schedule.frozen}
     check_frozen(run.method.objective, given, config.method)
     check_named(config, frozen_names(run.method.objective, run.method.schedule))
@@ -94,6 +95,16 @@ def _check_pool(run: Run) -> None:
         raise UserError(
             f"method = {run.config.method!r} chooses its problems, and train.prompts = {prompts}"
             f" are more than the {rows} problems that there are; lower it"
+        )
+
+
+def _check_parts(run: Run) -> None:
+    """Raises UserError where a method makes its reward of other parts than there are."""
+    names, parts = run.method.parts, list(run.rewards.weights)
+    if names and len(names) != len(parts):
+        raise UserError(
+            f"method = {run.config.method!r} reads {len(names)} reward parts in this order:"
+            f" {', '.join(names)}; [rewards] has {len(parts)}: {', '.join(parts)}"
         )
 
 
