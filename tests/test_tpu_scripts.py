@@ -166,6 +166,7 @@ def test_the_commands_of_every_pod_file_are_what_a_dry_run_names(path):
     (launch,) = dry("launch.sh", *here, "--", *words)
     (gke,) = dry("gke.sh", *here, "--cluster", "c", "--image", "i", "--", *words)
     assert f"--tpu-type={kind}" in gke
+    assert gke == dry("gke.sh", *here[:4], "--cluster", "c", "--image", "i", "--", *words)[0]
     for command in (launch, gke):
         (shell,) = [a.removeprefix("--command=") for a in command if a.startswith("--command=")]
         assert f"jrl train {' '.join(words)}" in shell
