@@ -269,6 +269,7 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
         seeded,
         out_shardings=shardings,
         donate_argnums=() if run.network.extras.own_layout else (1, 2),
+        compiler_options=compiler_options(run.mesh),
     )
     state = make_placed(np.uint32(run.config.seed), params, frozen)
     if run.value is None or run.config.value.path is None:
@@ -354,6 +355,7 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
         make,
         out_shardings=(replicated(run.mesh), where),
         donate_argnums=() if run.network.extras.own_layout else 1,
+        compiler_options=compiler_options(run.mesh),
     )
     return made(np.uint32(run.config.seed), params)
 
