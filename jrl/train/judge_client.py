@@ -1,6 +1,7 @@
 """The client of judges: requests at the same time, with retries, limits, and a cache on disk.
 
     client = JudgeClient(table, "rewards.helpful", cache=Path("runs/x/judge"))
+    client.begin([Asked(question, vote=0)])        # returns at once; not needed
     verdicts, counts = client.verdicts([Asked(question, vote=0)])
 
 Requests wait for the network alone, so they run in threads of this process. Nothing of a judge ends
@@ -18,6 +19,7 @@ import threading
 import time
 import urllib.error
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,11 @@ class JudgeClient:
         how = {"temperature": table.temperature, "max_tokens": table.max_tokens, **table.fields}
         self._cache = VerdictCache(cache, table.model, how)
         self._secret = ""
+        self._lock = threading.Lock()  # guards what follows
         self._batch: Batch | None = None
+        self._asked: set[str] = set()
+        self._queue: collections.deque[tuple[str, Asked]] = collections.deque()
+        self._threads = 0
         check_url(table.url, f"{key}.url")
         if table.key_variable:
             self._secret = environment_variable(table.key_variable, f"{key}.key_variable")
@@ -97,8 +103,37 @@ class JudgeClient:
                 " the API, such as http://localhost:8000/v1"
             ) from None
 
+    def begin(self, asked: Sequence[Asked]) -> None:
+        """Begins to ask; ``verdicts`` then has what was said meanwhile.
+
+        Args:
+          asked: questions. Those of earlier calls, and of the cache, are not asked again.
+        """
+        with self._lock:
+            self._begin(asked)
+
+    def _begin(self, asked: Sequence[Asked]) -> tuple[Batch, list[str]]:
+        """The batch of the questions, which are under way, and their names."""
+        batch = self._batch = self._batch or Batch()
+        names = [self._cache.name(each) for each in asked]
+        for name, each in zip(names, asked, strict=True):
+            if name in self._asked:
+                continue
+            self._asked.add(name)
+            verdict = self._cache.read(name, each.question)
+            if verdict is not None:
+                batch.finish(name, "judge_cached", verdict)
+                continue
+            self._queue.append((name, each))
+            if self._threads < self.table.at_once:
+                self._threads += 1
+                # Daemons: a request that a server holds open for ever must not hold the process.
+                work = partial(self._work, batch, self._queue)
+                threading.Thread(target=work, name="judge", daemon=True).start()
+        return batch, names
+
     def verdicts(self, asked: Sequence[Asked]) -> tuple[list[Any], dict[str, float]]:
-        """What the judge says, within ``seconds``.
+        """What the judge says, within ``seconds``; those are counted from here.
 
         Args:
           asked: questions; equal ones are asked once.
@@ -106,54 +141,34 @@ class JudgeClient:
         Returns:
           (a verdict for each, or None; ``judge_limits.COUNTS`` by name).
         """
-        begin, names = time.monotonic(), [self._cache.name(each) for each in asked]
-        self._batch = batch = Batch(begin + self.table.seconds)
-        known: dict[str, Any] = {}
-        left: dict[str, Asked] = {}
-        for name, each in zip(names, asked, strict=True):
-            if name in known or name in left:
-                continue
-            verdict = self._cache.read(name, each.question)
-            if verdict is None:
-                left[name] = each
-            else:
-                known[name] = verdict
-                batch.count("judge_cached")
-        if left:
-            self._answer(left, batch)
-        verdicts, counts = batch.close(len(left))
-        known |= verdicts
+        with self._lock:
+            batch, names = self._begin(asked)
+        batch.limit(self.table.seconds)
+        wanted = dict.fromkeys(names).keys()
+        with waiting("judges", lambda: batch.progress(wanted), seconds=self.table.seconds):
+            batch.wait(wanted)
+        self.stop()
+        known, counts = batch.close(wanted)
         return [known.get(name) for name in names], counts
 
     def stop(self) -> None:
-        """Ends ``verdicts`` where another thread waits in it."""
-        if self._batch is not None:
-            self._batch.over.set()
+        """Drops what was begun, and ends ``verdicts`` where another thread waits in it."""
+        with self._lock:
+            if self._batch is not None:
+                self._batch.stop()
+            self._batch, self._threads = None, 0
+            self._asked, self._queue = set(), collections.deque()
 
-    def _answer(self, left: Mapping[str, Asked], batch: Batch) -> None:
-        """Asks until all have an answer or the time is over."""
-        queue = collections.deque(left.items())
-
-        def work() -> None:
-            while not batch.over.is_set():
-                try:
-                    name, each = queue.popleft()
-                except IndexError:
+    def _work(self, batch: Batch, queue: collections.deque[tuple[str, Asked]]) -> None:
+        """Asks the questions of a queue until it is empty or the batch is over."""
+        while not batch.over:
+            with self._lock:
+                if not queue:
+                    if batch is self._batch:
+                        self._threads -= 1
                     return
-                batch.finish(name, *self._ask(name, each, batch))
-                if batch.finished == len(left):
-                    batch.over.set()
-
-        # Daemons: a request that a server holds open for ever must not hold the process.
-        threads = [
-            threading.Thread(target=work, name="judge", daemon=True)
-            for _ in range(min(self.table.at_once, len(left)))
-        ]
-        for thread in threads:
-            thread.start()
-        with waiting("judges", lambda: batch.progress(len(left)), seconds=self.table.seconds):
-            batch.over.wait(max(batch.left(), 0))
-        batch.over.set()
+                name, each = queue.popleft()
+            batch.finish(name, *self._ask(name, each, batch))
 
     def _ask(self, name: str, asked: Asked, batch: Batch) -> tuple[str, Any]:
         """(what is to be counted besides, the verdict or None) of a question."""
@@ -185,7 +200,7 @@ class JudgeClient:
             if attempt < self.table.retries:
                 # Jitter, so that requests that failed together do not return together.
                 wait = min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT)
-                batch.over.wait(min(wait * random.uniform(0.5, 1.5), max(batch.left(), 0)))
+                batch.sleep(wait * random.uniform(0.5, 1.5))
         return "judge_failures", None
 
     def _send(self, messages: Sequence[Mapping[str, str]], vote: int, seconds: float) -> Any:

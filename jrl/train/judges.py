@@ -65,6 +65,20 @@ class Judge(NamedTuple):
         given = zip(units, verdicts, strict=True)
         return [form.points(unit, readable) for unit, readable in given], counts
 
+    def begin(self, sample: Sample) -> None:
+        """Begins to ask about one sample, where that alone says what to ask.
+
+        Not where members are compared, where other points say who is asked, or where the one who
+        answers is on the run's devices.
+        """
+        if self.form.by_group or self.table.only or not isinstance(self.client, JudgeClient):
+            return
+        if self.rules.asks(sample):
+            votes = range(self.table.votes)
+            self.client.begin(
+                [Asked(q, v) for v in votes for q in self.form.questions([sample], v)]
+            )
+
     def _asked(
         self, by_unit: Sequence[Sequence[Sequence[Question]]]
     ) -> tuple[list[list[list[Any]]], dict[str, float]]:
@@ -164,8 +178,7 @@ class Judges(NamedTuple):
                             done[judge.name] = _judged(here, groups, mine, rows)
                     done |= {name: job.result() for name, job in jobs.items()}
                 finally:  # an interrupt of this thread ends the others, too
-                    for judge in self.judges:
-                        judge.client.stop()
+                    self.stop()
             counts: collections.Counter[str] = collections.Counter()
             each = [done[judge.name] for judge in self.judges]
             for *_, more in each:
@@ -182,6 +195,16 @@ class Judges(NamedTuple):
         counts["judge_seconds"] = time.perf_counter() - begin
         by_name = dict(zip((j.name for j in self.judges), np.moveaxis(points, -1, 0), strict=True))
         return by_name, dropped, counts, paid if self.by_token else None
+
+    def begin(self, sample: Sample) -> None:
+        """Begins to ask about a sample before all are there; a call then has what was said."""
+        for judge in self.judges:
+            judge.begin(sample)
+
+    def stop(self) -> None:
+        """Drops what was begun and not asked for; ends a call in another thread."""
+        for judge in self.judges:
+            judge.client.stop()
 
     @property
     def by_token(self) -> bool:

@@ -251,3 +251,54 @@ def test_another_thread_may_end_it():
     ((verdicts, counts),) = results
     assert verdicts == [None]
     counted(counts, calls=1, timeouts=1)
+
+
+def test_questions_are_asked_before_all_are_there():
+    with judge_server(lambda body, number: "Score: 5") as (url, bodies):
+        mine = client(url)
+        mine.begin(asked("a", "gone"))
+        mine.begin(asked("a", "b"))
+        while len(bodies) < 3:  # nobody waits for them
+            time.sleep(0.01)
+        verdicts, counts = mine.verdicts(asked("b", "a", "c"))
+        assert verdicts == [0.5] * 3
+        counted(counts, calls=4)
+        mine.begin(asked("d"))
+        mine.stop()  # what was begun is dropped: a later call asks again
+        verdicts, counts = mine.verdicts(asked("d"))
+        assert verdicts == [0.5]
+        counted(counts, calls=1)
+
+
+def test_a_server_that_never_answers_holds_up_nobody_beyond_the_limit():
+    """The limit is counted from where the run waits, however long ago the question was asked."""
+    go_on = threading.Event()
+
+    def answer(body, number):
+        go_on.wait(60)
+        return "Score: 5"
+
+    with judge_server(answer) as (url, bodies):
+        try:
+            mine = client(url, seconds=0.5, timeout=60.0)
+            mine.begin(asked("a"))
+            while not bodies:
+                time.sleep(0.01)
+            begin = time.monotonic()
+            verdicts, counts = mine.verdicts(asked("a", "b"))
+            assert 0.5 <= time.monotonic() - begin < 20
+            assert verdicts == [None, None]
+            counted(counts, calls=2, timeouts=2)
+        finally:
+            go_on.set()
+
+
+def test_a_wait_that_a_judge_asks_for_ends_with_the_limit():
+    with judge_server(lambda b, n: (429, {"Retry-After": "86400"}, "")) as (url, bodies):
+        mine = client(url, at_once=1)
+        mine.begin(asked("a"))
+        while not bodies:
+            time.sleep(0.01)
+        verdicts, counts = mine.verdicts(asked("a", "b"))
+    assert verdicts == [None, None]
+    counted(counts, calls=1, timeouts=2)
