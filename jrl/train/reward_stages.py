@@ -14,13 +14,13 @@ from jrl.rewards.model import at_turn_ends
 from jrl.rewards.pool import RewardPool
 from jrl.train.build import Run
 from jrl.train.groups import counted
-from jrl.train.judges import Judges
+from jrl.train.judges import judges_of
 from jrl.train.judging import HostJudge, Texts, without_dropped, without_silent
 from jrl.train.kinds import TextKind
 from jrl.train.reward_parts import RunRewards
 from jrl.train.row_calls import EndsRows, RowCalls
 from jrl.train.sources import Around, Groups, Source
-from jrl.train.text_models import TextModels
+from jrl.train.text_parts import TextParts
 from jrl.types import NOTHING, SILENT, Prompt, Rollout, opinions
 from jrl.types.asks import DrawRequest
 
@@ -173,9 +173,7 @@ def model_stage(rewards: RunRewards) -> Stage:
     return stage
 
 
-def judge_stage(
-    judges: Judges | TextModels, prompts_of: Callable[[Groups], Sequence[Prompt]]
-) -> Stage:
+def judge_stage(judges: TextParts, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
     """What reads the text of members: judges, which may read the points so far, and models."""
 
     def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
@@ -220,7 +218,7 @@ def judged_parts(
     elif functions and pool is not None:
         on_host = HostJudge(pool, run.tokenizer, split, run.config.train.steps)
     if rewards.given_by("judge"):
-        judges = Judges.of(run, split)
+        judges = judges_of(run, split)
     if episodes is not None and (on_host or judges):
         calls = RowCalls(on_host, judges)
         episodes.ended = calls.submit
@@ -229,7 +227,7 @@ def judged_parts(
     if rewards.models:
         stages.append(model_stage(rewards))
     if rewards.text_models:
-        models = TextModels(rewards.text_models, run.tokenizer, run.config.train.steps)
+        models = TextParts(rewards.text_models, run.tokenizer, run.config.train.steps)
         stages.append(judge_stage(models, prompts_seen(run)))
     if judges is not None:
         stages.append(judge_stage(judges, prompts_seen(run)))

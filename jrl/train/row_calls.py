@@ -22,8 +22,8 @@ import numpy as np
 
 from jrl.episodes.transcript import Transcript, conversation
 from jrl.rewards.pool import Begun
-from jrl.train.judges import Judges
 from jrl.train.judging import HostJudge, make_sample, with_ends
+from jrl.train.text_parts import TextParts
 
 
 class EndsRows(Protocol):
@@ -43,7 +43,7 @@ class RowCalls:
       begun: the calls of functions that began in this step; None outside of one.
     """
 
-    def __init__(self, functions: HostJudge | None, judges: Judges | None) -> None:
+    def __init__(self, functions: HostJudge | None, judges: TextParts | None) -> None:
         self._functions, self._judges = functions, judges
         self.begun: Begun | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -96,5 +96,4 @@ class RowCalls:
             by_token = self._functions.pool.by_token
             begun.submit(with_ends(sample, tokenizer) if by_token else sample)
         if self._judges is not None:
-            by_token = self._judges.by_token
-            self._judges.begin(with_ends(sample, tokenizer) if by_token else sample)
+            self._judges.begin(self._judges.ended(sample))

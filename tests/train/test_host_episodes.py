@@ -26,7 +26,7 @@ from jrl.sampling.params import make_sampling_params
 from jrl.sampling.rows import Rows
 from jrl.train.collect import Collector
 from jrl.train.host_episodes import HostEpisodes
-from jrl.train.judges import Judges, endpoint_judges
+from jrl.train.judges import endpoint_judges, judge_parts
 from jrl.train.judging import HostJudge
 from jrl.train.loop import policy_weights
 from jrl.train.reward_stages import JudgedParts, function_stage, judge_stage
@@ -248,7 +248,7 @@ def test_rewards_and_judges_are_called_as_rows_end(made, params, tmp_path):
         table = f"judged={{function='judge', url='{url}', model='m', template='{{completion}}'}}"
         rewards = f"rewards={{reward={{}}, {table}}}"
         config = load_config(None, ["data.train=x.jsonl", "model.path=x", rewards])
-        judges = Judges(endpoint_judges(config), TOKENIZER, "train", 9)
+        judges = judge_parts(endpoint_judges(config), TOKENIZER, 9, "train")
         called = lambda: bool(bodies) and notes.exists()  # noqa: E731
         inner = made(waits_for(called, digits_env()) if early else digits_env(), reward=1.0)
         inner._speaks = True

@@ -34,9 +34,9 @@ from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train.build import setup
 from jrl.train.host_episodes import host_source, leaves_played
-from jrl.train.judges import Judges
 from jrl.train.run_rows import prompt_seeds
 from jrl.train.sources import simple_request
+from jrl.train.text_parts import TextParts
 from jrl.train.tree_search import plan_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -289,8 +289,8 @@ def test_reward_functions_stand_beside_an_environment(place, tmp_path, monkeypat
         return f"Score: {10 if 'Go on.' in text else 1}"
 
     begun = []  # as rows ended; what a call about all of them asks is none of it
-    begin = Judges.begin
-    monkeypatch.setattr(Judges, "begin", lambda *given: begun.append(given[1]) or begin(*given))
+    begin = TextParts.begin
+    monkeypatch.setattr(TextParts, "begin", lambda *given: begun.append(given[1]) or begin(*given))
     with judge_server(by_turns) as (url, bodies):
         rewards = rewards.replace("URL", url)
         train(settings(place, run, "talk", *more, rewards, "log.samples_every=1"), echo=print)
