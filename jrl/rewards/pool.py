@@ -15,7 +15,7 @@ import collections
 import contextlib
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -228,7 +228,7 @@ class RewardPool:
 
     def _results(
         self, calls: Sequence[_Call], samples: Sequence[Sample], begun: Begun | None = None
-    ) -> Iterator[tuple[_Call, list[Returned] | Failure]]:
+    ) -> Generator[tuple[_Call, list[Returned] | Failure]]:
         """Yields each call with its rewards or its Failure, once, in any order."""
         asked = [(each, [samples[i] for i in each.members]) for each in calls]
         if self._workers is None:

@@ -7,8 +7,8 @@
 
 A thread hands out one call at a time and looks at the workers ten times a second, so that calls run
 while the caller decodes. A call beyond a limit is killed with its process and all descendants; the
-other workers continue. When a call has used half of its time another process is started, as a spare
-in case it must be killed.
+other workers continue. Beside a call that takes far longer than calls usually do, or half of its
+time, another process is started and takes the next call: those that hang hold up no other.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import pickle
 import queue
+import statistics
 import subprocess
 import sys
 import threading
@@ -39,6 +40,9 @@ _FAILURES_IN_A_ROW = 8
 _LOOK_SECONDS = 0.1
 _START_SECONDS = 600
 """Time for a worker to load the functions."""
+_SLOW_SECONDS, _SLOW_TIMES, _SEEN = 1.0, 4, 8
+"""A call is slow after this time, and this multiple of the median of the last calls, once so many
+have ended."""
 
 _PRINTED = 1 << 14
 """Bytes that workers may print while one batch is judged; the rest is dropped."""
@@ -113,6 +117,7 @@ class Workers:
         self._living: list[RewardWorker] = []
         self._warden: subprocess.Popen[bytes] | None = None
         self._failed_starts, self.printed = 0, 0
+        self._seconds: deque[float] = deque(maxlen=64)  # of the last calls
         self._measured, self._measure = 0.0, False  # when memory was last looked at; whether to now
         # A new call must not wait for the next look.
         self._woken, self._waker = multiprocessing.Pipe(duplex=False)
@@ -241,13 +246,19 @@ class Workers:
                 self._end(worker)
             self._thread = None
 
+    def _slow(self) -> int:
+        """The number of calls that are slow, at most as many as may run at a time."""
+        # A process that takes its place needs the other half of the limit to start.
+        limit = self._limits.timeout_seconds / 2
+        if len(self._seconds) >= _SEEN:
+            usual = statistics.median(self._seconds)
+            limit = min(limit, max(_SLOW_SECONDS, _SLOW_TIMES * usual))
+        return min(sum(worker.seconds() > limit for worker in self._busy()), self._count)
+
     def _start_enough(self) -> None:
-        """Starts processes for the remaining calls, and a spare for each that may time out."""
-        # A spare gets half of the limit to start, so that it is ready when the call is killed.
-        half = self._limits.timeout_seconds / 2
+        """Starts processes for the remaining calls, and one beside each call that is slow."""
         busy, waiting = self._busy(), len(self._waiting)
-        slow = sum(worker.seconds() > half for worker in busy)
-        target = min(self._count, waiting + len(busy)) + min(slow, waiting)
+        target = min(self._count, waiting + len(busy)) + min(self._slow(), waiting)
         while len(self._living) < target:
             try:
                 # Started without waiting: loading may take minutes, and the others work meanwhile.
@@ -261,9 +272,10 @@ class Workers:
             self._tell_warden(worker.pid)
 
     def _hand_out(self) -> None:
+        slow = self._slow()
         for worker in list(self._living):
-            # No more calls at a time than workers; spares wait for one to be killed.
-            if len(self._busy()) >= self._count:
+            # No more calls at a time than workers, but for slow ones.
+            if len(self._busy()) - slow >= self._count:
                 return
             if not worker.idle:
                 continue
@@ -309,6 +321,7 @@ class Workers:
             worker.ready, self._failed_starts = True, 0
         elif reply is not None:
             job, worker.call = worker.call, None
+            self._seconds.append(worker.seconds())
             if worker.failures >= _FAILURES_IN_A_ROW:
                 # A reward may have broken its interpreter for all that come after it.
                 self._end(worker)

@@ -10,7 +10,6 @@ a run: what has no verdict is None and counted.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import email.utils
 import http.client
@@ -19,7 +18,6 @@ import threading
 import time
 import urllib.error
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from jrl.episodes.model_endpoint import check_url, endpoint, environment_variabl
 from jrl.errors import UserError
 from jrl.system.wait_reports import waiting
 from jrl.train.judge_cache import UNREADABLE, Asked, VerdictCache
-from jrl.train.judge_limits import Batch, Pace
+from jrl.train.judge_limits import Batch, Pace, Question
 
 _LARGEST = 4 << 20
 """Bytes of a response."""
@@ -64,8 +62,6 @@ class JudgeClient:
         self._lock = threading.Lock()  # guards what follows
         self._batch: Batch | None = None
         self._asked: set[str] = set()
-        self._queue: collections.deque[tuple[str, Asked]] = collections.deque()
-        self._threads = 0
         check_url(table.url, f"{key}.url")
         if table.key_variable:
             self._secret = environment_variable(table.key_variable, f"{key}.key_variable")
@@ -124,12 +120,13 @@ class JudgeClient:
             if verdict is not None:
                 batch.finish(name, "judge_cached", verdict)
                 continue
-            self._queue.append((name, each))
-            if self._threads < self.table.at_once:
-                self._threads += 1
+            batch.put(Question(name, each))
+            if batch.threads < self.table.at_once:
+                batch.threads += 1
                 # Daemons: a request that a server holds open for ever must not hold the process.
-                work = partial(self._work, batch, self._queue)
-                threading.Thread(target=work, name="judge", daemon=True).start()
+                threading.Thread(
+                    target=self._work, args=(batch,), name="judge", daemon=True
+                ).start()
         return batch, names
 
     def verdicts(self, asked: Sequence[Asked]) -> tuple[list[Any], dict[str, float]]:
@@ -156,52 +153,50 @@ class JudgeClient:
         with self._lock:
             if self._batch is not None:
                 self._batch.stop()
-            self._batch, self._threads = None, 0
-            self._asked, self._queue = set(), collections.deque()
+            self._batch, self._asked = None, set()
 
-    def _work(self, batch: Batch, queue: collections.deque[tuple[str, Asked]]) -> None:
-        """Asks the questions of a queue until it is empty or the batch is over."""
-        while not batch.over:
-            with self._lock:
-                if not queue:
-                    if batch is self._batch:
-                        self._threads -= 1
-                    return
-                name, each = queue.popleft()
-            batch.finish(name, *self._ask(name, each, batch))
+    def _work(self, batch: Batch) -> None:
+        """Asks the questions of a batch until none is left or it is over."""
+        while (question := batch.take()) is not None:
+            result = self._ask(question, batch)
+            if result is not None:
+                batch.finish(question.name, *result)
 
-    def _ask(self, name: str, asked: Asked, batch: Batch) -> tuple[str, Any]:
-        """(what is to be counted besides, the verdict or None) of a question."""
-        for attempt in range(self.table.retries + 1):
-            if not self._pace.wait(batch):
-                return "judge_timeouts", None
-            batch.count("judge_calls")
-            if attempt:
-                batch.count("judge_retries")
-            try:
-                reply = self._send(asked.question.messages, asked.vote, batch.left())
-            except urllib.error.HTTPError as error:
-                error.close()
-                if not _is_passing(error):
-                    return "judge_failures", None
-                if asks := _retry_after(error.headers.get("Retry-After")):
-                    self._pace.hold(asks)  # the others would be refused, too
-            except (OSError, http.client.HTTPException):
-                pass
-            except UNREADABLE:
-                return "judge_unreadable", None
-            else:
-                verdict = asked.question.read(reply) if isinstance(reply, str) else None
-                if verdict is not None:
-                    self._cache.write(name, reply)
-                return ("" if verdict is not None else "judge_unreadable"), verdict
-            if batch.left() <= 0:
-                return "judge_timeouts", None
-            if attempt < self.table.retries:
-                # Jitter, so that requests that failed together do not return together.
-                wait = min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT)
-                batch.sleep(wait * random.uniform(0.5, 1.5))
-        return "judge_failures", None
+    def _ask(self, question: Question, batch: Batch) -> tuple[str, Any] | None:
+        """(what is to be counted besides, the verdict or None); None to ask again later."""
+        name, asked, attempt = question
+        if not self._pace.wait(batch):
+            return "judge_timeouts", None
+        batch.count("judge_calls")
+        if attempt:
+            batch.count("judge_retries")
+        told = 0.0
+        try:
+            reply = self._send(asked.question.messages, asked.vote, batch.left())
+        except urllib.error.HTTPError as error:
+            error.close()
+            if not _is_passing(error):
+                return "judge_failures", None
+            if told := _retry_after(error.headers.get("Retry-After")):
+                self._pace.refused(told)
+        except (OSError, http.client.HTTPException):
+            pass
+        except UNREADABLE:
+            return "judge_unreadable", None
+        else:
+            self._pace.served()
+            verdict = asked.question.read(reply) if isinstance(reply, str) else None
+            if verdict is not None:
+                self._cache.write(name, reply)
+            return ("" if verdict is not None else "judge_unreadable"), verdict
+        # Jitter, so that requests that failed together do not return together.
+        wait = min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT) * random.uniform(0.5, 1.5)
+        if batch.left() <= max(told, 0.0):
+            return "judge_timeouts", None
+        if attempt == self.table.retries:
+            return "judge_failures", None
+        batch.put(question._replace(attempt=attempt + 1), max(wait, told))
+        return None
 
     def _send(self, messages: Sequence[Mapping[str, str]], vote: int, seconds: float) -> Any:
         table = self.table

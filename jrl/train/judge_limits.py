@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import collections
+import heapq
 import math
 import threading
 import time
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Question(NamedTuple):
+    """One that is on its way.
+
+    Attributes:
+      name: of its verdict.
+      asked: what is asked.
+      attempt: number of the request.
+    """
+
+    name: str
+    asked: Any
+    attempt: int = 0
+
 
 COUNTS = (
     *("judge_calls", "judge_cached", "judge_retries"),
@@ -21,14 +38,55 @@ class Batch:
 
     It has no end before ``limit`` says when, so that questions may be asked while others are on
     their way.
+
+    Attributes:
+      threads: that take questions.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        self.threads = 0
+        self._queue: collections.deque[Question] = collections.deque()
+        self._again: list[tuple[float, int, Question]] = []  # a heap, by when they are due
+        self._puts = 0
         self._until, self._over = math.inf, False
         self._ended: dict[str, tuple[str, Any]] = {}
         self._missing: set[str] = set()  # of those that ``wait`` waits for
         self._counts = dict.fromkeys(COUNTS, 0.0)
+
+    def put(self, question: Question, after: float = 0.0) -> None:
+        """Queues a question, or one that is repeated after some seconds."""
+        with self._changed:
+            self._puts += 1
+            if after:
+                due = time.monotonic() + after
+                heapq.heappush(self._again, (due, self._puts, question))
+            else:
+                self._queue.append(question)
+            self._changed.notify_all()
+
+    def take(self) -> Question | None:
+        """The next question; None where none is left, or the batch is over: the thread is to end.
+
+        A question that waits for its repetition holds up no other.
+        """
+        with self._changed:
+            while not self._over:
+                now = time.monotonic()
+                if self._again and self._again[0][0] <= now:
+                    return heapq.heappop(self._again)[2]
+                if self._queue:
+                    return self._queue.popleft()
+                if not self._again:
+                    break
+                if self._again[0][0] >= self._until:  # all would come too late
+                    for _, _, question in self._again:
+                        self._end(question.name, "judge_timeouts", None)
+                    self._again.clear()
+                    continue
+                self._changed.wait(max(min(self._again[0][0] - now, self.left()), 0.001))
+            self.threads -= 1
+        return None
 
     def limit(self, seconds: float) -> None:
         """Ends it in so many seconds at the latest."""
@@ -79,11 +137,14 @@ class Batch:
     def finish(self, name: str, outcome: str, verdict: Any) -> None:
         """Notes the end of a question: what is to be counted besides, and the verdict or None."""
         with self._changed:
-            self._ended.setdefault(name, (outcome, verdict))
-            if name in self._missing:
-                self._missing.remove(name)
-                if not self._missing:
-                    self._changed.notify_all()
+            self._end(name, outcome, verdict)
+
+    def _end(self, name: str, outcome: str, verdict: Any) -> None:
+        self._ended.setdefault(name, (outcome, verdict))
+        if name in self._missing:
+            self._missing.remove(name)
+            if not self._missing:
+                self._changed.notify_all()
 
     def close(self, names: Collection[str]) -> tuple[dict[str, Any], dict[str, float]]:
         """Verdicts by name, and the counts; questions that did not end are out of time.
@@ -107,11 +168,22 @@ class Pace:
     def __init__(self, per_minute: float) -> None:
         self._gap = 60 / per_minute if per_minute else 0.0
         self._lock, self._next, self._held = threading.Lock(), 0.0, 0.0
+        self._serves = False  # since it last refused
 
-    def hold(self, seconds: float) -> None:
-        """Sends nothing for some time."""
+    def served(self) -> None:
+        """Notes that a request was answered."""
+        self._serves = True
+
+    def refused(self, seconds: float) -> None:
+        """Notes that a request is to be repeated after some time.
+
+        Then nothing is sent meanwhile, as all others would be refused, too; but for the first of a
+        server that has answered others since it last refused one.
+        """
         with self._lock:
-            self._held = max(self._held, time.monotonic() + seconds)
+            if not self._serves:
+                self._held = max(self._held, time.monotonic() + seconds)
+            self._serves = False
 
     def wait(self, batch: Batch) -> bool:
         """Waits for one's turn; False where that comes after the batch has ended."""

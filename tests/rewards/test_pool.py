@@ -192,6 +192,21 @@ def test_calls_that_nobody_collects_are_dropped():
         assert pool.scores(samples_of("quick"))[0].tolist() == [[0.0]]
 
 
+def test_a_call_that_hangs_holds_up_no_other(tmp_path):
+    """With one process at a time: the calls behind it are made while it hangs."""
+    functions = {
+        "slow": judge("slow_when_asked"),
+        "noted": judge("noted", file=str(tmp_path / "n")),
+    }
+    with RewardPool(functions, workers=1, timeout_seconds=60.0) as pool:
+        pool.scores(samples_of(*"abcdefgh"))  # what calls usually take
+        (tmp_path / "n").unlink()
+        with pool.begin() as begun:
+            for sample in samples_of("hang", "b", "c"):
+                begun.submit(sample)
+            assert lines_of(tmp_path / "n", 3) == ["b", "c", "hang"]
+
+
 def test_what_cannot_be_sent_is_refused_at_once():
     with pytest.raises(UserError, match=r"rewards\.mine cannot be sent to a .*workers = 0"):
         RewardPool({"mine": lambda samples: [0.0]}, workers=1, timeout_seconds=1.0)
