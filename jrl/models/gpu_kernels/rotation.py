@@ -77,13 +77,13 @@ def _backward(how: Norm, kept: tuple, g_nhd: Array) -> tuple[Array, Array | None
 
     def kernel(x_ref: Any, g_ref: Any, *refs: Any) -> None:
         rows = _rows()
-        given = _halves(g_ref, rows, x_nhd)
+        gradient = _halves(g_ref, rows, x_nhd)
         if weight is None:
             cos, sin = _turn(refs[0], refs[1], rows, x_nhd, cos_mr)
-            _store(refs[2], rows, _turned_back(given, cos, sin), x_nhd)
+            _store(refs[2], rows, _turned_back(gradient, cos, sin), x_nhd)
             return
         cos, sin = _turn(refs[1], refs[2], rows, x_nhd, cos_mr)
-        back = _rounded(_turned_back(given, cos, sin), x_nhd)
+        back = _rounded(_turned_back(gradient, cos, sin), x_nhd)
         x, w = _halves(x_ref, rows, x_nhd), _weight(how, refs[0], x_nhd)
         scale = _scale(how, x, x_nhd)
         by_weight = back[0] * w[0], back[1] * w[1]
