@@ -6,6 +6,7 @@ import dataclasses
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,8 +124,10 @@ class _Share(NamedTuple):
             (n, j) for n, present in enumerate(exists) for j in np.flatnonzero(present).tolist()
         ]
         samples = [self._sample(rows[n], j) for n, j in places]
-        group = g if exists.all() else None
-        scores = self.judge.pool.scores(samples, group=group, begun=self.begun)
+        scores_of = self.judge.pool.scores
+        if self.begun is not None:
+            scores_of = partial(scores_of, begun=self.begun)
+        scores = scores_of(samples, group=g if exists.all() else None)
         answers = np.zeros((len(rows), g), np.int32)
         answers[exists] = [answer_number(s.completion) for s in samples]
         points = np.zeros((len(rows), g, scores.points.shape[1]), np.float32)
