@@ -25,7 +25,7 @@ from jrl.train.build import Run
 from jrl.train.collect import Batches, Collector
 from jrl.train.curriculum import HostRounds, host_tools, with_problems
 from jrl.train.disjoint import draw_ahead, restored
-from jrl.train.host_episodes import host_source
+from jrl.train.host_episodes import HostEpisodes, host_source
 from jrl.train.kinds import (
     AskedKind,
     DialogueKind,
@@ -66,7 +66,10 @@ def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Sourc
         return judged_parts(run, source, pool, split) if judged else source
     source = SOURCES[type(run.kind)](run, pool)
     searched = run.method.draw.search is not None and not run.config.data.plays
-    return source if searched else judged_parts(run, source, pool)  # a search goes by all parts
+    if searched:  # it goes by all parts
+        return source
+    episodes = source if isinstance(source, HostEpisodes) else None
+    return judged_parts(run, source, pool, episodes=episodes)
 
 
 def check_sources(run: Run) -> None:

@@ -28,11 +28,16 @@ from jrl.episodes.groups import Played, play_episodes
 from jrl.episodes.host import EnvError, HostEnv, format_of, nothing_shared
 from jrl.episodes.play import Device, keep_weights
 from jrl.episodes.search import EpisodeScorer, Searched, Searcher, leaf_rows, path_of, play_search
-from jrl.episodes.transcript import RowShape, Transcript, rows_of_players, to_rollout
+from jrl.episodes.transcript import (
+    RowShape,
+    Transcript,
+    conversation,
+    rows_of_players,
+    to_rollout,
+)
 from jrl.episodes.tree import SearchPlan
 from jrl.episodes.world import HostWorld, gather, host_world
 from jrl.errors import UserError
-from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards import FUNCTION_NAMES
 from jrl.sampling.places import entropy
@@ -89,6 +94,10 @@ class HostEpisodes:
       estimate: with a search, points of paths that have not ended, backed up as those of leaves
         are; ``draw`` then reads the weights "value" too. None to go by leaves alone.
 
+    Attributes:
+      ended: called with each row that ends by itself, before the others have: not with the leaves
+        of a search or of branches, which are known when all are there. None for nothing.
+
     Raises:
       UserError: a reward part that the environment does not have, or branches where the
         environment's state cannot be copied.
@@ -111,6 +120,7 @@ class HostEpisodes:
         speaks: bool = False,
     ) -> None:
         self._speaks = speaks
+        self.ended: Callable[[Transcript], None] | None = None
         _check_parts(env, weights)
         if branches is not None or search is not None:
             _check_fork(env, "[tree]")
@@ -321,7 +331,21 @@ class HostEpisodes:
         self, device: Device, group: int, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> Played:
         world, branches = self._world(), self._branches
-        return play_episodes(device, world, prompts, seeds, group=group, branches=branches)
+        ended = None if self.ended is None else partial(self._row_ended, self.ended)
+        return play_episodes(
+            device, world, prompts, seeds, group=group, branches=branches, ended=ended
+        )
+
+    def _row_ended(self, ended: Callable[[Transcript], None], transcript: Transcript) -> None:
+        """Hands on the rows that an episode becomes in a batch, a row for each player."""
+        for rows in self._by_role([[transcript]]):
+            for row in rows:
+                ended(row)
+
+    def _by_role(self, groups: list[list[Transcript]]) -> list[list[Transcript]]:
+        """Training: a group for each player of each prompt."""
+        divides = self._env.players > 1 and self._split == "train"
+        return rows_of_players(groups, self._env.players) if divides else groups
 
     def _world(self) -> HostWorld:
         return host_world(self._open_calls(), self._env, self._chat, self._tokenizer)
@@ -359,9 +383,8 @@ class HostEpisodes:
             for name, value in transcript.metrics.items():
                 if name != SUCCESS:
                     counts[f"env/{name}"] = counts.get(f"env/{name}", 0.0) + value
-        if self._env.players > 1 and self._split == "train":
-            groups = rows_of_players(groups, self._env.players)
-            chosen = [prompt for prompt in chosen for _ in range(self._env.players)]
+        groups = self._by_role(groups)
+        chosen = [p for p in chosen for _ in range(len(groups) // len(chosen))]
         asks = {}
         if self._env.extras.asks > 1:
             asks = {"ask": np.array([p.meta["ask"] for p in chosen], np.int32)}
@@ -372,6 +395,7 @@ class HostEpisodes:
         columns = [paid[name] for name in self._weights]
         turns = np.where(rows.rollout.mask, rows.ids["turn"] + 1, 0).max(axis=2)
         values = {} if self._search is None else {"node_value": rows.values}
+        spoken = [[conversation(t, self._tokenizer) for t in g] for g in groups if self._speaks]
         return Groups(
             rollout=rows.rollout,
             rewards=np.stack(columns, axis=2) if columns else rows.rewards[:, :, :0],
@@ -385,18 +409,8 @@ class HostEpisodes:
                 **rows.ids,
             },
             stats={"paid": rows.paid} | values,
-            spoken=[[self._spoken(t) for t in g] for g in groups] if self._speaks else None,
+            spoken=spoken if self._speaks else None,
         )
-
-    def _spoken(self, transcript: Transcript) -> list[Message]:
-        """What was said behind the opening, the policy's words as the assistant's."""
-        messages: list[Message] = []
-        for segment in transcript.segments:
-            if segment.drawn:
-                content = self._tokenizer.decode(segment.tokens.tolist())
-                messages.append({"role": "assistant", "content": content})
-            messages += segment.messages
-        return messages
 
     def _answer(self, transcript: Transcript) -> int:
         """A number for the final answer of the last turn: equal numbers, equal answers."""

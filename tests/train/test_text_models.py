@@ -26,7 +26,8 @@ from jrl.storage.metrics import read_jsonl
 from jrl.train.judging import Texts
 from jrl.train.reward_model import check_text_models
 from jrl.train.reward_parts import model_of_part, parts_of
-from jrl.train.text_models import TextModels, label_weights, load_text_model
+from jrl.train.text_models import label_weights, load_text_model
+from jrl.train.text_parts import TextParts
 from jrl.types import Prompt, StopReason
 
 require("dev", "torch", "transformers")
@@ -316,7 +317,7 @@ def test_members_that_are_gone_and_rows_that_it_is_not_asked_about(place):
         "help": loaded(place, after="</think>", rules=Rules("drop"), **ONE),
         "cost": loaded(place, labels={"cost": 1.0}, rules=Rules("zero", where={"kind": "b"})),
     }
-    judge = TextModels(models, Words(), 1)
+    judge = TextParts(models, Words(), 1)
     points, dropped, _, paid = judge(Texts(prompts, rollout, Words()), {}, 0)
     assert paid is None
     np.testing.assert_array_equal(dropped, [[True, False, False], [True, False, False]])
