@@ -12,7 +12,7 @@ from jrl.config.unions import Table, key
 
 PUBLISHED_MODELS: Mapping[str, str] = {
     name: f"jrl.zoo.rewards.models:{name}"
-    for name in ("fact_rlhf", "helpsteer2", "rlbff", "rlmt", "rluf")
+    for name in ("fact_rlhf", "helpsteer2", "pav", "rlbff", "rlmt", "rluf")
 }
 """Functions of parts that are reward models as single papers read them: functions of no argument
 that return keys of ``RewardModelTable``, which a part's own keys replace."""
@@ -59,10 +59,11 @@ class RewardModelTable(Table):
         'two words of one token, such as ["Yes", "No"]: the score is log p(first) - log p(second)'
         " of a language model's next token",
     )
-    by: Literal["completion", "turn"] = key(
+    by: Literal["completion", "turn", "progress"] = key(
         "completion",
-        "turn: of a run directory's model, in episodes, the value at each turn's end is paid there,"
-        " and the part's points are their sum; completion: the value at the last token",
+        "of a run directory's model; completion: the value at the last token; turn: in episodes the"
+        " value at each turn's end is paid there; progress: at the end of each step, a line or a"
+        " turn, what it changed of the value; the part's points are the sum",
     )
     link: Literal["identity", "sigmoid"] = key(
         "identity", "what scores go through: sigmoid makes a logit a probability"

@@ -73,6 +73,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
 _ZOO, _CRITICS = "jrl.zoo.rewards.functions", "jrl.zoo.rewards.critics"
 PUBLISHED = {
     "convsearch": f"{_ZOO}:convsearch",
+    "demonstration_similarity": f"{_ZOO}:demonstration_similarity",
     "dynamic_iou": f"{_ZOO}:dynamic_iou",
     "fapo_critic": f"{_CRITICS}:fapo_critic",
     "judge_verdict": f"{_CRITICS}:judge_verdict",

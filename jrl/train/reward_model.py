@@ -82,9 +82,9 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
     for name in rewards.given_by("model"):
         key, table = f"rewards.{name}", model_of_part(config, name)
         if not all(is_reward_run(path) for path in table.path):
-            if table.by == "turn":
+            if table.by != "completion":
                 raise UserError(
-                    f"{key}.by = 'turn': a checkpoint's model reads whole texts; name the run"
+                    f"{key}.by = {table.by!r}: a checkpoint's model reads whole texts; name the run"
                     " directory of a reward model, or remove it"
                 )
             rules = Rules(tables[name].missing, where=tables[name].where)
@@ -96,6 +96,12 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
             raise UserError(
                 f"{key}.by = 'turn': these data have no turns of an environment on the host; remove"
                 " it, or set data.env"
+            )
+        kind = kind_of(config)
+        if table.by == "progress" and not (kind.lines or isinstance(kind, EpisodeKind)):
+            raise UserError(
+                f"{key}.by = 'progress': completions of a task have no lines that would be steps;"
+                " remove it"
             )
         theirs = [reward_run(config, f"{key}.path", path) for path in table.path]
         behind = trains_reward(theirs[0])
@@ -137,9 +143,8 @@ def ensemble_of(models: Sequence[ModelReward], table: RewardModelTable) -> Model
     Raises:
       UserError: they are not of one shape.
     """
-    by_turn = table.by == "turn"
     if len(models) == 1 and table.link == "identity":
-        return ModelReward(models[0].params, models[0].values, by_turn)
+        return ModelReward(models[0].params, models[0].values, table.by)
     shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), model.params) for model in models]
     for path, shape in zip(table.path, shapes, strict=True):
         if shape != shapes[0]:
@@ -149,7 +154,7 @@ def ensemble_of(models: Sequence[ModelReward], table: RewardModelTable) -> Model
             )
     params = jax.tree.map(lambda *x: jnp.stack(x), *(model.params for model in models))
     values = partial(_ensemble_values, values=models[0].values, table=table)
-    return ModelReward(params, values, by_turn)
+    return ModelReward(params, values, table.by)
 
 
 def _ensemble_values(

@@ -10,7 +10,9 @@ HOMES = {
     "jrl.zoo.envs.subgoals": ("model_planner", "prove_by_parts"),
     "jrl.zoo.networks.policies": ("Policies",),
     "jrl.zoo.tools.calculator": ("calculator_tool",),
-    "jrl.zoo.tools.reward_checks": ("contrast_consistency", "strengths", "with_strengths"),
+    "jrl.zoo.tools.reward_checks": (
+        *("contrast_consistency", "flipped", "strengths", "with_strengths"),
+    ),
 }
 """Module -> public names."""
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from jrl.zoo.networks.policies import Policies as Policies
     from jrl.zoo.tools.calculator import calculator_tool as calculator_tool
     from jrl.zoo.tools.reward_checks import contrast_consistency as contrast_consistency
+    from jrl.zoo.tools.reward_checks import flipped as flipped
     from jrl.zoo.tools.reward_checks import strengths as strengths
     from jrl.zoo.tools.reward_checks import with_strengths as with_strengths
 else:

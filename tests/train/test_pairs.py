@@ -338,7 +338,7 @@ def test_a_value_at_each_turn_is_paid_where_the_turn_ends():
     values = np.arange(12.0).reshape(1, 2, 6)
     mask = np.array([[[1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]]], bool)
     turns = np.array([[[0, 0, 0, 1, 1, 1]] * 2])
-    model = SimpleNamespace(by_turn=True, of_tokens=lambda rollout: values)
+    model = SimpleNamespace(by="turn", of_tokens=lambda rollout: values)
     groups = judged_groups_of_turns(mask, turns)
     rewards = RunRewards({"reward": 1.0, "progress": 0.5}, models={"progress": model})
     after, more = model_stage(rewards)(groups, {}, 0)
@@ -348,10 +348,72 @@ def test_a_value_at_each_turn_is_paid_where_the_turn_ends():
     np.testing.assert_array_equal(after.stats["paid"], expected)
 
 
-def judged_groups_of_turns(mask, turns):
+def judged_groups_of_turns(mask, turns, label="turn"):
     rollout = SimpleNamespace(mask=mask)
     paid = {"paid": np.full(mask.shape, 3.0, np.float32)}
-    return Groups(rollout, None, None, {}, {"turn": turns}, paid)
+    return Groups(rollout, None, None, {}, {label: turns}, paid)
+
+
+def test_the_change_of_a_value_in_each_step_is_paid_at_its_end():
+    """PAV: the first step counts from the mean of the group's, later ones from the one before."""
+    rng = np.random.default_rng(0)
+    values, mask = rng.normal(size=(2, 3, 7)), rng.random((2, 3, 7)) < 0.8
+    mask[1, 2] = False
+    steps = np.sort(rng.integers(0, 3, (2, 3, 7)), axis=2)
+    model = SimpleNamespace(by="progress", of_tokens=lambda rollout: values)
+    rewards = RunRewards({"reward": 1.0, "progress": 0.5}, models={"progress": model})
+    after, more = model_stage(rewards)(judged_groups_of_turns(mask, steps, "step"), {}, 0)
+    paid, total = np.full(mask.shape, 3.0), np.zeros((2, 3))
+    for n in range(2):
+        ends = [
+            [max(t for t in range(7) if mask[n, j, t] and steps[n, j, t] == s)
+             for s in sorted({steps[n, j, t] for t in range(7) if mask[n, j, t]})]
+            for j in range(3)
+        ]  # fmt: skip
+        first = [values[n, j, e[0]] for j, e in enumerate(ends) if e]
+        for j, e in enumerate(ends):
+            before = sum(first) / len(first)
+            for t in e:
+                paid[n, j, t] += 0.5 * (values[n, j, t] - before)
+                total[n, j] += values[n, j, t] - before
+                before = values[n, j, t]
+    np.testing.assert_allclose(after.stats["paid"], paid, atol=1e-6)
+    np.testing.assert_allclose(more["progress"], total, atol=1e-6)
+    assert len(set(map(len, ends))) > 1
+
+
+@pytest.mark.slow
+def test_progress_under_a_prover_rewards_a_run(place, tmp_path):
+    """PAV: a verifier trained on steps with chances of success, then RL on lines."""
+    rows = [
+        {
+            "prompt": [3 + i % 5, 6],
+            "responses": [[2, 2, 2, 2, 0], [27, 27, 27, 27, 0]],
+            "scores": [1.0, 0.0],
+            "steps": [[2, 3], [2, 3]],
+            "step_values": [[0.5, 1.0], [0.25, 0.0]],
+        }
+        for i in range(8)
+    ]
+    path = json.dumps(str(write_rows(tmp_path / "steps.jsonl", rows)))
+    more = ("method=pav_verifier", f"data.pairs={path}", "data.eval=", "eval.every=0")
+    more += ("train.steps=12", "checkpoint.every=0", "train.microbatches=1")
+    verifier = settings(place, tmp_path / "rm", "reward_model.toml", *more)
+    finish(verifier)
+    model, questions = json.dumps(verifier.run.dir), json.dumps(str(place / "questions.jsonl"))
+    changes = (
+        *("method=pav", "data.pairs=", "data.eval=", f"data.train={questions}"),
+        *("sampling.group=8", "sampling.max_new_tokens=6", "train.steps=2", "eval.every=0"),
+        f"rewards={{exact={{}}, progress={{function='pav', path={model}, weight=0.5}}}}",
+        *("reward_pool.workers=0", "data.template=chat", "train.microbatches=1"),
+    )
+    config = settings(place, tmp_path / "run", "reward_model.toml", *changes)
+    _, records = finish(config)
+    assert len(records) == 2
+    for record in records:  # relative to the group, so the mean of a line's progress is 0
+        assert record["reward/progress"] == pytest.approx(0, abs=1e-5)
+        assert np.isfinite(record["loss"])
+    assert records[-1]["grad_norm"] > 0
 
 
 TASK = (

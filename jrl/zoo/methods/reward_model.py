@@ -5,6 +5,7 @@ v_i is the value at completion i's last token, s_i its score in the data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import jax
@@ -12,13 +13,14 @@ import jax.numpy as jnp
 
 from jrl.methods.base import Method
 from jrl.methods.definition import published, variant
-from jrl.methods.domains import Choice, NonNegative
+from jrl.methods.domains import Choice, Count, NonNegative, Positive
 from jrl.methods.preference import list_method
 from jrl.methods.reward_model import last_value, prm, step_ends
 from jrl.objectives import aggregates, lists
 from jrl.objectives.members import Members, over_sequence, spoilt
 from jrl.objectives.pairs import softplus
-from jrl.types import Array, Batch, Objective, Stats
+from jrl.objectives.transforms import trained
+from jrl.types import Array, Batch, Objective, Stats, Transform
 
 
 @published
@@ -79,6 +81,62 @@ def preference_strength(form: Annotated[str, Choice(("soft", "margin"))] = "soft
     return list_method(loss, ("values",))
 
 
+def of_labels(labelled: Callable[[Array], Array]) -> Transform:
+    """``step_ends`` whose labels [N, G, T], 0 but at the ends of steps, go through a function."""
+    ends = step_ends()
+
+    def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
+        labels, edited, state = ends.apply(scores, batch, state)
+        return labelled(jnp.where(trained(edited), labels, 0)), edited, state
+
+    return ends._replace(apply=apply)
+
+
+@variant(prm)
+def pav_verifier(base: Method, best_of: Count = 4) -> Method:
+    """A process advantage verifier: a prover's chance of success behind each step.
+
+    PAV of "Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning"
+    (arXiv:2410.08146). From each step k a policy draws completions; z_k is the share of right ones,
+    which is ``prm``'s label (``jrl eval --search puct --out`` counts them), and the prover is the
+    best of K (``best_of``) of its draws, right if any of them is:
+
+        q_k = 1 - (1 - z_k)^K
+        loss = - mean over steps of [ q_k log sigmoid(v_k) + (1 - q_k) log sigmoid(-v_k) ]
+
+    4 is the paper's best K; with 1 the policy that drew is the prover. In RL and in search it is
+    the step's change of sigmoid(v) that counts: a part ``function = "pav"``. Departures: the paper
+    finds the first wrong step of a path and samples around it; here every step counts alike.
+    """
+    return base.with_(advantage=of_labels(lambda z: 1 - (1 - z) ** best_of))
+
+
+@published
+def ml_irl(beta: Positive = 1.0, square_coef: NonNegative = 0.0) -> Method:
+    """Maximum-likelihood inverse RL: demonstrations are worth more than what the policy writes.
+
+    The reward of DR-IRL, "Inverse Reinforcement Learning with Dynamic Reward Scaling for LLM
+    Alignment" (arXiv:2503.18991), for a policy that is held fixed: of
+
+        max over r, min over pi of  E[ (r(x, y) - r(x, y')) / beta + KL(pi || pi_ref) ]
+
+    with demonstrations y and samples y' of the policy, the reward's part,
+
+        loss = - (v_y - v_y') / beta + c (v_y^2 + v_y'^2)
+
+    the mean over a group's pairs of unequal scores: a demonstration is "chosen", a sample
+    "rejected". The paper trains one such model for each kind of harm; ``where`` of a reward part
+    says which rows it scores. Departures: c (``square_coef``) is 0 in the paper's formula, which
+    has no least value then; the policy is not renewed in between, which further runs do. Read from
+    two accounts of the paper.
+    """
+
+    def loss(high: Array, low: Array) -> Array:
+        return (low - high) / beta + square_coef * (jnp.square(high) + jnp.square(low))
+
+    return list_method(lists.every_pair(last_value, loss), ("values",))
+
+
 @variant(prm)
 def sorm(base: Method) -> Method:
     """A stepwise outcome reward model: whether any completion from a step on can still be right.
@@ -90,20 +148,19 @@ def sorm(base: Method) -> Method:
         loss = - mean over steps of [ y_k log sigmoid(v_k) + (1 - y_k) log sigmoid(-v_k) ],
         y_k = 1 if z_k > 0 else 0
 
-    an estimate of the best policy's value, where ``prm``'s is that of the policy at hand.
-    Departures: the paper's rules that clean labels are not known.
+    an estimate of the best policy's value, where ``prm``'s is that of the policy at hand. A step
+    before one from which an answer was right is right, too, as in the paper. Its other rules
+    that clean labels, and the rows that train its global and local refinements, are
+    ``zoo.tools.refinements``; the refinements are trained by ``sft``. Departures: those rules are
+    read from an account of the paper.
     """
-    ends = step_ends()
 
-    def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
-        labels, edited, state = ends.apply(scores, batch, state)
+    def right(labels: Array) -> Array:
         # a NaN stays one, so that a broken score comes to light
-        return jnp.where(labels > 0, 1.0, labels), edited, state
+        hard = jnp.where(labels > 0, 1.0, labels)
+        return jax.lax.cummax(hard, axis=2, reverse=True)
 
-    return base.with_(
-        advantage=ends._replace(apply=apply),
-        lacks="the global and local refinements of a wrong draft",
-    )
+    return base.with_(advantage=of_labels(right))
 
 
 @published

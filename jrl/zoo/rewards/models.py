@@ -89,6 +89,22 @@ def helpsteer2() -> dict[str, Any]:
     }
 
 
+def pav() -> dict[str, Any]:
+    """What each step changes of a prover's chance of success, paid at the step's end.
+
+    "Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning" (arXiv:2410.08146).
+    The process reward of step a_h is its advantage under a prover mu other than the policy,
+
+        A(s_h, a_h) = Q(s_h, a_h) - Q(s_(h-1), a_(h-1)),   Q(s, a) = P(mu is right from there)
+
+    with Q a model that ``pav_verifier`` trained, of which ``path`` is the run directory. The
+    weight is the paper's alpha: 0.5 for 2B and 9B, 0.2 for 27B. ``method = "pav"`` learns from it.
+    Departures: the first step counts from the mean of the group's first steps, where the paper has
+    the prover's chance from the prompt alone.
+    """
+    return {"by": "progress", "link": "sigmoid"}
+
+
 def fact_rlhf() -> dict[str, Any]:
     """The score of a reward model that is shown facts which the policy does not see.
 

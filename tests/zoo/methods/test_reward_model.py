@@ -5,6 +5,7 @@ import pytest
 from harness import check, members_of, ragged, run, tokens_of
 
 from jrl.methods import get_method
+from jrl.methods.reward_model import prm
 
 WRT = ("values",)
 
@@ -45,7 +46,12 @@ def margin(w, l, s_w, s_l):
     return softplus(s_w - s_l - (w - l))
 
 
+def irl(w, l, s_w, s_l):
+    return (l - w) / 0.5 + 0.1 * (w**2 + l**2)
+
+
 CASES = {
+    "ml_irl": ({"beta": 0.5, "square_coef": 0.1}, irl),
     "safe_rlhf_cost": ({"sign_coef": 0.7}, cost),
     "preference_strength": ({}, soft),
     "preference_strength margin": ({"form": "margin"}, margin),
@@ -88,25 +94,54 @@ def test_a_strong_preference_is_a_hard_label_and_a_weak_one_is_none():
     np.testing.assert_allclose(gradients["values"], 0, atol=1e-4)
 
 
-def any_right(d, frozen):
-    """SORM in float64: the label of a step is 1 where any completion from it was right."""
-    losses = []
-    for n in range(len(d.rewards)):
-        for i in members_of(d, n):
-            tokens = tokens_of(d, n, i)
-            for a, b in zip(tokens, [*tokens[1:], None], strict=False):
-                if b is None or d.ids["step"][n, i, b] != d.ids["step"][n, i, a]:
-                    y, v = float(d.step_labels[n, i, a] > 0), d.values[n, i, a]
+def by_step(label):
+    """The cross-entropy at the ends of steps, with labels made of those of a completion's steps."""
+
+    def reference(d, frozen):
+        losses = []
+        for n in range(len(d.rewards)):
+            for i in members_of(d, n):
+                tokens, steps = tokens_of(d, n, i), d.ids["step"][n, i]
+                later = [*tokens[1:], None]
+                ends = [
+                    a
+                    for a, b in zip(tokens, later, strict=False)
+                    if b is None or steps[b] != steps[a]
+                ]
+                z = [d.step_labels[n, i, a] for a in ends]
+                for k, a in enumerate(ends):
+                    y, v = label(z, k), d.values[n, i, a]
                     losses.append(y * softplus(-v) + (1 - y) * softplus(v))
-    return sum(losses) / max(len(losses), 1)
+        return sum(losses) / max(len(losses), 1)
+
+    return reference
 
 
 def shares(d, rng):
     d.step_labels = rng.choice([0.0, 0.25, 0.5, 1.0], d.mask.shape)
 
 
-def test_a_step_is_right_if_any_completion_from_it_is():
+def test_a_step_is_right_if_any_completion_from_it_or_from_a_later_one_is():
+    any_right = by_step(lambda z, k: float(max(z[k:]) > 0))
     check(get_method("sorm"), any_right, wrt=WRT, ids=("step",), prepare=shares)
+
+
+def test_the_prover_is_right_if_any_of_its_draws_is():
+    """PAV: 1 - (1 - z)^K by multiplication."""
+
+    def best_of_three(z, k):
+        return 1 - (1 - z[k]) * (1 - z[k]) * (1 - z[k])
+
+    method = get_method("pav_verifier", best_of=3)
+    check(method, by_step(best_of_three), wrt=WRT, ids=("step",), prepare=shares)
+
+
+def test_with_one_draw_the_prover_is_the_policy():
+    d = ragged(2, ids=("step",))
+    shares(d, np.random.default_rng(0))
+    one, plain = (run(m, d, WRT)[0] for m in (get_method("pav_verifier", best_of=1), prm()))
+    assert one == plain
+    assert abs(run(get_method("pav_verifier"), d, WRT)[0] - plain) > 1e-2
 
 
 def progress(d, frozen):
