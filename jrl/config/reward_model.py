@@ -18,7 +18,7 @@ PUBLISHED_MODELS: Mapping[str, str] = {
 that return keys of ``RewardModelTable``, which a part's own keys replace."""
 MODEL_NAMES = ("model", *PUBLISHED_MODELS)
 """The functions of parts that are reward models."""
-TOKEN_KEYS = frozenset({"path", "by", "link", "ensemble", "uncertainty"})
+TOKEN_KEYS = frozenset({"path", "by", "link", "ensemble", "uncertainty", "labels"})
 """Keys of models that read the policy's tokens: those of run directories."""
 Ensemble = Literal["mean", "min", "deviation", "uwo"]
 
@@ -52,7 +52,9 @@ class RewardModelTable(Table):
         'only what follows this text in a completion is read, such as "</think>"; else no opinion',
     )
     labels: dict[str, float] = key(
-        {}, "weights of the scores of a head with several labels, by the labels' names"
+        {},
+        "weights of the scores of a head with several labels, by the labels' names; of a run"
+        " directory's several numbers by their place, from 0 on, of which it is else the mean",
     )
     answers: Annotated[list[str], Field(min_length=2, max_length=2)] | None = key(
         None,

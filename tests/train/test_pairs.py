@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jrl.config import load_config
+from jrl.config.tables import RewardTable
 from jrl.errors import UserError
 from jrl.evaluate.pairs import JudgedEvaluator
 from jrl.models import hf
@@ -414,6 +415,61 @@ def test_progress_under_a_prover_rewards_a_run(place, tmp_path):
         assert record["reward/progress"] == pytest.approx(0, abs=1e-5)
         assert np.isfinite(record["loss"])
     assert records[-1]["grad_norm"] > 0
+
+
+def points_of(config, **keys):
+    """[N, G]: points of a run's pairs by its own model, as a reward part with these keys."""
+    run, _ = state_of(config)
+    judged = run.data.judged["pairs"]
+    rollout = judged_groups(judged, sizes_of(judged)).rollout
+    part = {"function": "model", "path": config.run.dir, **keys}
+    asks = config.model_copy(update={"rewards": {"r": RewardTable(**part)}})
+    model = load_reward_models(asks, parts_of(asks), run.mesh).models["r"]
+    return model(rollout)
+
+
+@pytest.mark.slow
+def test_two_reward_models_review_each_other(place, tmp_path):
+    """CRM: two whole networks, which differ, and whose mean is the reward."""
+    more = ("method=crm", "value.kind=networks", "train.microbatches=1", "train.steps=12")
+    more += ("eval.every=0", "checkpoint.every=0", "train.prompts=8")
+    config = settings(place, tmp_path / "run", "reward_model.toml", *more)
+    summary, _ = finish(config)
+    assert summary["eval_after"]["accuracy"] > 0.9
+    mean, first, second = (
+        points_of(config, **keys) for keys in ({}, {"labels": {"0": 1.0}}, {"labels": {"1": 1.0}})
+    )
+    np.testing.assert_allclose(mean, (first + second) / 2, atol=1e-5)
+    for one in (first, second):
+        assert (one[:, 0] - one[:, 1] > 0.05).mean() > 0.9
+    assert np.abs(first - second).max() > 1e-3
+    with pytest.raises(UserError, match=r"rewards.r.labels = '2'; choose from 0, 1"):
+        points_of(config, labels={"2": 1.0})
+
+
+@pytest.mark.slow
+def test_attributes_are_a_reward_by_their_weights(place, tmp_path):
+    """HelpSteer2: a regression of two attributes, weighed as a reward."""
+    rows = [
+        {
+            "prompt": f"say {LETTERS[i]}",
+            "responses": ["aaaa", "zz"],
+            "scores": [1.0, 0.0],
+            "attributes": [[4.0, 1.0], [0.0, 3.0 if i % 2 else None]],
+        }
+        for i in range(8)
+    ]
+    path = json.dumps(str(write_rows(tmp_path / "rows.jsonl", rows)))
+    more = ("method=helpsteer2_regression", "objective.attributes=2", f"data.pairs={path}")
+    more += ("data.eval=", "eval.every=0", "checkpoint.every=0", "train.steps=60")
+    more += ("train.microbatches=1", "optimizer.learning_rate=3e-2")
+    config = settings(place, tmp_path / "run", "reward_model.toml", *more)
+    finish(config)
+    helpful, verbose = (points_of(config, labels={k: 1.0}) for k in "01")
+    np.testing.assert_allclose(helpful, [[4, 0]] * 8, atol=0.5)
+    np.testing.assert_allclose(verbose, [[1, 3]] * 8, atol=0.5)
+    both = points_of(config, labels={"0": 0.65, "1": -0.4})
+    np.testing.assert_allclose(both, 0.65 * helpful - 0.4 * verbose, atol=1e-4)
 
 
 TASK = (

@@ -11,16 +11,18 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method
+from jrl.errors import UserError
+from jrl.methods.base import Method, requires
 from jrl.methods.definition import published, variant
-from jrl.methods.domains import Choice, Count, NonNegative, Positive
+from jrl.methods.domains import Choice, Count, Fraction, NonNegative, Positive, Whole
 from jrl.methods.preference import list_method
 from jrl.methods.reward_model import last_value, prm, step_ends
 from jrl.objectives import aggregates, lists
-from jrl.objectives.members import Members, over_sequence, spoilt
+from jrl.objectives.comparisons import extremes, write
+from jrl.objectives.members import Members, over_group, over_sequence, spoilt, value_output
 from jrl.objectives.pairs import softplus
-from jrl.objectives.transforms import trained
-from jrl.types import Array, Batch, Objective, Stats, Transform
+from jrl.objectives.transforms import per_token, stateless, trained
+from jrl.types import STATISTICS, Array, Batch, Objective, Stats, Transform
 
 
 @published
@@ -161,6 +163,147 @@ def sorm(base: Method) -> Method:
         return jax.lax.cummax(hard, axis=2, reverse=True)
 
     return base.with_(advantage=of_labels(right))
+
+
+# ---------------------------------------------------------------- HelpSteer2
+
+
+MOST_ATTRIBUTES = sum(name.startswith("attribute_") for name in STATISTICS)
+
+
+def with_attributes(count: int) -> Transform:
+    """Fills in "attribute_0" and on where rows have fewer: the score is the first, others NaN."""
+
+    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
+        names, unknown = attribute_names(count), jnp.full(batch.mask.shape, jnp.nan)
+        filled = dict.fromkeys(names, unknown) | {names[0]: per_token(scores, batch)}
+        return scores, batch.replace(stats=filled | batch.stats)
+
+    return stateless(apply)
+
+
+def attribute_names(count: int) -> list[str]:
+    """Their statistics.
+
+    Raises:
+      UserError: they are too many.
+    """
+    if count > MOST_ATTRIBUTES:
+        raise UserError(f"objective.attributes = {count}; give 1 to {MOST_ATTRIBUTES}")
+    return [f"attribute_{k}" for k in range(count)]
+
+
+@published
+def helpsteer2_regression(attributes: Count = 5) -> Method:
+    """A reward model of several attributes, each learned by the square of its error.
+
+    "HelpSteer2: Open-source dataset for training top-performing reward models" (arXiv:2406.08673),
+    with a_k the label of attribute k, 0 to 4, and v_k the head's number for it at the last token:
+
+        loss = mean over the labelled attributes k of (v_k - a_k)^2
+
+    Rows of ``data.pairs`` are lists with "attributes", as many as ``attributes``, null where one is
+    not labelled; the paper's are helpfulness, correctness, coherence, complexity and verbosity.
+    Without that field the first is the score. As a reward ``labels`` weighs them by their place,
+    ``{0 = 0.65, 1 = 0.8, 2 = 0.45, 3 = 0.55, 4 = -0.4}`` as in ``function = "helpsteer2"``.
+    Departures: the mean is each completion's, where the released code has that of a microbatch.
+    """
+    values = ["values", *(f"values_{k}" for k in range(1, attributes))]
+    labels = attribute_names(attributes)
+
+    def loss(group: Members) -> tuple[Array, Stats]:
+        errors, count = jnp.zeros(group.live.shape), jnp.zeros(group.live.shape)
+        for name, of in zip(values, labels, strict=True):
+            label = group.last(of)
+            known = ~jnp.isnan(label)
+            errors += jnp.where(known, jnp.square(group.last(name) - jnp.where(known, label, 0)), 0)
+            count += known
+        value = errors / jnp.maximum(count, 1)
+        return value, {"error": jnp.sqrt(value), "chosen_reward": group.last("values")}
+
+    read = tuple(value_output(k) for k in range(1, attributes))
+    surrogate = over_sequence(loss, ("values", *labels))._replace(statistics=read)
+    return Method(Objective(with_attributes(attributes), surrogate, aggregates.sequence_sum))
+
+
+# ---------------------------------------------------------------- CRM
+
+
+def peer_reviewed(first: float, last: float, steps: int) -> Transform:
+    """Deals out pairs to two reward models, and leaves each the clearest by the other's margin.
+
+    Each pair, the best and the worst of a group, is one model's, by chance. Of the n that are a
+    model's in the step's batch, the ceil(share n) of the greatest margin by the other model at the
+    start of the step stay, with share going from ``first`` to ``last`` in ``steps`` steps.
+
+    Returns:
+      A transform that writes "pair_weight": 1 for the first model's pairs, 0 for the second's. Its
+      state counts steps.
+    """
+
+    def margins(name: str, best: Array, worst: Array, batch: Batch) -> Array:
+        """[N] float32."""
+        live = trained(batch)
+        at = live & (jnp.cumsum(live[:, :, ::-1], axis=2)[:, :, ::-1] == 1)
+        ends = jnp.where(at, batch.stats[name], 0).sum(axis=2)
+        return jnp.where(best, ends, 0).sum(axis=1) - jnp.where(worst, ends, 0).sum(axis=1)
+
+    def apply(scores: Array, batch: Batch, state: Array) -> tuple[Array, Batch, Array]:
+        best, worst = extremes(scores, batch)
+        gap = jnp.where(best, scores, 0).sum(axis=1) - jnp.where(worst, scores, 0).sum(axis=1)
+        paired = best.any(axis=1) & (gap > 0)
+        coin = (jnp.where(best, batch.ids["tie_breaker"], 0).sum(axis=1) >> 3) & 1
+        done = jnp.minimum(state / jnp.maximum(steps, 1), 1.0)
+        share, stays = first + (last - first) * done, jnp.zeros(paired.shape, bool)
+        for model, reviewer in enumerate(("rollout_values_1", "rollout_values")):
+            mine = paired & (coin == model)
+            margin = jnp.where(mine, margins(reviewer, best, worst, batch), -jnp.inf)
+            rank = jnp.argsort(jnp.argsort(-margin))
+            stays |= mine & (rank < jnp.ceil(share * mine.sum()))
+        # a NaN stays, so that a broken score comes to light
+        broken = (batch.members & batch.mask.any(axis=2) & jnp.isnan(scores)).any(axis=1)
+        kept = (best | worst) & stays[:, None] | broken[:, None]
+        batch = batch.replace(members=batch.members & kept)
+        return scores, write(batch, "pair_weight", 1.0 - coin[:, None]), state + 1
+
+    return Transform(
+        init=lambda: jnp.zeros((), jnp.float32),
+        apply=apply,
+        needs=frozenset({"rollout_values", "rollout_values_1"}),
+        statistics=(value_output(1, start=True),),
+    )
+
+
+@published
+def crm(
+    first_share: Fraction = 0.5, last_share: Fraction = 0.8, curriculum_steps: Whole = 100
+) -> Method:
+    """Two reward models that choose each other's pairs, so that neither learns its own mistakes.
+
+    Collaborative Reward Modeling of "Two Minds Better Than One: Collaborative Reward Modeling for
+    LLM Alignment" (arXiv:2505.10597). Pairs whose labels are wrong are hard to fit, so each model
+    reviews its peer's batch by its own margin m = v_w - v_l, and leaves the peer those that are
+    clear:
+
+        loss = -log sigmoid(v1_w - v1_l)   over the first's pairs of the greatest m2
+               -log sigmoid(v2_w - v2_l)   over the second's pairs of the greatest m1
+
+    with a curriculum from easy to hard: the share that stays rises from ``first_share`` to
+    ``last_share`` within ``curriculum_steps`` steps. ``value.kind = "networks"`` makes them two
+    whole networks, "head" two heads of one; as a reward the mean of both counts, or ``labels``.
+    Departures: that margins choose, and peers review, is what accounts of the paper say; how it
+    deals out batches, its shares and their schedule are not known to us.
+    """
+
+    def loss(group: Members) -> tuple[Array, Stats]:
+        ordered, first = lists.ordered_pairs(group), group.first("pair_weight").max() > 0.5
+        values = jnp.where(first, last_value(group), group.last("values_1"))
+        value = lists.mean_over_pairs(softplus(values[None, :] - values[:, None]), ordered)
+        return spoilt(value, group), lists.ranking_metrics(values, ordered)
+
+    surrogate = over_group(loss, ("values", "pair_weight"))._replace(statistics=(value_output(1),))
+    chosen = peer_reviewed(first_share, last_share, curriculum_steps)
+    return Method(Objective(chosen, surrogate, aggregates.sequence_sum), needs=requires(2))
 
 
 @published

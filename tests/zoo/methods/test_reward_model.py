@@ -1,9 +1,11 @@
 """Published losses of reward models against float64 loops, and what each adds to its relatives."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import check, members_of, ragged, run, tokens_of
+from harness import as_batch, check, members_of, numbers, ragged, run, tokens_of
 
+from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.reward_model import prm
 
@@ -161,3 +163,114 @@ def progress(d, frozen):
 
 def test_contributions_of_steps_add_up_to_the_outcome():
     check(get_method("spa_progress"), progress, wrt=WRT, ids=("step",))
+
+
+# ---------------------------------------------------------------- HelpSteer2
+
+
+def labelled(d, rng):
+    for k in (1, 2):
+        setattr(d, f"values_{k}", numbers(rng, *d.mask.shape))
+    for k in range(3):
+        label = rng.integers(0, 5, d.rewards.shape) * 1.0
+        label[rng.random(label.shape) < 0.3] = np.nan
+        setattr(d, f"attribute_{k}", np.repeat(label[..., None], d.mask.shape[2], axis=2))
+
+
+def errors_of_attributes(d, frozen):
+    total, count = 0.0, 0
+    for n in range(len(d.rewards)):
+        for i in members_of(d, n):
+            if tokens := tokens_of(d, n, i):
+                end, each = tokens[-1], []
+                for k, values in enumerate((d.values, d.values_1, d.values_2)):
+                    label = getattr(d, f"attribute_{k}")[n, i, end]
+                    if not np.isnan(label):
+                        each.append((values[n, i, end] - label) ** 2)
+                total, count = total + (np.mean(each) if each else 0.0), count + 1
+    return total / max(count, 1)
+
+
+def test_attributes_are_learned_where_they_are_labelled():
+    method = get_method("helpsteer2_regression", attributes=3)
+    wrt = ("values", "values_1", "values_2")
+    check(method, errors_of_attributes, wrt=wrt, prepare=labelled)
+    assert method.objective.value_outputs == 3
+    with pytest.raises(UserError, match="objective.attributes = 9; give 1 to 8"):
+        get_method("helpsteer2_regression", attributes=9)
+
+
+def test_without_attributes_the_score_is_the_first():
+    d = whole(1)
+    d.values_1 = d.values + 1.0
+    value, gradients = run(
+        get_method("helpsteer2_regression", attributes=2), d, ("values", "values_1")
+    )
+    ends = np.array([[tokens_of(d, n, i)[-1] for i in range(4)] for n in range(3)])
+    last = np.take_along_axis(d.values, ends[..., None], axis=2)[..., 0]
+    assert value == pytest.approx(np.mean((last - d.rewards) ** 2), abs=1e-5)
+    assert not gradients["values_1"].any()
+
+
+# ---------------------------------------------------------------- CRM
+
+
+def two_models(d, rng):
+    for name in ("values_1", "rollout_values_1"):
+        setattr(d, name, numbers(rng, *d.mask.shape))
+
+
+def reviewed(share):
+    """CRM's loss in float64: each model's pairs of the greatest margins by the other."""
+
+    def reference(d, frozen):
+        pairs = {}
+        for n in range(len(d.rewards)):
+            live = [i for i in members_of(d, n) if tokens_of(d, n, i)]
+            order = sorted(live, key=lambda i: d.rewards[n, i])
+            if len(live) > 1 and d.rewards[n, order[-1]] > d.rewards[n, order[0]]:
+                pairs[n] = order[-1], order[0]
+
+        def margin(values, n):
+            (w, l), end = pairs[n], lambda i: tokens_of(d, n, i)[-1]
+            return values[n, w, end(w)] - values[n, l, end(l)]
+
+        losses = []
+        for model, (values, reviewer) in enumerate(
+            ((d.values, frozen.rollout_values_1), (d.values_1, frozen.rollout_values))
+        ):
+            mine = [
+                n for n, (w, _) in pairs.items() if (d.ids["tie_breaker"][n, w] >> 3) % 2 == model
+            ]
+            mine.sort(key=lambda n: -margin(reviewer, n))
+            for n in mine[: int(np.ceil(share * len(mine)))]:
+                losses.append(softplus(-margin(values, n)))
+        return sum(losses) / max(len(losses), 1)
+
+    return reference
+
+
+def test_each_model_learns_what_the_other_finds_clear():
+    method = get_method("crm", first_share=0.5, last_share=1.0, curriculum_steps=4)
+    shape = {"n": 8, "g": 3, "t": 4}
+    check(method, reviewed(0.5), wrt=("values", "values_1"), prepare=two_models, **shape)
+    assert method.objective.value_outputs == 2
+
+
+def test_the_share_rises_with_the_steps():
+    method = get_method("crm", first_share=0.25, last_share=0.75, curriculum_steps=4)
+    d = ragged(1, n=8, g=2, t=3)
+    two_models(d, np.random.default_rng(0))
+    d.members[:], d.mask[..., 0] = True, True
+    d.lengths[:] = np.maximum(d.lengths, 1)
+    batch, step = as_batch(d), method.objective.advantage
+    left = []
+    for done in (0.0, 2.0, 9.0):
+        _, edited, after = step.apply(batch.score(), batch, jnp.float32(done))
+        assert float(after) == done + 1
+        left.append(int(edited.members.any(axis=1).sum()))
+    coins = (d.ids["tie_breaker"][np.arange(8), d.rewards.argmax(1)] >> 3) & 1
+    usable = d.rewards[:, 0] != d.rewards[:, 1]
+    sizes = [np.sum(usable & (coins == m)) for m in (0, 1)]
+    assert left == [sum(int(np.ceil(s * n)) for n in sizes) for s in (0.25, 0.5, 0.75)]
+    assert len(set(left)) == 3
