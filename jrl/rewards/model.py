@@ -72,6 +72,40 @@ def reduce_ensemble(points: Array, ensemble: Ensemble, uncertainty: float) -> Ar
     return points.mean(axis=0) - uncertainty * spread
 
 
+def dropout_passes(
+    weight: Array, axis: int, dropout: float, passes: int, single: int | None, seed: int
+) -> Array:
+    """Weights of a linear head in several passes with dropout on its inputs.
+
+    Monte Carlo dropout of "Dropout as a Bayesian Approximation: Representing Model Uncertainty in
+    Deep Learning" (arXiv:1506.02142), on the last layer's states: leaving an input out, and
+    dividing the others by 1 - p, is the same as doing so to its weight. A pass has one mask for all
+    texts, so that the numbers of two are those of one network, in any company.
+
+    Args:
+      weight: of the head; ``axis`` counts its inputs.
+      axis: of the inputs.
+      dropout: p, in [0, 1).
+      passes: how many.
+      single: the one that is wanted, from 0 on; None for all.
+      seed: of the masks.
+
+    Returns:
+      [passes, ...], or [1, ...] of a single one.
+    """
+    root = jax.random.fold_in(jax.random.key(seed), passes)
+    numbers = jnp.arange(passes) if single is None else jnp.array([single])
+    size = (weight.shape[axis],)
+
+    def one(number: Array) -> Array:
+        kept = jax.random.bernoulli(jax.random.fold_in(root, number), 1 - dropout, size)
+        shape = [1] * weight.ndim
+        shape[axis] = size[0]
+        return weight * kept.reshape(shape) / (1 - dropout)
+
+    return jax.vmap(one)(numbers)
+
+
 def at_turn_ends(values: Any, mask: Any, turns: Any) -> np.ndarray:
     """The values at the last live token of each turn, 0 elsewhere.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from jrl.models.heads import after_token, value_head, value_network, value_netwo
 from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.objectives.members import value_output
-from jrl.rewards.model import ModelReward, Values
+from jrl.rewards.model import ModelReward, Values, dropout_passes
 from jrl.rewards.reading import check_reader
 from jrl.rewards.rules import Rules
 from jrl.sampling.params import make_sampling_params
@@ -100,6 +101,7 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
     tables = reward_tables(config)
     parts = config.train.minibatches * config.train.microbatches
     models, text_models = {}, {}
+    loaded_runs = dict[Any, list[ModelReward]]()
     for name in rewards.given_by("model"):
         key, table = f"rewards.{name}", model_of_part(config, name)
         if not all(is_reward_run(path) for path in table.path):
@@ -110,7 +112,10 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
                 )
             rules = Rules(tables[name].missing, where=tables[name].where)
             dtype = config.model.dtype
-            text_models[name] = load_text_model(table, rules, key, mesh, dtype)
+            loaded = tuple(text_models.values())
+            text_models[name] = load_text_model(
+                table, rules, key, mesh, dtype, seed=config.seed, others=loaded
+            )
             continue
         check_reads_tokens(key, table, tables[name])
         if table.by == "turn" and not isinstance(kind_of(config), EpisodeKind):
@@ -127,8 +132,16 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
         theirs = [reward_run(config, f"{key}.path", path) for path in table.path]
         behind = trains_reward(theirs[0])
         labels = output_weights(theirs[0], table, key)
-        each = [model_of(one, mesh, parts, behind=behind, outputs=labels) for one in theirs]
-        models[name] = ensemble_of(each, table)
+        if (table.path, labels) not in loaded_runs:  # passes of one model share its weights
+            loaded_runs[table.path, labels] = [
+                model_of(one, mesh, parts, behind=behind, outputs=labels) for one in theirs
+            ]
+        each = loaded_runs[table.path, labels]
+        if table.dropout:
+            axis = int(theirs[0].value.kind == "networks")
+            models[name] = with_dropout(each[0], table, config.seed, axis=axis)
+        else:
+            models[name] = ensemble_of(each, table)
     return rewards._replace(models=models, text_models=text_models)
 
 
@@ -197,6 +210,35 @@ def ensemble_of(models: Sequence[ModelReward], table: RewardModelTable) -> Model
             )
     params = jax.tree.map(lambda *x: jnp.stack(x), *(model.params for model in models))
     values = partial(_ensemble_values, values=models[0].values, table=table)
+    return ModelReward(params, values, table.by)
+
+
+def with_dropout(
+    model: ModelReward, table: RewardModelTable, seed: int, *, axis: int
+) -> ModelReward:
+    """A reward model in several passes with dropout before its head, linked and reduced.
+
+    Args:
+      model: of which the trunk is read once for all passes.
+      table: whose keys say how many.
+      seed: of the masks.
+      axis: of the head's inputs in its weight: 1 behind that of several networks.
+    """
+    own = model.params["value"]
+    head = own.get("head", own)
+    fixed = table.dropout, table.passes, table.single_pass, seed
+    weight = dropout_passes(head["weight"], axis, *fixed)
+    params = {"head": weight, "rest": model.params}
+
+    def values(params: Params, rollout: Rollout) -> Array:
+        def one(weight: Array) -> Array:
+            own = params["rest"]["value"]
+            head = own.get("head", own) | {"weight": weight}
+            value = own | {"head": head} if "head" in own else head
+            return model.values(params["rest"] | {"value": value}, rollout)
+
+        return reduced(jax.vmap(one)(params["head"]), table)
+
     return ModelReward(params, values, table.by)
 
 

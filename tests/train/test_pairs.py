@@ -448,6 +448,23 @@ def test_two_reward_models_review_each_other(place, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["head", "network"])
+def test_passes_of_a_run_s_model_with_dropout(place, tmp_path, kind):
+    """UPO: passes of one model differ, and are an ensemble."""
+    more = (f"value.kind={kind}", "train.microbatches=1", "train.steps=8")
+    more += ("eval.every=0", "checkpoint.every=0")
+    config = settings(place, tmp_path / "run", "reward_model.toml", *more)
+    finish(config)
+    keys = {"function": "upo", "dropout": 0.5, "passes": 3}
+    singles = np.array([points_of(config, **keys, single_pass=i) for i in range(3)])
+    np.testing.assert_allclose(points_of(config, **keys), singles.mean(axis=0), atol=1e-5)
+    spread = points_of(config, **keys, ensemble="deviation", uncertainty=2.0)
+    np.testing.assert_allclose(spread, singles.mean(axis=0) - 2 * singles.std(axis=0), atol=1e-5)
+    assert singles.std(axis=0).min() > 1e-3
+    assert np.abs(singles[0] - points_of(config)).max() > 1e-2
+
+
+@pytest.mark.slow
 def test_attributes_are_a_reward_by_their_weights(place, tmp_path):
     """HelpSteer2: a regression of two attributes, weighed as a reward."""
     rows = [

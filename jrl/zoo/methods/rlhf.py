@@ -19,9 +19,10 @@ from jrl.methods.group_relative import grpo
 from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.preference import Points, dpo
 from jrl.objectives import aggregates, comparisons
+from jrl.objectives.kl import bounded_exp
 from jrl.objectives.length_rewards import length_cost
 from jrl.objectives.members import Members, over_group
-from jrl.objectives.pairs import preference_metrics, sigmoid, softplus
+from jrl.objectives.pairs import preference_metrics, softplus
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Stats, Surrogate, Transform, opinions
 
@@ -282,13 +283,14 @@ def scaled_by_hardness(inner: Transform, threshold: float) -> Transform:
         gap = jnp.where(compared, shown_score[:, None] - scores, 0)
         typical = compared & (jnp.square(gap - mean(gap, compared)) <= threshold)
         usual = jnp.where(typical.any(), mean(gap, typical), mean(gap, compared))
-        scale = jnp.broadcast_to(sigmoid(usual) / sigmoid(mean(gap, compared)), own.shape)
+        # A quotient of sigmoids by their logarithms, which stays finite far from 0.
+        scale = softplus(-mean(gap, compared)) - softplus(-usual)
         if batch.rewards.shape[2] > 1:
             known = own & opinions(batch.rewards, batch.ids)[..., 1]
             unlike = 1 - batch.rewards[..., 1]
-            hard = sigmoid(unlike) / sigmoid(mean(unlike, known))
-            scale = scale * jnp.where(known, hard, 1)
-        return advantages * scale, edited, state
+            hard = softplus(-mean(unlike, known)) - softplus(-unlike)
+            scale = scale + jnp.where(known, hard, 0)
+        return advantages * bounded_exp(scale), edited, state
 
     return inner._replace(apply=apply, needs=inner.needs | {"external"})
 
