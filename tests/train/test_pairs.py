@@ -417,6 +417,51 @@ def test_progress_under_a_prover_rewards_a_run(place, tmp_path):
     assert records[-1]["grad_norm"] > 0
 
 
+@pytest.mark.slow
+def test_demonstrations_are_a_reward_and_a_measure_of_difficulty(place, tmp_path):
+    """DR-IRL: a reward from demonstrations, then GRPO scaled by how far samples are from them."""
+    more = ("method=ml_irl", "objective.square_coef=0.1", "train.microbatches=1", "train.steps=8")
+    more += ("eval.every=0", "checkpoint.every=0")
+    shown = settings(place, tmp_path / "rm", "reward_model.toml", *more)
+    summary, _ = finish(shown)
+    assert summary["eval_after"]["margin"] > 0.1
+    (tmp_path / "letters.py").write_text(
+        "def encode(texts):\n    return [[t.count(c) + 0.1 for c in 'abcdz'] for t in texts]\n"
+    )
+    questions = [{"question": f"say {x}", "answer": x, "shown": 4 * x} for x in "abcd"]
+    path = json.dumps(str(write_rows(tmp_path / "questions.jsonl", questions)))
+    like = "function='demonstration_similarity', column='shown', weight=0.0"
+    changes = (
+        *("method=dr_irl", "data.pairs=", "data.eval=", f"data.train={path}"),
+        *("sampling.group=4", "sampling.max_new_tokens=6", "train.steps=2", "eval.every=0"),
+        f"rewards={{model={{path={json.dumps(shown.run.dir)}}},"
+        f" like={{{like}, encoder='{tmp_path}/letters.py:encode'}}}}",
+        *("reward_pool.workers=0", "data.template=chat", "data.fields.solution=shown"),
+    )
+    config = settings(place, tmp_path / "run", "reward_model.toml", *changes)
+    _, records = finish(config)
+    for record in records:
+        assert np.isfinite(record["loss"])
+        assert 0 < record["reward/like"] <= 1
+        assert record["reward"] == pytest.approx(record["reward/model"], abs=1e-4)
+    assert records[-1]["grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_wanted_answers_become_likelier(place, tmp_path):
+    """SteerLM 2.0 on lists whose scores are log-likelihoods."""
+    rows = [
+        {"prompt": f"say {x}", "responses": ["aa", "zz", "ab"], "scores": [-2.0, -9.0, -3.0]}
+        for x in "abcd"
+    ]
+    path = json.dumps(str(write_rows(tmp_path / "lists.jsonl", rows)))
+    more = ("method=steerlm2", f"data.pairs={path}", "data.eval=", "eval.every=0")
+    config = settings(place, tmp_path / "run", "dpo.toml", *more, "objective={}", "train.steps=20")
+    _, records = finish(config)
+    assert records[-1]["loss"] < 0.2 * records[0]["loss"]
+    assert records[-1]["target_overlap"] > 0.9 > records[0]["target_overlap"]
+
+
 def points_of(config, **keys):
     """[N, G]: points of a run's pairs by its own model, as a reward part with these keys."""
     run, _ = state_of(config)

@@ -276,23 +276,24 @@ def peer_reviewed(first: float, last: float, steps: int) -> Transform:
 
 @published
 def crm(
-    first_share: Fraction = 0.5, last_share: Fraction = 0.8, curriculum_steps: Whole = 100
+    noise: Fraction = 0.2, first_share: Fraction = 0.5, curriculum_steps: Whole = 100
 ) -> Method:
     """Two reward models that choose each other's pairs, so that neither learns its own mistakes.
 
     Collaborative Reward Modeling of "Two Minds Better Than One: Collaborative Reward Modeling for
     LLM Alignment" (arXiv:2505.10597). Pairs whose labels are wrong are hard to fit, so each model
-    reviews its peer's batch by its own margin m = v_w - v_l, and leaves the peer those that are
-    clear:
+    reviews its peer's batch, by its own loss or, which is the same order, its margin
+    m = v_w - v_l, and leaves the peer those that are clear, a share of 1 - ``noise``:
 
         loss = -log sigmoid(v1_w - v1_l)   over the first's pairs of the greatest m2
                -log sigmoid(v2_w - v2_l)   over the second's pairs of the greatest m1
 
-    with a curriculum from easy to hard: the share that stays rises from ``first_share`` to
-    ``last_share`` within ``curriculum_steps`` steps. ``value.kind = "networks"`` makes them two
-    whole networks, "head" two heads of one; as a reward the mean of both counts, or ``labels``.
-    Departures: that margins choose, and peers review, is what accounts of the paper say; how it
-    deals out batches, its shares and their schedule are not known to us.
+    ``noise`` is the rate of wrong labels that one expects. ``value.kind = "networks"`` makes them
+    two whole networks, "head" two heads of one; as a reward the mean of both counts, or ``labels``.
+    Departures: the paper's curriculum sorts an epoch's pairs from easy to hard by margin; here the
+    share that stays rises from ``first_share`` in ``curriculum_steps`` steps, which leaves out the
+    hard ones at first, too. Batches are dealt out by chance, in halves; how the paper does it is
+    not known. Read from reviews and accounts of the paper.
     """
 
     def loss(group: Members) -> tuple[Array, Stats]:
@@ -302,7 +303,7 @@ def crm(
         return spoilt(value, group), lists.ranking_metrics(values, ordered)
 
     surrogate = over_group(loss, ("values", "pair_weight"))._replace(statistics=(value_output(1),))
-    chosen = peer_reviewed(first_share, last_share, curriculum_steps)
+    chosen = peer_reviewed(first_share, 1 - noise, curriculum_steps)
     return Method(Objective(chosen, surrogate, aggregates.sequence_sum), needs=requires(2))
 
 

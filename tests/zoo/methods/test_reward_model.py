@@ -251,14 +251,14 @@ def reviewed(share):
 
 
 def test_each_model_learns_what_the_other_finds_clear():
-    method = get_method("crm", first_share=0.5, last_share=1.0, curriculum_steps=4)
+    method = get_method("crm", noise=0.0, first_share=0.5, curriculum_steps=4)
     shape = {"n": 8, "g": 3, "t": 4}
     check(method, reviewed(0.5), wrt=("values", "values_1"), prepare=two_models, **shape)
     assert method.objective.value_outputs == 2
 
 
 def test_the_share_rises_with_the_steps():
-    method = get_method("crm", first_share=0.25, last_share=0.75, curriculum_steps=4)
+    method = get_method("crm", noise=0.25, first_share=0.25, curriculum_steps=4)
     d = ragged(1, n=8, g=2, t=3)
     two_models(d, np.random.default_rng(0))
     d.members[:], d.mask[..., 0] = True, True
