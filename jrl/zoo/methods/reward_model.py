@@ -152,9 +152,9 @@ def sorm(base: Method) -> Method:
 
     an estimate of the best policy's value, where ``prm``'s is that of the policy at hand. A step
     before one from which an answer was right is right, too, as in the paper. Its other rules
-    that clean labels, and the rows that train its global and local refinements, are
-    ``zoo.tools.refinements``; the refinements are trained by ``sft``. Departures: those rules are
-    read from an account of the paper.
+    that clean labels, and the rows that train its global and local refinements (by ``sft``), are
+    ``jrl.zoo.sorm_rows``, ``global_rows`` and ``local_rows``. Departures: those rules are read from
+    an account of the paper.
     """
 
     def right(labels: Array) -> Array:
