@@ -78,6 +78,7 @@ PUBLISHED = {
     "fapo_critic": f"{_CRITICS}:fapo_critic",
     "judge_verdict": f"{_CRITICS}:judge_verdict",
     "listwise_agreement": f"{_CRITICS}:listwise_agreement",
+    "listed_solution": f"{_ZOO}:listed_solution",
     "rank_fidelity": f"{_ZOO}:rank_fidelity",
     "srpo": f"{_CRITICS}:srpo",
     "toolrl": f"{_ZOO}:toolrl",

@@ -273,3 +273,11 @@ def test_demonstration_similarity_is_that_of_the_nearest_clauses(tmp_path):
     assert by_column == [pytest.approx(1.0)]
     with pytest.raises(UserError, match="encoder returned 1 vectors for 2 texts"):
         points("demonstration_similarity", sample("a", "b"), encoder=f"{tmp_path}/letters.py:short")
+
+
+def test_listed_solutions_have_the_points_that_the_row_says():
+    row = {"solutions": ["a b", " c"], "equivalent": [True, False]}
+    told = [sample("a b\n", **row), sample("c", **row), sample("d", **row), sample("a")]
+    assert points("listed_solution", *told) == [1.0, 0.0, None, None]
+    with pytest.raises(UserError, match="prompt 0 has 2 solutions and 1 equivalent"):
+        points("listed_solution", sample("c", **(row | {"equivalent": [True]})))

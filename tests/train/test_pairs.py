@@ -448,6 +448,41 @@ def test_demonstrations_are_a_reward_and_a_measure_of_difficulty(place, tmp_path
 
 
 @pytest.mark.slow
+def test_programs_that_a_row_lists_are_demonstrations(place, tmp_path):
+    """GEPO: two equivalent texts and one that is not, beside what the policy drew."""
+    rows = [
+        {
+            "question": f"say {x}",
+            "answer": x,
+            "solutions": [2 * x, 3 * x, "zz"],
+            "equivalent": [True, True, False],
+        }
+        for x in "abcd"
+    ]
+    path = json.dumps(str(write_rows(tmp_path / "rows.jsonl", rows)))
+    parts = "exact={weight=0.0}, listed_solution={weight=0.0}"
+    changes = (
+        *("method=gepo", "data.pairs=", "data.eval=", f"data.train={path}"),
+        *("sampling.group=2", "sampling.max_new_tokens=6", "train.steps=3", "eval.every=0"),
+        f"rewards={{{parts}, total={{combine='first', of=['listed_solution', 'exact']}}}}",
+        *("reward_pool.workers=0", "data.template=chat", "data.fields.solution=solutions"),
+        *("objective.gepo_coef=1.0", "train.microbatches=1"),
+    )
+    config = settings(
+        place, tmp_path / "run", "reward_model.toml", *changes, "objective.demonstrations=3"
+    )
+    _, records = finish(config)
+    for record in records:
+        assert record["reward/listed_solution"] == pytest.approx(2 / 3)
+    assert records[-1]["margin"] > records[0]["margin"]
+    too_many = settings(
+        place, tmp_path / "other", "reward_model.toml", *changes, "objective.demonstrations=4"
+    )
+    with pytest.raises(UserError, match="has 3 solutions, and more are asked for"):
+        finish(too_many)
+
+
+@pytest.mark.slow
 def test_wanted_answers_become_likelier(place, tmp_path):
     """SteerLM 2.0 on lists whose scores are log-likelihoods."""
     rows = [

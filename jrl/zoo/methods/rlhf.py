@@ -238,8 +238,10 @@ def gepo(
     OORL of "On-Policy Optimization with Group Equivalent Preference for Multi-Programming Language
     Understanding" (arXiv:2505.12723): RL on the policy's translations, whose reward is 1 when the
     unit tests pass, and GEPO on intermediate representations of the source program, given as
-    demonstrations: reward 1 for one that is equivalent to it, 0 for one that is not. With
-    r = beta (log pi - log pi_ref):
+    demonstrations: reward 1 for one that is equivalent to it, 0 for one that is not. A row lists as
+    many as ``demonstrations`` in the field that ``data.fields.solution`` names, and beside it
+    whether each is equivalent, which ``function = "listed_solution"`` pays; that part comes first
+    in ``combine = "first"``, the tests behind it. With r = beta (log pi - log pi_ref):
 
         loss = GRPO  +  c ( -log sigmoid(mean of r over equivalent - mean over inequivalent)
                             + c' variance of r over the equivalent ones )
@@ -257,8 +259,8 @@ def gepo(
         surrogate=beside_equivalent(objective.surrogate, gepo_coef, beta, spread_coef),
         aggregate=aggregates.sequence_sum,
         regularizers=tuple(regularizers),
-        plan=Plan(demonstrated(demonstrations)),
-        lacks="rows with several programs, equivalent to the source and not, as demonstrations",
+        plan=Plan(demonstrated(demonstrations, distinct=True)),
+        needs=base.needs | {"several solutions"},
     )
 
 

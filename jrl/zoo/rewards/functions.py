@@ -287,3 +287,36 @@ def demonstration_similarity(
 
 def _clauses(text: str) -> list[str]:
     return [part.strip() for part in re.split(r"[.!?;\n]+", text) if part.strip()]
+
+
+# ---------------------------------------------------------------- GEPO
+
+
+def listed_solution(
+    samples: list[Sample], column: str = "solutions", labels: str = "equivalent"
+) -> list[float | None]:
+    """1 or 0 for a completion that the row lists, as it says; no opinion of any other.
+
+    What ``method = "gepo"`` reads of its demonstrations, programs that are equivalent to the source
+    and such that are not. "On-Policy Optimization with Group Equivalent Preference for
+    Multi-Programming Language Understanding" (arXiv:2505.12723).
+
+    Args:
+      samples: what to judge.
+      column: with a list of texts.
+      labels: the column with a label for each, true or false.
+
+    Raises:
+      UserError: a row has not as many labels as texts.
+    """
+    points: list[float | None] = []
+    for sample in samples:
+        texts, of = sample.prompt.meta.get(column) or (), sample.prompt.meta.get(labels) or ()
+        if len(texts) != len(of):
+            raise UserError(
+                f"rewards.listed_solution: prompt {sample.prompt.id} has {len(texts)} {column} and"
+                f" {len(of)} {labels}; give one for each"
+            )
+        known = {text.strip(): float(label) for text, label in zip(texts, of, strict=True)}
+        points.append(known.get(sample.completion.strip()))
+    return points
