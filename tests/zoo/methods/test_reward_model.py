@@ -268,7 +268,7 @@ def test_the_share_rises_with_the_steps():
     for done in (0.0, 2.0, 9.0):
         _, edited, after = step.apply(batch.score(), batch, jnp.float32(done))
         assert float(after) == done + 1
-        left.append(int(edited.members.any(axis=1).sum()))
+        left.append(int((edited.stats["pair_share"] > 0).any(axis=(1, 2)).sum()))
     coins = (d.ids["tie_breaker"][np.arange(8), d.rewards.argmax(1)] >> 3) & 1
     usable = d.rewards[:, 0] != d.rewards[:, 1]
     sizes = [np.sum(usable & (coins == m)) for m in (0, 1)]
