@@ -33,7 +33,7 @@ from jrl.train.kinds import EpisodeKind, kind_of
 from jrl.train.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
 from jrl.train.reward_runs import is_reward_run, reward_run, value_shape
 from jrl.train.score import in_parts, score
-from jrl.train.text_models import load_text_model, reduced
+from jrl.train.text_models import TextModel, load_text_model, reduced
 from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, ValueNetwork
 
 VALUES: dict[str, Callable[[Network, int], ValueNetwork]] = {
@@ -100,7 +100,7 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
     """
     tables = reward_tables(config)
     parts = config.train.minibatches * config.train.microbatches
-    models, text_models = {}, {}
+    models, text_models = dict[str, ModelReward](), dict[str, TextModel]()
     loaded_runs = dict[Any, list[ModelReward]]()
     for name in rewards.given_by("model"):
         key, table = f"rewards.{name}", model_of_part(config, name)

@@ -266,7 +266,8 @@ def demonstration_similarity(
     Raises:
       UserError: the encoder returned another number of vectors.
     """
-    encode, points = load(encoder, "rewards.demonstration_similarity.encoder"), []
+    encode = load(encoder, "rewards.demonstration_similarity.encoder")
+    points: list[float | None] = []
     for sample in samples:
         shown = sample.prompt.answer if column == "answer" else sample.prompt.meta.get(column)
         mine, theirs = _clauses(sample.completion), _clauses(str(shown or ""))
