@@ -22,7 +22,7 @@ from jrl.models.heads import after_token, value_head, value_network, value_netwo
 from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.objectives.members import value_output
-from jrl.rewards.model import ModelReward, Values, dropout_passes
+from jrl.rewards.model import ModelReward
 from jrl.rewards.reading import check_reader
 from jrl.rewards.rules import Rules
 from jrl.sampling.params import make_sampling_params
@@ -30,10 +30,11 @@ from jrl.train.adapters import restore_policy, trained_network
 from jrl.train.frozen import run_shape
 from jrl.train.groups import to_batch
 from jrl.train.kinds import EpisodeKind, kind_of
+from jrl.train.reward_ensembles import one_of
 from jrl.train.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
 from jrl.train.reward_runs import is_reward_run, reward_run, value_shape
 from jrl.train.score import in_parts, score
-from jrl.train.text_models import TextModel, load_text_model, reduced
+from jrl.train.text_models import TextModel, load_text_model
 from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, ValueNetwork
 
 VALUES: dict[str, Callable[[Network, int], ValueNetwork]] = {
@@ -118,17 +119,7 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
             )
             continue
         check_reads_tokens(key, table, tables[name])
-        if table.by == "turn" and not isinstance(kind_of(config), EpisodeKind):
-            raise UserError(
-                f"{key}.by = 'turn': these data have no turns of an environment on the host; remove"
-                " it, or set data.env"
-            )
-        kind = kind_of(config)
-        if table.by == "progress" and not (kind.lines or isinstance(kind, EpisodeKind)):
-            raise UserError(
-                f"{key}.by = 'progress': completions of a task have no lines that would be steps;"
-                " remove it"
-            )
+        check_steps(key, table, config)
         theirs = [reward_run(config, f"{key}.path", path) for path in table.path]
         behind = trains_reward(theirs[0])
         labels = output_weights(theirs[0], table, key)
@@ -136,12 +127,8 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
             loaded_runs[table.path, labels] = [
                 model_of(one, mesh, parts, behind=behind, outputs=labels) for one in theirs
             ]
-        each = loaded_runs[table.path, labels]
-        if table.dropout:
-            axis = int(theirs[0].value.kind == "networks")
-            models[name] = with_dropout(each[0], table, config.seed, axis=axis)
-        else:
-            models[name] = ensemble_of(each, table)
+        axis = int(theirs[0].value.kind == "networks")
+        models[name] = one_of(loaded_runs[table.path, labels], table, config.seed, axis)
     return rewards._replace(models=models, text_models=text_models)
 
 
@@ -172,6 +159,21 @@ def check_reads_tokens(key: str, table: RewardModelTable, part: RewardTable) -> 
         )
 
 
+def check_steps(key: str, table: RewardModelTable, config: Config) -> None:
+    """Raises UserError for a model that pays by step where completions have no steps."""
+    kind = kind_of(config)
+    if table.by == "turn" and not isinstance(kind, EpisodeKind):
+        raise UserError(
+            f"{key}.by = 'turn': these data have no turns of an environment on the host; remove"
+            " it, or set data.env"
+        )
+    if table.by == "progress" and not (kind.lines or isinstance(kind, EpisodeKind)):
+        raise UserError(
+            f"{key}.by = 'progress': completions of a task have no lines that would be steps;"
+            " remove it"
+        )
+
+
 def output_weights(theirs: Config, table: RewardModelTable, key: str) -> tuple[float, ...]:
     """The weight of each number for a token that a run's model gives.
 
@@ -191,62 +193,6 @@ def output_weights(theirs: Config, table: RewardModelTable, key: str) -> tuple[f
     if not table.labels:
         return (1 / count,) * count
     return tuple(table.labels.get(name, 0.0) for name in names)
-
-
-def ensemble_of(models: Sequence[ModelReward], table: RewardModelTable) -> ModelReward:
-    """One reward model of several of one shape, whose numbers it links and reduces.
-
-    Raises:
-      UserError: they are not of one shape.
-    """
-    if len(models) == 1 and table.link == "identity":
-        return ModelReward(models[0].params, models[0].values, table.by)
-    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), model.params) for model in models]
-    for path, shape in zip(table.path, shapes, strict=True):
-        if shape != shapes[0]:
-            raise UserError(
-                f"path: {path!r} trained a network of other sizes than {table.path[0]!r}; models"
-                " of an ensemble are of one shape"
-            )
-    params = jax.tree.map(lambda *x: jnp.stack(x), *(model.params for model in models))
-    values = partial(_ensemble_values, values=models[0].values, table=table)
-    return ModelReward(params, values, table.by)
-
-
-def with_dropout(
-    model: ModelReward, table: RewardModelTable, seed: int, *, axis: int
-) -> ModelReward:
-    """A reward model in several passes with dropout before its head, linked and reduced.
-
-    Args:
-      model: of which the trunk is read once for all passes.
-      table: whose keys say how many.
-      seed: of the masks.
-      axis: of the head's inputs in its weight: 1 behind that of several networks.
-    """
-    own = model.params["value"]
-    head = own.get("head", own)
-    fixed = table.dropout, table.passes, table.single_pass, seed
-    weight = dropout_passes(head["weight"], axis, *fixed)
-    params = {"head": weight, "rest": model.params}
-
-    def values(params: Params, rollout: Rollout) -> Array:
-        def one(weight: Array) -> Array:
-            own = params["rest"]["value"]
-            head = own.get("head", own) | {"weight": weight}
-            value = own | {"head": head} if "head" in own else head
-            return model.values(params["rest"] | {"value": value}, rollout)
-
-        return reduced(jax.vmap(one)(params["head"]), table)
-
-    return ModelReward(params, values, table.by)
-
-
-def _ensemble_values(
-    params: Params, rollout: Rollout, *, values: Values, table: RewardModelTable
-) -> Array:
-    """[N, G, T] float32 of M models, reduced for each token."""
-    return reduced(jax.vmap(values, in_axes=(0, None))(params, rollout), table)
 
 
 def model_of(
