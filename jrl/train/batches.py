@@ -42,6 +42,7 @@ from jrl.train.pairs import JudgedSource, sizes_of
 from jrl.train.plan_tools import Hinter, TaskTools, TextTools
 from jrl.train.recorded import RECORDED_REWARD, RecordedSource
 from jrl.train.resharding import ReshardedSampler
+from jrl.train.reward_parts import parts_by_progress
 from jrl.train.reward_stages import JudgedParts, judged_parts
 from jrl.train.reward_sums import FiniteSums
 from jrl.train.run_rows import line_ends
@@ -169,7 +170,7 @@ def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Sourc
     if draw.search is not None:
         return search_source(run, draw.search, undrawn_text(run, pool, seed))
     program = programs.train_sampler(run) if program is None else program
-    by_line = "lines" in run.method.needs
+    by_line = "lines" in run.method.needs or bool(parts_by_progress(config))
     return TextSource(
         all_prompts=run.data.prompts["train"],
         width=run.width,

@@ -226,10 +226,13 @@ def _layout(run: Run) -> tuple[Callable[..., TrainState], TrainState, TrainState
             frozen=frozen,
             schedule=run.method.schedule,
         )
-        starts = run.config.value.kind == "network" and run.config.value.path is None
+        kind, outputs = run.config.value.kind, run.method.objective.value_outputs
+        starts = kind != "head" and run.config.value.path is None
         if params is None or run.value is None or not starts:
             return state
         trunk = jax.tree.map(jnp.copy, _whole(run.network, state))
+        if kind == "networks":
+            trunk = jax.tree.map(lambda x: jnp.broadcast_to(x, (outputs, *x.shape)), trunk)
         value = state.params["value"] | {"trunk": trunk}
         return state.replace(params=state.params | {"value": value})
 
