@@ -14,13 +14,11 @@ from jrl.methods.base import Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import Count, Ddof, Flag, Fraction, Positive, Whole
 from jrl.methods.group_relative import grpo
-from jrl.methods.networks import named_network
-from jrl.methods.schedule import After, AfterView
 from jrl.objectives.advantages import group_mean_std
 from jrl.objectives.aggregates import token_mean
 from jrl.objectives.transforms import trained
-from jrl.train.state import STACKED
-from jrl.types import Array, Batch, TrainState, Transform
+from jrl.types import Array, Batch, Transform
+from jrl.zoo.networks.policies import Policies
 
 # ---------------------------------------------------------------- RL Tango
 
@@ -128,31 +126,6 @@ def balanced_verdicts(decay: float = 0.8) -> Transform:
     return Transform(lambda: jnp.zeros(2, jnp.float32), apply)
 
 
-def by_turns(first: int, second: int, warmup: int) -> After:
-    """Two policies that are updated by turns: ``first`` steps the one, ``second`` the other.
-
-    The one whose turn it is not stays as it was, moments and state of the method included.
-
-    Args:
-      first: steps of the first policy.
-      second: steps of the second policy.
-      warmup: steps of the second policy before that.
-    """
-
-    def apply(state: TrainState, view: AfterView) -> TrainState:
-        at = view.before.step - warmup
-        due = jnp.where((at >= 0) & (at % (first + second) < first), 0, 1)
-
-        def kept(new: Array, old: Array) -> Array:
-            policies = jnp.arange(new.shape[0]).reshape(-1, *(1,) * (new.ndim - 1))
-            return jnp.where(policies == due, new, old)
-
-        fields = {n: (getattr(state, n), getattr(view.before, n)) for n in STACKED}
-        return state.replace(**{n: jax.tree.map(kept, *both) for n, both in fields.items()})
-
-    return After(apply, lambda done: done > 0)
-
-
 @variant(grpo, kl_coef=0.001)
 def rl_tango(
     base: Method,
@@ -189,18 +162,15 @@ def rl_tango(
     ``policies`` 1 one policy is both, and every step trains it as both.
 
     Departures: a verifier's group are its verdicts on the different solutions of a problem, one
-    each, where the code samples several on one solution; in a step of the one the other's update is
-    computed and left out; no bonus for entropy (the code has 0.001); both begin with the same
-    weights, where the paper first fine-tunes a generator. Verdicts that are not as many as the
-    steps give no points, as in the code, nor do more than 31.
+    each, where the code samples several on one solution; no bonus for entropy (the code has 0.001);
+    both begin with the same weights, where the paper first fine-tunes a generator. Verdicts that
+    are not as many as the steps give no points, as in the code, nor do more than 31.
     """
-    steps = (by_outcome_and_steps(alpha, alpha_min, alpha_steps, eps, ddof),)
-    steps += (balanced_verdicts(),) if balance else ()
-    method = base.with_(advantage=steps[0], aggregate=token_mean)
-    for more in steps[1:]:
-        method = method.after(more)
+    advantage = by_outcome_and_steps(alpha, alpha_min, alpha_steps, eps, ddof)
+    method = base.with_(advantage=advantage, aggregate=token_mean)
+    method = method.after(balanced_verdicts()) if balance else method
     if policies == 1:
         return method
-    method = named_network("policies")(method, policies, 0)
-    turns = by_turns(generator_steps, verifier_steps, warmup)
-    return method.with_(schedule=method.schedule._replace(after=(*method.schedule.after, turns)))
+    return method.with_(
+        network=Policies(policies, turns=(generator_steps, verifier_steps), warmup=warmup)
+    )

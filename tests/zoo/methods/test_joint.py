@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import (
@@ -18,10 +17,9 @@ from harness import (
 )
 
 from jrl.methods import get_method
-from jrl.methods.schedule import AfterView
 from jrl.objectives import compute_advantages
-from jrl.types import TrainState
-from jrl.zoo.methods.joint import by_turns, rl_tango
+from jrl.zoo.methods.joint import rl_tango
+from jrl.zoo.networks.policies import Policies
 
 N, G, T = 4, 5, 7
 
@@ -132,20 +130,10 @@ def test_verdicts_that_are_not_one_for_each_step_pay_nothing():
     np.testing.assert_allclose(none[d.live], plain[d.live], atol=1e-6)
 
 
-def test_policies_are_updated_by_turns():
+def test_policies_are_trained_by_turns():
     """Two steps of the second at first, then three of the first for each of the second."""
-    after = by_turns(3, 1, 2)
-    state = lambda step, x: TrainState(  # noqa: E731
-        step=jnp.int32(step), key=None, params={"w": jnp.full((2, 3), x)}, opt_state=jnp.full(2, x),
-        frozen={}, method=jnp.full(2, x),
-    )  # fmt: skip
-    turns = []
-    for step in range(9):
-        new = after.apply(state(step + 1, 1.0), AfterView(None, None, state(step, 0.0), None))
-        changed = np.asarray(new.params["w"][:, 0])
-        np.testing.assert_array_equal(changed, new.opt_state)
-        np.testing.assert_array_equal(changed, new.method)
-        turns.append(int(changed.argmax()))
-        assert changed.sum() == 1
-    assert turns == [1, 1, 0, 0, 0, 1, 0, 0, 0]
-    assert bool(after.due(jnp.int32(1)))
+    network = rl_tango(generator_steps=3, verifier_steps=1, warmup=2).network
+    turns = [network.due(step).tolist() for step in range(9)]
+    assert [each.index(True) for each in turns] == [1, 1, 0, 0, 0, 1, 0, 0, 0]
+    assert all(sum(each) == 1 for each in turns)
+    assert Policies(2).due(3).tolist() == [True, True]
