@@ -55,6 +55,7 @@ NAV: list[tuple[str, Any]] = [
             ("Models and data", "docs/data.md"),
             ("Environments", "docs/environments.md"),
             ("Methods and functions of your own", "docs/own.md"),
+            ("Signals", "docs/signals.md"),
             ("Rewards", "docs/rewards.md"),
             ("What a run leaves", "docs/runs.md"),
             ("Trackers", "docs/trackers.md"),

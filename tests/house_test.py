@@ -30,7 +30,7 @@ from jrl.methods.schedule import Schedule
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
-from jrl.rewards.pool import RewardPool
+from jrl.rewards.pool import RewardPool, Scores
 from jrl.run.run import train
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
@@ -356,8 +356,11 @@ def test_6_draws_differ_by_step_and_repeat_by_seed():
 class PointsById:
     """Stands for a pool of reward functions: each completion gets its prompt's number."""
 
+    over_batch = by_token = False
+
     def scores(self, samples, *, group):
-        return np.array([[s.prompt.id] for s in samples], np.float32), {}
+        points = np.array([[s.prompt.id] for s in samples], np.float32)
+        return Scores(points, np.zeros(len(samples), bool), {})
 
 
 def text_source(w, texts, seed=None, pool=None):

@@ -195,8 +195,9 @@ WRONG["size"] = {k: v for k, v in WRONG["whole number"].items() if k not in ("da
 WRONG["size"]["zero"] = "0"
 
 SOUND = {
-    # A template fills in no system message where it is empty; a text may hold any character.
-    *{("data.system", "empty"), ("data.system", "null")},
+    # A template fills in no system message where it is empty, metrics are divided by no column;
+    # a text may hold any character.
+    *{("data.system", "empty"), ("data.system", "null"), ("log.by", "empty")},
     # What is bad is worth less than nothing; a limit may be below 0.
     *{("rewards.exact.weight", "negative"), ("rewards.verify.weight", "negative")},
     *{("watch.loss.above", "negative"), ("rewards.format.pattern", "null")},
@@ -302,7 +303,7 @@ CONTRADICTIONS: tuple[tuple[str, ...], ...] = (
     ("rewards", "env", "rewards.exact={}"),
     ("rewards", "text", "rewards.verify={}"),
     ("judge", "text", "rewards={exact={judge=true}, format={pattern='x', judge=true}}"),
-    ("judge", "text", "rewards={format={pattern='x'}, 'own.py:f'={}}"),
+    ("own.py", "text", "rewards={format={pattern='x'}, 'own.py:f'={}}"),
     ("sampling.top_k", "pairs", "sampling.top_k=3"),
     ("sampling.temperature", "task", "sampling.temperature=0"),
     ("sampling.temperature", "task", "sampling.temperature=1e-30"),

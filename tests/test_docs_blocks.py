@@ -76,6 +76,9 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
         ),
         "from openai import OpenAI": "serving/test_record::test_the_example_of_the_docs_runs",
     },
+    "docs/signals.md": {
+        "import numpy as np": "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
+    },
     "docs/rewards.md": {
         "# steps.py: a point at the end of each line, and one less over the tokens of an apology": (
             "rewards/test_by_token::test_the_example_of_the_docs_pays_lines_and_apologies"
@@ -276,7 +279,8 @@ def test_the_other_way_to_write_a_module_trains(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("page", "count"), [("concepts.md", 2), ("recipes.md", 1), ("environments.md", 1)]
+    ("page", "count"),
+    [("concepts.md", 2), ("recipes.md", 1), ("environments.md", 1), ("signals.md", 6)],
 )
 def test_what_a_block_prints_is_what_it_says(page, count, capsys):
     elsewhere = "from openai"  # which takes a server

@@ -39,9 +39,11 @@ LEFT = {  # how a command begins -> what stands for it
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+TEXT = ["sampling.max_new_tokens=8", "model.dtype=float32"]
 SMALL = {  # configuration -> sizes of a run of a step
     "": ["sampling.max_new_tokens=8"],
-    "dialogues": ["sampling.max_new_tokens=8", "model.dtype=float32"],
+    "code": TEXT,
+    "dialogues": TEXT,
     "dpo": [],
     "gallery/countdown": [],
     "gallery/countdown_sft": ["sampling.group=1"],
@@ -49,8 +51,11 @@ SMALL = {  # configuration -> sizes of a run of a step
     "gallery/dpo": ["warmup.steps=1", "warmup.batch=8"],
     "gallery/tools": ["warmup.steps=1", "warmup.batch=8"],
     "gridworld": ["train.prompts=2"],
-    "gsm8k": ["sampling.max_new_tokens=8", "train.microbatches=1", "model.dtype=float32"],
+    "gsm8k": TEXT,
+    "intrinsic": TEXT,
     "reward_model": [],
+    "rubric": [*TEXT, "rewards.rubric.max_prompt_tokens=200", "rewards.rubric.max_tokens=8"],
+    "sql": TEXT,
     "tiny": ["warmup.steps=1", "warmup.batch=8"],
 }
 SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
@@ -68,6 +73,13 @@ TALKS = [  # short enough for any run
     for i in range(9)
 ]
 SOLVED = [row | {"answer": f"so #### {row['answer']}"} for row in ROWS]
+# A row has what any page's configuration reads of it.
+COLUMNS = {
+    "input_output": {"inputs": ["2\n"], "outputs": ["4\n"]},
+    "schema": "CREATE TABLE t (n); INSERT INTO t VALUES (1);",
+    "query": "SELECT n FROM t",
+    "rubric": [{"text": "Is right.", "weight": 3}, {"text": "Is short."}],
+}
 
 
 def is_command(words):
@@ -126,7 +138,7 @@ def place(hub, tmp_path, monkeypatch):
         (tmp_path / f"{name}.jsonl").write_text(lines(PAIRS))
     for name in ("talks", "imagined"):
         (tmp_path / f"{name}.jsonl").write_text(lines(TALKS))
-    (tmp_path / "train.jsonl").write_text(lines(SOLVED))
+    (tmp_path / "train.jsonl").write_text(lines([row | COLUMNS for row in SOLVED]))
     rows = "".join(f"{row['question']},{row['answer']}\n" for row in ROWS)
     (tmp_path / "mine.csv").write_text("question,answer\n" + rows)
     return tmp_path

@@ -25,6 +25,7 @@ from jrl.cli.console import (
     print_samples,
 )
 from jrl.config import load_config
+from jrl.config.stored import is_run
 from jrl.errors import UserError, unknown_choice
 from jrl.hub import hub_name
 
@@ -140,9 +141,8 @@ def serve(
     """
     if engine not in ("jrl", "jetstream"):
         raise unknown_choice("--engine", engine, ["jrl", "jetstream"])
-    present = {name: os.path.exists(f"{target}/{name}") for name in ("config.json", "config.toml")}
-    is_checkpoint = present["config.json"] or hub_name(target) is not None
-    if is_checkpoint and not present["config.toml"]:
+    is_checkpoint = os.path.exists(f"{target}/config.json") or hub_name(target) is not None
+    if is_checkpoint and not is_run(target):
         settings = load_config(None, [f"model.path={json.dumps(target)}", *(overrides or ())])
     else:
         settings = read(target, overrides)

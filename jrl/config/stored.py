@@ -50,6 +50,27 @@ def stored_config(directory: Path, overrides: Sequence[str] = ()) -> tuple[Confi
     return load_config(path, overrides), ""
 
 
+def is_run(directory: Path | str) -> bool:
+    """Whether a directory is a run's: it holds config.toml, or a log that begins with one."""
+    path = Path(directory)
+    return (path / "config.toml").exists() or _header(path) is not None
+
+
+def config_of_run(directory: Path | str) -> Config:
+    """The configuration of a run, wherever its directory is now.
+
+    Args:
+      directory: of the run; see ``is_run``.
+
+    Raises:
+      UserError: it is none, or its configuration cannot be read.
+    """
+    stored = stored_config(Path(directory), [f"run.dir={json.dumps(str(directory))}"])
+    if stored is None:
+        raise UserError(f"{directory} is not a run directory: it has no config.toml")
+    return stored[0]
+
+
 def check_unchanged(directory: Path, config: Config) -> None:
     """Raises UserError where ``config.toml`` is not what the run began with.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jrl.config import Config
+from jrl.config.stored import is_run
 from jrl.errors import UserError
 from jrl.evaluate.samples import samples_of
 from jrl.evaluate.statistics import evaluation_metrics
@@ -169,8 +169,8 @@ def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:
     Raises:
       UserError: ``run.dir`` holds a run but no such checkpoint.
     """
-    began = (Path(run.config.run.dir or "") / "config.toml").exists()
-    if run.config.run.dir is None or (checkpoint is None and not began):
+    directory = run.config.run.dir
+    if directory is None or (checkpoint is None and not is_run(directory)):
         return *programs.new_policy(run), 0
     wanted = {
         "step": jax.ShapeDtypeStruct((), np.int32),

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jrl.config import Config
+from jrl.config.stored import is_run
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
 from jrl.models import hf
@@ -107,7 +108,7 @@ def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> 
     tokenizer: Tokenizer = kind.tokenizer or load_tokenizer(path or "")
     check_vocab(tokenizer, shape.vocab_size)
     network, directory = trained_network(config, shape, transformer(shape)), config.run.dir
-    if directory is not None and (checkpoint is not None or _is_run(directory)):
+    if directory is not None and (checkpoint is not None or is_run(directory)):
         network = method_of(config, kind.task).network(network)
     mesh = make_mesh(config.sampling.mesh_axes if config.sampling.mesh else config.mesh_axes)
     new_tokens, prompt_tokens = kind.new_tokens, kind.longest_prompt
@@ -128,10 +129,6 @@ def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> 
     )
 
 
-def _is_run(directory: str) -> bool:
-    return (Path(directory) / "config.toml").exists()
-
-
 def _params(
     config: Config, shape: ModelConfig, network: Network, mesh: Mesh, checkpoint: int | None
 ) -> tuple[Params, int]:
@@ -139,7 +136,7 @@ def _params(
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     where = tree_shardings(mesh, network.axes(), shapes)
     directory = config.run.dir
-    if directory is not None and (checkpoint is not None or _is_run(directory)):
+    if directory is not None and (checkpoint is not None or is_run(directory)):
         layout = jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where
         )

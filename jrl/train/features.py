@@ -225,14 +225,14 @@ def check_features(features: Mapping[str, str]) -> None:
 
 def _broken(row: Feature, features: Mapping[str, str]) -> list[str]:
     """A line for each missing need of a row, and for each feature that it forbids."""
-    own, lines = features[row.name], []
+    subject, lines = features[row.name], []
     for need in sorted(row.needs - features.keys()):
         label, remedy = WITH[need]
-        lines.append(f"{own} needs {label}: {row.why}; {_either(remedy, row.name)}")
+        lines.append(f"{subject} needs {label}: {row.why}; {_either(remedy, row.name)}")
     for other in sorted(row.forbids & features.keys()):
         remedy = _either(WITHOUT.get(other, f"remove {features[other]}"), row.name)
         text = features[other].removesuffix(",")  # of a clause that the sentence ends with
-        lines.append(f"{own} does not go with {text}: {row.why}; {remedy}")
+        lines.append(f"{subject} does not go with {text}: {row.why}; {remedy}")
     return lines
 
 
@@ -263,18 +263,18 @@ def features_of(
     named = f"method = {config.method!r}"
     if config.rewards and not any(parts_of(config).weights.values()):
         _warn_unpaid(tuple(config.rewards))
-    found = _config_features(config) | data
-    found |= method_features(method, named) | _network_features(network, named)
+    present = _config_features(config) | data
+    present |= method_features(method, named) | _network_features(network, named)
     if config.tree.model_fields_set == {"kind"}:  # its other keys are the method's
-        trees = {"tree", "asked tree", "search", "guided search", "branches"} & found.keys()
-        found |= dict.fromkeys(trees, f"tree.kind = {config.tree.kind!r}")
+        trees = {"tree", "asked tree", "search", "guided search", "branches"} & present.keys()
+        present |= dict.fromkeys(trees, f"tree.kind = {config.tree.kind!r}")
     plan, group = method.plan, config.sampling.group
     further = plan.next is not None and plan.members(group) > 0
-    found |= _present({"further members": (further, f"{named}, which adds members to groups,")})
-    found |= schedule_features(method.schedule, method.objective, config.frozen, named)
+    present |= _present({"further members": (further, f"{named}, which adds members to groups,")})
+    present |= schedule_features(method.schedule, method.objective, config.frozen, named)
     if model is not None and any(model.sparse):
-        found["experts"] = "a model with routed experts"
-    return found
+        present["experts"] = "a model with routed experts"
+    return present
 
 
 @functools.cache

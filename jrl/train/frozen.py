@@ -7,14 +7,14 @@ it holds config.toml.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jrl.config import Config, from_table, load_config
+from jrl.config import Config, from_table
+from jrl.config.stored import config_of_run, is_run
 from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.errors import UserError
@@ -105,10 +105,9 @@ def model_shape(directory: str, key: str) -> ModelConfig:
     Raises:
       UserError: it is neither.
     """
-    path = Path(directory)
-    if not is_run(path, key):
-        return hf.read_config(path)
-    theirs = load_config(path / "config.toml")
+    if not is_run_not_checkpoint(directory, key):
+        return hf.read_config(Path(directory))
+    theirs = config_of_run(directory)
     return run_shape(theirs, kind_of(theirs).task)
 
 
@@ -126,10 +125,9 @@ def frozen_params(config: Config, name: str) -> Params:
 
 def model_params(directory: str, key: str, dtype: str) -> Params:
     """The weights of a model in a checkpoint or a run directory; see ``model_shape``."""
-    path = Path(directory)
-    if not is_run(path, key):
-        return hf.open_checkpoint(path, dtype=dtype)[1]
-    theirs = load_config(path / "config.toml", [f"run.dir={json.dumps(str(path))}"])
+    if not is_run_not_checkpoint(directory, key):
+        return hf.open_checkpoint(Path(directory), dtype=dtype)[1]
+    theirs = config_of_run(directory)
     shape = run_shape(theirs, kind_of(theirs).task)
     network = trained_network(theirs, shape, transformer(shape))
     network = method_of(theirs, kind_of(theirs).task).network(network)
@@ -144,13 +142,13 @@ def _shown(directories: tuple[str, ...]) -> str:
     return repr(directories[0] if len(directories) == 1 else list(directories))
 
 
-def is_run(path: Path, key: str) -> bool:
-    """Whether a directory is a run's, not a checkpoint's; raises UserError where it is neither."""
-    if (model_directory(path, key) / "config.json").exists():
+def is_run_not_checkpoint(directory: str, key: str) -> bool:
+    """Whether a directory is a run's and no checkpoint; raises UserError where it is neither."""
+    if (model_directory(Path(directory), key) / "config.json").exists():
         return False
-    if (path / "config.toml").exists():
+    if is_run(directory):
         return True
     raise UserError(
-        f"{key} = {str(path)!r} is neither a Hugging Face checkpoint (config.json) nor a"
+        f"{key} = {directory!r} is neither a Hugging Face checkpoint (config.json) nor a"
         " run directory (config.toml); name one of them"
     )

@@ -230,10 +230,10 @@ class HostEpisodes:
     def openings(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[np.ndarray | None]:
         """What the policy would see first of each problem; None where no episode opens."""
         calls, seconds = self._open_calls(), self._env.limits.call_seconds
-        told = self._env, self._chat
+        arguments = self._env, self._chat
         longest = self._rows.rows.prompt_tokens
         asked = [
-            (call_init, (*told, prompt, seed, longest))
+            (call_init, (*arguments, prompt, seed, longest))
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         opened = gather(calls, asked, seconds)
@@ -264,8 +264,8 @@ class HostEpisodes:
 
     def _seeds_of(self, seeds: Callable[[int], Any], attempt: int) -> list[int]:
         """Below 2**64, of each group; those of a problem are far apart."""
-        own = range(self._asks)
-        return [(int(s) + k * _SEED_STRIDE) % 2**64 for s in seeds(attempt) for k in own]
+        asks = range(self._asks)
+        return [(int(s) + k * _SEED_STRIDE) % 2**64 for s in seeds(attempt) for k in asks]
 
     def _until_alive(
         self,
@@ -382,8 +382,8 @@ class HostEpisodes:
     def _answer(self, transcript: Transcript) -> int:
         """A number for the final answer of the last turn: equal numbers, equal answers."""
         drawn = [segment for segment in transcript.segments if segment.drawn]
-        said = self._tokenizer.decode(drawn[-1].tokens.tolist()) if drawn else ""
-        return answer_number(said)
+        last_turn = self._tokenizer.decode(drawn[-1].tokens.tolist()) if drawn else ""
+        return answer_number(last_turn)
 
     def close(self) -> None:
         """Ends what the environment shares between episodes, and its threads."""
@@ -461,10 +461,10 @@ def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
     contexts, room = env.limits.contexts, run.config.sampling.max_new_tokens
     if contexts == 1:
         return
-    said = f"data.contexts = {contexts}"
+    key = f"data.contexts = {contexts}"
     if (needed := summary_room(env, chat)) >= room:
         raise UserError(
-            f"{said}: a summary of up to data.summary_tokens = {env.limits.summary_tokens} and what"
+            f"{key}: a summary of up to data.summary_tokens = {env.limits.summary_tokens} and what"
             f" asks for it take {needed} tokens of sampling.max_new_tokens = {room}; raise that, or"
             " lower data.summary_tokens"
         )

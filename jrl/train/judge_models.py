@@ -19,8 +19,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jrl.config import Config, load_config
+from jrl.config import Config
 from jrl.config.judge import POLICY, START, JudgeTable
+from jrl.config.stored import config_of_run
 from jrl.data.messages import Wording
 from jrl.episodes.play import Device
 from jrl.episodes.search import by_likelihood, by_path, play_search
@@ -35,7 +36,7 @@ from jrl.models.transformer import transformer
 from jrl.rewards.model import JudgeModel
 from jrl.sampling.rows import Rows
 from jrl.storage.integrity import checksum
-from jrl.train.frozen import is_run, model_params, model_shape
+from jrl.train.frozen import is_run_not_checkpoint, model_params, model_shape
 from jrl.train.judge_cache import Asked, VerdictCache
 from jrl.train.judge_limits import COUNTS
 from jrl.train.reward_parts import RunRewards, judge_of
@@ -131,9 +132,9 @@ def _load(config: Config, directory: str, key: str, shape: ModelConfig, mesh: Me
 
 
 def _tokenizer(directory: str, key: str) -> Tokenizer:
-    if is_run(path := Path(directory), key):
-        path = Path(load_config(path / "config.toml").model.path or "")
-    return load_tokenizer(path)
+    if is_run_not_checkpoint(directory, key):
+        directory = config_of_run(directory).model.path or ""
+    return load_tokenizer(Path(directory))
 
 
 # ---------------------------------------------------------------- replies

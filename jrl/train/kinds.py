@@ -311,8 +311,8 @@ class TaskKind(TextKind):
     @property
     def features(self) -> dict[str, str]:
         """Reward functions of one's own, beside those of the task."""
-        own = parts_of(self.config).given_by("function") if self.config.rewards else ()
-        return {"own reward of a task": f"rewards.{own[0]}"} if own else {}
+        parts = parts_of(self.config).given_by("function") if self.config.rewards else ()
+        return {"own reward of a task": f"rewards.{parts[0]}"} if parts else {}
 
     def problems(self, data: RunData, pool: int, split: str = "train") -> int:
         """As many as are asked for: they are made from keys."""

@@ -228,10 +228,10 @@ def issue(
 
 def _as_chosen(ask: Ask, choice: Selection) -> Ask:
     """The run's ask with the numbers that the curriculum chose."""
-    given = {"count": choice.count, "limit": choice.limit, "temperature": choice.temperature}
+    chosen = {"count": choice.count, "limit": choice.limit, "temperature": choice.temperature}
     if choice.count is not None:
-        given["count"] = jnp.minimum(choice.count, ask.width).astype(jnp.int32)
-    return ask.replace(**{name: x for name, x in given.items() if x is not None})
+        chosen["count"] = jnp.minimum(choice.count, ask.width).astype(jnp.int32)
+    return ask.replace(**{name: x for name, x in chosen.items() if x is not None})
 
 
 def view_of(number: Any, collected: CollectState, now: Now, setting: Setting) -> StepView:

@@ -66,8 +66,8 @@ def check_trainable(run: Run) -> None:
     config = run.config
     check_features(run_features(run))
     CHECKS[type(run.kind)](run)
-    given = {*run.networks, *run.method.schedule.frozen}
-    check_frozen(run.method.objective, given, config.method)
+    available = {*run.networks, *run.method.schedule.frozen}
+    check_frozen(run.method.objective, available, config.method)
     check_named(config, frozen_names(run.method.objective, run.method.schedule))
     if config.sampling.temperature == 0:
         raise UserError(
@@ -152,14 +152,14 @@ def _check_own(run: Run) -> None:
     """Raises UserError where a method needs what a source of one's own does not give."""
     _check_sampled(run)
     draw = run.method.draw
-    for said, missing in {
+    for clause, missing in {
         f"method = {run.config.method!r} learns from demonstrations": draw.demonstrations,
         "objective.tree searches prompts in text": draw.search is not None,
         "[placement] keeps prompts of files": run.rollout_mesh is not None,
     }.items():
         if missing:
             raise UserError(
-                f"{run.config.data.kind}: {said}, which a source of your own has not; remove one"
+                f"{run.config.data.kind}: {clause}, which a source of your own has not; remove one"
             )
 
 
@@ -289,15 +289,15 @@ def check_resharding(run: Run) -> None:
 
     That is for a mesh of the sampler's own; without one the compiler says so.
     """
-    own, limit = sampler_mesh(run.config, run.mesh), device_memory(run.mesh)
-    if own is None or limit is None or run.model is None:
+    target, limit = sampler_mesh(run.config, run.mesh), device_memory(run.mesh)
+    if target is None or limit is None or run.model is None:
         return
     state = held_bytes(abstract_state(run)[0])
-    copy = prepared_bytes(run.config, run.model, own)
+    copy = prepared_bytes(run.config, run.model, target)
     if (over := state + copy - limit) <= 0:
         return
-    tensor, heads = own.shape["tensor"], run.model.kv_heads
-    wide = [t for t in range(tensor + 1, heads + 1) if heads % t == 0 and own.size % t == 0]
+    tensor, heads = target.shape["tensor"], run.model.kv_heads
+    wide = [t for t in range(tensor + 1, heads + 1) if heads % t == 0 and target.size % t == 0]
     does = [f"raise sampling.mesh.tensor to {wide[-1]}"] if wide else []
     if "weights" not in run.config.sampling.in_8_bits and not run.model.experts:
         does.append("set sampling.int8 to ['weights']")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-from jrl.config import Config, load_config
+from jrl.config import Config
+from jrl.config.stored import config_of_run, is_run
 from jrl.errors import UserError
 from jrl.hub import hub_name, model_directory
 from jrl.methods import get_method
@@ -19,9 +19,8 @@ from jrl.train.kinds import kind_of
 
 def is_reward_run(path: str) -> bool:
     """Whether a path is a run directory, or nothing at all; else it is a checkpoint."""
-    directory = Path(path)
-    has_config = (directory / "config.json").exists()
-    return (directory / "config.toml").exists() or (not has_config and hub_name(path) is None)
+    has_config = (Path(path) / "config.json").exists()
+    return is_run(path) or (not has_config and hub_name(path) is None)
 
 
 def reward_run(config: Config, key: str, path: str) -> Config:
@@ -35,13 +34,12 @@ def reward_run(config: Config, key: str, path: str) -> Config:
     Raises:
       UserError: it is none, trained no values, or has another tokenizer than the policy.
     """
-    directory = Path(path)
-    if not (directory / "config.toml").exists():
+    if not is_run(path):
         raise UserError(
             f"{key} = {path!r} is no run directory: it holds no config.toml; train one with"
             " configs/reward_model.toml, or name a *ForSequenceClassification checkpoint"
         )
-    theirs = load_config(directory / "config.toml", [f"run.dir={json.dumps(str(directory))}"])
+    theirs = config_of_run(path)
     if not get_method(theirs.method, **theirs.objective).value:
         raise UserError(
             f"{key} = {path!r} trained {theirs.method!r}, which has no values to "

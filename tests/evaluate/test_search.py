@@ -126,7 +126,7 @@ def values_are_those_behind_tokens(config):
         columns, ones = np.arange(8, dtype=np.int32)[None], np.ones((1, 8), np.int32)
         _, params, _ = load_policy(run, None)
         hidden, _ = run.network.hidden(params, tokens, columns, ones)
-        head = model._params["value"]
+        head = model.params["value"]
         behind = hidden[0, 4:].astype(np.float32) @ head["weight"] + head["bias"]
     np.testing.assert_allclose(found, behind, atol=1e-5)
     assert np.unique(found.round(6)).size == 4

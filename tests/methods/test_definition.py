@@ -7,6 +7,7 @@ what its host functions answer. A coefficient that acts only with certain others
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import types
@@ -118,7 +119,11 @@ def traced(function, *arguments):
     """The program of a function, as text, with its constants."""
     closed = jax.make_jaxpr(function)(*arguments)
     text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
-    return text, tuple(np.asarray(x).tobytes() for x in closed.consts)
+    plain = (
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in map(jnp.asarray, closed.consts)
+    )
+    return text, tuple(np.asarray(x).tobytes() for x in plain)
 
 
 def first_state(init):
@@ -188,10 +193,13 @@ def of_rewards(edit):
     out = []
     for parts in (1, 2, 3):
         given = np.linspace(-2, 2, N * G * parts).reshape(N, G, parts).astype(np.float32)
+        groups = placed_groups().replace(rewards=jnp.asarray(given), weights=jnp.ones(parts))
         try:
-            out.append(edit(given, ROLLOUT).tolist())
+            edited = edit(groups, step_view())
         except UserError:
             out.append(None)
+        else:
+            out.append([np.asarray(x).tolist() for x in jax.tree.leaves(edited)])
     return out
 
 
@@ -226,8 +234,13 @@ def placed_groups():
     return PlacedGroups(rollout, rewards, jnp.ones(R), *labels)
 
 
+def step_view():
+    """A step as plans and edits of rewards see it."""
+    return StepView(jnp.int32(60), jnp.int32(1), jax.random.key(0), N, G, (), (), Hints())
+
+
 def of_plan(plan):
-    view = StepView(jnp.int32(60), jnp.int32(1), jax.random.key(0), N, G, (), (), Hints())
+    view = step_view()
     further = None
     if plan.next is not None:
         try:
@@ -266,6 +279,8 @@ def of_curriculum(curriculum):
     rows, some, scores = jnp.arange(N), jnp.ones(N, bool), jnp.zeros((N, G))
     outcome = Outcome(jnp.int32(0), rows, rows, some, some, rows / N, rows * 1.0, scores, scores)
     first = jax.tree.map(lambda x: np.asarray(x).tolist(), state)
+    if curriculum.between is not None:  # it runs on the host, on groups that a run draws
+        return first, fingerprint(curriculum)
     programs = traced(curriculum.choose, state, query), traced(curriculum.update, state, outcome)
     return first, programs, curriculum.pool
 
@@ -301,6 +316,8 @@ def fingerprint(value):
     if isinstance(value, types.FunctionType):
         held = [cell.cell_contents for cell in value.__closure__ or ()]
         return value.__code__, fingerprint((held, value.__defaults__, value.__kwdefaults__))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value), fingerprint(vars(value))
     if callable(value) and not isinstance(value, tuple):
         return id(value)  # compiled, or a class: one of each
     if isinstance(value, dict):

@@ -27,6 +27,7 @@ from table import NAMES, example, one_of_each_family, out_of_reach
 
 from jrl.data.tasks import get_task
 from jrl.methods import all_methods
+from jrl.methods.stores import is_by_prompt
 from jrl.models.config import ModelConfig
 from jrl.models.heads import value_head
 from jrl.models.transformer import transformer
@@ -76,7 +77,8 @@ def representatives():
     found = {}
     for name in NAMES:
         method = example(name)
-        on_host = {"prompts", "groups", "replay"} & set(method.seams)
+        between = method.curriculum is not None and method.curriculum.between is not None
+        on_host = between or any(is_by_prompt(edit) for edit in method.edits)
         alone = not on_host and method.objective.frozen <= {"ref"}
         if method.draw.own and alone and not out_of_reach(name):
             found.setdefault(all_methods()[name].family, name)

@@ -116,7 +116,7 @@ def test_methods_are_listed_without_a_device():
         text=True,
     )
     assert result.returncode == 2
-    assert result.stderr.startswith("jrl: error: --family = 'nothing'; choose from")
+    assert result.stderr.startswith("jrl: error: --family = 'nothing'; ")
 
 
 def test_no_module_asks_for_a_device_while_it_is_imported():
