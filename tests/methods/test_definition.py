@@ -78,9 +78,16 @@ ONLY_WITH = {
 def everything():
     """A batch with all labels and statistics that anything reads."""
     shape = (N, G, T)
-    labels = ("turn", "step", "state", "node", "item", "role", "solution_step")
+    labels = ("turn", "step", "state", "node", "item", "solution_step")
     by_member = ("tie_breaker", "stratum", "episode", "answer", "pass")
-    by_member += ("predicted_tokens", "predicted_passes", "outcome", "verdicts", "verified_steps")
+    by_member += (
+        "predicted_tokens",
+        "predicted_passes",
+        "role",
+        "outcome",
+        "verdicts",
+        "verified_steps",
+    )
     ids = {name: jnp.zeros(shape, jnp.int32) for name in labels}
     ids |= {name: jnp.zeros((N, G), jnp.int32) for name in by_member}
     ids |= {name: jnp.zeros(N, jnp.int32) for name in ("prompt", "ask", "goal")}
@@ -230,7 +237,7 @@ def placed_groups():
     )
     zeros, numbers = jnp.zeros((N, G), jnp.int32), jnp.arange(N)
     labels = {"prompt": numbers}, {}, {}, numbers, numbers, zeros, zeros == 0, zeros
-    rewards = jnp.linspace(0, 1 / R, N * G * R).reshape(N, G, R)
+    rewards = jnp.broadcast_to(jnp.linspace(0, 1 / R, G)[None, :, None], (N, G, R))
     return PlacedGroups(rollout, rewards, jnp.ones(R), *labels)
 
 

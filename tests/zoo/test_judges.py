@@ -280,7 +280,7 @@ def test_the_policy_solves_by_plans_where_a_configuration_says_so():
     options = {"model": "policy", "form": "pta_plan", "votes": 4, "temperature": 1.0}
     table = judge_table("rewards.plan", options)
     assert table.local
-    with pytest.raises(UserError, match="rewards.plan: votes = 4 with temperature = 0"):
+    with pytest.raises(UserError, match="rewards.plan.votes = 4 with temperature = 0"):
         judge_table("rewards.plan", options | {"temperature": 0.0})
     with pytest.raises(UserError, match="write {plan} into it"):
         check_template(judge_table("rewards.plan", options | {"template": "x"}), (), "rewards.plan")

@@ -96,8 +96,8 @@ def by_outcome_and_steps(
 
 
 def _solves(live: Array, ids: dict[str, Array]) -> Array:
-    """[N] bool: groups of the first role, the solver."""
-    return (live & (ids["role"] == 0)).any(axis=(1, 2))
+    """[N] bool: groups of the first role, the solver, by the label "role" [N, G] of episodes."""
+    return (live.any(axis=2) & (ids["role"] == 0)).any(axis=1)
 
 
 def balanced_verdicts(decay: float = 0.8) -> Transform:

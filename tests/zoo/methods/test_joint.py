@@ -26,7 +26,7 @@ N, G, T = 4, 5, 7
 
 def verified(d, rng):
     """Groups 0 and 2 are the solver's, of up to three steps; 1 and 3 the judge's of the same."""
-    d.ids["role"] = np.broadcast_to(np.arange(N)[:, None, None] % 2, (N, G, T)).copy()
+    d.ids["role"] = np.broadcast_to(np.arange(N)[:, None] % 2, (N, G)).copy()
     d.ids["solution_step"] = np.sort(rng.integers(-1, 3, (N, G, T)), axis=2)
     d.ids["verified_steps"] = rng.integers(0, 2, (N, G)) * 3
     d.ids["verdicts"] = rng.integers(0, 8, (N, G))
