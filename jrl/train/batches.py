@@ -21,7 +21,7 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.system.signals import Stopping
 from jrl.train import programs
-from jrl.train.build import Run
+from jrl.train.build import Run, question_prompts
 from jrl.train.collect import Batches, Collector
 from jrl.train.curriculum import HostRounds, host_tools, with_problems
 from jrl.train.disjoint import draw_ahead, restored
@@ -335,7 +335,15 @@ def no_tools(run: Run) -> None:
 
 
 def _of_text(run: Run, hinted: Hinter | None) -> Callable[[Any], Any]:
-    tools = TextTools(run.data.prompts["train"], run.config.sampling.max_new_tokens, hinted)
+    new = run.config.sampling.max_new_tokens
+    tools = TextTools(
+        run.data.prompts["train"],
+        new,
+        hinted,
+        tokenizer=run.tokenizer,
+        asked=lambda question: question_prompts(run, [question], 1 << 30)[0].tokens,
+        longest=run.network.max_length - new,
+    )
     return lambda key: tools
 
 

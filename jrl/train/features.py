@@ -112,6 +112,8 @@ TABLE: tuple[Feature, ...] = (
     _forbids("curriculum", "given completions", "they are trained on in their own order"),
     _forbids("further draws", "router replay", "their experts are not on record"),
     _forbids("episodes", "further members", "they are played for whole groups"),
+    _needs("questions", "records", "a task has no words for them"),
+    _forbids("questions", "episodes", "they are about completions, each by itself"),
     _forbids("search", "further members", "its members are the leaves of one tree"),
     _forbids("tests between rounds", "branches", "problems are tested by members drawn apart"),
     _needs("written problems", "episodes", "problems are written for an environment on the host"),
@@ -378,6 +380,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "on-policy loss": (objective.surrogate.on_policy, draws),
             "value network": (method.value, f"{named}, which has a value network,"),
             "attention": (attention, f"{named}, which reads attention,"),
+            "questions": ("questions" in method.needs, f"{named}, which asks about completions,"),
             "dropped groups": (
                 method.plan.next is not None or (method.edits and not replays),
                 f"{named}, which keeps some groups and drops others,",

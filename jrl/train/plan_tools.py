@@ -1,4 +1,4 @@
-"""What the data offers to plans: its own solutions, and hints."""
+"""What the data offers to plans: its own solutions, hints, and questions about completions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import numpy as np
 
 from jrl.data.tasks import Task
 from jrl.errors import UserError
+from jrl.models.tokenizer import Tokenizer
+from jrl.rewards.base import Sample
 from jrl.train.build import Run, question_prompts
-from jrl.types import Array, Prompt, stream
+from jrl.types import Array, Prompt, StopReason, stream
 from jrl.types.asks import Asks, Tokens
 
 
@@ -102,12 +104,56 @@ class TextTools(NamedTuple):
       hinted: (prompt, hint) -> the token ids of the prompt with the hint in it; None where the data
         has none.
       key_of_hints: the field of a prompt's ``meta`` that holds its hints, a list of texts.
+      tokenizer: turns completions into text.
+      asked: (question) -> the token ids of a prompt with it; None where the data has none.
+      longest: tokens of the longest prompt.
     """
 
     prompts: Sequence[Prompt]
     limit: int
     hinted: Callable[[Prompt, str], np.ndarray] | None = None
     key_of_hints: str = "hints"
+    tokenizer: Tokenizer | None = None
+    asked: Callable[[str], np.ndarray] | None = None
+    longest: int = 0
+
+    def samples(self, groups: Any) -> list[list[Sample | None]]:
+        """[m][M]: the members that count in their groups, as reward functions see them.
+
+        Args:
+          groups: m of them, on the host. What a member was only shown is no part of its text.
+        """
+        assert self.tokenizer is not None
+        rollout, live = groups.rollout, np.asarray(groups.drawn())
+        listed: list[list[Sample | None]] = [[None] * live.shape[1] for _ in live]
+        for i, j in np.argwhere(live).tolist():
+            tokens = np.asarray(rollout.tokens[i, j])[np.asarray(rollout.mask[i, j])]
+            text = self.tokenizer.decode(tokens.tolist())
+            stop = StopReason(int(rollout.stop[i, j])).name.lower()
+            listed[i][j] = Sample(self.prompts[int(groups.row[i])], text, tokens, stop)
+        return listed
+
+    def contexts(self, questions: Sequence[str], most: int) -> tuple[Tokens, np.ndarray]:
+        """Prompts with these questions, by the run's template.
+
+        Args:
+          questions: in words of the policy's own.
+          most: tokens of the longest; also the width.
+
+        Returns:
+          (prompts [A, W], W the least of ``most`` and ``longest``; [A] bool, False for those that
+          are longer or that the tokenizer cannot write).
+        """
+        assert self.asked is not None
+        width, ids, usable = min(most, self.longest), [], []
+        for question in questions:
+            try:
+                tokens = self.asked(question)
+            except UserError:  # a completion with characters that the tokenizer does not have
+                tokens = np.zeros(0, np.int32)
+            usable.append(0 < len(tokens) <= width)
+            ids.append(tokens if usable[-1] else np.ones(1, np.int32))
+        return padded(ids, width), np.array(usable, bool)
 
     def solutions(self, asks: Asks, number: int | None = None) -> Tokens:
         """The data's own solution of each entry of the first ask.
