@@ -14,7 +14,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 
@@ -100,7 +100,7 @@ class GzipSource(JsonlSource):
             self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - read as long as self is
             weakref.finalize(self, self._file.close)
             with gzip.open(path, "rb") as file:
-                self._index(self._stored(_blocks(file)), self._check_line)
+                self._index(self._stored(_blocks(cast(IO[bytes], file))), self._check_line)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{path} is not a readable gzip file: {error}") from None
 

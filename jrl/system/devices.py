@@ -73,7 +73,7 @@ def libtpu_is_idle() -> bool:
     JAX would start it all the same unless it is told which platforms there are, and libtpu prints
     six lines on the terminal that look like errors.
     """
-    asked = jax.config.jax_platforms or "JAX_FORCE_TPU_INIT" in os.environ
+    asked = getattr(jax.config, "jax_platforms", "") or "JAX_FORCE_TPU_INIT" in os.environ
     if asked or importlib.util.find_spec("libtpu") is None:
         return False
     if any(glob.glob(pattern) for pattern in OTHERS):
