@@ -10,6 +10,7 @@ HOMES = {
     "jrl.zoo.envs.subgoals": ("model_planner", "prove_by_parts"),
     "jrl.zoo.networks.policies": ("Policies",),
     "jrl.zoo.tools.calculator": ("calculator_tool",),
+    "jrl.zoo.tools.puzzles": ("puzzle_rows",),
     "jrl.zoo.tools.reward_checks": ("contrast_consistency", "strengths", "with_strengths"),
 }
 """Module -> public names."""
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jrl.zoo.envs.subgoals import prove_by_parts as prove_by_parts
     from jrl.zoo.networks.policies import Policies as Policies
     from jrl.zoo.tools.calculator import calculator_tool as calculator_tool
+    from jrl.zoo.tools.puzzles import puzzle_rows as puzzle_rows
     from jrl.zoo.tools.reward_checks import contrast_consistency as contrast_consistency
     from jrl.zoo.tools.reward_checks import strengths as strengths
     from jrl.zoo.tools.reward_checks import with_strengths as with_strengths
