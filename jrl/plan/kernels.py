@@ -154,11 +154,11 @@ def _launches(program: HloProgram, name: str, part: str = "rest") -> Launches:
     for operation in operations.values():
         called = _called(program, operation)
         if operation.kind == "while":
-            own = _scope(program, operation, operations) or part
-            total = total.plus(_turn(program, operation, own), known_trips(operation) or 1)
+            inner = _scope(program, operation, operations) or part
+            total = total.plus(_turn(program, operation, inner), known_trips(operation) or 1)
         elif operation.kind == "conditional":
-            own = _scope(program, operation, operations) or part
-            branches = [_launches(program, branch, own) for branch in called]
+            inner = _scope(program, operation, operations) or part
+            branches = [_launches(program, branch, inner) for branch in called]
             longest = max(branches, key=lambda x: x.total, default=Launches())
             total = total.plus(longest).plus(Launches(conditionals=1, returns=1))
         elif operation.kind in ("call", "async-start"):

@@ -247,7 +247,7 @@ class Collector:
             counts |= curriculum.between.counts(collected.curriculum)
         self._next = collected
         self._outcome = None if curriculum is None else (groups, trained)
-        kept = np.asarray(trained.members())
+        members = np.asarray(trained.members())
         subject, _ = self.source.prompts(request.key, trained.row)
         if isinstance(subject, list):  # a source may have other prompts in its rows by now
             tickets = trained.ticket.tolist()
@@ -256,7 +256,7 @@ class Collector:
             trained.rollout, trained.rewards, subject, counts, trained.ids, trained.stats or None
         )
         prior = {name: np.asarray(x, np.float32) for name, x in trained.prior.items()}
-        return StepGroups(made, kept, int(collected.cursor), None, prior)
+        return StepGroups(made, members, int(collected.cursor), None, prior)
 
     def learn(self, step: int, advantages: Any) -> None:
         """As ``Batches.learn``."""

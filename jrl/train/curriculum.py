@@ -271,7 +271,7 @@ def _prompt_of(run: Run, row: Any) -> Prompt | None:
     data: Any = run.config.data
     question, answer = (data.fields.get(name, name) for name in ("question", "answer"))
     known = dict(row) if isinstance(row, Mapping) else {question: row}
-    told = known.pop(answer, "")
+    answer_text = known.pop(answer, "")
     try:
         (made,), _ = build_prompts(
             MemoryRows([known], "written problem"),
@@ -283,4 +283,4 @@ def _prompt_of(run: Run, row: Any) -> Prompt | None:
         )
     except UserError:  # it has no question, or one that is too long
         return None
-    return dataclasses.replace(made, answer=str(told))
+    return dataclasses.replace(made, answer=str(answer_text))

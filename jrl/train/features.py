@@ -116,6 +116,8 @@ TABLE: tuple[Feature, ...] = (
     _forbids("curriculum", "given completions", "they are trained on in their own order"),
     _forbids("further draws", "router replay", "their experts are not on record"),
     _forbids("episodes", "further members", "they are played for whole groups"),
+    _needs("questions", "records", "a task has no words for them"),
+    _forbids("questions", "episodes", "they are about completions, each by itself"),
     _forbids("search", "further members", "its members are the leaves of one tree"),
     _forbids("tests between rounds", "branches", "problems are tested by members drawn apart"),
     _needs("written problems", "episodes", "problems are written for an environment on the host"),
@@ -138,6 +140,7 @@ TABLE: tuple[Feature, ...] = (
         *("dialogues", "sampler log-probabilities, on-policy loss"),
         "dialogues were drawn by nobody, so there are no log-probabilities of who drew",
     ),
+    _needs("rationales", "pairs", "nothing else brings them"),
     _forbids(
         *("pairs", "sampler log-probabilities, demonstrations"),
         "it reads what the policy drew, or demonstrations",
@@ -202,6 +205,7 @@ WITHOUT: Mapping[str, str] = {
 WITH: Mapping[str, tuple[str, str]] = {
     "episodes": ("episodes", "give data.train and data.env = FILE.py:function"),
     "experts": ("routed experts", "choose another model"),
+    "pairs": ("data.pairs", "give it, with a rationale in each row"),
     "fork": ("HostEnv.fork", "use an environment whose state can be copied"),
     "records": ("data.train", "give it, with data.env = FILE.py:function for episodes"),
     "tree": ("sampled members", "choose a method that draws its own completions"),
@@ -228,14 +232,14 @@ def check_features(features: Mapping[str, str]) -> None:
 
 def _broken(row: Feature, features: Mapping[str, str]) -> list[str]:
     """A line for each missing need of a row, and for each feature that it forbids."""
-    own, lines = features[row.name], []
+    subject, lines = features[row.name], []
     for need in sorted(row.needs - features.keys()):
         label, remedy = WITH[need]
-        lines.append(f"{own} needs {label}: {row.why}; {_either(remedy, row.name)}")
+        lines.append(f"{subject} needs {label}: {row.why}; {_either(remedy, row.name)}")
     for other in sorted(row.forbids & features.keys()):
         remedy = _either(WITHOUT.get(other, f"remove {features[other]}"), row.name)
         text = features[other].removesuffix(",")  # of a clause that the sentence ends with
-        lines.append(f"{own} does not go with {text}: {row.why}; {remedy}")
+        lines.append(f"{subject} does not go with {text}: {row.why}; {remedy}")
     return lines
 
 
@@ -266,18 +270,18 @@ def features_of(
     named = f"method = {config.method!r}"
     if config.rewards and not any(parts_of(config).weights.values()):
         _warn_unpaid(tuple(config.rewards))
-    found = _config_features(config) | data
-    found |= method_features(method, named) | _network_features(network, named)
+    present = _config_features(config) | data
+    present |= method_features(method, named) | _network_features(network, named)
     if config.tree.model_fields_set == {"kind"}:  # its other keys are the method's
-        trees = {"tree", "asked tree", "search", "guided search", "branches"} & found.keys()
-        found |= dict.fromkeys(trees, f"tree.kind = {config.tree.kind!r}")
+        trees = {"tree", "asked tree", "search", "guided search", "branches"} & present.keys()
+        present |= dict.fromkeys(trees, f"tree.kind = {config.tree.kind!r}")
     plan, group = method.plan, config.sampling.group
     further = plan.next is not None and plan.members(group) > 0
-    found |= _present({"further members": (further, f"{named}, which adds members to groups,")})
-    found |= schedule_features(method.schedule, method.objective, config.frozen, named)
+    present |= _present({"further members": (further, f"{named}, which adds members to groups,")})
+    present |= schedule_features(method.schedule, method.objective, config.frozen, named)
     if model is not None and any(model.sparse):
-        found["experts"] = "a model with routed experts"
-    return found
+        present["experts"] = "a model with routed experts"
+    return present
 
 
 @functools.cache
@@ -382,6 +386,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "on-policy loss": (objective.surrogate.on_policy, draws),
             "value network": (method.value, f"{named}, which has a value network,"),
             "attention": (attention, f"{named}, which reads attention,"),
+            "questions": ("questions" in method.needs, f"{named}, which asks about completions,"),
             "dropped groups": (
                 method.plan.next is not None or (method.edits and not replays),
                 f"{named}, which keeps some groups and drops others,",
@@ -390,6 +395,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "curriculum": (chooses, f"{named}, which chooses its problems,"),
             "further draws": (method.plan.next is not None, f"{named}, which draws again,"),
             "replay": (replays, f"{named}, which keeps completions by prompt,"),
+            "rationales": ("rationales" in method.needs, f"{named}, which reads rationales,"),
             "expert": (expert, f"{named}, whose completions another policy draws,"),
             "rounds": (between, f"{named}, which chooses problems anew in rounds,"),
             "tests between rounds": ("draw" in uses, f"{named}, which tests problems in rounds,"),

@@ -193,6 +193,7 @@ class TextKind:
                     answer_key=names["answer"],
                     answer_pattern=data.answer_pattern,
                     solution_key=names.get("solution") if split == "train" else None,
+                    several_solutions="several solutions" in method.needs,
                     needs_answer=needs_answer(self.config),
                     **data.wording,
                     max_prompt_tokens=data.max_prompt_tokens,
@@ -311,8 +312,8 @@ class TaskKind(TextKind):
     @property
     def features(self) -> dict[str, str]:
         """Reward functions of one's own, beside those of the task."""
-        own = parts_of(self.config).given_by("function") if self.config.rewards else ()
-        return {"own reward of a task": f"rewards.{own[0]}"} if own else {}
+        parts = parts_of(self.config).given_by("function") if self.config.rewards else ()
+        return {"own reward of a task": f"rewards.{parts[0]}"} if parts else {}
 
     def problems(self, data: RunData, pool: int, split: str = "train") -> int:
         """As many as are asked for: they are made from keys."""

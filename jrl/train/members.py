@@ -113,13 +113,13 @@ def members_of(asks: Sequence[Ask], temperature: Any) -> Members:
 
     def each(name: str, default: Any) -> Any:
         """[N, sum of widths], or None where no ask says anything."""
-        given = [getattr(ask, name) for ask in asks]
-        if all(x is None for x in given):
+        by_ask = [getattr(ask, name) for ask in asks]
+        if all(x is None for x in by_ask):
             return None
         shapes = [number.shape for number, _ in parts]
-        own = [default if x is None else x[:, None] for x in given]
+        columns = [default if x is None else x[:, None] for x in by_ask]
         return xp.concatenate(
-            [xp.broadcast_to(x, s) for x, s in zip(own, shapes, strict=True)], axis=1
+            [xp.broadcast_to(x, s) for x, s in zip(columns, shapes, strict=True)], axis=1
         )
 
     return Members(

@@ -66,8 +66,9 @@ def check_trainable(run: Run) -> None:
     config = run.config
     check_features(run_features(run))
     CHECKS[type(run.kind)](run)
-    given = {*run.networks, *run.method.schedule.frozen}
-    check_frozen(run.method.objective, given, config.method)
+    _check_parts(run)
+    available = {*run.networks, *run.method.schedule.frozen}
+    check_frozen(run.method.objective, available, config.method)
     check_named(config, frozen_names(run.method.objective, run.method.schedule))
     if config.sampling.temperature == 0:
         raise UserError(
@@ -94,6 +95,16 @@ def _check_pool(run: Run) -> None:
         raise UserError(
             f"method = {run.config.method!r} chooses its problems, and train.prompts = {prompts}"
             f" are more than the {rows} problems that there are; lower it"
+        )
+
+
+def _check_parts(run: Run) -> None:
+    """Raises UserError where a method makes its reward of other parts than there are."""
+    names, parts = run.method.parts, list(run.rewards.weights)
+    if names and len(names) != len(parts):
+        raise UserError(
+            f"method = {run.config.method!r} reads {len(names)} reward parts in this order:"
+            f" {', '.join(names)}; [rewards] has {len(parts)}: {', '.join(parts)}"
         )
 
 
@@ -152,14 +163,14 @@ def _check_own(run: Run) -> None:
     """Raises UserError where a method needs what a source of one's own does not give."""
     _check_sampled(run)
     draw = run.method.draw
-    for said, missing in {
+    for clause, missing in {
         f"method = {run.config.method!r} learns from demonstrations": draw.demonstrations,
         "objective.tree searches prompts in text": draw.search is not None,
         "[placement] keeps prompts of files": run.rollout_mesh is not None,
     }.items():
         if missing:
             raise UserError(
-                f"{run.config.data.kind}: {said}, which a source of your own has not; remove one"
+                f"{run.config.data.kind}: {clause}, which a source of your own has not; remove one"
             )
 
 
@@ -215,10 +226,13 @@ def _layout(run: Run) -> tuple[Callable[..., TrainState], TrainState, TrainState
             frozen=frozen,
             schedule=run.method.schedule,
         )
-        starts = run.config.value.kind == "network" and run.config.value.path is None
+        kind, outputs = run.config.value.kind, run.method.objective.value_outputs
+        starts = kind != "head" and run.config.value.path is None
         if params is None or run.value is None or not starts:
             return state
         trunk = jax.tree.map(jnp.copy, _whole(run.network, state))
+        if kind == "networks":
+            trunk = jax.tree.map(lambda x: jnp.broadcast_to(x, (outputs, *x.shape)), trunk)
         value = state.params["value"] | {"trunk": trunk}
         return state.replace(params=state.params | {"value": value})
 
@@ -258,6 +272,7 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
         seeded,
         out_shardings=shardings,
         donate_argnums=() if run.network.extras.own_layout else (1, 2),
+        compiler_options=compiler_options(run.mesh),
     )
     state = make_placed(np.uint32(run.config.seed), params, frozen)
     if run.value is None or run.config.value.path is None:
@@ -289,15 +304,15 @@ def check_resharding(run: Run) -> None:
 
     That is for a mesh of the sampler's own; without one the compiler says so.
     """
-    own, limit = sampler_mesh(run.config, run.mesh), device_memory(run.mesh)
-    if own is None or limit is None or run.model is None:
+    target, limit = sampler_mesh(run.config, run.mesh), device_memory(run.mesh)
+    if target is None or limit is None or run.model is None:
         return
     state = held_bytes(abstract_state(run)[0])
-    copy = prepared_bytes(run.config, run.model, own)
+    copy = prepared_bytes(run.config, run.model, target)
     if (over := state + copy - limit) <= 0:
         return
-    tensor, heads = own.shape["tensor"], run.model.kv_heads
-    wide = [t for t in range(tensor + 1, heads + 1) if heads % t == 0 and own.size % t == 0]
+    tensor, heads = target.shape["tensor"], run.model.kv_heads
+    wide = [t for t in range(tensor + 1, heads + 1) if heads % t == 0 and target.size % t == 0]
     does = [f"raise sampling.mesh.tensor to {wide[-1]}"] if wide else []
     if "weights" not in run.config.sampling.in_8_bits and not run.model.experts:
         does.append("set sampling.int8 to ['weights']")
@@ -343,6 +358,7 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
         make,
         out_shardings=(replicated(run.mesh), where),
         donate_argnums=() if run.network.extras.own_layout else 1,
+        compiler_options=compiler_options(run.mesh),
     )
     return made(np.uint32(run.config.seed), params)
 

@@ -155,14 +155,14 @@ class _Row:
             between = _order(_real(low) / 2 + _real(high) / 2)
             middle = (low & high) + ((low ^ high) >> 1)  # which cannot overflow
             tried = jnp.clip(jnp.where(i < _BY_VALUE, between, middle), low + 1, high - 1)
-            found = self.above(asked, _real(tried), weight)
-            up = found >= limit
+            mass_above = self.above(asked, _real(tried), weight)
+            up = mass_above >= limit
             return (
                 i + 1,
                 jnp.where(up, tried, low),
                 jnp.where(up, high, tried),
-                jnp.where(up, found, mass),
-                jnp.where(up, beyond, found),
+                jnp.where(up, mass_above, mass),
+                jnp.where(up, beyond, mass_above),
             )
 
         low, high, whole = _order(lowest), _order(peak) + 1, self.above(asked, lowest, weight)
