@@ -26,6 +26,7 @@ from benchmarks import (
     tpu,
     work,
 )
+from benchmarks.clock import processor_seconds
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import frozenlake
 from benchmarks.peers.record import Record
@@ -429,6 +430,7 @@ def test_a_record_leaves_the_first_steps_out(capsys):
         record.compiled(seconds > 8)
         record.end()
     found = record.summary()
+    assert 0 < found["first_step_cpu_s"] <= processor_seconds()
     assert found["rollout_s"] == 2.0
     assert found["rollout_tok_s"] == 3.0
     assert found["slot_use"] == 0.75

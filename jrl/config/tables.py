@@ -134,10 +134,11 @@ class LoraTable(Table):
 class ValueTable(Table):
     """The value network, for methods that have one."""
 
-    kind: Literal["head", "network"] = key(
+    kind: Literal["head", "network", "networks"] = key(
         "head",
         "head: a linear head on the policy's last layer; network: a separate network, initialised"
-        " from the weights of model.path if set",
+        " from the weights of model.path if set; networks: one for each number that the method"
+        " reads, such as crm's two reward models",
     )
     path: Annotated[str, _names("must be a directory")] | None = key(
         None,

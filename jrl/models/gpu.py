@@ -190,11 +190,13 @@ def gated(x: Array, w: Any, activation: str, function: Callable[[Array], Array])
       activation: its name.
       function: and what it is.
     """
+    # Columns in another order are another product, so the layout decides, not the mesh of today.
     weight = _streamed(x, w, 1) if activation in _IN_KERNELS and in_pairs(w) else None
     if weight is None:
         return None
     from jrl.models import gpu_kernels
 
+    # The kernel writes F numbers a row where a product of its own would write 2 F and read them.
     rows = x.reshape(x.shape[0], -1)
     return gpu_kernels.gated(rows, weight, function, interpret=_interpret())[:, None]
 
@@ -220,6 +222,7 @@ def scores(x: Array, head: Any) -> Array | None:
 
 def pairs(width: int) -> int:
     """Columns of a gate that ``prepare`` lays beside those of up; 0 for all."""
+    # Where devices divide the width, each needs gate and up in one piece for XLA's product.
     if platform() != "gpu" or parts_of("mlp", width) > 1:
         return 0
     from jrl.models.gpu_kernels import PAIRED
@@ -328,6 +331,7 @@ def fused(
         config.norm_plus_one,
     )
 
+    # Each device looks at its own rows and heads; nothing is sent.
     def look(x: Array, own: Any, prompt: Any, turn: tuple, reached: tuple) -> Any:
         made = Turn(*turn), Reach(*reached)
         return attend_cache(x, own, prompt, *made, how=how, interpret=_interpret())

@@ -21,7 +21,7 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.system.signals import Stopping
 from jrl.train import programs
-from jrl.train.build import Run
+from jrl.train.build import Run, question_prompts
 from jrl.train.collect import Batches, Collector
 from jrl.train.curriculum import HostRounds, host_tools, with_problems
 from jrl.train.disjoint import draw_ahead, restored
@@ -42,7 +42,9 @@ from jrl.train.pairs import JudgedSource, sizes_of
 from jrl.train.plan_tools import Hinter, TaskTools, TextTools
 from jrl.train.recorded import RECORDED_REWARD, RecordedSource
 from jrl.train.resharding import ReshardedSampler
-from jrl.train.reward_stages import judged_parts
+from jrl.train.reward_parts import parts_by_progress
+from jrl.train.reward_stages import JudgedParts, judged_parts
+from jrl.train.reward_sums import FiniteSums
 from jrl.train.run_rows import line_ends
 from jrl.train.sources import Source, epoch_order
 from jrl.train.sources_own import Sampler, make_own_source
@@ -113,6 +115,8 @@ def training_batches(
     method = run.method._replace(plan=run.kind.played(run.method.plan))
     run, problems = with_problems(run)
     source = run_source(run, pool)
+    if isinstance(source, JudgedParts) or (pool is not None and pool.functions):
+        source = FiniteSums(source, run.rewards.weights, run.config.reward_pool.on_error)
     collector = Collector(
         source=source,
         prompts=run.config.train.prompts,
@@ -166,7 +170,7 @@ def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Sourc
     if draw.search is not None:
         return search_source(run, draw.search, undrawn_text(run, pool, seed))
     program = programs.train_sampler(run) if program is None else program
-    by_line = "lines" in run.method.needs
+    by_line = "lines" in run.method.needs or bool(parts_by_progress(config))
     return TextSource(
         all_prompts=run.data.prompts["train"],
         width=run.width,
@@ -332,7 +336,15 @@ def no_tools(run: Run) -> None:
 
 
 def _of_text(run: Run, hinted: Hinter | None) -> Callable[[Any], Any]:
-    tools = TextTools(run.data.prompts["train"], run.config.sampling.max_new_tokens, hinted)
+    new = run.config.sampling.max_new_tokens
+    tools = TextTools(
+        run.data.prompts["train"],
+        new,
+        hinted,
+        tokenizer=run.tokenizer,
+        asked=lambda question: question_prompts(run, [question], 1 << 30)[0].tokens,
+        longest=run.network.max_length - new,
+    )
     return lambda key: tools
 
 

@@ -114,6 +114,8 @@ TABLE: tuple[Feature, ...] = (
     _forbids("curriculum", "given completions", "they are trained on in their own order"),
     _forbids("further draws", "router replay", "their experts are not on record"),
     _forbids("episodes", "further members", "they are played for whole groups"),
+    _needs("questions", "records", "a task has no words for them"),
+    _forbids("questions", "episodes", "they are about completions, each by itself"),
     _forbids("search", "further members", "its members are the leaves of one tree"),
     _forbids("tests between rounds", "branches", "problems are tested by members drawn apart"),
     _needs("written problems", "episodes", "problems are written for an environment on the host"),
@@ -136,6 +138,7 @@ TABLE: tuple[Feature, ...] = (
         *("dialogues", "sampler log-probabilities, on-policy loss"),
         "dialogues were drawn by nobody, so there are no log-probabilities of who drew",
     ),
+    _needs("rationales", "pairs", "nothing else brings them"),
     _forbids(
         *("pairs", "sampler log-probabilities, demonstrations"),
         "it reads what the policy drew, or demonstrations",
@@ -200,6 +203,7 @@ WITHOUT: Mapping[str, str] = {
 WITH: Mapping[str, tuple[str, str]] = {
     "episodes": ("episodes", "give data.train and data.env = FILE.py:function"),
     "experts": ("routed experts", "choose another model"),
+    "pairs": ("data.pairs", "give it, with a rationale in each row"),
     "fork": ("HostEnv.fork", "use an environment whose state can be copied"),
     "records": ("data.train", "give it, with data.env = FILE.py:function for episodes"),
     "tree": ("sampled members", "choose a method that draws its own completions"),
@@ -381,6 +385,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "on-policy loss": (objective.surrogate.on_policy, draws),
             "value network": (method.value, f"{named}, which has a value network,"),
             "attention": (attention, f"{named}, which reads attention,"),
+            "questions": ("questions" in method.needs, f"{named}, which asks about completions,"),
             "dropped groups": (
                 method.plan.next is not None or (method.edits and not replays),
                 f"{named}, which keeps some groups and drops others,",
@@ -389,6 +394,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "curriculum": (chooses, f"{named}, which chooses its problems,"),
             "further draws": (method.plan.next is not None, f"{named}, which draws again,"),
             "replay": (replays, f"{named}, which keeps completions by prompt,"),
+            "rationales": ("rationales" in method.needs, f"{named}, which reads rationales,"),
             "expert": (expert, f"{named}, whose completions another policy draws,"),
             "rounds": (between, f"{named}, which chooses problems anew in rounds,"),
             "tests between rounds": ("draw" in uses, f"{named}, which tests problems in rounds,"),

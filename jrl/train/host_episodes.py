@@ -42,6 +42,7 @@ from jrl.models.tokenizer import Tokenizer
 from jrl.rewards import FUNCTION_NAMES
 from jrl.sampling.places import entropy
 from jrl.sampling.slots import Measure
+from jrl.system.float32 import sum_overflows
 from jrl.train.build import Run, run_features
 from jrl.train.features import check_features, host_features
 from jrl.train.judging import answer_number
@@ -58,7 +59,7 @@ from jrl.train.tree_search import (
     plan_of,
     run_estimate,
 )
-from jrl.types import Params, Prompt, Rollout, Search
+from jrl.types import Params, Prompt, Rollout, Search, StopReason
 from jrl.types.asks import DrawRequest
 
 _SLOTS, _CHUNK = 64, 16
@@ -299,7 +300,7 @@ class HostEpisodes:
             seeds = seeds_of(attempt)
             played = play([chosen[i] for i in todo], [seeds[i] for i in todo])
             for i, members in zip(todo, played.groups, strict=True):
-                groups[i] = members
+                groups[i] = [self._payable(member, counts) for member in members]
             counts = {k: counts.get(k, 0) + played.counts.get(k, 0) for k in counts | played.counts}
             todo = [i for i in todo if sum(t.alive for t in groups[i]) < least]
             if not todo:
@@ -307,6 +308,24 @@ class HostEpisodes:
             redrawn = len(todo) * (attempt + 1 < _ROUNDS)
             counts["groups_redrawn"] += redrawn
         return groups, counts
+
+    def _payable(self, row: Transcript, counts: dict[str, float]) -> Transcript:
+        """The row, as failed where the weighted sum of its rewards is beyond float32.
+
+        Each part is within it (``episodes.host``), and so is what the turns add up to.
+        """
+        parts = {
+            n: float(sum(s.reward[i] for s in row.segments if s.reward))
+            for i, n in enumerate(self._env.parts)
+        }
+        parts[SUCCESS] = row.metrics.get(SUCCESS, 0.0)
+        points = [parts[name] for name in self._weights]
+        if not row.alive or not sum_overflows(points, list(self._weights.values())):
+            return row
+        counts["env_errors"] = counts.get("env_errors", 0.0) + 1
+        terms = [f"{w:g} * {parts[name]:g} of {name}" for name, w in self._weights.items() if w]
+        reason = f"the sum of its rewards, {' and '.join(terms)}, is infinite in float32"
+        return row._replace(stop=StopReason.FAILED, reason=reason)
 
     def _play(
         self, device: Device, group: int, prompts: Sequence[Prompt], seeds: Sequence[int]

@@ -194,6 +194,7 @@ class TextKind:
                     answer_key=names["answer"],
                     answer_pattern=data.answer_pattern,
                     solution_key=names.get("solution") if split == "train" else None,
+                    several_solutions="several solutions" in method.needs,
                     needs_answer=needs_answer(self.config),
                     **data.wording,
                     max_prompt_tokens=data.max_prompt_tokens,

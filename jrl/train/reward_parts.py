@@ -121,9 +121,17 @@ def parts_by_token(config: Config) -> dict[str, str]:
     """The parts that may give a number for each token -> the key that says so."""
     tables = config.rewards.items()
     keys = {name: f"rewards.{name}.by_token" for name, table in tables if table.by_token}
-    forms = {name: judge_of(config, name).form for name in parts_of(config).given_by("judge")}
+    parts = parts_of(config)
+    forms = {name: judge_of(config, name).form for name in parts.given_by("judge")}
     named = {n: f"rewards.{n}.form = {form!r}" for n, form in forms.items() if form in TOKEN_FORMS}
-    return keys | named
+    return keys | named | parts_by_progress(config)
+
+
+def parts_by_progress(config: Config) -> dict[str, str]:
+    """The parts of reward models that pay what each step changes -> the key that says so."""
+    models = parts_of(config).given_by("model")
+    by_step = [name for name in models if model_of_part(config, name).by == "progress"]
+    return {name: f"rewards.{name}.by = 'progress'" for name in by_step}
 
 
 def function_of(name: str, table: RewardTable) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jrl.data.tasks import Task
 from jrl.rewards.combine import Combined, combined
-from jrl.rewards.model import at_turn_ends
+from jrl.rewards.model import at_progress, at_turn_ends
 from jrl.rewards.pool import RewardPool
 from jrl.train.build import Run
 from jrl.train.groups import counted
@@ -30,6 +30,14 @@ Points = Mapping[str, Any]
 Stage = Callable[[Groups, Points, DrawRequest | None], tuple[Groups, Points]]
 """(groups, points so far, what they were drawn for; None of completions that were there already)
 -> (groups, further points)."""
+
+
+STEPS: Mapping[str, tuple[str, Callable[..., np.ndarray]]] = {
+    "turn": ("turn", at_turn_ends),
+    "progress": ("step", at_progress),
+}
+"""Of reward models that pay by step: what ``by`` says -> (the label of steps, (values, mask, steps)
+-> points by token)."""
 
 
 class JudgedParts(Around):
@@ -162,11 +170,14 @@ def model_stage(rewards: RunRewards) -> Stage:
     def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
         more, paid = dict[str, Any](), None
         for name, model in rewards.models.items():
-            if not model.by_turn:
+            if model.by == "completion":
                 more[name] = model(groups.rollout)
                 continue
-            mask, turns = jax.device_get((groups.rollout.mask, groups.ids["turn"]))
-            values = at_turn_ends(model.of_tokens(groups.rollout), mask, turns)
+            mask = np.asarray(jax.device_get(groups.rollout.mask))
+            label, pays = STEPS[model.by]
+            # Where nobody recorded steps, as in evaluation, a completion is one.
+            steps = jax.device_get(groups.ids.get(label, np.zeros(mask.shape, np.int32)))
+            values = pays(model.of_tokens(groups.rollout), mask, steps)
             more[name] = values.sum(axis=-1)
             paid = rewards.weights[name] * values + (0 if paid is None else paid)
         return with_paid(groups, paid), more

@@ -1,6 +1,6 @@
 """Reward models that read text with a tokenizer of their own: published ones, and language models.
 
-    model = load_text_model(table, Rules(), "rewards.help", mesh, dtype="bfloat16")
+    model = load_text_model(table, Rules(), "rewards.help", mesh, dtype="bfloat16", seed=0)
     points, counts = model(samples)            # numbers, None for no opinion
 
 Weights are placed on the run's mesh; texts go through the model some rows at a time, in a few
@@ -28,7 +28,7 @@ from jrl.models.hf.stored import Stored
 from jrl.models.tokenizer import check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards.base import Points, Sample
-from jrl.rewards.model import reduce_ensemble
+from jrl.rewards.model import dropout_passes, reduce_ensemble
 from jrl.rewards.reading import Reader
 from jrl.rewards.rules import Rules
 from jrl.types import Array, Network, Params
@@ -146,7 +146,14 @@ def width_of(length: int) -> int:
 
 
 def load_text_model(
-    table: RewardModelTable, rules: Rules, key: str, mesh: Mesh, dtype: str
+    table: RewardModelTable,
+    rules: Rules,
+    key: str,
+    mesh: Mesh,
+    dtype: str,
+    *,
+    seed: int,
+    others: Sequence[TextModel] = (),
 ) -> TextModel:
     """A reward model of one or several checkpoints, placed on a mesh.
 
@@ -156,6 +163,8 @@ def load_text_model(
       key: "rewards.NAME", for messages.
       mesh: of the run to be rewarded.
       dtype: of the trunk and its activations.
+      seed: of the masks of passes with dropout.
+      others: loaded before; one of the same checkpoint shares its trunk.
 
     Raises:
       UserError: a checkpoint that cannot be read, labels that it does not have, or models of an
@@ -184,6 +193,13 @@ def load_text_model(
         params = _placed([each.params for each in loaded], network, mesh)
     except UserError as error:  # sizes that the mesh does not divide
         raise UserError(f"{key}.path: {error}") from None
+    same = [other for other in others if other.reader.table.path == table.path]
+    if same and same[0].mesh == mesh and "trunk" in same[0].params:
+        params = params | {"trunk": same[0].params["trunk"]}
+    if table.dropout:
+        head = params["head"]["weight"][0]  # [K, D]
+        weight = dropout_passes(head, 1, table.dropout, table.passes, table.single_pass, seed)
+        params = params | {"head": {"weight": weight}}
     return TextModel(
         reader,
         jax.jit(points, out_shardings=replicated(mesh)),
@@ -241,9 +257,12 @@ def text_points(
       weights: [K] of its labels.
       table: link and ensemble.
     """
-    return reduced(
-        jax.vmap(scores, in_axes=(0, None, None))(params, tokens, lengths) @ weights, table
-    )
+    axes: Any = 0
+    if table.dropout:  # one trunk, read once, behind the heads of all passes
+        params = {**params, "trunk": jax.tree.map(lambda x: x[0], params["trunk"])}
+        axes = {"trunk": None, "head": 0}
+    each = jax.vmap(scores, in_axes=(axes, None, None))(params, tokens, lengths)
+    return reduced(each @ weights, table)
 
 
 def reduced(each: Array, table: RewardModelTable) -> Array:

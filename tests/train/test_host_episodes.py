@@ -162,6 +162,29 @@ def test_groups_left_too_small_are_played_again(made, params, caplog):
     assert "environment: 4 failed: RuntimeError: no room" in caplog.text
 
 
+def test_an_episode_whose_weighted_rewards_float32_cannot_hold_fails_by_name(made, params, caplog):
+    """Each part fits, and so do the products; both together do not."""
+
+    async def init(prompt, seed):
+        return prompt, [{"role": "user", "content": prompt.text}]
+
+    async def step(prompt, reply):
+        huge = 3e38 if prompt.id == 11 else 1.0
+        return prompt, Feedback((), (huge, huge), done=True)
+
+    env = HostEnv(init, step, limits=Limits(turns=1, turn_tokens=3), parts=("a", "b"))
+    groups = made(env, a=1.0, b=0.5).draw(asked(params, 0, 3))
+    failed = groups.rollout.stop == StopReason.FAILED
+    assert failed.all(axis=1).tolist() == [False, True, False]
+    assert groups.counts["env_errors"] == 3 * G  # played again twice, and then given up
+    assert (
+        "4 failed: the sum of its rewards, 1 * 3e+38 of a and 0.5 * 3e+38 of b, is inf"
+        in caplog.text
+    )
+    fine = made(env, a=1.0, b=0.1).draw(asked(params, 0, 3))
+    assert (fine.rollout.stop < StopReason.FAILED).all()
+
+
 @pytest.mark.parametrize("cut", [False, True])
 def test_an_episode_that_fills_its_room_is_done_unless_it_says_that_it_was_cut(made, params, cut):
     async def init(prompt, seed):

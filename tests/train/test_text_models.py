@@ -4,6 +4,7 @@ import json
 import pathlib
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from jrl.errors import UserError
 from jrl.evaluate.verifiers import verifier_of
 from jrl.mesh import make_mesh
 from jrl.rewards.base import Sample
-from jrl.rewards.model import reduce_ensemble
+from jrl.rewards.model import dropout_passes, reduce_ensemble
 from jrl.rewards.reading import check_reader
 from jrl.rewards.rules import Rules
 from jrl.run import run as running
@@ -96,7 +97,7 @@ def loaded(place, names="rm0", mesh=None, rules=None, **keys):
     paths = [str(place / name) for name in names.split()]
     table = reward_model_table("rewards.r", {"path": paths, **keys})
     return load_text_model(
-        table, rules or Rules(), "rewards.r", mesh or make_mesh(), dtype="float32"
+        table, rules or Rules(), "rewards.r", mesh or make_mesh(), dtype="float32", seed=0
     )
 
 
@@ -224,6 +225,41 @@ def test_an_ensemble_of_checkpoints(place):
     assert np.ptp(each) > 0.1
 
 
+def test_a_pass_leaves_inputs_out_and_scales_the_others():
+    weight = jnp.arange(1.0, 4001.0)
+    every = np.asarray(dropout_passes(weight, 0, 0.25, 3, None, 7))
+    assert every.shape == (3, 4000)
+    for i, one in enumerate(every):
+        left_out = one == 0
+        assert left_out.mean() == pytest.approx(0.25, abs=0.03)
+        np.testing.assert_allclose(one[~left_out], np.asarray(weight)[~left_out] / 0.75, rtol=1e-6)
+        np.testing.assert_array_equal(dropout_passes(weight, 0, 0.25, 3, i, 7)[0], one)
+    assert (every[0] != every[1]).any()
+    assert (np.asarray(dropout_passes(weight, 0, 0.25, 3, 0, 8))[0] != every[0]).any()
+    rows = np.asarray(dropout_passes(jnp.ones((2, 9)), 1, 0.5, 4, None, 0))
+    np.testing.assert_array_equal(rows[:, 0], rows[:, 1])  # one mask of the inputs
+
+
+def test_passes_with_dropout_are_an_ensemble(place):
+    """UPO's estimator: a trunk that is read once, behind a head in several passes."""
+    keys = {"dropout": 0.5, "passes": 3, **ONE}
+    singles = [loaded(place, single_pass=i, **keys) for i in range(3)]
+    told = [sample("4"), sample("It is 5")]
+    each = np.array([model(told)[0] for model in singles])
+    spread = loaded(place, ensemble="uwo", uncertainty=0.3, **keys)(told)[0]
+    np.testing.assert_allclose(spread, reduced(each, "uwo", 0.3), atol=1e-4)
+    assert np.ptp(each, axis=0).min() > 1e-3
+    assert singles[1](told[1:])[0] == [pytest.approx(each[1, 1], abs=1e-5)]  # in any company
+    part = published("upo", place, single_pass=9, **ONE)
+    assert (part.reader.table.dropout, part.reader.table.passes) == (0.1, 10)
+    table = reward_model_table("rewards.r", {"path": str(place / "rm0"), **keys})
+    again = load_text_model(
+        table, Rules(), "rewards.r", make_mesh(), "float32", seed=0, others=singles
+    )
+    shared = zip(*(map(jax.tree.leaves, (m.params["trunk"] for m in (again, singles[0])))))  # noqa: B905
+    assert all(a is b for a, b in shared)
+
+
 def test_what_is_not_read_has_no_opinion(place):
     """RLMT: what was thought is not shown to the model, and who does not stop has no answer."""
     model = loaded(place, after="</think>", max_tokens=60, **ONE)
@@ -247,7 +283,7 @@ def keys_of(name, place, path, **more):
 
 def published(name, place, path="rm0", **more):
     table = reward_model_table("rewards.r", keys_of(name, place, path, **more))
-    return load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32")
+    return load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32", seed=0)
 
 
 def test_rlbff_reads_yes_and_no_to_the_principle_of_a_row(place):
@@ -344,6 +380,10 @@ WRONG = {
         "path": ["rm0", "rm1"],
         "uncertainty": 2.0,
     },
+    "passes = 3 without dropout; set it to 0.1": {"path": "rm0", "passes": 3},
+    "dropout = 0.1 with 2 paths": {"path": ["rm0", "rm1"], "dropout": 0.1},
+    "dropout = 0.1 with answers": {"path": "lm", "dropout": 0.1, "answers": ["Y", "N"]},
+    "single_pass = 2 of 2 passes": {"path": "rm0", "dropout": 0.1, "passes": 2, "single_pass": 2},
     "template is missing: with answers": {"path": "lm", "answers": ["Y", "N"]},
     "of which none counts": {"path": "rm0", "labels": {"cost": 0.0}},
     "write a message as {role": {"path": "rm0", "template": [{"role": "user"}]},
@@ -368,7 +408,7 @@ def test_mistakes_are_said_in_a_line(place, tmp_path, line):
 
     def load():
         table = reward_model_table("rewards.r", keys)
-        load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32")
+        load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32", seed=0)
 
     with pytest.raises(UserError) as caught:
         load()

@@ -67,6 +67,7 @@ def _sizes(x: Array, own: dict, prompt: dict | None, scores: Scores) -> Sizes:
     group, columns = per_head - 2, own["k"].shape[2]
     n = s if prompt is None else prompt["k"].shape[0]
     members = s // n
+    # As many rows of a prompt in a program as its registers hold sums for.
     tile = min(members, max(QUERIES // group, 1))
 
     def parts(programs: int, columns: int) -> int:
@@ -130,6 +131,8 @@ def attend_cache(
     def vector(size: int) -> pl.BlockSpec:
         return pl.BlockSpec((size,), lambda i, k, n: (0,))
 
+    # Blocks are whole along the columns. A program loads the few that it needs by their places;
+    # Pallas itself moves nothing.
     cache: dict[str, tuple[Any, pl.BlockSpec]] = {
         name: (x, rows(*x.shape[2:])) for name, x in own.items()
     }
@@ -162,10 +165,12 @@ def attend_cache(
     }
     out = pl.pallas_call(
         functools.partial(attend, names=names, results=list(results), z=z),
+        # Programs of one prompt and head follow each other, and find its columns in the L2 cache.
         grid=(z.chunks * z.tiles + m * z.splits, heads, n),
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=[spec for _, spec in results.values()],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in results.values()],
+        # In place: as results of their own, all caches would be copied with every token.
         input_output_aliases={names.index(name): i for i, name in enumerate(own)},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
@@ -182,6 +187,7 @@ def _merged(values: Array, peak: Array, total: Array) -> Array:
 
     Part by part, not by reductions, which would each be a kernel.
     """
+    # A row that sees nothing in a part has its peak at the mask and weighs nothing here.
     parts = range(peak.shape[2])
     top = functools.reduce(jnp.maximum, [peak[:, :, i] for i in parts])
     shares = [jnp.exp(peak[:, :, i] - top) for i in parts]

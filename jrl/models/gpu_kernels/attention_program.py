@@ -72,6 +72,7 @@ def attend(*refs: Any, names: list[str], results: list[str], z: Sizes) -> None:
     """One program: some columns of a prompt for several rows, or of one row's own cache."""
     ins = dict(zip(names, refs, strict=False))
     outs = dict(zip(results, refs[len(names) :], strict=True))
+    # Both kinds of programs in one launch: whichever is done leaves its processor to the other.
     i, of_prompts = pl.program_id(0), z.chunks * z.tiles
     if of_prompts:
 
@@ -89,6 +90,7 @@ def attend(*refs: Any, names: list[str], results: list[str], z: Sizes) -> None:
 
 def _attend_prompt(ins: dict, outs: dict, chunk: Any, tile: Any, z: Sizes) -> None:
     """Some columns of a prompt, for the queries of ``z.tile`` of its rows."""
+    # Queries of several rows and heads stand in one block, so that a column is read once for all.
     index = jnp.arange(max(power(z.tile * z.group), LEAST))
     member, g = tile * z.tile + index // z.group, index % z.group
     # What is masked keeps places of its own: interpreted stores write the old number there.
@@ -100,6 +102,8 @@ def _attend_prompt(ins: dict, outs: dict, chunk: Any, tile: Any, z: Sizes) -> No
              if f"past_{name}" in ins}  # fmt: skip
     oldest = None
     if z.scores.window is not None:
+        # Rows of a prompt are at positions of their own: what the earliest sees is read, and each
+        # row masks what is too old for it.
         position = plgpu.load(place(ins["positions"], member))
         oldest = position - z.scores.window + 1
     peak, total, values = _read(q, cache, (), lo, hi, first, length, oldest, z)
@@ -146,6 +150,7 @@ def _attend_own(ins: dict, outs: dict, member: Any, split: Any, z: Sizes) -> Non
 
 def _share(first: Any, end: Any, part: Any, parts: int) -> tuple[Any, Any]:
     """The blocks of columns [first, end) that one of the parts reads."""
+    # In whole blocks, so that no two parts read the same ones.
     begin, stop = first // COLUMNS, (end + COLUMNS - 1) // COLUMNS
     each = (jnp.maximum(stop - begin, 0) + parts - 1) // parts
     lo = begin + part * each
@@ -177,14 +182,17 @@ def _read(
             x = plgpu.load(at, mask=inside[:, None] & (across >= 0), other=0)
             return x.astype(dtype)
 
+        # Rotation leaves queries in two halves, which Triton cannot join.
         scores = plgpu.dot(q[0], load("k", 0, half).T) + plgpu.dot(q[1], load("k", half, half).T)
         scores = scores * z.scores.scale
         if "k_scale" in cache:
+            # A column has one scale: on its score it is one product, on its numbers it would be h.
             k_scale = plgpu.load(place(cache["k_scale"], *row, 0, columns), mask=inside, other=0)
             scores = scores * k_scale[None]
         seen = inside[None] if oldest is None else inside[None] & (columns[None] >= oldest[:, None])
         scores = jnp.where(seen, _capped(scores, z), MASKED)
         top = jnp.maximum(peak, scores.max(1))
+        # Masked once more: where nothing has been seen, every score is the peak, and exp gives 1.
         weights = jnp.where(seen, jnp.exp(scores - top[:, None]), 0.0)
         old = jnp.exp(peak - top)
         total = total * old + weights.sum(1)
@@ -236,6 +244,7 @@ def _halves(ins: dict, where: tuple, i: int, real: Any, z: Sizes) -> Array:
 def _product(ins: dict, where: tuple, columns: Array, mask: Any, other: Any, z: Sizes) -> Array:
     """Numbers of the product, its parts added and rounded to activations, and the bias; float32."""
     load = functools.partial(plgpu.load, mask=mask, other=other)
+    # The parts of the product before are added up here, by whoever reads them.
     parts = [load(place(ins["x"], i, *where, columns)) for i in range(ins["x"].shape[0])]
     x = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts]).astype(
         z.scores.dtype
@@ -287,6 +296,7 @@ def _new_entry(
         peak = jnp.maximum(jnp.abs(k1).max(0), jnp.abs(k2).max(0))
         k_scale, v_scale = _entry_scale(peak), _entry_scale(jnp.abs(v).max(0))
         k1, k2, v = _eighth(k1, k_scale), _eighth(k2, k_scale), _eighth(v, v_scale)
+    # A store that is masked still names a place, which must exist.
     at = jnp.maximum(column, 0)
     stored = outs["k"].dtype
     half_mask = here & (columns >= 0)

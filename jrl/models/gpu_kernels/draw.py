@@ -40,6 +40,7 @@ def block_sums(
 
     def kernel(x_ref: Any, t_ref: Any, *refs: Any) -> None:
         *least_ref, peak_ref, sum_ref = refs
+        # Sums over each 64 tokens tell later where to look: the draw then reads 64 logits of V.
         start = pl.program_id(1) * (BLOCK * BLOCKS)
         block = jax.lax.broadcasted_iota(jnp.int32, (BLOCKS, BLOCK), 0)
         token = start + block * BLOCK + jax.lax.broadcasted_iota(jnp.int32, (BLOCKS, BLOCK), 1)
@@ -108,6 +109,7 @@ def pick(
         u_ref, x_ref, t_ref, peak_ref, sum_ref, *least_ref, token_ref, logprob_ref = refs
         t = t_ref[0]
         cold = t <= 0
+        # Peaks of chunks differ, so their sums are brought to the largest of the row first.
         chunk = jnp.arange(wide)
         local = plgpu.load(place(peak_ref, 0, chunk), mask=chunk < n, other=MASKED)
         peak = local.max(0)
@@ -121,6 +123,7 @@ def pick(
         of_chunks = mass.sum(1)
         total = of_chunks.sum(0)
         left = jnp.where(cold, 0.0, u_ref[0] * total)
+        # From coarse to fine, chunk, block and token, each with what is left of the target.
         at_chunk, left = _inverted(left, of_chunks)
         inside = jnp.where(rows == at_chunk, mass, 0.0).sum(0)
         at_block, left = _inverted(left, inside)
@@ -128,10 +131,13 @@ def pick(
         index = jnp.arange(BLOCK)
         x = plgpu.load(place(x_ref, 0, first + index), mask=first + index < v, other=-jnp.inf)
         scaled = x / jnp.where(cold, 1.0, t)
+        # Over the row's peak here and the chunk's there: the same but for rounding, which
+        # ``_inverted`` is safe from.
         weights = jnp.where(cold, (scaled == peak).astype(jnp.float32), jnp.exp(scaled - peak))
         at_token, _ = _inverted(left, _kept(weights, x, least_ref))
         chosen = jnp.where(index == at_token, scaled, -jnp.inf).max(0)
         token_ref[0] = first + at_token
+        # Over the sum of what is kept, as the plain functions report it; a greedy token is certain.
         logprob_ref[0] = jnp.where(cold, 0.0, chosen - peak - jnp.log(total))
 
     def row(*shape: int) -> pl.BlockSpec:

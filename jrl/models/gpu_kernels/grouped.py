@@ -50,6 +50,7 @@ def rows_times(
     def kernel(start: Any, rows: Any, group: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
         part, block = pl.program_id(0), pl.program_id(1)
         count, g = plgpu.load(place(rows, block)), plgpu.load(place(group, block))
+        # Behind the last row of a group lie those of the next one, which are another block's.
         at = plgpu.load(place(start, block)) + jnp.arange(high)
         inside, columns = jnp.arange(high) < count, part * WIDE + jnp.arange(WIDE)
 
@@ -60,6 +61,7 @@ def rows_times(
             mask = (deep < d)[:, None] & (columns < f)[None]
             return x, plgpu.load(place(w_ref, g, deep[:, None], columns[None]), mask=mask, other=0)
 
+        # The grid has as many blocks as there can be; those beyond what there are do nothing.
         @pl.when(count > 0)
         def _() -> None:
             sums = _summed(pl.cdiv(d, DEEP), read, (high, WIDE))
@@ -100,6 +102,7 @@ def by_group(x_md: Array, g_mf: Array, rows_e: Array, *, interpret: bool) -> Arr
             mask = inside & (deep < d)[None]
             x = plgpu.load(place(x_ref, at[:, None], deep[None]), mask=mask, other=0)
             mask = inside & (columns < f)[None]
+            # Rows are summed over, so they become the inner axis of the first factor.
             return x.T, plgpu.load(place(g_ref, at[:, None], columns[None]), mask=mask, other=0)
 
         sums = _summed(pl.cdiv(count, DEEP), read, (WIDE, WIDE))

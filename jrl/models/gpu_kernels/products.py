@@ -67,6 +67,7 @@ def few_rows(x_sd: Array, weight: Weight, *, interpret: bool = False) -> Array:
     """
     (s, d), n = x_sd.shape, weight.values.shape[1]
     parts, deep = 1, _DEEP if d % _DEEP == 0 else _LEAST_DEEP
+    # Doubled until the GPU is full, as long as each part still reads whole blocks of inputs.
     while n // _WIDE * parts < _ENOUGH and d % (2 * parts * deep) == 0 and parts < 8:
         parts *= 2
 
@@ -76,6 +77,8 @@ def few_rows(x_sd: Array, weight: Weight, *, interpret: bool = False) -> Array:
         sums = _accumulated(x_ref, w_ref, at, part * (d // parts), d // parts, s, deep)
         if weight.scales is not None:
             sums = sums * plgpu.load(place(refs[0], at))[None]
+        # There are 16 rows at least, and S may be fewer. The second condition always holds: a mask
+        # must have the shape of what is stored.
         rows = jnp.arange(sums.shape[0])[:, None]
         out = place(refs[-1], part, rows, at[None])
         plgpu.store(out, sums, mask=(rows < s) & (at[None] >= 0))
@@ -85,6 +88,7 @@ def few_rows(x_sd: Array, weight: Weight, *, interpret: bool = False) -> Array:
         kernel,
         grid=(n // _WIDE, parts),
         out_shape=jax.ShapeDtypeStruct((parts, s, n), jnp.float32),
+        # Four blocks of the weight are under way at a time: programs wait for memory alone.
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=4),
         interpret=interpret,
         name="few_rows",
@@ -120,9 +124,11 @@ def gated(
         sums = _accumulated(x_ref, w_ref, at, 0, d, s, _LEAST_DEEP)
         if weight.scales is not None:
             sums = sums * plgpu.load(place(refs[0], at))[None]
+        # Triton cuts no piece out of a block, so each half is summed out of both under a mask.
         pair = sums.reshape(-1, 2, PAIRED)
         second = jax.lax.broadcasted_iota(jnp.int32, pair.shape, 1)
         gate, up = (jnp.where(second == n, pair, 0.0).sum(1) for n in (0, 1))
+        # Rounded where the plain functions round: products first, then what the activation gives.
         gate, up = (x.astype(dtype).astype(jnp.float32) for x in (gate, up))
         gate = activation(gate).astype(dtype).astype(jnp.float32)
         rows = jnp.arange(gate.shape[0])[:, None]
@@ -145,18 +151,21 @@ def _accumulated(
     x_ref: Any, w_ref: Any, columns: Array, start: Any, inputs: int, s: int, deep: int
 ) -> Array:
     """Sums over some inputs of x times some columns of the weight, [S or more, n]."""
+    # Fewer than 16 rows are no product for the matrix units; those beyond S are zeros.
     rows = jnp.arange(max(power(s), LEAST))[:, None]
 
     def block(j: Any, sums: Array) -> Array:
         at = start + j * deep + jnp.arange(deep)
         x = plgpu.load(place(x_ref, rows, at[None]), mask=(rows < s) & (at[None] >= 0), other=0)
         w = plgpu.load(place(w_ref, at[:, None], columns[None]))
+        # Memory sends 8 bits, and the matrix units get 16: a block is converted as it comes.
         w = _halves(w) if is_float8 else w
         return sums + plgpu.dot(x, w.astype(x.dtype))
 
     is_float8 = w_ref.dtype == jnp.float8_e4m3fn
     begin = jnp.zeros((rows.shape[0], columns.shape[0]), jnp.float32)
     sums = jax.lax.fori_loop(0, inputs // deep, block, begin)
+    # A power of two, so it may come once, behind the sum.
     return sums * _PER_HALF if is_float8 else sums
 
 
@@ -199,6 +208,7 @@ def added_norm(
       interpret: see ``attend_cache``.
     """
     s, d = x_sd.shape
+    # A program has a whole row, so that the sum and its norm take one pass over memory.
     wide, parts = power(d), out_nsd.shape[0]
 
     def kernel(x_ref: Any, out_ref: Any, w_ref: Any, sum_ref: Any, normed_ref: Any) -> None:
@@ -211,6 +221,7 @@ def added_norm(
         out = [read(out_ref, i, 0).astype(jnp.float32) for i in range(parts)]
         x = read(x_ref, 0) + functools.reduce(jnp.add, out).astype(x_sd.dtype)
         plgpu.store(place(sum_ref, 0, columns), x, mask=mask)
+        # Of the rounded sum, as the plain norm reads it from memory.
         x32, w = x.astype(jnp.float32), read(w_ref).astype(jnp.float32)
         scale = jax.lax.rsqrt((x32 * x32).sum(0) / d + eps)
         normed = (x32 * scale * (1.0 + w if plus_one else w)).astype(x.dtype)

@@ -62,6 +62,7 @@ def _forward(
         cos, sin = _turn(refs[-3], refs[-2], rows, x_nhd, cos_mr)
         if weight is not None:
             scale, w = _scale(how, x, x_nhd), _weight(how, refs[0], x_nhd)
+            # In two halves from here on: rotation takes number i with number i + h / 2.
             x = _rounded((x[0] * scale * w[0], x[1] * scale * w[1]), x_nhd)
         out = x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin
         _store(refs[-1], rows, out, x_nhd)
@@ -87,11 +88,14 @@ def _backward(how: Norm, kept: tuple, g_nhd: Array) -> tuple[Array, Array | None
         x, w = _halves(x_ref, rows, x_nhd), _weight(how, refs[0], x_nhd)
         scale = _scale(how, x, x_nhd)
         by_weight = back[0] * w[0], back[1] * w[1]
+        # The scale depends on all numbers of a head: its part of the gradient points along x.
         along = (by_weight[0] * x[0] + by_weight[1] * x[1]).sum(1)[:, None] / size
         pull = scale * scale * scale * along
         dx = scale * by_weight[0] - x[0] * pull, scale * by_weight[1] - x[1] * pull
         _store(refs[3], rows, dx, x_nhd)
         for i in (0, 1):
+            # A program writes its own sums of the weight's gradient, added up behind the kernel:
+            # atomic additions would end in another order each time.
             part = (back[i] * x[i] * scale).sum(0)
             columns = i * (size // 2) + jnp.arange(size // 2)
             plgpu.store(place(refs[4], pl.program_id(0), columns), part)
@@ -150,6 +154,7 @@ def _store(ref: Any, rows: Array, halves: Halves, x_nhd: Array) -> None:
 
 def _turn(cos_ref: Any, sin_ref: Any, rows: Array, x_nhd: Array, cos_mr: Array) -> Halves:
     """Cosines and sines of the tokens of some heads."""
+    # Unmasked: rows beyond the last get the angles of other tokens, and are never stored.
     token, columns = rows // x_nhd.shape[1] % cos_mr.shape[0], jnp.arange(cos_mr.shape[1])[None]
     cos, sin = (plgpu.load(place(ref, token, columns)) for ref in (cos_ref, sin_ref))
     return cos, sin

@@ -210,6 +210,23 @@ def test_upo_trains_on_pairs_that_most_passes_order_alike():
     assert left_out
 
 
+def test_upo_s_passes_are_the_parts_without_weight_where_one_ranks():
+    """Two passes that agree beside a reward model, and one that contradicts it."""
+    d, objective = two(0, n=3), get_method("upo", share=1.0).objective
+    ranks = np.array([[1.0, 0.0]] * 3)
+    passes = np.array([[[2.0, 1.0], [0, 0]], [[-2.0, -1.0], [0, 0]], [[3.0, -1.0], [0, 0]]])
+    parts = np.concatenate([ranks[..., None], passes], axis=2).astype(np.float32)
+
+    def left(weights):
+        batch = as_batch(d).replace(rewards=jnp.asarray(parts), reward_weights=jnp.array(weights))
+        edited = compute_advantages(objective, batch, objective.init())[1]
+        return np.asarray(edited.members.any(axis=1)).tolist()
+
+    assert left([1.0, 0.0, 0.0]) == [True, False, True]
+    d.rewards = parts  # where all have a weight, all are passes: the second ranks by the sum
+    assert left([1.0, 1.0, 1.0]) == [True, True, True]
+
+
 def test_upo_may_leave_out_uncertain_pairs():
     def reference(d, frozen):
         sure = [(w, l) for (w, l), c in certainties(d) if 1 - (1 - c) / np.log(2) >= 0.97]
