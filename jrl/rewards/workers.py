@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
-import os
 import pickle
 import queue
 import statistics
@@ -44,8 +43,10 @@ _START_SECONDS = 600
 _SLOW_SECONDS, _SLOW_TIMES, _SEEN = 1.0, 4, 8
 """A call is slow after this time, and this multiple of the median of the last calls, once so many
 have ended."""
-_MOST_SLOW = 16
-"""Slow calls that hold up no other, at most, on a machine that has four times as many cores."""
+_BESIDE = 8
+"""Slow calls that hold up no other, or ``count`` where that is more. Limits are of wall time, so those
+that hang waste less of the processor when they hang together.
+"""
 
 _PRINTED = 1 << 14
 """Bytes that workers may print while one batch is judged; the rest is dropped."""
@@ -121,7 +122,7 @@ class Workers:
         self._warden: subprocess.Popen[bytes] | None = None
         self._failed_starts, self.printed = 0, 0
         self._seconds: deque[float] = deque(maxlen=64)  # of the last calls
-        self._beside = max(count, min((os.cpu_count() or 1) // 4, _MOST_SLOW))
+        self._beside = max(count, _BESIDE)
         self._measured, self._measure = 0.0, False  # when memory was last looked at; whether to now
         # A new call must not wait for the next look.
         self._woken, self._waker = multiprocessing.Pipe(duplex=False)
