@@ -44,9 +44,8 @@ _SLOW_SECONDS, _SLOW_TIMES, _SEEN = 1.0, 4, 8
 """A call is slow after this time, and this multiple of the median of the last calls, once so many
 have ended."""
 _BESIDE = 8
-"""Slow calls that hold up no other, or ``count`` where that is more. Limits are of wall time, so those
-that hang waste less of the processor when they hang together.
-"""
+"""Slow calls that hold up no other, or ``count`` where that is more. Limits are of wall time, so
+those that hang waste less of the processor when they hang together."""
 
 _PRINTED = 1 << 14
 """Bytes that workers may print while one batch is judged; the rest is dropped."""
