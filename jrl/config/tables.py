@@ -215,6 +215,12 @@ class SamplingTable(Table):
         " Per device if the mesh shards only the batch and weights are gathered for sampling",
         ge=0,
     )
+    draws: int = key(
+        1,
+        "parts that a step's prompts in text are sampled in, one after the other: reward functions"
+        " and judges read one part while the next is sampled",
+        ge=1,
+    )
     int8: Annotated[
         tuple[Literal["weights", "cache"], ...],
         AfterValidator(_once),

@@ -201,6 +201,7 @@ def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Sourc
         lines=line_ends(run.tokenizer, run.network.vocab_size) if by_line else (),
         steps=config.train.steps,
         free=_free(program),
+        draws=config.sampling.draws,
     )
 
 

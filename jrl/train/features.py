@@ -98,6 +98,8 @@ TABLE: tuple[Feature, ...] = (
         *("likelihood", "several processes, placement, sampling mesh, several policies"),
         "it is scored on the mesh of training, in one process, by one policy",
     ),
+    _needs("draws", "text", "only there rewards are computed after a part and before the next"),
+    _forbids("draws", "search", "it samples all prompts together"),
     _forbids("search", "token rewards", "a search goes by one number for a path"),
     _forbids("search", "own reward of a task", "a search on a task goes by verify and partial"),
     # -- rounds, replay, problems that are chosen or written
@@ -164,6 +166,7 @@ WITHOUT: Mapping[str, str] = {
     "demonstrations": "choose a method that draws its own completions",
     "demonstrations beside": "choose another method",
     "device environment": "use a task, data.train, or data.env = FILE.py:function",
+    "draws": "set sampling.draws to 1",
     "dropped groups": "choose a method that keeps every group",
     "entropy bonus": "remove objective.entropy_coef",
     "expert": "set objective.round_steps to 0",
@@ -209,6 +212,7 @@ WITH: Mapping[str, tuple[str, str]] = {
     "fork": ("HostEnv.fork", "use an environment whose state can be copied"),
     "records": ("data.train", "give it, with data.env = FILE.py:function for episodes"),
     "tree": ("sampled members", "choose a method that draws its own completions"),
+    "text": ("prompts in text without an environment", "give data.train alone"),
     "shared rows": ("a network that takes such rows", "use one of jrl.models.transformer"),
     "value network": (
         "a method with a value network",
@@ -314,6 +318,7 @@ def _config_features(config: Config) -> Features:
         "lora": (config.lora, "[lora]"),
         "placement": (config.placement, "[placement]"),
         "sampling mesh": (sampling.mesh and not config.placement, "[sampling.mesh]"),
+        "draws": (sampling.draws > 1, f"sampling.draws = {sampling.draws}"),
         "8 bits": (sampling.in_8_bits, " and ".join(_formats(sampling))),
         "router replay": (config.replays_routing, "objective.router_replay = true"),
         "router losses": (losses, " and ".join(f"objective.{k} = {objective[k]}" for k in losses)),

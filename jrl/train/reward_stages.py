@@ -22,6 +22,7 @@ from jrl.train.likelihood import Likelihood, make_likelihood
 from jrl.train.reward_parts import RunRewards
 from jrl.train.row_calls import EndsRows, RowCalls
 from jrl.train.sources import Around, Groups, Source
+from jrl.train.sources_text import TextSource
 from jrl.train.text_parts import TextParts
 from jrl.types import NOTHING, SILENT, Prompt, Rollout, opinions
 from jrl.types.asks import DrawRequest
@@ -248,16 +249,19 @@ def judged_parts(
     gives, functions = rewards.given_by("data"), rewards.given_by("function")
     gives = getattr(source, "parts", gives)  # an environment's go before functions of their name
     on_host, judges, calls = None, None, None
-    if type(run.kind) is TextKind:
-        gives = functions
-    elif functions and pool is not None:
+    if functions and pool is not None:
         on_host = HostJudge(pool, run.tokenizer, split, run.config.train.steps)
     if rewards.given_by("judge"):
         judges = judges_of(run, split)
     if episodes is not None and (on_host or judges):
         calls = RowCalls(on_host, judges)
         episodes.ended = calls.submit
-    if on_host is not None:
+    if isinstance(source, TextSource) and source.draws > 1 and (on_host or judges):
+        calls = RowCalls(on_host, judges)
+        source = source._replace(calls=calls)
+    if type(run.kind) is TextKind:
+        gives = functions  # the source judges by them itself
+    elif on_host is not None:
         stages.append(function_stage(on_host, prompts_seen(run), calls))
     if rewards.models:
         stages.append(model_stage(rewards))
@@ -269,7 +273,7 @@ def judged_parts(
     if names := rewards.given_by("likelihood"):
         parts = {name: make_likelihood(run, name) for name in names}
         stages.append(likelihood_stage(parts, prompts_seen(run)))
-    if not stages and not rewards.combined:
+    if not stages and not rewards.combined and calls is None:
         return source
     certain = (*(() if type(run.kind) is TextKind else gives), *rewards.models)
     names = tuple(rewards.weights)
