@@ -33,12 +33,16 @@ FAMILIES = {
     "preference_lists": "Labels and ranked lists",
     "preference_online": "Online preferences",
     "ranking": "Ranking",
+    "joint": "Policy and judge together",
     "rlhf": "RLHF",
     "sampling": "Choice of samples",
     "selection": "Choice of problems",
+    "spark": "A policy that learns to judge",
+    "stages": "Stages of a run",
     "structure": "Turns, steps and episodes",
     "token_credit": "Credit of tokens",
     "trees": "Trees",
+    "turns": "Rewards of turns",
 }
 """Family, the name of its module -> its heading; those used most first."""
 
