@@ -42,7 +42,6 @@ FAMILIES = {
     "structure": "Turns, steps and episodes",
     "token_credit": "Credit of tokens",
     "trees": "Trees",
-    "turns": "Rewards of turns",
 }
 """Family, the name of its module -> its heading; those used most first."""
 

@@ -4,7 +4,7 @@ import numpy as np
 from harness import check, clipped_loss, mean_over, members_of, ratio
 from steps import earned, paid, steps_of
 
-from jrl.zoo.methods.turns import igpo
+from jrl.zoo.methods.structure import igpo
 
 
 def normalised(values, eps=1e-6):
