@@ -20,6 +20,7 @@ PUBLISHED_FORMS = {
     "brpo": f"{_ZOO}:brpo",
     "capo": f"{_ZOO}:capo",
     "fapo": f"{_ZOO}:fapo",
+    "pta_plan": "jrl.zoo.rewards.plans:pta_plan",
     "reward_anything": f"{_ZOO}:reward_anything",
     "rlaif_v": f"{_ZOO}:rlaif_v",
 }

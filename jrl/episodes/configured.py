@@ -47,6 +47,7 @@ HOST_ENVS: Mapping[str, str] = {
     "foretell": "jrl.zoo.envs.foretell:foretell",
     "guided": f"{_PLAYERS}:guided",
     "gymnasium": f"{_ADAPTERS}.gymnasium:gymnasium",
+    "judged": "jrl.zoo.envs.judged:judged_env",
     "mcp": f"{_ADAPTERS}.mcp:mcp",
     "multi_hop": "jrl.zoo.envs.tool_questions:multi_hop",
     "openenv": f"{_ADAPTERS}.openenv:from_openenv",

@@ -34,7 +34,14 @@ from jrl.plan.lower import (
     lower_step,
     outputs,
 )
-from jrl.plan.memory import cache_bytes, remedies, state_bytes
+from jrl.plan.memory import (
+    MODELS,
+    cache_bytes,
+    judge_cache_bytes,
+    judge_model_bytes,
+    remedies,
+    state_bytes,
+)
 from jrl.plan.topology import (
     HOP_SECONDS,
     Topology,
@@ -122,7 +129,8 @@ class Plan(NamedTuple):
       topology: the slices.
       mesh: devices along each axis.
       programs: "resharding" (where the sampler has a mesh of its own), "sampler" (absent where the
-        method samples nothing) and "train_step".
+        method samples nothing) and "train_step"; and "judge", the memory while a judge on the
+        devices is asked.
       fits: whether all programs fit.
       remedies: changes that would make it fit; empty when it does.
       parameters: of the policy.
@@ -151,8 +159,12 @@ class Plan(NamedTuple):
 
     @property
     def step_seconds(self) -> float | None:
-        """The programs in turn, or in parallel on disjoint devices; None if one is unknown."""
-        times = [p.roofline_seconds for p in self.programs.values()]
+        """The programs in turn, or in parallel on disjoint devices; None if one is unknown.
+
+        How long judges take is not known.
+        """
+        timed = (p for name, p in self.programs.items() if name != "judge")
+        times = [p.roofline_seconds for p in timed]
         together = sum if self.rollout_mesh is None else max
         times_known = [t for t in times if t is not None]
         return None if None in times else float(together(times_known)) + self.move_seconds
@@ -342,9 +354,7 @@ def _programs(
         took, platform = time.perf_counter() - began, topology.chip.platform
         about = compile_estimate(name, took, effort, platform)
         echo(f"compiling {name} for {topology.name} ({about}) ...")
-        state = held_bytes if placement == "colocated" or name == "train_step" else {}
-        if name != "train_step" and placement != "colocated":
-            state = {"weights": held_bytes["weights"]}
+        state = resident_bytes(held_bytes, judge_model_bytes(run), name, placement)
         compiled, seconds = _compiled(lowered, effort_options(effort), name, topology)
         if isinstance(compiled, str):
             programs[name] = _out_of_memory(compiled, run, name, state, seconds)
@@ -354,6 +364,36 @@ def _programs(
         programs[name] = _measured(compiled, run, topology, name, state, seconds)
         programs[name] = programs[name]._replace(effort=effort)
     return programs
+
+
+def resident_bytes(
+    state: Mapping[str, float], models: Mapping[str, float], name: str, placement: str
+) -> dict[str, float]:
+    """Bytes on a chip of what stays while a program runs, by part.
+
+    Args:
+      state: of training.
+      models: of judges and reward models, which are where the sampler is.
+      name: of the program.
+      placement: as in ``make_plan``.
+    """
+    if placement == "colocated":
+        return {**state, **models}
+    return dict(state) if name == "train_step" else {"weights": state["weights"], **models}
+
+
+def judge_program(run: build.Run, topology: Topology) -> dict[str, Program]:
+    """What a chip holds while a judge is asked, between sampler and training step, by "judge".
+
+    Keys and values beside what stays; activations are not counted. {} without a judge on the
+    devices.
+    """
+    if not (cache := judge_cache_bytes(run)):
+        return {}
+    sizes = {**state_bytes(run), **judge_model_bytes(run), "cache": cache}
+    sizes["total"] = sum(sizes.values())
+    fits = sizes["total"] <= topology.chip.hbm_bytes
+    return {"judge": Program(sizes, fits, None, None, None, None, None, 0.0)}
 
 
 def compile_estimate(
@@ -412,6 +452,7 @@ def effort_options(effort: float) -> dict[str, Any] | None:
 
 def judged(run: build.Run, topology: Topology, programs: dict[str, Program]) -> Plan:
     """The plan of these programs: whether they fit, and what would make them fit."""
+    programs = programs | judge_program(run, topology)
     changes = [r for n, p in programs.items() for r in remedies(run, topology, n, p.bytes_per_chip)]
     prompts, group, length = abstract_batch(run).tokens.shape
     return Plan(
@@ -448,7 +489,7 @@ def _out_of_memory(
 def _arguments(run: build.Run, name: str, state: Mapping[str, float]) -> dict[str, float]:
     """Bytes of what a program is given, by part."""
     if name == "train_step":
-        return dict(state)
+        return {part: size for part, size in state.items() if part not in MODELS}
     if name == "sampler" and run.config.sampling.mesh and drawing_mesh(run) != run.mesh:
         return {"prepared": prepared_size(run)}
     return {"weights": state["weights"]}

@@ -10,14 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from jrl.config import Config
-from jrl.plan.compile import Plan, Program, abstract_run_on, judged, prepared_size, wanted_programs
+from jrl.plan.compile import (
+    Plan,
+    Program,
+    abstract_run_on,
+    judged,
+    prepared_size,
+    resident_bytes,
+    wanted_programs,
+)
 from jrl.plan.estimate import (
     Training,
     resharding_seconds,
     sampling_times,
     training_times,
 )
-from jrl.plan.memory import cache_bytes, state_bytes
+from jrl.plan.memory import MODELS, cache_bytes, judge_model_bytes, state_bytes
 from jrl.plan.topology import Topology
 from jrl.plan.useful import floor_seconds, model_flops
 from jrl.train import build
@@ -54,12 +62,11 @@ def counted_plan(
     """
     del echo, effort
     run = abstract_run_on(config, topology)
-    state = state_bytes(run)
+    state, models = state_bytes(run), judge_model_bytes(run)
     sampler = train_sampler(run)
     programs: dict[str, Program] = {}
     for name in wanted_programs(placement):
-        alone = placement != "colocated" and name != "train_step"
-        here = {"weights": state["weights"]} if alone else state
+        here = resident_bytes(state, models, name, placement)
         if name == "train_step":
             programs[name] = _training(run, topology, here)
         elif name == "resharding" and isinstance(sampler, ReshardedSampler):
@@ -72,7 +79,8 @@ def counted_plan(
 def _training(run: build.Run, topology: Topology, state: dict[str, float]) -> Program:
     config = run.config
     options = Training(dict(run.mesh.shape.items()), config.model.remat, config.train.microbatches)
-    temporaries = max(counted_bytes(run) - sum(state.values()), 0.0)
+    trained = sum(size for part, size in state.items() if part not in MODELS)
+    temporaries = max(counted_bytes(run) - trained, 0.0)
     sizes = {**state, "temporaries": temporaries}
     times = training_times(config, run.shape, topology, options)
     return _program(run, topology, "train_step", sizes, times)

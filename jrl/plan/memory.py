@@ -16,10 +16,17 @@ from jrl.train.gather import (
     slots_on_chip,
     token_bytes,
 )
+from jrl.train.held_models import HeldModel, held_models
 from jrl.train.programs import abstract_state, drawing_mesh, held_bytes
 from jrl.train.score import policy_of
 
 GIB = 1 << 30
+
+
+MODELS = ("judges", "reward_models")
+"""Parts of a chip's memory that are models of rewards."""
+STAYS = ("weights", "value", "optimizer", "frozen", *MODELS)
+"""Parts of a chip's memory that stay through a step."""
 
 
 def state_bytes(run: build.Run) -> dict[str, float]:
@@ -34,6 +41,25 @@ def state_bytes(run: build.Run) -> dict[str, float]:
         "frozen": held_bytes(state.frozen) - (policy - trained),
     }
     return {name: value for name, value in parts.items() if value}
+
+
+def held_models_of(run: build.Run) -> list[HeldModel]:
+    """The judges and reward models that a run holds beside its policy."""
+    return held_models(run.config, run.rewards, run.shape)
+
+
+def judge_model_bytes(run: build.Run) -> dict[str, float]:
+    """Bytes on one chip of the weights of judges and reward models, which stay all the while."""
+    axes, parts = dict(run.mesh.shape.items()), dict.fromkeys(MODELS, 0.0)
+    for model in held_models_of(run):
+        parts["reward_models" if model.judge is None else "judges"] += model.weight_bytes(axes)
+    return {name: value for name, value in parts.items() if value}
+
+
+def judge_cache_bytes(run: build.Run) -> float:
+    """Bytes on one chip of a judge's keys and values while it is asked; 0 without judges."""
+    axes = dict(run.mesh.shape.items())
+    return max((model.cache_bytes(axes) for model in held_models_of(run)), default=0.0)
 
 
 def cache_bytes(run: build.Run) -> float:
@@ -58,7 +84,7 @@ def remedies(
     Args:
       run: the run, on its mesh.
       topology: the slices.
-      name: "resharding", "sampler" or "train_step".
+      name: "resharding", "sampler", "judge" or "train_step".
       sizes: the program's ``bytes_per_chip``.
     """
     config, limit = run.config, topology.chip.hbm_bytes
@@ -66,7 +92,12 @@ def remedies(
     if over <= 0:
         return []
     lines = [f"{name}: {over / GIB:.1f} GiB too much on each chip"]
-    stays = sum(sizes.get(k, 0.0) for k in ("weights", "value", "optimizer", "frozen"))
+    if name == "judge":
+        return [
+            *lines,
+            "lower at_once or max_prompt_tokens of the judge, or name a server with url",
+        ]
+    stays = sum(sizes.get(k, 0.0) for k in STAYS)
     if stays > 0.9 * limit:
         sharded = run.mesh.shape["fsdp"] * run.mesh.shape["tensor"] * run.mesh.shape["expert"]
         if sharded < topology.chips:
@@ -76,6 +107,9 @@ def remedies(
             )
         factor = stays / (0.6 * limit)
         bigger = larger(topology, topology.chips / topology.slices * factor)
+        if held := [part for part in MODELS if sizes.get(part)]:
+            size = sum(sizes[part] for part in held) / GIB
+            lines.append(f"{' and '.join(held).replace('_', ' ')} take {size:.1f} GiB of it")
         if bigger is not None and topology.slices == 1:
             lines.append(f"the state fits on {bigger} with mesh.fsdp over all its chips")
         else:

@@ -13,6 +13,7 @@ _WORDS = {
     "resharding": "resharding of the weights for the sampler",
     "train_step": "training step",
     "sampler": "sampler",
+    "judge": "while a judge is asked",
 }
 _PARTS = {
     "prepared": "gathered copy for sampling",
@@ -20,6 +21,8 @@ _PARTS = {
     "value": "value network",
     "optimizer": "optimizer moments",
     "frozen": "frozen policies",
+    "judges": "judges",
+    "reward_models": "reward models",
     "cache": "cache of keys and values",
     "program": "code",
 }
@@ -121,6 +124,9 @@ def _program(name: str, program: Program, topology: Topology, tokens: float) -> 
     for part, size in program.bytes_per_chip.items():
         if part != "total":
             yield f"  {_PARTS.get(part, part):<33} {size / GIB:8.3f} GiB"
+    if name == _WORDS["judge"]:
+        yield "  counted: its activations and its time are not known"
+        return
     if program.layers:
         yield f"  extrapolated from programs of {' and '.join(map(str, program.layers))} layers"
     if program.counted:

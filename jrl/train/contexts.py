@@ -2,7 +2,9 @@
 
 A group has one prompt. With a member whose context is another one, the prompt becomes what both
 begin with, and the rest of each prompt stands before the member's completion, where nobody drew it:
-mask False, version -1. Every objective works on such rows, as on those of an environment.
+mask False, version -1. A group that was asked for under a context has it for its prompt; what is
+longer than prompts are stands before its completions likewise. Every objective works on such rows,
+as on those of an environment.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jrl.train.groups import PlacedGroups
+from jrl.train.groups import EMPTY, PlacedGroups
 from jrl.train.members import numbers
 from jrl.types import Rollout, StopReason
 from jrl.types.asks import Asks
@@ -45,8 +47,14 @@ def in_common(
     tickets = np.asarray(ask.ticket)
     for a in np.flatnonzero(present.any(axis=1)).tolist():
         n = int(tickets[a]) - base
-        prompt = prompts[n, : lengths[n]]
         context = np.asarray(ask.context.ids[a, : ask.context.lengths[a]], np.int32)
+        if groups.ticket[n] == EMPTY:  # a group of its own, whose prompt the context is
+            size = min(len(context), prompts.shape[1])
+            prompts[n, :size] = context[:size]
+            theirs.prepend(a, context[size:])
+            lengths[n], opened[a], opened_lengths[a] = size, prompts[n], size
+            continue
+        prompt = prompts[n, : lengths[n]]
         size = _common(prompt, context)
         room = width - groups.rollout.lengths[n].max(initial=0)
         if len(prompt) - size > room:  # the others' rows would not hold the rest of their prompt

@@ -1,9 +1,9 @@
 """What the sizes of a run take of memory at the least, checked before anything is compiled.
 
-Counted are arrays that exist in every run of such sizes: weights, completions, and the keys and
-values of those that are decoded at a time. Activations, gradients and copies come on top, so what
-is refused here could not run, and what passes may still be too large; ``jrl plan`` measures
-programs.
+Counted are arrays that exist in every run of such sizes: weights, also of judges and reward models,
+completions, and the keys and values of those that are decoded at a time. Activations, gradients and
+copies come on top, so what is refused here could not run, and what passes may still be too large;
+``jrl plan`` measures programs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jrl.config import Config
 from jrl.models.config import ModelConfig
 from jrl.system.memory import check_fits, host_bytes
 from jrl.train.gather import cached_tokens
+from jrl.train.held_models import held_models
 
 _TOKEN_BYTES = 4 + 4 + 4 + 1
 """Of a completion: its id, log-probability and policy version, and whether it is live."""
@@ -40,6 +41,7 @@ def check_training(run: Any) -> None:
     """
     config, draw = run.config, run.method.draw
     check_weights(run)
+    check_held_models(run)
     draws = draw.own and config.data.given is None
     group = config.sampling.group + draw.baseline_members if draws else 1
     setting = f"train.prompts = {config.train.prompts}"
@@ -61,16 +63,46 @@ def check_weights(run: Any, *, key: str = "", times: int = 1) -> None:
       key: what sets how many policies there are.
       times: as many.
     """
-    shapes = jax.eval_shape(run.network.init, jax.random.key(0))
-    lora, path = run.config.lora, run.config.model.path
-    least = 1 if lora is not None and lora.base == "int8" else 8
-    size = sum(
-        float(np.prod(x.shape)) * min(x.dtype.itemsize, least) for x in jax.tree.leaves(shapes)
-    )
+    path = run.config.model.path
     model = "model.config" if path is None else f"model.path = {path!r}"
     setting = f"{key} = {times}" if key else model
     remedy = f"lower {key}" if key else "choose a smaller model"
-    check_fits(f"{setting}: the weights", times * size, remedy, available=available_bytes())
+    needed = times * _policy_bytes(run)
+    check_fits(f"{setting}: the weights", needed, remedy, available=available_bytes())
+
+
+def check_held_models(run: Any) -> None:
+    """Raises a UserError where judges and reward models do not fit beside the policy's weights.
+
+    Judges are asked one after the other, so that the largest of their caches counts.
+
+    Args:
+      run: from ``build.bare_run``, before anything is loaded.
+    """
+    models = held_models(run.config, run.rewards, run.model)
+    if not models:
+        return
+    size = sum(model.weight_bytes() for model in models)
+    cache = max(model.cache_bytes() for model in models)
+    parts = " and ".join(f"rewards.{model.part}" for model in models)
+    replies = " with the keys and values of a judge's replies" if cache else ""
+    remedy = "choose smaller models" + (", lower at_once, or name a server with url" * bool(cache))
+    check_fits(
+        f"{parts}: the weights beside the policy's{replies}",
+        _policy_bytes(run) + size + cache,
+        remedy,
+        available=available_bytes(),
+    )
+
+
+def _policy_bytes(run: Any) -> float:
+    """Bytes of the policy's weights, at the least those of an int8 base."""
+    shapes = jax.eval_shape(run.network.init, jax.random.key(0))
+    lora = run.config.lora
+    least = 1 if lora is not None and lora.base == "int8" else 8
+    return sum(
+        float(np.prod(x.shape)) * min(x.dtype.itemsize, least) for x in jax.tree.leaves(shapes)
+    )
 
 
 def check_evaluation(run: Any, keys: Sequence[str] = ("eval.problems", "eval.samples")) -> None:

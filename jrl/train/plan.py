@@ -10,7 +10,7 @@ for, ``traced_rounds`` the bounds, in a loop of one program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -51,11 +51,17 @@ class CollectState(struct.PyTreeNode):
 class Tools(Protocol):
     """What the kind of data offers to a plan."""
 
-    def solutions(self, asks: Asks) -> Tokens:
-        """The data's own solution of each entry of the first ask."""
+    def solutions(self, asks: Asks, number: int | None = None) -> Tokens:
+        """The data's own solution of each entry of the first ask, or the one of a number."""
 
     def hints(self, groups: PlacedGroups, level: Any, levels: int) -> Mapping[str, Any]:
         """Fields of an ask, [m] entries, that give hint number ``level`` of ``levels``."""
+
+    def samples(self, groups: PlacedGroups) -> list[list[Any]]:
+        """The members of groups as reward functions see them; of prompts in text alone."""
+
+    def contexts(self, questions: Sequence[str], most: int) -> tuple[Tokens, Any]:
+        """Prompts with questions of the plan's own, and which can be used; of text alone."""
 
 
 class Setting(NamedTuple):
@@ -379,25 +385,38 @@ def host_rounds(
     # Also in a step without hints, so that all steps are one program.
     tokens = plan.tokens if setting.contexts else 0
     groups, counts = widened(groups, groups.use.shape[0], columns, tokens), dict(counts)
+    again = 0
     for number in range(1, plan.rounds + 1):
         view = view_of(number, collected, now, setting)
         asks = plan.next(setting.method.rewards(groups, view), view)
         if not asks or not bool(asked(asks)):
-            return groups, collected, counts, number - 1
+            return groups, _without(again, collected), counts, number - 1
         for part in requests(asks):
             state = base, now, setting, columns
+            names = part[0].ticket is None and part[0].row is not None
             part, prior, collected, used = _numbered(part, groups, collected, used, state)
             part, prior = _live_entries(*jax.device_get((part, prior)))
             if not part[0].entries:
                 continue
             drawn = jax.device_get(draw(part)._replace(subject=None))
+            if names:
+                again += int((np.asarray(part[0].count) > 0).sum())
             issued = int(np.asarray(collected.cursor)) - int(base)
             groups = widened(groups, max(issued, groups.use.shape[0]), columns)
             if part[0].keep and part[0].context is not None:
                 groups, drawn = in_common(groups, drawn, part, int(base))
             groups = _put(groups, drawn, part, prior, np.int32(number), int(base))
             counts = {n: counts.get(n, 0) + drawn.counts.get(n, 0) for n in counts | drawn.counts}
-    return groups, collected, counts, plan.rounds
+    return groups, _without(again, collected), counts, plan.rounds
+
+
+def _without(count: int, collected: CollectState) -> CollectState:
+    """What is carried, less tickets of problems that the plan named.
+
+    They are taken again in the next step: the data's order, which follows the tickets, would
+    otherwise pass over as many problems.
+    """
+    return collected.replace(cursor=np.asarray(collected.cursor - count, np.int32))
 
 
 def _live_entries(asks: Asks, prior: Mapping[str, Any]) -> tuple[Asks, dict[str, Any]]:

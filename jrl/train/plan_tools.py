@@ -1,4 +1,4 @@
-"""What the data offers to plans: its own solutions, and hints."""
+"""What the data offers to plans: its own solutions, hints, and questions about completions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import numpy as np
 
 from jrl.data.tasks import Task
 from jrl.errors import UserError
+from jrl.models.tokenizer import Tokenizer
+from jrl.rewards.base import Sample
 from jrl.train.build import Run, question_prompts
-from jrl.types import Array, Prompt, stream
+from jrl.types import Array, Prompt, StopReason, stream
 from jrl.types.asks import Asks, Tokens
 
 
@@ -28,8 +30,9 @@ class TaskTools(NamedTuple):
     task: Task
     key: Any
 
-    def solutions(self, asks: Asks) -> Tokens:
-        """The task's own solution of each entry of the first ask."""
+    def solutions(self, asks: Asks, number: int | None = None) -> Tokens:
+        """The task's own solution of each entry of the first ask, whatever the number."""
+        del number
         return _task_solutions(self.task, self.key, asks[0].row)
 
     def hints(self, groups: Any, level: Any, levels: int) -> Mapping[str, Any]:
@@ -74,6 +77,24 @@ def task_solution(task: Task, problem: Any) -> tuple[Array, Array, Array]:
     return tokens, length, tokens[length - 1] == task.stop_id
 
 
+def _of_several(prompt: Prompt, number: int | None) -> np.ndarray:
+    """A prompt's solution, or the one of a number: each ends with the token of the last one's end.
+
+    Raises:
+      UserError: it has not as many.
+    """
+    assert prompt.solution is not None
+    if number is None:
+        return prompt.solution
+    ends = np.flatnonzero(prompt.solution == prompt.solution[-1])
+    if number >= len(ends):
+        raise UserError(
+            f"prompt {prompt.id} has {len(ends)} solutions, and more are asked for; list as many in"
+            " the field that data.fields.solution names, or lower objective.demonstrations"
+        )
+    return np.split(prompt.solution, ends[:-1] + 1)[number]
+
+
 class TextTools(NamedTuple):
     """Solutions and hints of prompts in text.
 
@@ -83,18 +104,66 @@ class TextTools(NamedTuple):
       hinted: (prompt, hint) -> the token ids of the prompt with the hint in it; None where the data
         has none.
       key_of_hints: the field of a prompt's ``meta`` that holds its hints, a list of texts.
+      tokenizer: turns completions into text.
+      asked: (question) -> the token ids of a prompt with it; None where the data has none.
+      longest: tokens of the longest prompt.
     """
 
     prompts: Sequence[Prompt]
     limit: int
     hinted: Callable[[Prompt, str], np.ndarray] | None = None
     key_of_hints: str = "hints"
+    tokenizer: Tokenizer | None = None
+    asked: Callable[[str], np.ndarray] | None = None
+    longest: int = 0
 
-    def solutions(self, asks: Asks) -> Tokens:
+    def samples(self, groups: Any) -> list[list[Sample | None]]:
+        """[m][M]: the members that count in their groups, as reward functions see them.
+
+        Args:
+          groups: m of them, on the host. What a member was only shown is no part of its text.
+        """
+        assert self.tokenizer is not None
+        rollout, live = groups.rollout, np.asarray(groups.drawn())
+        listed: list[list[Sample | None]] = [[None] * live.shape[1] for _ in live]
+        for i, j in np.argwhere(live).tolist():
+            tokens = np.asarray(rollout.tokens[i, j])[np.asarray(rollout.mask[i, j])]
+            text = self.tokenizer.decode(tokens.tolist())
+            stop = StopReason(int(rollout.stop[i, j])).name.lower()
+            listed[i][j] = Sample(self.prompts[int(groups.row[i])], text, tokens, stop)
+        return listed
+
+    def contexts(self, questions: Sequence[str], most: int) -> tuple[Tokens, np.ndarray]:
+        """Prompts with these questions, by the run's template.
+
+        Args:
+          questions: in words of the policy's own.
+          most: tokens of the longest; also the width.
+
+        Returns:
+          (prompts [A, W], W the least of ``most`` and ``longest``; [A] bool, False for those that
+          are longer or that the tokenizer cannot write).
+        """
+        assert self.asked is not None
+        width, ids, usable = min(most, self.longest), [], []
+        for question in questions:
+            try:
+                tokens = self.asked(question)
+            except UserError:  # a completion with characters that the tokenizer does not have
+                tokens = np.zeros(0, np.int32)
+            usable.append(0 < len(tokens) <= width)
+            ids.append(tokens if usable[-1] else np.ones(1, np.int32))
+        return padded(ids, width), np.array(usable, bool)
+
+    def solutions(self, asks: Asks, number: int | None = None) -> Tokens:
         """The data's own solution of each entry of the first ask.
 
+        Args:
+          asks: of the step so far.
+          number: of several that a prompt has, from 0 on; None for its only one.
+
         Raises:
-          UserError: a prompt has none.
+          UserError: a prompt has none, or not as many.
         """
         solutions = []
         for row in np.asarray(asks[0].row).tolist():
@@ -104,7 +173,7 @@ class TextTools(NamedTuple):
                     f"prompt {prompt.id} has no solution to learn from; name the field that holds "
                     "it in data.fields.solution"
                 )
-            solutions.append(prompt.solution)
+            solutions.append(_of_several(prompt, number))
         return padded(solutions, self.limit)
 
     def hints(self, groups: Any, level: Any, levels: int) -> Mapping[str, Any]:

@@ -25,8 +25,9 @@ from jrl.methods.curriculum import Curriculum, Outcome, Query, Table
 from jrl.methods.domains import Choice, Switch
 from jrl.methods.edit import EditView
 from jrl.methods.plan import StepView
+from jrl.rewards.base import Sample
 from jrl.train.groups import PlacedGroups, widened
-from jrl.types import STATISTICS, Batch, Rollout
+from jrl.types import STATISTICS, Batch, Prompt, Rollout
 from jrl.types.asks import Tokens
 
 N, G, T, R, V = 2, 4, 5, 3, 7
@@ -77,9 +78,16 @@ ONLY_WITH = {
 def everything():
     """A batch with all labels and statistics that anything reads."""
     shape = (N, G, T)
-    labels = ("turn", "step", "state", "node", "item")
+    labels = ("turn", "step", "state", "node", "item", "solution_step")
     by_member = ("tie_breaker", "stratum", "episode", "answer", "pass")
-    by_member += ("predicted_tokens", "predicted_passes")
+    by_member += (
+        "predicted_tokens",
+        "predicted_passes",
+        "role",
+        "outcome",
+        "verdicts",
+        "verified_steps",
+    )
     ids = {name: jnp.zeros(shape, jnp.int32) for name in labels}
     ids |= {name: jnp.zeros((N, G), jnp.int32) for name in by_member}
     ids |= {name: jnp.zeros(N, jnp.int32) for name in ("prompt", "ask", "goal")}
@@ -139,6 +147,8 @@ def of_statistic(statistic):
     mask = jnp.ones(T, bool)
     if statistic.over == "hidden":
         return traced(statistic.apply, jnp.zeros((T, 3)), mask)
+    if statistic.over == "values":
+        return traced(statistic.apply, jnp.zeros(8))
     lags = jnp.arange(T)[:, None] - jnp.arange(T + 2)[None] + 2
     return traced(statistic.apply, jnp.zeros((20, T, T + 2)), lags, mask)
 
@@ -209,6 +219,15 @@ class Hints:
         lengths = jnp.full(N, 7 * level // levels, jnp.int32)
         return {"prefix": Tokens(jnp.zeros((N, 7), jnp.int32), lengths)}
 
+    def samples(self, groups):
+        prompts = [Prompt(i, f"q{i}", np.zeros(1, np.int32), "1") for i in range(N)]
+        return [[Sample(p, str(j), np.zeros(1), "length") for j in range(G)] for p in prompts]
+
+    def contexts(self, questions, most):
+        texts = [np.frombuffer(q.encode()[:200].ljust(200), np.uint8) for q in questions]
+        ids = np.array(texts, np.int32)
+        return Tokens(ids, np.full(len(ids), 200, np.int32)), np.ones(len(ids), bool)
+
 
 def placed_groups():
     """Groups as plans and edits see them."""
@@ -220,7 +239,8 @@ def placed_groups():
     )
     zeros, numbers = jnp.zeros((N, G), jnp.int32), jnp.arange(N)
     labels = {"prompt": numbers}, {}, {}, numbers, numbers, zeros, zeros == 0, zeros
-    return PlacedGroups(rollout, jnp.zeros((N, G, R)), jnp.ones(R), *labels)
+    rewards = jnp.broadcast_to(jnp.linspace(0, 1 / R, G)[None, :, None], (N, G, R))
+    return PlacedGroups(rollout, rewards, jnp.ones(R), *labels)
 
 
 def step_view():
@@ -232,7 +252,12 @@ def of_plan(plan):
     view = step_view()
     further = None
     if plan.next is not None:
-        further = traced(lambda groups: plan.next(groups, view), placed_groups())
+        try:
+            further = traced(lambda groups: plan.next(groups, view), placed_groups())
+        except jax.errors.TracerArrayConversionError:  # it reads texts
+            views = [view._replace(step=np.int32(step)) for step in range(30)]
+            asks = [plan.next(placed_groups(), v) for v in views]
+            further = jax.tree.map(lambda x: np.asarray(x).tolist(), asks)
     policies = [(p.name, [p.version(step) for step in range(9)]) for p in plan.policies]
     bounds = plan.rounds, plan.members(8), plan.prompts(8), plan.tokens
     estimate = None if plan.estimate is None else traced(plan.estimate, jnp.zeros(2))

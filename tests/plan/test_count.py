@@ -8,7 +8,7 @@ from tpu_programs import needs_libtpu
 from typer.testing import CliRunner
 
 from jrl.cli.app import app
-from jrl.config import load_config
+from jrl.config import build_config, load_config
 from jrl.errors import UserError
 from jrl.plan import as_text, counted_plan, parse_topology
 from jrl.plan import compile as plan
@@ -48,6 +48,44 @@ def test_a_mesh_for_another_slice_names_the_option():
     config, _ = pod("pod_8b_v6e")
     with pytest.raises(UserError, match=r"fsdp 64.*64 chips.*v5e:4x4 has 16.*--topology v5e:8x8"):
         counted_plan(config, parse_topology("v5e:4x4"))
+
+
+@needs_libtpu
+def test_judges_and_reward_models_stay_on_every_chip(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "_compiled", None)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "head_dim": 64}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 512}
+    sizes |= {"max_position_embeddings": 4096, "model_type": "qwen3"}
+    for name, head in (("judge", "CausalLM"), ("reward", "SequenceClassification")):
+        (tmp_path / name).mkdir()
+        raw = sizes | {"architectures": [f"Qwen3For{head}"], "id2label": {"0": "good"}}
+        (tmp_path / name / "config.json").write_text(json.dumps(raw))
+    parts = {"model": {"function": "model", "path": str(tmp_path / "reward")}}
+    parts["good"] = {"function": "judge", "model": str(tmp_path / "judge"), "at_once": 6}
+    model = dict.fromkeys(("layers", "heads", "kv_heads"), 1)
+    model |= {"embed_dim": 128, "head_dim": 128, "mlp_dim": 256, "vocab_size": 512}
+    tables = {"method": "reinforce", "mesh": {"fsdp": 4}, "train": {"prompts": 4}}
+    tables |= {"model": {"config": model | {"max_length": 256}, "dtype": "bfloat16"}}
+    tables |= {"data": {"max_prompt_tokens": 16}, "sampling": {"max_new_tokens": 16}}
+    topology = parse_topology("v5e:2x2")
+    without = counted_plan(build_config(tables), topology)
+    counted = counted_plan(build_config(tables | {"rewards": {"math": {}, **parts}}), topology)
+    held = [counted.programs[name].bytes_per_chip for name in ("sampler", "train_step", "judge")]
+    for part in ("judges", "reward_models"):
+        (size,) = {each[part] for each in held}
+        assert size > 0
+    # 6 replies on 4 chips; keys and values of 2 layers, 2 heads of 64, 16 bits
+    assert held[2]["cache"] == 2 * (2048 + 512) * 2 * 2 * 2 * 64 * 2
+    for name, each in zip(("sampler", "train_step"), held, strict=False):
+        more = each["total"] - without.programs[name].bytes_per_chip["total"]
+        assert more == each["judges"] + each["reward_models"]
+    assert "judge" not in without.programs
+    assert counted.step_seconds == without.step_seconds
+    assert "while a judge is asked: " in as_text(counted)
+    monkeypatch.setattr(plan, "judge_cache_bytes", lambda run: 1e11)
+    small = counted_plan(build_config(tables | {"rewards": {"math": {}, **parts}}), topology)
+    assert not small.programs["judge"].fits
+    assert any("lower at_once" in line for line in small.remedies)
 
 
 def test_the_time_of_compiling_follows_from_that_of_lowering():

@@ -1,8 +1,10 @@
 """Sizes that cannot fit in memory are refused before anything compiles, all by one check."""
 
+import json
 import pathlib
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,11 +16,14 @@ from jrl.evaluate import evaluate_run, sample_run
 from jrl.evaluate.search import search_run
 from jrl.evaluate.statistics import pass_at_k
 from jrl.models.config import ModelConfig
+from jrl.models.transformer import transformer
 from jrl.run.compare import compare
 from jrl.serving.launch import served_policy
 from jrl.train import build
 from jrl.train import memory_check as fits
+from jrl.train.held_models import UNDIVIDED, held_models
 from jrl.train.kinds import EpisodeKind, kind_of
+from jrl.train.reward_parts import parts_of
 from jrl.zoo.tools.reproducibility import measure_drift
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
@@ -27,6 +32,7 @@ TASK = (
     "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
 )
 MANY = 2_000_000_000
+KEY = jax.random.key(0)
 TOO_LARGE = {
     f"train.prompts={MANY}": f"train.prompts = {MANY} with sampling.group = 8, 6 + 6 tokens each",
     f"eval.problems={MANY}": f"eval.problems = {MANY} with eval.samples = 1,",
@@ -118,3 +124,74 @@ def test_all_contexts_of_an_episode_are_counted(monkeypatch):
         run = space(config=config, kind=EpisodeKind(config), width=8, model=None)
         fits._check(run, "train.prompts = 2 with sampling.group = 4", 2, 4)
     assert sizes[1] - sizes[0] == 2 * 4 * (2 * 10) * fits._TOKEN_BYTES
+
+
+JUDGE = "function='judge', form='yes_no', template='{completion}', max_prompt_tokens=40"
+JUDGE += ", max_tokens=24"
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory):
+    """The sizes of a judge and of a reward model, without weights: nothing more is read."""
+    root = tmp_path_factory.mktemp("beside")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "head_dim": 8}
+    sizes |= {"num_key_value_heads": 1, "intermediate_size": 32, "vocab_size": 40}
+    sizes |= {"max_position_embeddings": 64, "tie_word_embeddings": False, "model_type": "qwen3"}
+    for name, head in (("judge", "CausalLM"), ("reward", "SequenceClassification")):
+        (root / name).mkdir()
+        labels = {"id2label": {"0": "good"}, "label2id": {"good": 0}}
+        raw = sizes | {"architectures": [f"Qwen3For{head}"]} | (labels if name != "judge" else {})
+        (root / name / "config.json").write_text(json.dumps(raw))
+    return root
+
+
+def with_models(beside, *names):
+    parts = {
+        "good": f"{{{JUDGE}, model='{beside / 'judge'}', at_once=5}}",
+        "again": f"{{{JUDGE}, model='{beside / 'judge'}', at_once=5}}",
+        "own": f"{{{JUDGE}, model='policy', at_once=7}}",
+        "help": f"{{function='model', path=['{beside / 'reward'}', '{beside / 'reward'}']}}",
+    }
+    chosen = ", ".join(f"{name}={parts[name]}" for name in names)
+    return load_config(None, [*TASK, f"rewards={{verify={{}}, {chosen}}}"])
+
+
+BLOCK = 16 * (2 + 2 * 1) * 8 + 2 * 8 * 16 + 3 * 16 * 32 + 2 * 16 + 2 * 8
+"""Numbers of a layer: queries, keys, values; output; feed-forward; norms, those of heads too."""
+
+
+def test_judges_and_reward_models_are_counted_beside_the_policy(beside, monkeypatch):
+    """By hand: float32 weights of 2 layers, an ensemble of two, one cache at a time."""
+    trunk = 4 * (2 * BLOCK + 40 * 16 + 16)
+    config = with_models(beside, "good", "again", "own", "help")
+    policy = ModelConfig(vocab_size=32, max_length=64, **SIZES)
+    good, again, own, help_ = held_models(config, parts_of(config), policy)
+    assert [each.weight_bytes() for each in (again, own)] == [0, 0]  # weights that are there
+    assert good.weight_bytes() == trunk + 4 * 40 * 16  # and the head
+    assert help_.weight_bytes() == 2 * trunk  # a classifier has none
+    assert good.cache_bytes() == again.cache_bytes() == 5 * (40 + 24) * 2 * 2 * 8 * 4
+    assert own.cache_bytes() == 7 * (40 + 24) * 2 * 2 * 8 * 4
+    assert help_.cache_bytes() == 0
+    halves = dict(UNDIVIDED) | {"fsdp": 2}
+    assert good.weight_bytes(halves) < 0.6 * good.weight_bytes()
+    assert good.cache_bytes(halves) == 3 * (40 + 24) * 2 * 2 * 8 * 4  # 5 of 2 devices
+    run = types.SimpleNamespace(config=config, rewards=parts_of(config), model=policy)
+    run.network = transformer(policy)
+    weights = sum(4 * x.size for x in jax.tree.leaves(jax.eval_shape(run.network.init, KEY)))
+    needed = weights + good.weight_bytes() + help_.weight_bytes() + own.cache_bytes()
+    for least, refused in ((needed, False), (needed - 1, True)):
+        monkeypatch.setattr(fits, "available_bytes", lambda least=least: least)
+        if refused:
+            said = r"rewards.good and .* and rewards.help: the weights beside .* at_once"
+            with pytest.raises(UserError, match=said):
+                fits.check_held_models(run)
+        else:
+            fits.check_held_models(run)
+
+
+def test_a_run_is_refused_before_its_judge_is_loaded(beside, monkeypatch):
+    """No weights are there; reading them would be another error."""
+    monkeypatch.setattr(fits, "_policy_bytes", lambda run: 1e18)
+    monkeypatch.setattr(fits, "check_weights", lambda run: None)
+    with pytest.raises(UserError, match="rewards.good: the weights beside the policy's with the"):
+        build.setup(with_models(beside, "good"))

@@ -11,6 +11,7 @@ from jrl.config.judge import judge_table
 from jrl.errors import UserError
 from jrl.rewards import make_reward
 from jrl.rewards.base import Sample
+from jrl.rewards.judge_prompts import check_template
 from jrl.rewards.rules import Rules
 from jrl.rewards.verdicts import make_form
 from jrl.train.judge_limits import COUNTS
@@ -247,3 +248,39 @@ def test_the_length_of_a_reflection_has_a_target():
         assert a - b == pytest.approx(points, abs=1e-12)
     near = make_reward("srpo", "rewards.srpo", target=ratio, most=ratio + 1)
     assert near([sample(text)])[0] - b == pytest.approx(0.1, abs=1e-12)
+
+
+# ---------------------------------------------------------------- PTA-GRPO
+
+
+def test_a_plan_is_worth_the_share_of_its_solutions_that_are_right():
+    """Against the mean by hand; the solver of these tests is right in as many votes of four."""
+    right = {"add": 3, "guess": 1, "halve": 0}
+    plans = [f"<plan> {p} </plan><think>?</think><answer>9</answer>" for p in right]
+
+    def reply(text, vote):
+        (plan,) = [p for p in right if "plan, and end" in text and p in text]
+        return (
+            "no idea"
+            if vote == 3 and plan == "halve"
+            else f"So \\boxed{{{4 if vote < right[plan] else 5}}}"
+        )
+
+    bare = ["4", "<plan>a</plan><plan>b</plan>4", "<plan> </plan>4"]
+    units = [[sample(text)] for text in plans + bare]
+    options = {"form": "pta_plan", "votes": 4, "temperature": 1.0}
+    (points, counts), toy = judged(units, reply, **options)
+    expected = [np.mean([float(vote < n) for vote in range(4)]) for n in right.values()]
+    assert [x for (x,) in points] == [*expected, 0.0, 0.0, 0.0]
+    assert counts["judge_calls"] == 12  # nothing is asked about completions without a plan
+    assert all("2+2?" in text and "9" not in text for text in toy.seen)  # the plan alone is shown
+
+
+def test_the_policy_solves_by_plans_where_a_configuration_says_so():
+    options = {"model": "policy", "form": "pta_plan", "votes": 4, "temperature": 1.0}
+    table = judge_table("rewards.plan", options)
+    assert table.local
+    with pytest.raises(UserError, match="rewards.plan.votes = 4 with temperature = 0"):
+        judge_table("rewards.plan", options | {"temperature": 0.0})
+    with pytest.raises(UserError, match="write {plan} into it"):
+        check_template(judge_table("rewards.plan", options | {"template": "x"}), (), "rewards.plan")

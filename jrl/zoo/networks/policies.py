@@ -57,12 +57,17 @@ class Policies:
       policies: how many, at least 2.
       swap_every: training steps after which each policy becomes the next player; 0 for never.
       trained: the first so many are trained; 0 for all.
+      turns: steps for which each policy is trained alone, one after the other; () trains all of
+        them in every step.
+      warmup: steps before the first turn in which the last policy is trained alone.
       inner: what each of them is, of the policy's network.
     """
 
     policies: int
     swap_every: int = 0
     trained: int = 0
+    turns: tuple[int, ...] = ()
+    warmup: int = 0
     inner: Callable[[Network], Network] = unchanged
 
     def __call__(self, network: Network) -> Network:
@@ -77,6 +82,20 @@ class Policies:
         """The number of the policy that is this player in a training step; of arrays, too."""
         swaps = step // self.swap_every if self.swap_every else 0
         return (player + swaps) % self.policies
+
+    def due(self, step: Any) -> Array:
+        """[policies] bool: those that a training step trains.
+
+        >>> both = Policies(2, turns=(2, 1), warmup=1)
+        >>> [both.due(step).tolist() for step in range(4)]
+        [[False, True], [True, False], [True, False], [False, True]]
+        """
+        numbers = jnp.arange(self.policies)
+        if not self.turns:
+            return numbers >= 0
+        at = step - self.warmup
+        number = (at % sum(self.turns) >= jnp.cumsum(jnp.array(self.turns))).sum()
+        return numbers == jnp.where(at < 0, self.policies - 1, number)
 
 
 def train_policies(
@@ -110,7 +129,7 @@ def train_policies(
         return method.with_(network=inner)
     if swap_every is None:
         swap_every = 0 if already is None else already.swap_every
-    method = method.with_(network=Policies(count, swap_every, int(bool(copy_every)), inner))
+    method = method.with_(network=Policies(count, swap_every, int(bool(copy_every)), inner=inner))
     if not copy_every:
         return method
     after = (*method.schedule.after, copies_of_first(copy_every))
@@ -260,7 +279,8 @@ def divided_batch(batch: Batch, policies: Policies, step: Array | int) -> Batch:
 def step_of_each(step: Callable[..., Any], policies: Policies) -> Callable[..., Any]:
     """A training step of all policies, one after the other, or of the first, from that of one.
 
-    Its metrics are means over the policies that were trained and drew anything, or sums
+    Policies whose turn it is not stay as they are, moments and all. Metrics are means over the
+    policies that were trained and drew anything, or sums
     (``SUMMED``); "policy_rewards" [policies] are the rewards of each.
     """
     trained = policies.trained or policies.policies
@@ -270,14 +290,24 @@ def step_of_each(step: Callable[..., Any], policies: Policies) -> Callable[..., 
     ) -> tuple[TrainState, dict[str, Array]]:
         rows = divided_batch(batch, policies, state.step)
 
-        def one(part: tuple[dict, Batch]) -> tuple[dict, dict[str, Array]]:
-            fields, batch = part
+        def trains(fields: dict, batch: Batch) -> tuple[dict, dict[str, Array]]:
             after, metrics = step(state.replace(**fields), batch, sampling_params)
             return {name: getattr(after, name) for name in STACKED}, metrics
 
+        def stays(fields: dict, batch: Batch) -> tuple[dict, dict[str, Array]]:
+            _, metrics = jax.eval_shape(trains, fields, batch)
+            return fields, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)
+
+        def one(part: tuple[dict, Batch, Array]) -> tuple[dict, dict[str, Array]]:
+            fields, batch, due = part
+            if not policies.turns:
+                return trains(fields, batch)
+            out: tuple[dict, dict[str, Array]] = jax.lax.cond(due, trains, stays, fields, batch)
+            return out
+
         # Not ``vmap``: the activations of one policy are enough to hold at a time.
         before = {name: getattr(state, name) for name in STACKED}
-        first = jax.tree.map(lambda x: x[:trained], (before, rows))
+        first = jax.tree.map(lambda x: x[:trained], (before, rows, policies.due(state.step)))
         after, metrics = jax.lax.map(one, first)
         after = jax.tree.map(lambda x, rest: jnp.concatenate([x, rest[trained:]]), after, before)
         # A policy whose player never moved has nothing to report.

@@ -1,0 +1,253 @@
+"""SPARK: rollouts and their verdicts become questions on which the same policy trains at once."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jrl.methods.base import Method
+from jrl.methods.definition import variant
+from jrl.methods.domains import Count, Fraction
+from jrl.methods.edit import Edit, Stateless
+from jrl.methods.group_relative import grpo
+from jrl.methods.plan import Plan, StepView, new
+from jrl.rewards.base import Sample
+from jrl.rewards.exact import final_answer
+from jrl.rewards.judge_prompts import question_of
+from jrl.rewards.replies import read_preference, read_yes_no
+from jrl.types import SILENT
+from jrl.types.asks import Asks, Tokens
+
+POINTWISE = """Question:
+{question}
+
+Proposed answer:
+{first}
+
+Is the proposed answer right? Reason first, then end with a line "Verdict: yes" or "Verdict: no"."""
+PAIRWISE = """Question:
+{question}
+
+Answer A:
+{first}
+
+Answer B:
+{second}
+
+One of the answers is right. Reason first, then end with a line "Verdict: A" or "Verdict: B"."""
+REFLECTION = """Question:
+{question}
+
+Here is an attempt at it:
+{first}
+
+Check the attempt, mend what is wrong in it, and answer the question."""
+
+
+class Recycled(NamedTuple):
+    """A question that is made of rollouts.
+
+    Attributes:
+      place: of the group that it is about.
+      text: the question.
+      label: the right verdict, 1 for "yes" or "A", 0 for "no" or "B"; None for a reflection, which
+        the problem's own reward functions judge.
+      pair: whether two answers are compared.
+    """
+
+    place: int
+    text: str
+    label: float | None = None
+    pair: bool = False
+
+    def agrees(self, reply: str) -> float:
+        """1 where a reply gives the right verdict, else 0."""
+        verdict = read_preference(reply) if self.pair else read_yes_no(reply)
+        return float(verdict == self.label)
+
+
+def recycled(
+    samples: Sequence[Sequence[Sample | None]],
+    right: Any,
+    step: int,
+    most: int,
+    pointwise: float = 0.3,
+) -> list[Recycled]:
+    """The questions that a step's rollouts are recycled into: verdicts first, then reflections.
+
+    Args:
+      samples: by group and member.
+      right: [m, M] bool, by the problem's own reward.
+      step: training steps done; with the texts it determines what is chosen at random.
+      most: verdicts, and as many reflections.
+      pointwise: the share of groups with right and wrong answers of which one answer is judged,
+        and not a pair.
+    """
+    verdicts, reflections = list[Recycled](), list[Recycled]()
+    for place, group in enumerate(samples):
+        members = [(j, s) for j, s in enumerate(group) if s is not None]
+        if not members:
+            continue
+        draw = random.Random(f"{step} {place} {members[0][1].prompt.id}")
+        question = question_of(members[0][1])
+        answers = {j: final_answer(s.completion) for j, s in members}
+        good = [j for j, _ in members if right[place, j]]
+        bad = [j for j, _ in members if not right[place, j]]
+        told = [j for j in good if answers[j] is not None]
+        wrong = [j for j in bad if answers[j] is not None]
+
+        def one(j: int, question: str = question, place: int = place, told: Any = answers) -> Any:
+            text = _filled(POINTWISE, question, str(told[j]))
+            return Recycled(place, text, float(right[place, j]))
+
+        if told and wrong and draw.random() >= pointwise:
+            pair = draw.choice(told), draw.choice(wrong)
+            first = draw.random() < 0.5
+            both = [str(answers[j]) for j in (pair if first else pair[::-1])]
+            text = _filled(PAIRWISE, question, *both)
+            verdicts.append(Recycled(place, text, float(first), pair=True))
+        elif told and not wrong:
+            verdicts.append(one(told[0]))
+        elif told or wrong:
+            verdicts.append(one(draw.choice(told if told and draw.random() < 0.5 else wrong)))
+        # Of the first half of the groups all that was written is reflected on, of the others the
+        # answer alone.
+        whole = 2 * place < len(samples)
+        if shown := bad if whole else wrong:
+            j = draw.choice(shown)
+            attempt = dict(members)[j].completion if whole else str(answers[j])
+            reflections.append(Recycled(place, _filled(REFLECTION, question, attempt)))
+    draw = random.Random(f"{step} {len(verdicts)} {len(reflections)}")
+    return [
+        each
+        for listed in (verdicts, reflections)
+        for each in (draw.sample(listed, most) if len(listed) > most else listed)
+    ]
+
+
+def _filled(template: str, question: str, first: str, second: str = "") -> str:
+    """The text with its fields; braces in what fills them stay."""
+    parts = {"{question}": question, "{first}": first, "{second}": second}
+    for field, text in parts.items():
+        template = text.join(template.split(field)) if field in template else template
+    return template
+
+
+def _room(share: float) -> Any:
+    """N -> the most groups of questions: as many of verdicts as of reflections."""
+    return lambda prompts: 2 * max(math.ceil(prompts * share / 2), 1)
+
+
+class _Recycler(NamedTuple):
+    """The plan's second draw, and the rewards of what it gave."""
+
+    share: float
+    tokens: int
+    pointwise: float
+    above: float
+
+    def asked(self, groups: Any, view: StepView) -> tuple[list[Recycled], Any]:
+        """The questions of the first draw's groups that a prompt has room for, and the prompts."""
+        first = np.asarray((groups.round == 0) & groups.drawn())
+        samples = view.tools.samples(groups)
+        places = [i for i in range(len(samples)) if first[i].any()]
+        listed = recycled(
+            [samples[i] for i in places],
+            np.asarray(groups.success())[places] > self.above,
+            int(view.step),
+            _room(self.share)(view.prompts) // 2,
+            self.pointwise,
+        )
+        # The places are those of the step, in which groups may be absent.
+        listed = [each._replace(place=places[each.place]) for each in listed]
+        if not listed:
+            return [], None
+        most = groups.rollout.prompt_tokens.shape[1] + self.tokens
+        contexts, usable = view.tools.contexts([each.text for each in listed], most)
+        at = np.flatnonzero(usable)
+        return [listed[i] for i in at.tolist()], (contexts.ids[at], contexts.lengths[at])
+
+    def next(self, groups: Any, view: StepView) -> Asks:
+        """A group of each question, under it."""
+        listed, contexts = self.asked(groups, view)
+        if not listed:
+            return ()
+        entries, count = _room(self.share)(view.prompts), len(listed)
+        rows = np.zeros(entries, np.int32)
+        rows[:count] = np.asarray(groups.row)[[each.place for each in listed]]
+        ids = np.zeros((entries, contexts[0].shape[1]), np.int32)
+        lengths = np.ones(entries, np.int32)
+        ids[:count], lengths[:count] = contexts
+        return (new(count, entries, view.group, row=rows, context=Tokens(ids, lengths), keep=True),)
+
+    def rewards(self, groups: Any, view: StepView) -> Any:
+        """The groups, those of verdicts paid for agreeing with what is right."""
+        made = np.flatnonzero(np.asarray(groups.live() & (groups.round.max(axis=1) > 0)))
+        if not len(made):
+            return groups
+        listed, _ = self.asked(groups, view)
+        rewards, samples = np.array(groups.rewards), view.tools.samples(groups)
+        silent = {n: np.array(x) for n, x in groups.ids.items() if n == SILENT}
+        column = groups.judge or 0
+        for place, question in zip(made.tolist(), listed, strict=True):
+            if question.label is None:
+                continue
+            rewards[place] = 0
+            for x in silent.values():
+                x[place] = 0
+            for j, sample in enumerate(samples[place]):
+                if sample is not None:
+                    rewards[place, j, column] = question.agrees(sample.completion)
+        return groups.replace(rewards=rewards, ids={**groups.ids, **silent})
+
+
+@variant(grpo, kl_coef=0.001)
+def spark(
+    base: Method,
+    share: Fraction = 1.0,
+    pointwise: Fraction = 0.3,
+    question_tokens: Count = 1024,
+    above: Fraction = 0.5,
+) -> Method:
+    """GRPO on problems, and on questions made of the step's own rollouts and their verdicts.
+
+    "SPARK: Synergistic Policy And Reward Co-Evolving Framework" (arXiv:2509.22624), as its released
+    code has it. Each problem's rollouts make at most one question of verdict and one of reflection:
+
+        all right            is this answer right?  yes        r = 1[verdict = label]
+        all wrong            is this answer right?  no         r = 1[verdict = label]
+        right and wrong      0.3: one of them at random, right or wrong; else which of a right and a
+                             wrong one is right, in random order        r = 1[verdict = label]
+        any wrong            mend a wrong attempt (of half of the problems all of it, of the others
+                             its answer)                    r = the problem's own reward functions
+
+    Every question gets a group of its own in the same step, normalised and trained as any other, so
+    that the policy is its own judge: a reward part with ``model = "policy"`` asks it. At most
+    ``share`` N questions are made for the N problems of a step, half of each kind (the code has 64
+    for 64). An answer is what ``rewards.final_answer`` finds. The loss has 0.001 of the divergence
+    k3, as the released script.
+
+    Prompts in text are needed. A question longer than the longest prompt and ``question_tokens`` is
+    left out. A verdict counts in the run's part that says what is right; the other parts of such a
+    member are 0.
+
+    Departures: questions are trained on in the step that made them, where the code keeps them until
+    it has 64 and takes a step of their own; one wording of each kind, where it has about thirty; no
+    images.
+    """
+    plan = _Recycler(share, question_tokens, pointwise, above)
+    return base.with_(
+        plan=Plan(next=plan.next, rounds=1, prompts=_room(share), tokens=question_tokens),
+        rewards=plan.rewards,
+        edits=(Edit(Stateless(), _unedited, _room(share)),),
+        needs=base.needs | {"questions"},
+    )
+
+
+def _unedited(state: Any, groups: Any, view: Any) -> tuple[Any, Any]:
+    """All groups: the edit is there for the room that questions take in a batch."""
+    return groups, state

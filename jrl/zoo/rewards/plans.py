@@ -1,0 +1,81 @@
+"""Rewards of plans that solutions begin with; each of one paper."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from functools import partial
+
+from jrl.config.judge import JudgeTable
+from jrl.rewards.base import Points, Sample
+from jrl.rewards.judge_prompts import FormText
+from jrl.rewards.math import math_reward
+from jrl.rewards.verdicts import Form, NamedForm, Question, pooled, question
+
+_PLAN = re.compile(r"<plan>(.*?)</plan>", re.DOTALL)
+
+# ---------------------------------------------------------------- PTA-GRPO
+
+
+def _pta_plan(table: JudgeTable, key: str) -> Form:
+    """The share of solutions by a completion's plan that are right; 0 without a plan.
+
+    The quality of the plan in "Plan Then Action:High-Level Planning Guidance Reinforcement Learning
+    for LLM Reasoning" (PTA-GRPO, arXiv:2510.01833): several solutions follow a plan, and
+
+        r_plan = mean over them of 1[the answer is right]
+
+    beside the rewards of the answer and of the form, with GRPO on plan and reasoning alike. The
+    judge is who solves: ``model = "policy"`` with ``votes`` solutions at ``temperature`` 1. Their
+    final answers are compared as ``math`` does, and one without an answer is wrong.
+
+    The paper's own equations could not be read: that plans are rated by the accuracy of several
+    solutions is told in summaries of it, and the weights of the three parts are those of the run.
+    Departures: the plan is shown in a question, where the paper continues the completion behind it;
+    its first stage, which fine-tunes on plans that a larger model summarises, is a run of ``sft``.
+    """
+
+    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
+        return [
+            question(table, sample, {"plan": plan}, partial(_solved, sample))
+            for sample in samples
+            if (plan := plan_of(sample.completion))
+        ]
+
+    def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
+        left = iter(verdicts)
+        return [
+            pooled(next(left), table.vote) if plan_of(sample.completion) else 0.0
+            for sample in samples
+        ]
+
+    return Form(False, questions, points)
+
+
+def plan_of(text: str) -> str:
+    """The plan in a completion's <plan> tags; "" where there is none, or more than one.
+
+    >>> plan_of("<plan> add, then halve </plan><think>...</think>")
+    'add, then halve'
+    """
+    plans = _PLAN.findall(text)
+    return plans[0].strip() if len(plans) == 1 else ""
+
+
+def _solved(sample: Sample, reply: str) -> float:
+    return math_reward([dataclasses.replace(sample, completion=reply)])[0]
+
+
+pta_plan = NamedForm(
+    _pta_plan,
+    FormText(
+        """{question}
+
+Follow this plan, and end with the answer in \\boxed{}.
+
+{plan}""",
+        ("plan",),
+        (("plan",),),
+    ),
+)
