@@ -45,6 +45,12 @@ def peak_memory_mb() -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+def processor_seconds() -> float:
+    """The processor time that this process has taken so far, its imports and all its threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
 def rounded(tree: Any) -> Any:
     """Numbers to four significant digits, for people."""
     if isinstance(tree, dict):

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from benchmarks import phases
-from benchmarks.clock import peak_memory_mb, rounded, steady, timed
+from benchmarks.clock import peak_memory_mb, processor_seconds, rounded, steady, timed
 from benchmarks.flags import progress
 from benchmarks.rollout import describe, sampling_figures
 from benchmarks.work import Source, Work, build, new_state, report
@@ -36,7 +36,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             source, counts = Source(work), []
             walls, updates, rewards, padding = [], [], [], []
             step = compile_step(_step(work), shardings, work.mesh)
-            pack = _packer(work)
+            pack, first_step_cpu = _packer(work), 0.0
             sampling_params = jax.device_put(work.sampling_params, replicated(work.mesh))
             for i in range(args.steps):
                 begin = time.perf_counter()
@@ -44,6 +44,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 seconds, (state, metrics) = timed(step, state, batch, sampling_params)
                 walls.append(time.perf_counter() - begin)
                 updates.append(seconds)
+                first_step_cpu = first_step_cpu or processor_seconds()
                 row = {"step_s": walls[-1], "rollout_s": source.rollout_seconds[-1]}
                 progress(f"step {i + 1}", row | {"train_s": seconds, "compiles": compiles.count})
                 counts.append(compiles.count)
@@ -58,6 +59,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "train_s": steady(updates) - (reference or 0.0),
                 "other_s": steady(_rest(walls, updates, source.rollout_seconds)),
                 "padding": steady(padding),
+                "first_step_cpu_s": first_step_cpu,
                 "max_rss_mb": used,
                 "reward_first": rewards[0],
                 "reward_last": rewards[-1],

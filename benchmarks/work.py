@@ -24,6 +24,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.system.compile_cache import return_compiler_memory
+from jrl.train.compiler import compiler_options
 from jrl.train.sources import Groups, entries
 from jrl.train.sources_text import compiled_stream
 from jrl.train.state import init_state, state_shardings
@@ -189,7 +190,9 @@ def new_state(work: Work) -> tuple[TrainState, TrainState]:
 
     seed = np.uint32(work.args.seed)
     shardings = state_shardings(jax.eval_shape(make, seed), work.mesh, network=work.network)
-    return jax.jit(make, out_shardings=shardings)(seed), shardings
+    options = compiler_options(work.mesh)
+    made = jax.jit(make, out_shardings=shardings, compiler_options=options)(seed)
+    return made, shardings
 
 
 def sampler(work: Work) -> Any:
@@ -203,7 +206,8 @@ def sampler(work: Work) -> Any:
         slots=work.args.slots,
         chunk=work.args.chunk,
     )
-    return jax.jit(program, out_shardings=replicated(work.mesh))
+    options = compiler_options(work.mesh)
+    return jax.jit(program, out_shardings=replicated(work.mesh), compiler_options=options)
 
 
 def even_share(rollout: Rollout) -> np.ndarray:

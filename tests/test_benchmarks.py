@@ -18,6 +18,7 @@ from benchmarks import (
     flags,
     floor,
     host_episodes,
+    rewards,
     rollout,
     runs,
     sampler_drift,
@@ -25,6 +26,7 @@ from benchmarks import (
     tpu,
     work,
 )
+from benchmarks.clock import processor_seconds
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import frozenlake
 from benchmarks.peers.record import Record
@@ -57,6 +59,20 @@ def test_episodes_print_every_figure(capsys):
     drawn = 4 * found["turns"]
     assert found["env_steps_s"] == pytest.approx(drawn / found["step_s"], rel=2e-3)
     assert found["first_step_s"] > found["step_s"] > 0
+
+
+@pytest.mark.slow
+def test_rewards_are_timed_with_hostile_samples_and_without(capsys):
+    sizes = ["--items", "2", "--rounds", "1", "--timeout", "1", "--latency", "0.01"]
+    rewards.main(["--stages", "function", "judge", *sizes])
+    found = json.loads(capsys.readouterr().out)
+    assert found["function"]["counts"]["reward_timeouts"] == 1  # the first kind sleeps
+    assert found["judge"]["counts"]["judge_timeouts"] + found["judge"]["counts"]["judge_retries"]
+    for stage in ("function", "judge"):
+        for clock in ("wall_s", "processor_s"):
+            times = found[stage][clock]
+            ratio = times["hostile"] / times["clean"]
+            assert times["ratio"] == pytest.approx(ratio, rel=5e-3)
 
 
 @pytest.mark.slow
@@ -414,6 +430,7 @@ def test_a_record_leaves_the_first_steps_out(capsys):
         record.compiled(seconds > 8)
         record.end()
     found = record.summary()
+    assert 0 < found["first_step_cpu_s"] <= processor_seconds()
     assert found["rollout_s"] == 2.0
     assert found["rollout_tok_s"] == 3.0
     assert found["slot_use"] == 0.75

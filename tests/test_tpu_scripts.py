@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import re
@@ -12,6 +13,8 @@ import time
 import tomllib
 
 import pytest
+
+from jrl.config import load_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "tpu_scripts"
@@ -136,6 +139,37 @@ def test_the_dockerfile_has_no_fault_that_hadolint_knows():
         ["hadolint", ROOT / "tpu_scripts/Dockerfile"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
+
+
+PODS = sorted((ROOT / "configs").glob("pod_*.toml"))
+
+
+@pytest.mark.parametrize("path", PODS, ids=lambda p: p.stem)
+def test_the_commands_of_every_pod_file_are_what_a_dry_run_names(path):
+    """The slice that the file says, and the line of its first comment, on TPU VMs and on GKE."""
+    text = path.read_text()
+    topology = tomllib.loads(text)["plan"]["topology"]
+    sizes = [int(size) for size in topology.partition(":")[2].split("x")]
+    (line,) = re.findall(r"^#   jrl train (.*)$", text, re.MULTILINE)
+    words = shlex.split(line)
+    assert words[0] == f"configs/{path.name}"
+    config = load_config(ROOT / words[0], words[1:])
+    assert config.model.config is None
+    assert None not in (config.model.path, config.data.train, config.run.dir)
+    assert f"#   jrl plan {words[0]} --quick\n" in text
+
+    here = ("--zone", "us-east5-a", "--name", "a", "--topology", topology)
+    (create,) = dry("create.sh", *here)
+    (kind,) = [a.removeprefix("--accelerator-type=") for a in create if "--accelerator-type" in a]
+    chips = int(kind.rpartition("-")[2]) // (2 if kind.startswith("v5p") else 1)
+    assert chips == math.prod(sizes)
+    (launch,) = dry("launch.sh", *here, "--", *words)
+    (gke,) = dry("gke.sh", *here, "--cluster", "c", "--image", "i", "--", *words)
+    assert f"--tpu-type={kind}" in gke
+    assert gke == dry("gke.sh", *here[:4], "--cluster", "c", "--image", "i", "--", *words)[0]
+    for command in (launch, gke):
+        (shell,) = [a.removeprefix("--command=") for a in command if a.startswith("--command=")]
+        assert f"jrl train {' '.join(words)}" in shell
 
 
 def test_the_benchmark_plans_here_and_measures_on_all_slices_at_once():

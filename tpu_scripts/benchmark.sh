@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Measures 20 training steps of a configuration on a slice, beside what `jrl plan` predicts of them.
-#   benchmark.sh --zone ZONE --topology SLICE [--name NAME] [--slices N] [--dir DIR] [--plan FILE]
+#   benchmark.sh --zone ZONE [--topology SLICE] [--name NAME] [--slices N] [--dir DIR] [--plan FILE]
 #                [--dry-run] -- CONFIG KEY=VALUE ... [--steps N]
+# Without --topology it is the slice that [plan] of CONFIG names, or v5e:4x4.
 # The slice is created (create.sh) and has the checkout (setup.sh). Weights and prompts are random, so
 # nothing else is needed. The plan is made on this machine first, into NAME-plan.json, or read from
 # --plan FILE. Host 0 prints JSON and writes it to DIR/benchmark.json. With --local N, N processes on

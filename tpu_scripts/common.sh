@@ -2,14 +2,28 @@
 # the commands it would run, quoted for a shell, and runs none.
 set -euo pipefail
 
-NAME=jrl TOPOLOGY=v5e:4x4 SLICES=1 ZONE=${ZONE:-} PROJECT=${PROJECT:-} DIR=jrl DRY=
+NAME=jrl TOPOLOGY= SLICES=1 ZONE=${ZONE:-} PROJECT=${PROJECT:-} DIR=jrl DRY=
 SPOT= QUEUED= RUNTIME= FOLLOW= LOCAL= REST=()
 
 usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit "${1:-0}"; }
 fail() { echo "$(basename "$0"): $*" >&2; exit 2; }
 
-# Options of all scripts; arguments after -- go to REST.
+# The slice that [plan] of a configuration names, if it names one of one kind.
+slice_of() {
+  local file=$1
+  [ -f "$file" ] || file=$(dirname "${BASH_SOURCE[0]}")/../$1
+  [ ! -f "$file" ] || sed -n '/^\[plan\]/,/^\[[a-z]/s/^topology *= *"\(v[0-9a-z]*:[0-9x]*\)".*/\1/p' "$file"
+}
+
+# Options of all scripts; arguments after -- go to REST. Without --topology the slice is that of the
+# configuration, or v5e:4x4.
 parse() {
+  options "$@"
+  [ -n "$TOPOLOGY" ] || [ ${#REST[@]} = 0 ] || TOPOLOGY=$(slice_of "${REST[0]}")
+  TOPOLOGY=${TOPOLOGY:-v5e:4x4}
+}
+
+options() {
   while [ $# -gt 0 ]; do
     case $1 in
       --name) NAME=${2:?}; shift ;;

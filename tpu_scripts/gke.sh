@@ -5,6 +5,7 @@
 # --build makes the image of tpu_scripts/Dockerfile from this checkout and pushes it; docker must be
 # logged in there (gcloud auth configure-docker REGION-docker.pkg.dev). Without --image it is
 # REGION-docker.pkg.dev/PROJECT/jrl/jrl:COMMIT, in the repository "jrl" of Artifact Registry.
+# Without --topology the slice is the one that [plan] of CONFIG names, or v5e:4x4.
 # XPK: pip install xpk. Give a run.dir on a disk or a mounted bucket that all pods see, so that a
 # restarted JobSet resumes from the newest checkpoint.
 

@@ -33,9 +33,12 @@ FAMILIES = {
     "preference_lists": "Labels and ranked lists",
     "preference_online": "Online preferences",
     "ranking": "Ranking",
+    "joint": "Policy and judge together",
     "rlhf": "RLHF",
     "sampling": "Choice of samples",
     "selection": "Choice of problems",
+    "spark": "A policy that learns to judge",
+    "stages": "Stages of a run",
     "structure": "Turns, steps and episodes",
     "token_credit": "Credit of tokens",
     "trees": "Trees",
@@ -126,6 +129,8 @@ def facts(method: dict[str, Any], home: str) -> list[str]:
     if method["base"]:
         found.append(f"- **Differs from:** [{method['base']}]({method['base']}.md)")
     found.append(f"- **Smallest group:** {method['min_group']}")
+    if method["reward_parts"]:
+        found.append("- **Reward parts, in order:** " + ", ".join(method["reward_parts"]))
     if method["needs"]:
         found.append("- **Statistics it reads:** " + ", ".join(f"`{n}`" for n in method["needs"]))
     found.append("- **Parts of a step that it sets:** " + ", ".join(method["seams"]))

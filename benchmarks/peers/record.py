@@ -19,6 +19,7 @@ class Record:
         self.rows: list[dict[str, float]] = []
         self.now: dict[str, float] = defaultdict(float)
         self.compiles = 0
+        self.first_step_cpu_s = 0.0
 
     def compiled(self, is_compile: bool) -> None:
         """Counts a program that was compiled."""
@@ -61,6 +62,9 @@ class Record:
             row["rollout_tok_s"] = row["tokens"] / row["rollout_s"]
             row["slot_use"] = row["tokens"] / row.pop("slot_steps")
         self.rows.append(row)
+        if len(self.rows) == 1:
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            self.first_step_cpu_s = used.ru_utime + used.ru_stime
         progress(f"step {len(self.rows)}", row)
 
     def summary(self) -> dict[str, Any]:
@@ -72,6 +76,7 @@ class Record:
         }
         return figures | {
             "first_step_s": self.rows[0]["step_s"],
+            "first_step_cpu_s": self.first_step_cpu_s,
             "compiles": self.compiles,
             "late_compiles": sum(row["compiles"] for row in self.rows[WARMUP:]),
             "max_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

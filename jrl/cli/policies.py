@@ -192,7 +192,7 @@ def convert(
 ) -> None:
     """Export a checkpoint as a Hugging Face directory: config, safetensors, tokenizer, model card.
 
-    The directory loads with transformers, vLLM and other tools (docs/handoff.md), and as model.path
+    The directory loads with transformers, vLLM and other tools (docs/serving.md), and as model.path
     of another run. Adapters are merged into the weights, unless --adapters is given. --push uploads
     it with the token of HF_TOKEN or `hf auth login`; without it nothing leaves this machine.
 

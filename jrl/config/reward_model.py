@@ -12,13 +12,14 @@ from jrl.config.unions import Table, key
 
 PUBLISHED_MODELS: Mapping[str, str] = {
     name: f"jrl.zoo.rewards.models:{name}"
-    for name in ("fact_rlhf", "helpsteer2", "rlbff", "rlmt", "rluf")
+    for name in ("fact_rlhf", "helpsteer2", "pav", "rlbff", "rlmt", "rluf", "upo")
 }
 """Functions of parts that are reward models as single papers read them: functions of no argument
 that return keys of ``RewardModelTable``, which a part's own keys replace."""
 MODEL_NAMES = ("model", *PUBLISHED_MODELS)
 """The functions of parts that are reward models."""
-TOKEN_KEYS = frozenset({"path", "by", "link", "ensemble", "uncertainty"})
+_PASSES = ("dropout", "passes", "single_pass")
+TOKEN_KEYS = frozenset({"path", "by", "link", "ensemble", "uncertainty", "labels", *_PASSES})
 """Keys of models that read the policy's tokens: those of run directories."""
 Ensemble = Literal["mean", "min", "deviation", "uwo"]
 
@@ -52,17 +53,20 @@ class RewardModelTable(Table):
         'only what follows this text in a completion is read, such as "</think>"; else no opinion',
     )
     labels: dict[str, float] = key(
-        {}, "weights of the scores of a head with several labels, by the labels' names"
+        {},
+        "weights of the scores of a head with several labels, by the labels' names; of a run"
+        " directory's several numbers by their place, from 0 on, of which it is else the mean",
     )
     answers: Annotated[list[str], Field(min_length=2, max_length=2)] | None = key(
         None,
         'two words of one token, such as ["Yes", "No"]: the score is log p(first) - log p(second)'
         " of a language model's next token",
     )
-    by: Literal["completion", "turn"] = key(
+    by: Literal["completion", "turn", "progress"] = key(
         "completion",
-        "turn: of a run directory's model, in episodes, the value at each turn's end is paid there,"
-        " and the part's points are their sum; completion: the value at the last token",
+        "of a run directory's model; completion: the value at the last token; turn: in episodes the"
+        " value at each turn's end is paid there; progress: at the end of each step, a line or a"
+        " turn, what it changed of the value; the part's points are the sum",
     )
     link: Literal["identity", "sigmoid"] = key(
         "identity", "what scores go through: sigmoid makes a logit a probability"
@@ -73,6 +77,17 @@ class RewardModelTable(Table):
         " standard deviation; uwo: mean - uncertainty times the variance",
     )
     uncertainty: float = key(1.0, "coefficient of an ensemble's spread", ge=0)
+    dropout: float = key(
+        0.0,
+        "share of the head's inputs that each pass leaves out, at random (Monte Carlo dropout); the"
+        " passes are an ensemble",
+        ge=0,
+        lt=1,
+    )
+    passes: int = key(1, "passes with dropout", ge=1, le=1024)
+    single_pass: int | None = key(
+        None, "of the passes the one that counts, from 0 on; else all, as an ensemble", ge=0
+    )
     max_tokens: int = key(
         0, "longest text that is read, others get no opinion; 0 for the model's length", ge=0
     )
@@ -90,9 +105,28 @@ class RewardModelTable(Table):
         return self
 
 
+def _wrong_passes(table: RewardModelTable) -> str:
+    """What does not go together with dropout, as ``_wrong``."""
+    if not table.dropout:
+        name = next((n for n in _PASSES[1:] if n in table.model_fields_set), "")
+        return f"{name} = {getattr(table, name)} without dropout; set it to 0.1" if name else ""
+    if len(table.path) > 1:
+        return (
+            f"dropout = {table.dropout} with {len(table.path)} paths; the passes of one model are"
+            " an ensemble, so name one"
+        )
+    if table.answers is not None:
+        return f"dropout = {table.dropout} with answers, which no head gives; remove one of them"
+    if table.single_pass is not None and table.single_pass >= table.passes:
+        return f"single_pass = {table.single_pass} of {table.passes} passes; count from 0 on"
+    return ""
+
+
 def _wrong(table: RewardModelTable) -> str:
     """What does not go together, as "KEY = VALUE: ..."; "" for nothing."""
-    one = len(table.path) == 1
+    if wrong := _wrong_passes(table):
+        return wrong
+    one = len(table.path) == 1 and (table.passes == 1 or table.single_pass is not None)
     if one and (table.ensemble != "mean" or "uncertainty" in table.model_fields_set):
         name = "ensemble" if table.ensemble != "mean" else "uncertainty"
         return (

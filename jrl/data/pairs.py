@@ -38,6 +38,7 @@ class Judged(NamedTuple):
       step_values: of each completion [t] float32, points, the value of the token's step.
       context: of each completion how many tokens at its beginning are read and not trained on;
         empty where all are trained. A completion with such tokens is no answer, but a rationale.
+      attributes: of each completion [K] numbers, NaN where nobody gave one; empty for none.
     """
 
     id: int
@@ -50,6 +51,7 @@ class Judged(NamedTuple):
     steps: tuple[np.ndarray, ...] = ()
     step_values: tuple[np.ndarray, ...] = ()
     context: tuple[int, ...] = ()
+    attributes: tuple[tuple[float, ...], ...] = ()
 
 
 class JudgedCounts(NamedTuple):
@@ -134,7 +136,7 @@ def build_judged(
     wording = Wording(tokenizer, system, template, variables).check()
     rows: list[Judged] = []
     kind, dropped, truncated, longest_p, longest_t = "", 0, 0, 0, 0
-    form: tuple[bool, ...] = ()
+    form: tuple[int, ...] = ()
     bad_rows = BadRows(skip=invalid == "skip")
     for index in range(len(source)):
         where = source.where(index)
@@ -153,8 +155,8 @@ def build_judged(
                 labelled = _encode(index, row, where, found_kind, wording, rationales)
             if form not in ((), _form(labelled)):
                 raise UserError(
-                    f"{where}: visits, or steps, are in some rows only; give them in all, or put"
-                    " the rows into separate files"
+                    f"{where}: visits, steps or attributes are in some rows only, or not as many;"
+                    " give them in all, or put the rows into separate files"
                 )
             kind, form = found_kind, _form(labelled)
             p, t = len(labelled.prompt), max(map(len, labelled.completions))
@@ -203,8 +205,8 @@ def judged_batch(
     Returns:
       A Batch of NumPy arrays, with the scores in its one reward part, the statistic "external" 1
       on every token that is trained on and the id "prompt"; where the records have them also the
-      statistics "visits" and "step_labels", and the id "step"; with rationales the id "stratum", 1
-      for them. No policy sampled the tokens, so there are no sampler_logprobs.
+      statistics "visits", "step_labels", "attribute_0" and on, and the id "step"; with rationales
+      the id "stratum", 1 for them. No policy sampled the tokens, so there are no sampler_logprobs.
     """
     n, g, t = len(rows), group, completion_tokens
     prompts, tokens = np.zeros((n, prompt_tokens), np.int32), np.zeros((n, g, t), np.int32)
@@ -222,6 +224,11 @@ def judged_batch(
         read[row, : len(one.context)] = one.context
     mask = (np.arange(t) < lengths[:, :, None]) & (np.arange(t) >= read[:, :, None])
     stats, ids = _of_a_search(rows, (n, g, t))
+    for k in range(_form(rows[0])[2]):
+        label = np.full((n, g, t), np.nan, np.float32)
+        for row, one in enumerate(rows):
+            label[row, : len(one.attributes)] = np.array(one.attributes)[:, k, None]
+        stats[f"attribute_{k}"] = label
     if rows[0].context:
         ids["stratum"] = (read > 0).astype(np.int32)
     fields: dict[str, Any] = {
@@ -255,7 +262,7 @@ def _of_a_search(
             if one.steps:
                 step[row, member, :size] = one.steps[member]
                 labels[row, member, :size] = one.step_values[member]
-    has_visits, stepped = _form(rows[0])
+    has_visits, stepped, _ = _form(rows[0])
     stats = ({"visits": visits} if has_visits else {}) | (
         {"step_labels": labels} if stepped else {}
     )
@@ -325,6 +332,7 @@ def _encode(
         completions=tuple(np.array(ids, np.int32) for ids in completions),
         scores=record.scores,
         cut=(False,) * len(completions),
+        attributes=record.attributes,
     )
     if kind == "pairs" and _all_same(labelled):
         raise UserError(f"{where}: chosen and rejected are the same tokens; remove the row")
@@ -366,9 +374,9 @@ def _from_ids(
     )
 
 
-def _form(row: Judged) -> tuple[bool, bool]:
-    """Whether a record has visits, and steps; all records of a batch must agree."""
-    return bool(row.visits), bool(row.steps)
+def _form(row: Judged) -> tuple[bool, bool, int]:
+    """Whether a record has visits, and steps, and how many attributes; all of a batch agree."""
+    return bool(row.visits), bool(row.steps), len(row.attributes[0]) if row.attributes else 0
 
 
 def _all_same(row: Judged) -> bool:

@@ -58,6 +58,7 @@ def build_prompts(
     answer_key: str | None = "answer",
     answer_pattern: str | None = None,
     solution_key: str | None = None,
+    several_solutions: bool = False,
     needs_answer: bool = True,
     system: str | None = None,
     template: str = "chat",
@@ -83,6 +84,8 @@ def build_prompts(
       solution_key: the field that holds a completion to learn from, or None; its text and the token
         that ends a turn by the chat template, without one the end-of-text token, become
         ``Prompt.solution``.
+      several_solutions: whether that field is a list of completions, which stand one after the
+        other in ``Prompt.solution``, each with the token that ends it.
       needs_answer: False where rows may lack the answer.
       system: a system message, or None. Without a chat template it precedes the question, with a
         blank line between.
@@ -142,7 +145,14 @@ def build_prompts(
                 meta = {k: v for k, v in row.items() if k not in usual}
                 solution = None
                 if solution_key is not None:
-                    solution = _solution(row, solution_key, where, tokenizer, template)
+                    texts = look_up(row, solution_key)
+                    listed = several_solutions and isinstance(texts, list | tuple)
+                    solution = np.concatenate(
+                        [
+                            _solution(row, solution_key, where, tokenizer, template, text)
+                            for text in (texts if listed and texts else [texts])
+                        ]
+                    )
                 spoken = () if isinstance(question, str) else tuple(messages)
                 tokens = np.array(ids, np.int32)
                 asked = question if isinstance(question, str) else ""
@@ -236,13 +246,17 @@ def _answer(row: Mapping[str, Any], key: str, answers: AnswerFinder, where: str)
 
 
 def _solution(
-    row: Mapping[str, Any], key: str, where: str, tokenizer: Tokenizer, template: str
+    row: Mapping[str, Any],
+    key: str,
+    where: str,
+    tokenizer: Tokenizer,
+    template: str,
+    solution: Any,
 ) -> np.ndarray:
     """[s] int32: the tokens of a completion that the row gives, the token that ends it last.
 
     That is the chat template's end of a turn with "chat", else the end-of-text token.
     """
-    solution = look_up(row, key)
     if solution is None:
         raise UserError(
             f"{where}: there is no field {key!r}; set data.fields.solution to one of"

@@ -8,7 +8,8 @@
 | prompt, responses, scores                | as many as there are      | as given            |
 
 A text is a string, or a list of chat messages ({"role": ..., "content": ...}). If the prompt is
-missing, it is the common beginning of chosen and rejected.
+missing, it is the common beginning of chosen and rejected. Responses in text may have "attributes",
+a list of numbers for each, such as HelpSteer2's five.
 
 Prompt and responses may be lists of token ids, which are trained on as they are: nothing is put
 before, between or behind them. Such a record may also say of each response how often a search went
@@ -43,11 +44,13 @@ class Record(NamedTuple):
       prompt: text or messages.
       completions: text or messages by name; the names are for errors.
       scores: points, one a completion.
+      attributes: of each completion [K] numbers, NaN where nobody gave one; () for none.
     """
 
     prompt: Any
     completions: dict[str, Any]
     scores: tuple[float, ...]
+    attributes: tuple[tuple[float, ...], ...] = ()
 
 
 def row_kind(row: Mapping[str, Any], where: str) -> str:
@@ -109,7 +112,27 @@ def read_record(kind: str, row: Mapping[str, Any], where: str, *, plain: bool) -
         if not isinstance(score, int | float | np.number) or not fits_float32(score):
             raise UserError(f"{where}: scores holds {score!r:.40}; write finite float32 numbers")
     completions = {f"responses[{i}]": response for i, response in enumerate(responses)}
-    return Record(row["prompt"], completions, tuple(float(score) for score in scores))
+    points = tuple(float(score) for score in scores)
+    return Record(row["prompt"], completions, points, _attributes(row, len(scores), where))
+
+
+def _attributes(row: Mapping[str, Any], count: int, where: str) -> tuple[tuple[float, ...], ...]:
+    """The attributes of a row's responses."""
+    listed: Any = row.get("attributes")
+    if listed is None:
+        return ()
+    sizes = {_length(numbers) for numbers in listed} if _length(listed) == count else set()
+    if len(sizes) != 1 or min(sizes) < 1:
+        raise UserError(
+            f"{where}: attributes = {str(listed)[:60]}; give a list of as many numbers for each of"
+            f" the {count} responses, null where one is not known"
+        )
+    size = sizes.pop()
+    filled = [[math.nan if x is None else x for x in numbers] for numbers in listed]
+    known = [[0.0 if x is None else x for x in numbers] for numbers in listed]
+    for i, numbers in enumerate(known):
+        _numbers(numbers, size, f"{where}: attributes[{i}]")
+    return tuple(tuple(map(float, numbers)) for numbers in filled)
 
 
 class TokenRecord(NamedTuple):

@@ -12,18 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from jrl.data.tables import Chain, CsvSource, GzipSource, JsonSource, Mixture, Source, holds_lines
+from jrl.data.lines import GzipSource, JsonlSource
+from jrl.data.tables import (
+    Chain,
+    CsvSource,
+    JsonSource,
+    Mixture,
+    Source,
+    check_rows_fit,
+    holds_lines,
+)
 from jrl.errors import UserError
 from jrl.hub import data_files, hub_name
 from jrl.system.extras import need
-from jrl.system.json_text import parse_json, refuse_pointer
+from jrl.system.json_text import refuse_pointer
 from jrl.system.memory import check_fits
 from jrl.user_code import GIVEN, given_value
 
 _KINDS: Mapping[str, Callable[[Path], Source]] = {
     ".csv": CsvSource,
     ".json": lambda path: JsonlSource(path) if holds_lines(path) else JsonSource(path),
-    ".jsonl": lambda path: JsonlSource(path),
+    ".jsonl": JsonlSource,
     ".jsonl.gz": GzipSource,
     ".parquet": lambda path: ParquetSource(path),
     ".tsv": CsvSource,
@@ -133,7 +142,9 @@ def _rows_of(paths: Sequence[Path], spec: str, key: str) -> Source:
     sources = [_KINDS[_suffix(path) or ""](path) for path in paths]
     if not any(map(len, sources)):
         raise UserError(f"{key} = {spec!r}: the file has no rows")
-    return sources[0] if len(sources) == 1 else Chain(sources)
+    rows = sources[0] if len(sources) == 1 else Chain(sources)
+    check_rows_fit(rows, f"{key} = {spec!r}")
+    return rows
 
 
 class MemoryRows:
@@ -158,53 +169,6 @@ class MemoryRows:
     def where(self, index: int) -> str:
         """The name of a row for error messages, counted from 1."""
         return f"{self._name} {index + 1}"
-
-
-class JsonlSource:
-    """One JSON object on each line. Only the lines' offsets are kept in memory.
-
-    Args:
-      path: a UTF-8 file; empty lines are skipped.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        starts, lines, position = [], [], 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    starts.append(position)
-                    lines.append(number)
-                position += len(line)
-        self._starts = np.array(starts, np.int64)
-        self._lines = np.array(lines, np.int64)
-        self._ends = np.append(self._starts[1:], position)
-
-    def __len__(self) -> int:
-        """Rows."""
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """The object on the row's line.
-
-        Raises:
-          UserError: the line is not a JSON object; names file and line.
-        """
-        start, end = int(self._starts[index]), int(self._ends[index])
-        with self.path.open("rb") as file:
-            file.seek(start)
-            data = file.read(end - start)
-        row = parse_json(data, self.where(index))
-        if not isinstance(row, dict):
-            raise UserError(
-                f"{self.where(index)}: must hold a JSON object with named fields, "
-                f"not a {type(row).__name__}"
-            )
-        return row
-
-    def where(self, index: int) -> str:
-        """The file and line of a row."""
-        return f"{self.path}, line {self._lines[index]}"
 
 
 class ParquetSource:

@@ -1,14 +1,12 @@
-"""Rows of CSV, JSON and compressed files, of several files in a row, and of sources by weight."""
+"""Rows of CSV and JSON files, of several files in a row, and of sources by weight."""
 
 from __future__ import annotations
 
 import bisect
 import codecs
 import csv
-import gzip
 import itertools
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -136,67 +134,6 @@ class JsonSource:
         return f"{self.path}, row {index}"
 
 
-_LONGEST_LINE = 1 << 28
-"""Bytes of a line of a compressed file."""
-_LINE_BYTES = 160
-"""What Python adds to the bytes of a line that is kept with its number."""
-
-
-class GzipSource:
-    """One JSON object on each line of a compressed file; all of it is kept in memory.
-
-    Args:
-      path: UTF-8 text, compressed by gzip; empty lines are skipped.
-
-    Raises:
-      UserError: it is not compressed by gzip, is cut short, or is larger than memory once
-        decompressed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._rows: list[tuple[int, bytes]] = []
-        size, checked = 0, 2**26
-        try:
-            with gzip.open(path, "rb") as file:
-                for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
-                    if len(line) == _LONGEST_LINE:  # which would be read whole before it is counted
-                        raise UserError(
-                            f"{path}, line {number}: longer than {_LONGEST_LINE} bytes,"
-                            " decompressed; write one record a line"
-                        )
-                    size += len(line) + _LINE_BYTES
-                    if size > checked:  # a small file may hold any number of bytes
-                        check_fits(f"{path}, decompressed", 2 * size, "decompress it to a .jsonl")
-                        checked = size + 2**28
-                    if line.strip():
-                        self._rows.append((number, line))
-        except (OSError, EOFError, zlib.error) as error:
-            raise UserError(f"{path} is not a readable gzip file: {error}") from None
-
-    def __len__(self) -> int:
-        """Rows."""
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """The object on the row's line.
-
-        Raises:
-          UserError: the line is not a JSON object; names file and line.
-        """
-        row = parse_json(self._rows[index][1], self.where(index))
-        if not isinstance(row, dict):
-            raise UserError(
-                f"{self.where(index)}: must hold a JSON object with named fields, not a"
-                f" {type(row).__name__}"
-            )
-        return row
-
-    def where(self, index: int) -> str:
-        """The file and line of a row."""
-        return f"{self.path}, line {self._rows[index][0]}"
-
-
 def holds_lines(path: Path) -> bool:
     """Whether a .json file has one object per line: the first line is one, and more follow."""
     with path.open("rb") as file:
@@ -261,6 +198,20 @@ class FirstRows:
     def where(self, index: int) -> str:
         """The location of a row."""
         return self._source.where(index)
+
+
+_RECORD_BYTES = 400
+"""Of the prompt or the completions that a row becomes, at the least (486 were measured)."""
+
+
+def check_rows_fit(source: Source, key: str) -> None:
+    """Raises UserError where there are more rows than memory holds once they are read.
+
+    Args:
+      source: of the rows; a small compressed file may hold any number of them.
+      key: that names it, with its value, for the message.
+    """
+    check_fits(f"{key}: {len(source)} rows", _RECORD_BYTES * len(source), "give fewer rows")
 
 
 _ROW_BYTES = 5 * 8

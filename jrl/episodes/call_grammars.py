@@ -6,14 +6,19 @@ They are written in llguidance's variant of Lark, see ``sampling.grammar``.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from jrl.episodes.parsers import Call, Parser, Schemas, allowed_kinds
 from jrl.errors import UserError
 
-Literal = Callable[[str], str]
-"""A text, control tokens spelled out -> the expression that matches it."""
+
+class Literal(Protocol):
+    """What makes the expression for a text in which control tokens are spelled out."""
+
+    def __call__(self, text: str, *, last: bool = False) -> str:
+        """The expression; ``last`` where the completion may end with the text's last token."""
+
 
 MOST_CALLS = 16
 """Calls of one turn, at most, so that a model that repeats itself ends."""
@@ -42,12 +47,12 @@ def call_rules(parser: Parser, schemas: Schemas, literal: Literal, most: int = M
       parser: of the model's family.
       schemas: of the arguments, by the tool's name.
       literal: see ``Literal``.
-      most: calls.
+      most: calls; 1 where a call ends the turn.
 
     Raises:
       UserError: the family cannot write a call of some tool.
     """
-    again = "" if most == 1 else f' ("\\n" call){{0,{most - 1}}}'
+    again = "" if most == 1 or parser.ends_turn else f' ("\\n" call){{0,{most - 1}}}'
     rules = [f"calls: call{again}", "call: " + " | ".join(f"call{i}" for i in range(len(schemas)))]
     for i, (name, schema) in enumerate(schemas.items()):
         (read, *more) = parser.parse(parser.render(Call(name, {})), {name: schema}) or (None,)
@@ -73,11 +78,8 @@ def _rules_of(
         raise UserError(
             "calls of a parser of your own cannot be enforced; send tool_choice = 'auto'"
         )
-    return [f"{rule}: {literal(before)} {json_expression(schema)}" + _then(after, literal)]
-
-
-def _then(text: str, literal: Literal) -> str:
-    return f" {literal(text)}" if text else ""
+    end = f" {literal(after, last=parser.ends_turn)}" if after else ""
+    return [f"{rule}: {literal(before)} {json_expression(schema)}{end}"]
 
 
 def _parameters(schema: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:

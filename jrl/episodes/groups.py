@@ -5,7 +5,7 @@ played = play_episodes(device, world, prompts, seeds, group=8)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +51,7 @@ def play_episodes(
     *,
     group: int,
     branches: EpisodeBranches | None = None,
+    ended: Callable[[Transcript], None] | None = None,
 ) -> Played:
     """``group`` episodes of each prompt.
 
@@ -65,11 +66,13 @@ def play_episodes(
       group: members of a group.
       branches: how the members of a group branch off one another, with rows that measure what it
         reads; None to play each by itself.
+      ended: called with each row when it has ended, while others are sampled; it must return at
+        once. Not with ``branches``: what a row has drawn itself is known when its group is there.
 
     Returns:
       All episodes; those whose environment failed have the reason why.
     """
-    groups = Groups(prompts, seeds, group, branches)
+    groups = Groups(prompts, seeds, group, branches, ended if branches is None else None)
     scheduler = Scheduler(device, world, groups)
     scheduler.run()
     counts = dict.fromkeys((*COUNTED, *COUNTED_ROWS), 0.0)
@@ -100,7 +103,9 @@ class Groups:
         seeds: Sequence[int],
         group: int,
         branches: EpisodeBranches | None = None,
+        row_ended: Callable[[Transcript], None] | None = None,
     ) -> None:
+        self._row_ended = row_ended
         self.episodes = [
             Episode(i, j, prompt, seed)
             for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
@@ -215,6 +220,8 @@ class Groups:
     def ended(self, scheduler: Scheduler, episode: Episode) -> None:
         """Lets those begin that nobody left it for."""
         self.left -= 1
+        if self._row_ended is not None:
+            self._row_ended(episode.transcript())
         # A group must be full: baselines compare its members.
         for number in episode.branch.spare:
             scheduler.open(self.members(episode.problem.group)[number])

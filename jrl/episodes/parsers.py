@@ -70,6 +70,7 @@ class Parser(NamedTuple):
       template: texts of which chat templates of the family contain one; () for any.
       others: texts that show that a template is another family's all the same.
       list_tags: what the family writes around a list of tools.
+      ends_turn: whether a call ends with a token at which the turn ends, so that a turn has one.
       name: of the family; "" for a parser of one's own.
     """
 
@@ -80,6 +81,7 @@ class Parser(NamedTuple):
     template: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     list_tags: tuple[str, str] = ("", "")
+    ends_turn: bool = False
     name: str = ""
 
     def fits(self, template: str) -> bool:
@@ -662,7 +664,7 @@ _FAMILIES = {
         template=("<start_of_turn>",),
     ),
     "deepseek": Parser(_parse_deepseek, _render_deepseek, template=(_BEGIN,)),
-    "gpt_oss": Parser(_parse_harmony, _render_harmony, template=("<|channel|>",)),
+    "gpt_oss": Parser(_parse_harmony, _render_harmony, template=("<|channel|>",), ends_turn=True),
 }
 PARSERS: Mapping[str, Parser] = {n: p._replace(name=n) for n, p in _FAMILIES.items()}
 """The formats by family: Hermes and Qwen 2.5 and 3, Qwen3-Coder, Llama 3, Mistral, Gemma 3,

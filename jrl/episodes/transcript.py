@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.errors import UserError
+from jrl.models.chat_frames import Message
+from jrl.models.tokenizer import Tokenizer
 from jrl.types import NOTHING, Prompt, Rollout, StopReason
 
 _IDS = ("turn", "step", "state", "node", "context")
@@ -92,6 +94,17 @@ class Transcript(NamedTuple):
     def points(self) -> float:
         """Points of all parts, unweighted."""
         return float(sum(sum(s.reward) for s in self.segments))
+
+
+def conversation(transcript: Transcript, tokenizer: Tokenizer) -> list[Message]:
+    """What was said behind the opening, the policy's words as the assistant's."""
+    messages: list[Message] = []
+    for segment in transcript.segments:
+        if segment.drawn:
+            content = tokenizer.decode(segment.tokens.tolist())
+            messages.append({"role": "assistant", "content": content})
+        messages += segment.messages
+    return messages
 
 
 class RowShape(NamedTuple):

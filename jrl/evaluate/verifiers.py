@@ -22,7 +22,7 @@ from jrl.sampling.params import make_sampling_params
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.groups import to_batch
-from jrl.train.judges import Judges
+from jrl.train.judges import judges_of
 from jrl.train.judging import Texts
 from jrl.train.kinds import kind_of
 from jrl.train.members import demonstration_rollout
@@ -30,6 +30,7 @@ from jrl.train.objective import method_of
 from jrl.train.reward_model import model_of, trains_reward
 from jrl.train.reward_parts import judge_of, parts_of
 from jrl.train.score import score
+from jrl.train.text_parts import TextParts
 from jrl.types import Array, Params, Prompt, Rollout, StopReason
 
 Verifier = Callable[[Run, Params, int | None], tuple[Params, Scorer]]
@@ -137,14 +138,15 @@ def _check_judge(config: Config) -> None:
         )
 
 
-def _judge_of(run: Run) -> Judges:
+def _judge_of(run: Run) -> TextParts:
     """The first judge of a run alone."""
-    judges = Judges.of(run, "eval")
-    return judges._replace(judges=judges.judges[:1])
+    judges = judges_of(run, "eval")
+    first = next(iter(judges.givers))
+    return judges._replace(givers={first: judges.givers[first]})
 
 
 def _by_judge(
-    run: Run, judges: Judges, params: Params, sizes: tuple[int, int], paths: Sequence[Path]
+    run: Run, judges: TextParts, params: Params, sizes: tuple[int, int], paths: Sequence[Path]
 ) -> list[float | None]:
     """Points of paths by a judge, which may be the policy that sampled them.
 
@@ -163,7 +165,7 @@ def _by_judge(
         prompts.append(known.get(ids.tobytes()) or Prompt(0, text, ids, ""))
     texts = Texts(prompts, rollout.replace(stop=stop), run.tokenizer)
     points, *_ = judges(texts, {}, 0, {"policy": params})
-    values = points[judges.judges[0].name][: len(paths), 0].tolist()
+    (values,) = (given[: len(paths), 0].tolist() for given in points.values())
     return [None if math.isnan(value) else value for value in values]
 
 

@@ -306,7 +306,8 @@ def list_methods() -> list[dict[str, Any]]:
     """Every method as a plain dict, in alphabetical order; ``jrl methods --json`` prints them.
 
     Each holds name, paper, arxiv, family, summary, seams, needs (statistics, at the default
-    coefficients), min_group and coefficients (name, default, required, domain).
+    coefficients), min_group, reward_parts (in order; [] for any) and coefficients (name, default,
+    required, domain).
     """
     return [method.describe() for method in all_methods().values()]
 

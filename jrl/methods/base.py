@@ -15,7 +15,7 @@ coefficients and what it inherits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -81,18 +81,19 @@ def first_draw(plan: Plan) -> FirstDraw:
     )
 
 
-_GROUP, _LACKING = "group of at least ", "lacking "
+_GROUP, _LACKING, _PARTS = "group of at least ", "lacking ", "reward parts "
 
 
-def requires(group: int = 1, lacks: str = "") -> frozenset[str]:
+def requires(group: int = 1, lacks: str = "", parts: Sequence[str] = ()) -> frozenset[str]:
     """Requirements of a method on its run, for ``Method.needs``.
 
     Args:
       group: the least group size with which the advantage says anything.
       lacks: what no run has yet, such as images. The objective trains all the same.
+      parts: meanings of the reward parts, in their order, where there must be so many.
     """
-    size = {f"{_GROUP}{group}"} if group > 1 else set()
-    return frozenset(size | ({f"{_LACKING}{lacks}"} if lacks else set()))
+    texts = {_GROUP: group if group > 1 else "", _LACKING: lacks, _PARTS: ", ".join(parts)}
+    return frozenset(f"{name}{text}" for name, text in texts.items() if text)
 
 
 class Method(NamedTuple):
@@ -140,16 +141,16 @@ class Method(NamedTuple):
         Args:
           **changes: fields of ``Method`` or of its ``Objective``; ``ratio``, ``rule`` and
             ``correction`` change one part of a surrogate that ``ratios.ratio_loss`` made;
-            ``epochs`` changes the schedule; ``group`` and ``lacks`` change what ``needs`` says.
+            ``epochs`` changes the schedule; ``group``, ``lacks`` and ``parts`` change ``needs``.
         """
         parts = {n: changes.pop(n) for n in ratios.RatioParts._fields if n in changes}
         objective_parts = {n: changes.pop(n) for n in Objective._fields if n in changes}
         if parts:
             objective_parts["surrogate"] = ratios.with_parts(self.objective.surrogate, **parts)
-        if "group" in changes or "lacks" in changes:
-            group = changes.pop("group", self.least_group)
-            others = {n for n in self.needs if not n.startswith((_GROUP, _LACKING))}
-            changes["needs"] = requires(group, changes.pop("lacks", self.lacks)) | others
+        if {"group", "lacks", "parts"} & changes.keys():
+            now = {"group": self.least_group, "lacks": self.lacks, "parts": self.parts}
+            others = {n for n in self.needs if not n.startswith((_GROUP, _LACKING, _PARTS))}
+            changes["needs"] = others | requires(**{n: changes.pop(n, now[n]) for n in now})
         if "epochs" in changes:
             changes["schedule"] = self.schedule._replace(epochs=changes.pop("epochs"))
         return self._replace(objective=self.objective._replace(**objective_parts), **changes)
@@ -177,6 +178,12 @@ class Method(NamedTuple):
         """The part of the method that no run supports yet; "" if it is complete."""
         texts = sorted(need for need in self.needs if need.startswith(_LACKING))
         return "; ".join(text.removeprefix(_LACKING) for text in texts)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Meanings of the reward parts that the method reads, in order; () for any parts."""
+        texts = [need.removeprefix(_PARTS) for need in self.needs if need.startswith(_PARTS)]
+        return tuple(texts[0].split(", ")) if texts else ()
 
     @property
     def draw(self) -> FirstDraw:

@@ -191,6 +191,7 @@ class Published:
             "seams": list(method.seams),
             "needs": sorted(method.objective.needs),
             "min_group": method.least_group,
+            "reward_parts": list(method.parts),
             "state": state_kept(method.objective),
             "unsupported": method.lacks,
             "notes": (inspect.getdoc(self) or "").partition("\n")[2].strip(),

@@ -8,6 +8,7 @@ are as in ``grpo`` everywhere, departures from any paper that does not have them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import jax.numpy as jnp
@@ -170,10 +171,11 @@ def gdpo(base: Method, eps: Positive, ddof: Ddof) -> Method:
 # ---------------------------------------------------------------- rewards of agents
 
 
-def reward_parts(method: str, parts: Array, count: int, names: str) -> tuple[Array, ...]:
+def reward_parts(method: str, parts: Array, names: Sequence[str]) -> tuple[Array, ...]:
     """The reward parts [N, G] one by one; their number is that of the names, or it is refused."""
-    if parts.shape[2] != count:
-        raise UserError(f"{method} with {parts.shape[2]} reward parts; give {count}: {names}")
+    if parts.shape[2] != len(names):
+        text = ", ".join(names)
+        raise UserError(f"{method} with {parts.shape[2]} reward parts; give {len(names)}: {text}")
     return tuple(jnp.moveaxis(parts, 2, 0))
 
 
@@ -196,13 +198,14 @@ def car(base: Method) -> Method:
     beside it. Departures: this is the quadratic score, one of the rewards that the paper compares;
     its own, which separates the ranges of right and wrong answers, is not known to us.
     """
+    names = "right", "confidence"
 
     def calibrated(parts: Array, rollout: Rollout) -> Array:
-        right, confidence = reward_parts("car", parts, 2, "right, confidence")
+        right, confidence = reward_parts("car", parts, names)
         return as_first(right - jnp.square(right - confidence), parts)
 
     lacking = "the paper's own reward, which is not known; it is the quadratic score"
-    return base.with_(rewards=of_parts(calibrated), lacks=lacking)
+    return base.with_(rewards=of_parts(calibrated), lacks=lacking, parts=names)
 
 
 @variant(grpo)
@@ -222,14 +225,15 @@ def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
     is the answer's, and the reward functions "format" and "tools_used" beside it are the other two
     (docs/rewards.md).
     """
+    names = "form", "answer", "tools used"
 
     def ordered(parts: Array, rollout: Rollout) -> Array:
-        form, score, used = reward_parts("tool_star", parts, 3, "form, answer, tools used")
+        form, score, used = reward_parts("tool_star", parts, names)
         correct_scores = jnp.where(score > 0, score + bonus * (used > 0), score * 0)
         broken = jnp.where(jnp.isnan(form + score), jnp.nan, -1)
         return as_first(jnp.where(form > 0, correct_scores, broken), parts)
 
-    return base.with_(rewards=of_parts(ordered))
+    return base.with_(rewards=of_parts(ordered), parts=names)
 
 
 @variant(grpo, kl_coef=0.001)

@@ -201,14 +201,22 @@ class demonstrated:
     Attributes:
       members: of each prompt, all alike.
       alone: whether the policy draws nothing, as for supervised methods.
+      distinct: whether each member is another one of the prompt's solutions, which the data lists;
+        the method then needs "several solutions".
     """
 
     members: int
     alone: bool = False
+    distinct: bool = False
 
     def __call__(self, asks: Asks, view: StepView) -> Asks:
         """The asks with the demonstrations'."""
         if not self.members:
+            return asks
+        if self.distinct:
+            for number in range(self.members):
+                solution = view.tools.solutions(asks, number)
+                asks = (*asks, also(asks, 1, prefix=solution, prefix_as="given"))
             return asks
         solutions = view.tools.solutions(asks)
         ask = also(asks, self.members, prefix=solutions, prefix_as="given")
@@ -237,7 +245,7 @@ def stored_apart(asks: Asks, view: StepView) -> Asks:
 class _DryTools:
     """Tools of a plan that is inspected, not run."""
 
-    def solutions(self, asks: Asks) -> Tokens:
+    def solutions(self, asks: Asks, number: int | None = None) -> Tokens:
         """One token for each entry."""
         entries = asks[0].count.shape[0]
         return Tokens(np.zeros((entries, 1), np.int32), np.ones(entries, np.int32))

@@ -467,14 +467,17 @@ def drop_outliers(limit: float = 3.0) -> Transform:
     return stateless(lambda values, batch: (jnp.where(abs(values) > limit, 0, values), batch))
 
 
+COMPOSED = "result", "consistency", "format"
+"""Reward parts of ``consistent_rewards``, in order."""
+
+
 def consistent_rewards(parts: Array, rollout: Rollout) -> Array:
     """Right answers count half as much again when the reasoning agrees, and form adds one half.
 
     >>> consistent_rewards(jnp.ones((1, 1, 3)), None).tolist()
     [[[2.0, 0.0, 0.0]]]
     """
-    names = "result, consistency, format"
-    result, consistency, form = reward_parts("stable_reinforce.composed", parts, 3, names)
+    result, consistency, form = reward_parts("stable_reinforce.composed", parts, COMPOSED)
     return as_first(result * (1 + 0.5 * consistency) + 0.5 * form, parts)
 
 
@@ -510,5 +513,6 @@ def stable_reinforce(
         advantage=transforms.chain(*kl_penalty(kl_kind, kl_coef, "sequence"), *steps),
         ratio=ratios.held(ratio_limit),
         rewards=of_parts(consistent_rewards) if composed else unchanged,
+        parts=COMPOSED if composed else (),
         group=1,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import chex
@@ -27,33 +28,38 @@ class RewardNetwork(NamedTuple):
     apply: Callable[[Params, Array, Array], Array]
 
 
-def _init_linear(network: Network) -> Params:
+def _init_linear(network: Network, outputs: int = 1) -> Params:
     # Zeros, so that a fresh head estimates 0 everywhere and the first advantages are the returns.
+    more = () if outputs == 1 else (outputs,)
     return {
-        "weight": jnp.zeros(network.embed_dim, jnp.float32),
-        "bias": jnp.zeros((), jnp.float32),
+        "weight": jnp.zeros((network.embed_dim, *more), jnp.float32),
+        "bias": jnp.zeros(more, jnp.float32),
     }
 
 
-def _axes_linear() -> Any:
-    return {"weight": ("embed",), "bias": ()}
+def _axes_linear(outputs: int = 1) -> Any:
+    more = () if outputs == 1 else (None,)
+    return {"weight": ("embed", *more), "bias": more}
 
 
 def _linear(params: Params, hidden: Array) -> Array:
-    """[...] float32: one number for each hidden vector."""
+    """[...] float32: one number for each hidden vector, or [..., K] of several outputs."""
     with jax.named_scope("scalar_head"):
         hidden32 = hidden.astype(jnp.float32)
-        return jnp.tensordot(hidden32, params["weight"], axes=1) + params["bias"]
+        out = jnp.tensordot(hidden32, params["weight"], axes=1)
+        return out + jnp.broadcast_to(params["bias"], out.shape)
 
 
-def value_head(network: Network) -> ValueNetwork:
+def value_head(network: Network, outputs: int = 1) -> ValueNetwork:
     """A linear map of the policy's own hidden states; its gradient reaches the policy's trunk.
 
     Args:
       network: the policy, whose hidden states are read.
+      outputs: K, numbers for each token.
 
     Returns:
-      A ``ValueNetwork`` whose parameters are {"weight" [D], "bias" []} float32, zeros at first.
+      A ``ValueNetwork`` whose parameters are {"weight" [D], "bias" []} float32, zeros at first, or
+      {"weight" [D, K], "bias" [K]} of several outputs.
     """
 
     def apply(
@@ -66,14 +72,16 @@ def value_head(network: Network) -> ValueNetwork:
     def apply_shared(params: Params, policy_hidden: Array, rows: SharedRows) -> Array:
         return apply(params, policy_hidden, rows.tokens, rows.positions, rows.segments)
 
-    return ValueNetwork(lambda key: _init_linear(network), _axes_linear, apply, apply_shared)
+    init, axes = (lambda key: _init_linear(network, outputs)), partial(_axes_linear, outputs)
+    return ValueNetwork(init, axes, apply, apply_shared)
 
 
-def value_network(network: Network) -> ValueNetwork:
+def value_network(network: Network, outputs: int = 1) -> ValueNetwork:
     """A separate network with a linear head; nothing is shared with the policy.
 
     Args:
       network: the trunk, for instance ``transformer(config)`` of another size.
+      outputs: K, numbers for each token.
 
     Returns:
       A ``ValueNetwork`` whose parameters are {"trunk", "head"}; to start it from a checkpoint,
@@ -94,7 +102,38 @@ def value_network(network: Network) -> ValueNetwork:
         return _linear(params["head"], hidden)
 
     shared = None if network.extras.hidden_shared is None else apply_shared
-    return ValueNetwork(*_trunk_and_head(network), apply, shared)
+    return ValueNetwork(*_trunk_and_head(network, outputs), apply, shared)
+
+
+def value_networks(network: Network, outputs: int) -> ValueNetwork:
+    """A separate network for each output; the trunks begin alike.
+
+    Args:
+      network: the trunk of each.
+      outputs: K, at least 2.
+
+    Returns:
+      A ``ValueNetwork`` whose parameters are those of ``value_network`` with a leading axis of K.
+    """
+    one = value_network(network)
+
+    def each(function: Callable[..., Array]) -> Callable[..., Array]:
+        def apply(params: Params, *inputs: Any) -> Array:
+            # Not ``vmap``: the activations of one network are enough to hold at a time.
+            values = jax.lax.map(lambda own: function(own, *inputs), params)
+            return jnp.moveaxis(values, 0, -1)
+
+        return apply
+
+    def init(key: Array) -> Params:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (outputs, *x.shape)), one.init(key))
+
+    def axes() -> Any:
+        is_names = lambda x: type(x) is tuple  # noqa: E731
+        return jax.tree.map(lambda names: (None, *names), one.axes(), is_leaf=is_names)
+
+    shared = None if one.apply_shared is None else each(one.apply_shared)
+    return ValueNetwork(init, axes, each(one.apply), shared)
 
 
 def after_token(value: ValueNetwork) -> ValueNetwork:
@@ -114,9 +153,15 @@ def after_token(value: ValueNetwork) -> ValueNetwork:
         next_live = jnp.pad(live[:, 1:], ((0, 0), (0, 1)), constant_values=size)
         following = jax.lax.cummin(next_live, axis=1, reverse=True)
         following = jnp.where(following < size, following, column)
-        return jnp.take_along_axis(values, following, axis=1)
+        return along_columns(values, following)
 
     return ValueNetwork(value.init, value.axes, apply)
+
+
+def along_columns(values: Array, columns: Array) -> Array:
+    """The values [B, L] or [B, L, K] at the columns [B, T] of their rows."""
+    columns = columns.reshape(*columns.shape, *(1,) * (values.ndim - 2))
+    return jnp.take_along_axis(values, columns, axis=1)
 
 
 def reward_network(network: Network) -> RewardNetwork:
@@ -198,11 +243,13 @@ def answer_scores(network: Network, ids: tuple[int, int]) -> Scores:
     return scores
 
 
-def _trunk_and_head(network: Network) -> tuple[Callable[[Array], Params], Callable[[], Any]]:
+def _trunk_and_head(
+    network: Network, outputs: int = 1
+) -> tuple[Callable[[Array], Params], Callable[[], Any]]:
     def init(key: Array) -> Params:
-        return {"trunk": network.init(key), "head": _init_linear(network)}
+        return {"trunk": network.init(key), "head": _init_linear(network, outputs)}
 
     def axes() -> Any:
-        return {"trunk": network.axes(), "head": _axes_linear()}
+        return {"trunk": network.axes(), "head": _axes_linear(outputs)}
 
     return init, axes

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import chex
 import jax.numpy as jnp
 
-from jrl.types import Array, Stats, Surrogate
+from jrl.types import Array, Statistic, Stats, Surrogate
 
 
 class Members(NamedTuple):
@@ -65,6 +65,16 @@ class Members(NamedTuple):
     def log_ratio(self) -> Array:
         """[G] nats: log pi(y) - log pi_ref(y) of complete completions."""
         return self.total("logprobs") - self.total("ref_logprobs")
+
+
+def value_output(number: int, *, start: bool = False) -> Statistic:
+    """Output ``number`` of the value network as a statistic, "values_N".
+
+    With ``start`` that of the start of the training step, "rollout_values_N". Output 0 is "values"
+    itself.
+    """
+    name = f"{'rollout_' * start}values_{number}"
+    return Statistic(name, lambda outputs: outputs[number], over="values", start=start)
 
 
 GroupLoss = Callable[[Members], tuple[Array, Stats]]

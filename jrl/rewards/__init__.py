@@ -73,10 +73,12 @@ REWARDS: dict[str, Callable[..., Any]] = {
 _ZOO, _CRITICS = "jrl.zoo.rewards.functions", "jrl.zoo.rewards.critics"
 PUBLISHED = {
     "convsearch": f"{_ZOO}:convsearch",
+    "demonstration_similarity": f"{_ZOO}:demonstration_similarity",
     "dynamic_iou": f"{_ZOO}:dynamic_iou",
     "fapo_critic": f"{_CRITICS}:fapo_critic",
     "judge_verdict": f"{_CRITICS}:judge_verdict",
     "listwise_agreement": f"{_CRITICS}:listwise_agreement",
+    "listed_solution": f"{_ZOO}:listed_solution",
     "rank_fidelity": f"{_ZOO}:rank_fidelity",
     "srpo": f"{_CRITICS}:srpo",
     "toolrl": f"{_ZOO}:toolrl",

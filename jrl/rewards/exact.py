@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from jrl.errors import UserError
-from jrl.rewards.answers import Choice, Colon, Words, read
+from jrl.rewards.answers import Choice, Colon, Items, Words, read
 from jrl.rewards.base import Sample
 from jrl.rewards.compare import Checker, same
 from jrl.rewards.markup import LONGEST, clean
 from jrl.rewards.quantities import Quantity
 
 _NUMBER = re.compile(
-    r"""(?<![\w.])-?\s?\$?(?:\d+\s(?=\d+/\d))?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"""
-    r"""(?:\s?/\s?\d+(?![\d/.]))?(?:[ ](?:hundred|thousand|million|billion|trillion|dozen)\b)*"""
+    r"""(?:(?<![\w.])|(?<=\\approx))-?\s?\$?(?:\d+\s(?=\d+/\d))?"""
+    r"""(?:\d{1,3}(?:(?:,|\{,\}|[ \u2009\u202f](?=\d{3}(?![\d/]|[ ]\d+/\d)))\d{3})+|\d+)?"""
+    r"""(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"""
+    r"""(?:\s?/\s?\d+(?![\d/]|\.\d))?"""
+    r"""(?:[ ](?:hundred|thousand|million|billion|trillion|dozen)\b)*"""
     r"""|-?\d*\\[dt]?frac\s?\{-?\d+\}\s?\{-?\d+\}""",
     re.VERBOSE,
 )
@@ -25,7 +28,24 @@ _BEHIND = re.compile(
     (?:\^\{?[23]\}?|[²³]|\s?(?:/|per\s)\s?[A-Za-z]+)?""",
     re.VERBOSE | re.IGNORECASE,
 )
+_FORMULA = re.compile(r"(?<!\\)\$((?:\\.|[^$\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _MARK = re.compile(r"(^[ \t]*)?#{4,}[ \t]*(.*)", re.MULTILINE)
+_STATED = re.compile(
+    r"(?:[.\n]|final answer:) *(?:so,? |thus,? |therefore,? )?(?:the )?(?:final )?answer is:?"
+    r"\s+([^\n]{1,200}?)"
+    r"(?:\.?\s*I hope it is correct)?\.?\s*$",
+    re.IGNORECASE,
+)
+"""The last sentence of a text, "The answer is ..."."""
+_BETWEEN = re.compile(
+    r"(?:\\?[$\s)\]]|\\q?quad\b|\\[,;:])*(?:[,;]|(?:\\text\s*\{)?\s*(?:and|or)\b)\s*"
+    r"(?:(?:and|or)\b)?(?:\\?[$\s(\[}]|\\q?quad\b|\\[,;:])*"
+)
+"""What joins two boxes to one list."""
+_MINUS = re.compile(r"(?:=|\$|\\\(|\\\[|\bis)[ ]*-\\?$")
+"""A sign before a box."""
+_FAR = 40
+"""Characters; boxes farther from each other are no list."""
 _HEADED = re.compile(r"\W*(?:the )?(?:final )?answer\W*", re.IGNORECASE)
 
 
@@ -54,27 +74,30 @@ def final_answer(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    r"""The content of the last ``\boxed{...}``, else what follows the last "####", else None.
+    r"""The content of the last ``\boxed{...}``, or what follows a later "####", else None.
 
-    A heading of Markdown is no mark: "#### Step 1" with lines below it. "#### Answer" marks the
-    line below it.
+    Boxes with "and", "or" or a comma between them are one list. A heading of Markdown is no mark:
+    "#### Step 1" with lines below it. "#### Answer" marks the line below it.
 
     >>> marked_answer("#### **18**"), marked_answer("#### Step 1\n3 + 4 = 7")
     ('18', None)
+    >>> marked_answer(r"$\boxed{3}$ and $\boxed{5}$")
+    '3, 5'
     """
-    answer = boxed(text)
-    if answer is not None:
-        return answer
-    for mark in reversed(list(_MARK.finditer(text))):
+    boxes = _boxes(text)
+    for mark in reversed(list(_MARK.finditer(text, boxes[-1].end if boxes else 0))):
         line, below = mark.group(2).strip(), text[mark.end() :].strip()
+        answer = None
         if mark.group(1) is None and line:
-            return _plain(line)
-        if not line or _HEADED.fullmatch(line):
-            if below:
-                return _plain(below.split("\n", 1)[0])
+            answer = line
+        elif not line or _HEADED.fullmatch(line):
+            answer = below.split("\n", 1)[0]
         elif not below or not _is_heading(line):
-            return _plain(line)
-    return None
+            answer = line
+        # words behind a box are a remark
+        if answer and not (boxes and isinstance(read(clean(_plain(answer))), Words)):
+            return _plain(answer)
+    return _joined(text, boxes)
 
 
 def _plain(line: str) -> str:
@@ -98,16 +121,20 @@ def _last_quantity(text: str) -> str | None:
     if not numbers:
         return None
     last = numbers[-1]
-    for formula in re.finditer(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", text[-LONGEST:]):
+    for formula in _FORMULA.finditer(text[-LONGEST:]):
         # between the dollar signs of two prices are words
         content = next(filter(None, formula.groups()))
         place = formula.start() + max(0, len(text) - LONGEST)
         bare = re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+", "", content)
-        is_around = place <= last.start() < place + len(formula.group())
-        if is_around and "\\" in content and not re.search("[A-Za-z]{3}", bare):
-            return re.split(r"=|\\approx", content)[-1].strip()
-    behind = _BEHIND.match(text, last.end())
-    number = last.group().strip()
+        is_around = place <= last.start() < last.end() <= place + len(formula.group())
+        value = re.split(r"=|\\approx", content)[-1].strip()
+        is_more = "\\" in content or re.search("[A-Za-z]", value)
+        if is_around and is_more and not re.search("[A-Za-z]{3}", bare):
+            return value
+    number, end = last.group().strip(), last.end()
+    if "$" in number and text.startswith("$", end):  # not a price but mathematics
+        number, end = number.replace("$", ""), end + 1
+    behind = _BEHIND.match(text, end)
     if behind is None:
         return number
     quantity = read(clean(number + behind.group()))
@@ -123,22 +150,53 @@ def _last_quantity(text: str) -> str | None:
     return number
 
 
+class _Box(NamedTuple):
+    """A closed box: where it begins and ends in the text, and what it holds."""
+
+    start: int
+    end: int
+    content: str
+
+
+def _boxes(text: str) -> list[_Box]:
+    """The closed boxes of a text, braces balanced, by where they begin."""
+    opened: list[re.Match[str]] = []
+    boxes = []
+    for brace in re.finditer(r"\\f?boxed\s*\{|[{}]", text):
+        if brace.group() != "}":
+            opened.append(brace)
+        elif opened:
+            start = opened.pop()
+            if len(start.group()) > 1:
+                content = text[start.end() : brace.start()].strip()
+                boxes.append(_Box(start.start(), brace.end(), content))
+    return sorted(boxes)
+
+
 def boxed(text: str) -> str | None:
     r"""The content of the last closed ``\boxed{...}`` or ``\fbox{...}``, braces balanced, or None.
 
     >>> boxed(r"\boxed{1} then \boxed{ {2} } then \boxed{3")
     '{2}'
     """
-    opened: list[re.Match[str]] = []
-    last, content = -1, None
-    for brace in re.finditer(r"\\f?boxed\s*\{|[{}]", text):
-        if brace.group() != "}":
-            opened.append(brace)
-        elif opened:
-            start = opened.pop()
-            if len(start.group()) > 1 and start.start() > last:
-                last, content = start.start(), text[start.end() : brace.start()].strip()
-    return content or None
+    boxes = _boxes(text)
+    return boxes[-1].content or None if boxes else None
+
+
+def _joined(text: str, boxes: list[_Box]) -> str | None:
+    """What the last boxes hold: one, or a list of those with "and" or a comma between them."""
+    if not boxes:
+        return None
+    contents = [boxes[-1].content]
+    if contents[0] and _MINUS.search(text[max(0, boxes[-1].start - _FAR) : boxes[-1].start]):
+        return f"-{contents[0]}"
+    for box, after in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
+        between = text[box.end : after.start]
+        if len(between) > _FAR or not _BETWEEN.fullmatch(between):
+            break
+        if box.content not in contents:
+            contents.insert(0, box.content)
+    return ", ".join(filter(None, contents)) or None
 
 
 def to_number(text: str) -> Fraction | None:
@@ -205,16 +263,30 @@ def expected_answer(answer: Any) -> str:
     return marked_answer(text) or text
 
 
+def last_statement(text: str) -> str | None:
+    """What a text that ends with "The answer is ..." says there, else None.
+
+    >>> last_statement("She is faster. The answer is Evelyn.")
+    'Evelyn'
+    """
+    stated = _STATED.search(text[-LONGEST:])
+    return stated.group(1) if stated else None
+
+
 def claimed_answer(completion: str, expected: str) -> str | None:
     """The answer that a completion gives, where it can be found without parsing mathematics.
 
-    What is marked; where a number is expected, the last one; else the complete text.
+    What is marked; where a number is expected, the last one; else what the last sentence states, or
+    the complete text.
     """
     marked = marked_answer(completion)
     if marked is not None:
         return marked
     if to_number(expected) is None and not isinstance(read(clean(expected)), Colon):
-        return completion
+        return last_statement(completion) or completion
+    stated = last_statement(completion)
+    if stated is not None and isinstance(read(clean(stated)), Items):
+        return stated  # several numbers, of which the last is not the answer
     return _last_quantity(completion) or completion
 
 

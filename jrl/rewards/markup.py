@@ -18,6 +18,7 @@ DEEPEST = 12
 """Brackets inside each other."""
 
 _MARKS = [
+    (r"(?<!\\)\$\s?(-?[\d.,]*\d(?:\\?%)?)\s?\$", r" \1 "),
     (r"\{,\}\s?(?:\\!)?|,\s?\\!\s?", ","),
     (r"\\left(?![a-z])|\\right(?![a-z])|\\[bB]igg?[lr]?(?![a-z])|\\displaystyle|(?<!\\)\\!", ""),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|[\u00a0\u2009\u202f]", " "),
@@ -152,7 +153,8 @@ def split_list(text: str) -> list[str]:
 
 
 _SEPARATOR = re.compile(
-    r"[(\[{)\]}]|\s*[,;]\s*(?:and\s|or\s)?|\s+(?:and|or)\s+|\s&\s|\s*\\(?:land|lor)(?![a-z])\s*"
+    r"[(\[{)\]}]|\s*[,;]\s*(?:and\s|or\s)?|\s+(?:and|or)\s+|\s&\s"
+    r"|(?<=[)\]}\d])(?:and|or)(?=[(\[{\d\\-]|[A-Za-z]\()|\s*\\(?:land|lor)(?![a-z])\s*"
 )
 
 

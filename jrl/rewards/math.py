@@ -18,11 +18,15 @@ from jrl.rewards.exact import (
     claimed_answer,
     exact_reward,
     expected_answer,
+    last_statement,
     same_answer,
 )
 
 _SAME = 1e-5
 """Relative difference of values that math-verify may call equal."""
+
+_PRODUCT = re.compile(r"((?<![\w^{}\\.])\d+(?:\.\d+)?)\s?(?=\([^(),]+\))")
+"""A number before brackets."""
 
 _SECONDS = 3.0
 """Processor time of one comparison; the pool's limit would end the process too."""
@@ -62,7 +66,8 @@ def _is_right(sample: Sample, tolerance: float, checker: _MathVerify) -> bool:
         with _limited_time():
             if answer is not None and same_answer(answer, expected, tolerance, check):
                 return True
-            if answer != sample.completion:  # it was marked, or has the number that was expected
+            unmarked = sample.completion, last_statement(sample.completion)
+            if answer not in unmarked:  # it was marked, or has the number that was expected
                 return False
             # unmarked, the answer is looked for in the end of the completion
             tail = sample.completion[-LONGEST:]
@@ -117,7 +122,9 @@ class _MathVerify:
         """Whether two expressions are equal."""
         if not (is_tame(expected) and is_tame(answer)):
             return False
-        gold, claim = (self._parse(f"\\boxed{{{text}}}") for text in (expected, answer))
+        # math-verify reads 1000(26) as a function's value
+        texts = (_PRODUCT.sub(r"\1\\cdot", text) for text in (expected, answer))
+        gold, claim = (self._parse(f"\\boxed{{{text}}}") for text in texts)
         if not gold or not claim or not self._verify(gold, claim, timeout_seconds=None):
             return False
         if any(

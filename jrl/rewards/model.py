@@ -72,6 +72,40 @@ def reduce_ensemble(points: Array, ensemble: Ensemble, uncertainty: float) -> Ar
     return points.mean(axis=0) - uncertainty * spread
 
 
+def dropout_passes(
+    weight: Array, axis: int, dropout: float, passes: int, single: int | None, seed: int
+) -> Array:
+    """Weights of a linear head in several passes with dropout on its inputs.
+
+    Monte Carlo dropout of "Dropout as a Bayesian Approximation: Representing Model Uncertainty in
+    Deep Learning" (arXiv:1506.02142), on the last layer's states: leaving an input out, and
+    dividing the others by 1 - p, is the same as doing so to its weight. A pass has one mask for all
+    texts, so that the numbers of two are those of one network, in any company.
+
+    Args:
+      weight: of the head; ``axis`` counts its inputs.
+      axis: of the inputs.
+      dropout: p, in [0, 1).
+      passes: how many.
+      single: the one that is wanted, from 0 on; None for all.
+      seed: of the masks.
+
+    Returns:
+      [passes, ...], or [1, ...] of a single one.
+    """
+    root = jax.random.fold_in(jax.random.key(seed), passes)
+    numbers = jnp.arange(passes) if single is None else jnp.array([single])
+    size = (weight.shape[axis],)
+
+    def one(number: Array) -> Array:
+        kept = jax.random.bernoulli(jax.random.fold_in(root, number), 1 - dropout, size)
+        shape = [1] * weight.ndim
+        shape[axis] = size[0]
+        return weight * kept.reshape(shape) / (1 - dropout)
+
+    return jax.vmap(one)(numbers)
+
+
 def at_turn_ends(values: Any, mask: Any, turns: Any) -> np.ndarray:
     """The values at the last live token of each turn, 0 elsewhere.
 
@@ -86,10 +120,49 @@ def at_turn_ends(values: Any, mask: Any, turns: Any) -> np.ndarray:
     values, mask, turns = np.asarray(values, np.float32), np.asarray(mask), np.asarray(turns)
     paid = np.zeros_like(values)
     for row in np.ndindex(mask.shape[:-1]):
-        live = np.flatnonzero(mask[row])
-        ends = live[np.append(np.diff(turns[row][live]) != 0, True)[: len(live)]]
+        ends = _last_of_each(mask[row], turns[row])
         paid[row][ends] = values[row][ends]
     return paid
+
+
+def at_progress(values: Any, mask: Any, steps: Any) -> np.ndarray:
+    """What each step changes of the value, at the step's last live token; 0 elsewhere.
+
+    The progress of "Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning"
+    (arXiv:2410.08146), with v_h the value behind step h:
+
+        A_h = v_h - v_(h-1),   A_1 = v_1 - mean of the group's v_1
+
+    The mean stands for the value before the first step, which a model of steps is not trained on.
+
+    Args:
+      values: [..., G, T] float32, points.
+      mask: [..., G, T] bool, the policy's own tokens.
+      steps: [..., G, T] int32, the step of each token; never decreasing along a row.
+
+    >>> values, steps = [[[1.0, 4.0, 2.0]], [[0.0, 3.0, 7.0]]], [[[0, 0, 1]], [[0, 0, 0]]]
+    >>> at_progress(values, np.ones((2, 1, 3), bool), steps)[0].tolist()
+    [[0.0, 0.0, -2.0]]
+    """
+    values, mask, steps = np.asarray(values, np.float32), np.asarray(mask), np.asarray(steps)
+    paid, first = np.zeros_like(values), np.zeros(mask.shape[:-1], np.float32)
+    for row in np.ndindex(mask.shape[:-1]):
+        ends = _last_of_each(mask[row], steps[row])
+        behind = values[row][ends]
+        first[row] = behind[0] if len(ends) else 0
+        paid[row][ends] = np.diff(behind, prepend=behind[:1])
+    live = mask.any(axis=-1)
+    count = np.maximum(live.sum(axis=-1, keepdims=True), 1)
+    before = np.where(live, first, 0).sum(axis=-1, keepdims=True) / count
+    for row in zip(*np.nonzero(live), strict=True):
+        paid[row][_last_of_each(mask[row], steps[row])[0]] = (first - before)[row]
+    return paid
+
+
+def _last_of_each(mask: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The last live token of each run of one number along a row [T]."""
+    live = np.flatnonzero(mask)
+    return live[np.append(np.diff(numbers[live]) != 0, True)[: len(live)]]
 
 
 class ModelReward:
@@ -98,14 +171,14 @@ class ModelReward:
     Args:
       params: of the reward model.
       values: its network.
-      by_turn: whether the value at each turn's end counts, and not the last one alone.
+      by: of which values the points are made; see ``RewardModelTable.by``.
     """
 
-    def __init__(self, params: Params, values: Values, by_turn: bool = False) -> None:
+    def __init__(self, params: Params, values: Values, by: str = "completion") -> None:
         def points(params: Params, rollout: Rollout) -> Array:
             return last_values(values(params, rollout), rollout.mask)
 
-        self.params, self.values, self.by_turn = params, values, by_turn
+        self.params, self.values, self.by = params, values, by
         self._points, self._values = jax.jit(points), jax.jit(values)
 
     def __call__(self, rollout: Rollout) -> np.ndarray:

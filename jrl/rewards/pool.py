@@ -1,64 +1,45 @@
 """Reward functions in worker processes, with limits of time, memory and output for each.
 
-The trainer hands out one call at a time and polls the workers ten times a second. A call beyond a
-limit is killed with its process and all descendants; the other workers continue with the remaining
-calls. When a call has used half of its time another process is started, as a spare in case it must
-be killed.
+    scores = pool.scores(samples)                  # all calls, and their results
+
+    with pool.begin() as begun:                    # or, while further samples are on their way:
+        begun.submit(sample)                       # the calls about this sample alone
+        scores = pool.scores(samples, begun=begun) # those, and all others
+
+A function of single samples gives the same points either way; ``workers`` has the processes.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
-import pickle
-import subprocess
-import sys
 import threading
-import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from multiprocessing import connection
-from pathlib import Path
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jrl.errors import UserError, unknown_choice
-from jrl.rewards import kill
 from jrl.rewards.base import Returned, RewardFn, Sample, total
 from jrl.rewards.call import Failure, call, class_name, error_text
 from jrl.rewards.rules import Rules
-from jrl.rewards.worker import Lost, RewardWorker, attribute, pickled_call
+from jrl.rewards.worker import attribute, pickled_call
+from jrl.rewards.workers import Job, Workers
 from jrl.system.wait_reports import waiting
 
 __all__ = ["RewardFn", "RewardPool", "Sample"]
 
 ACTIONS = ("zero", "drop", "none", "stop")
 
-_FAILURES_IN_A_ROW = 8
-"""Of one process, which is then replaced; a reward that always fails costs little by it."""
-_LOOK_SECONDS = 0.1
-_START_SECONDS = 600
-"""Time for a worker to load the functions."""
-
-_PRINTED = 1 << 14
-"""Bytes that workers may print while one batch is judged; the rest is dropped."""
-
-_NOT_STARTED = (
-    "the worker processes of the rewards end as soon as they start (exit code {code}); a training "
-    'script must run under if __name__ == "__main__":, because each worker imports it; or set '
-    "reward_pool.workers = 0"
-)
-
 
 class _Call(NamedTuple):
-    """One call: its column, the function's name, the samples' indices, and the message."""
+    """One call: its column, the function's name, and the samples' indices."""
 
     column: int
     name: str
     members: list[int]
-    message: bytes = b""
 
 
 class Scores(NamedTuple):
@@ -119,7 +100,7 @@ class RewardPool:
         self.timeout_seconds, self.memory_gib = timeout_seconds, memory_gib
         self.on_timeout, self.on_error = on_timeout, on_error
         self._turn = threading.Lock()  # rollout and evaluation may call from different threads
-        self._workers = _Workers(self.functions, workers, self) if workers else None
+        self._workers = Workers(self.functions, workers, self) if workers else None
         self._prepared = False
 
     @property
@@ -132,13 +113,20 @@ class RewardPool:
         """Whether a function may give a number for each token."""
         return any(rules.by_token is not None for rules in self._rules.values())
 
-    def scores(self, samples: Sequence[Sample], *, group: int | None = None) -> Scores:
+    def begin(self) -> Begun:
+        """Where calls about single samples begin before ``scores``; use it in a ``with``."""
+        return Begun(self)
+
+    def scores(
+        self, samples: Sequence[Sample], *, group: int | None = None, begun: Begun | None = None
+    ) -> Scores:
         """Rewards of every sample under every function that is asked about it.
 
         Args:
           samples: B of them, those of one prompt adjacent.
           group: samples of one prompt, for functions over groups; None takes adjacent samples
             with the same ``prompt.id`` as a group.
+          begun: calls that began before; those about equal samples are not made again.
 
         Raises:
           UserError: a call failed and the run is to stop then; names the function and the prompt.
@@ -157,13 +145,12 @@ class RewardPool:
             return f"{len(calls) - len(finished)} of {len(calls)} calls left{loading}"
 
         with (
-            self._turn,
             waiting("rewards", left, seconds=self.timeout_seconds if self._workers else 0),
             # Closed also on an error, so that no worker continues with a call of a batch that is
             # over.
-            contextlib.closing(self._results(calls, samples)) as results,
+            contextlib.closing(self._results(calls, samples, begun)) as results,
         ):
-            for (column, name, members, _), result in results:
+            for (column, name, members), result in results:
                 finished.append(name)
                 rules = self._rules[name]
                 if not isinstance(result, Failure):
@@ -228,7 +215,6 @@ class RewardPool:
         ]
         limit = self.timeout_seconds if self._workers else 0
         with (
-            self._turn,
             waiting("rewards", lambda: "the first call", seconds=limit),
             contextlib.closing(self._results(calls, [sample] * group)) as results,
         ):
@@ -240,15 +226,40 @@ class RewardPool:
                         raise UserError(f"rewards.{name}: {result.reason}; {_TEXTS}")
                     raise _error(name, result, sample, "on_error")
 
-    def _results(self, calls: Sequence[_Call], samples: Sequence[Sample]) -> Any:
-        """A generator of (call, rewards or Failure), each call once, in any order."""
-        if self._workers is not None:
-            return self._workers.results(calls, samples)
-        self._prepare()
-        return (
-            (each, call(self.functions[each.name], [samples[i] for i in each.members]))
-            for each in calls
+    def _results(
+        self, calls: Sequence[_Call], samples: Sequence[Sample], begun: Begun | None = None
+    ) -> Generator[tuple[_Call, list[Returned] | Failure]]:
+        """Yields each call with its rewards or its Failure, once, in any order."""
+        asked = [(each, [samples[i] for i in each.members]) for each in calls]
+        if self._workers is None:
+            with self._turn:
+                self._prepare()
+                for each, theirs in asked:
+                    yield each, call(self.functions[each.name], theirs)
+            return
+        messages: list[tuple[_Call, bytes]] = []
+        for each, theirs in asked:
+            # All messages before the first call: a sample that cannot be sent is a failure of its
+            # call only.
+            message = pickled_call(each.name, theirs)
+            if isinstance(message, Failure):
+                yield each, message
+            else:
+                messages.append((each, message))
+        early = [None if begun is None else begun.take(message) for _, message in messages]
+        new = iter(
+            self._workers.submit(
+                [m for (_, m), job in zip(messages, early, strict=True) if not job]
+            )
         )
+        jobs = [next(new) if job is None else job for job in early]
+        of_job = {id(job): each for (each, _), job in zip(messages, jobs, strict=True)}
+        try:
+            for job in self._workers.finished(jobs):
+                assert job.result is not None
+                yield of_job[id(job)], job.result
+        finally:
+            self._workers.printed = 0
 
     def _prepare(self) -> None:
         """In this process, what workers do before their first call."""
@@ -263,9 +274,7 @@ class RewardPool:
     def close(self) -> None:
         """Kills the workers; may be called twice, and while another thread waits for rewards."""
         if self._workers is not None:
-            self._workers.closed = True
-            with self._turn:
-                self._workers.stop()
+            self._workers.stop()
 
     def __enter__(self) -> RewardPool:
         """Returns the pool."""
@@ -274,6 +283,48 @@ class RewardPool:
     def __exit__(self, *error: object) -> None:
         """Closes the pool, also after an error."""
         self.close()
+
+
+class Begun:
+    """Calls about single samples, made while others are on their way; see ``RewardPool.begin``.
+
+    Without worker processes nothing begins: the functions then run in the caller's thread, which is
+    the one that decodes.
+
+    Attributes:
+      calls: that began.
+    """
+
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool, self.calls = pool, 0
+        # By content and not by place: a call never serves another sample than it was made for,
+        # whatever became of the rows since. Equal samples have a call each.
+        self._jobs = collections.defaultdict[bytes, list[Job]](list)
+
+    def submit(self, sample: Sample) -> None:
+        """Begins the calls of all functions of single samples that are asked about this one."""
+        if (workers := self._pool._workers) is None:
+            return
+        for name, function in self._pool.functions.items():
+            if _over(function) != "sample" or not self._pool._rules[name].asks(sample):
+                continue
+            message = pickled_call(name, [sample])
+            if not isinstance(message, Failure):
+                self._jobs[message] += workers.submit([message])
+                self.calls += 1
+
+    def take(self, message: bytes) -> Job | None:
+        """The call of a message, if it began; each is given once."""
+        return self._jobs[message].pop() if self._jobs.get(message) else None
+
+    def __enter__(self) -> Begun:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Drops the calls that nobody took."""
+        if self._pool._workers is not None:
+            self._pool._workers.cancel([job for jobs in self._jobs.values() for job in jobs])
 
 
 _CONVERSATION = "string indices must be integers"
@@ -310,220 +361,3 @@ def _groups(samples: Sequence[Sample], group: int | None) -> list[list[int]]:
         else:
             groups.append([index])
     return groups
-
-
-# ---------------------------------------------------------------- processes
-
-
-class _Workers:
-    """The processes of a pool, and their running calls."""
-
-    def __init__(self, functions: Mapping[str, RewardFn], count: int, limits: RewardPool) -> None:
-        for name, function in functions.items():
-            try:
-                # Each by itself, so that the error names the function.
-                pickle.dumps(function)
-            except Exception as error:
-                raise UserError(
-                    f"rewards.{name} cannot be sent to a worker process ({error}); write it as a "
-                    "function of a module or file, or set reward_pool.workers = 0"
-                ) from error
-        self.closed = False
-        # Pickled once, since workers are started throughout the run.
-        self._functions, self._count, self._limits = pickle.dumps(dict(functions)), count, limits
-        self._living: list[RewardWorker] = []
-        self._warden: subprocess.Popen[bytes] | None = None
-        self._failed_starts, self._printed = 0, 0
-        self._measured, self._measure = 0.0, False  # when memory was last looked at; whether to now
-
-    def results(
-        self, calls: Sequence[_Call], samples: Sequence[Sample]
-    ) -> Iterator[tuple[_Call, list[Returned] | Failure]]:
-        """Yields each call with its rewards or its Failure, in order of completion."""
-        self._printed = 0
-        waiting: deque[_Call] = deque()
-        for each in calls:
-            # All messages before the first call: a sample that cannot be sent is a failure of its
-            # call only.
-            message = pickled_call(each.name, [samples[i] for i in each.members])
-            if isinstance(message, Failure):
-                yield each, message
-            else:
-                waiting.append(each._replace(message=message))
-        left = len(waiting)
-        try:
-            while left:
-                if self.closed:
-                    # ``close`` may come from another thread, for which this generator would
-                    # otherwise wait forever.
-                    raise RuntimeError("the pool of reward functions is closed")
-                self._start_enough(len(waiting), left)
-                self._hand_out(waiting)
-                self._wait()
-                for worker in list(self._living):
-                    finished = self._look_at(worker)
-                    if finished is not None:
-                        left -= 1
-                        yield finished
-        finally:
-            for worker in list(self._living):
-                # Abandoned calls, and the spare processes.
-                if worker.call is not None or len(self._living) > self._count:
-                    self._end(worker)
-
-    def _start_enough(self, waiting: int, left: int) -> None:
-        """Starts processes for the remaining calls, and a spare for each that may time out."""
-        # A spare gets half of the limit to start, so that it is ready when the call is killed.
-        half = self._limits.timeout_seconds / 2
-        busy = [worker for worker in self._living if worker.call is not None]
-        slow = sum(worker.seconds() > half for worker in busy)
-        target = min(self._count, left) + min(slow, waiting)
-        while len(self._living) < target:
-            try:
-                # Started without waiting: loading may take minutes, and the others work meanwhile.
-                worker = RewardWorker(self._functions)
-            except OSError as error:
-                raise UserError(
-                    f"rewards: no worker process can be started: {error}; end other processes, or "
-                    f"lower reward_pool.workers = {self._count}"
-                ) from None
-            self._living.append(worker)
-            self._tell_warden(worker.pid)
-
-    def _hand_out(self, waiting: deque[_Call]) -> None:
-        for worker in list(self._living):
-            # No more calls at a time than workers; spares wait for one to be killed.
-            if sum(each.call is not None for each in self._living) >= self._count or not waiting:
-                return
-            if worker.idle:
-                try:
-                    worker.send(waiting[0], waiting[0].message)
-                except Lost:
-                    self._end(worker)
-                else:
-                    waiting.popleft()
-
-    def _wait(self) -> None:
-        """Returns when a worker has sent something, after a tenth of a second at most."""
-        times = [w.seconds() for w in self._living if w.call is not None]
-        rest = self._limits.timeout_seconds - max(times, default=0.0)
-        pipes = [pipe for worker in self._living for pipe in (worker.connection, worker.output)]
-        # At most a tenth of a second, since memory grows without any message.
-        connection.wait(pipes, timeout=max(min(rest, _LOOK_SECONDS), 0.001))
-        # Memory is measured on a clock of its own: messages may wake this loop thousands of times a
-        # second.
-        self._measure = time.monotonic() - self._measured > _LOOK_SECONDS
-        if self._measure:
-            self._measured = time.monotonic()
-
-    def _look_at(self, worker: RewardWorker) -> tuple[_Call, list[Returned] | Failure] | None:
-        """The finished call of a worker, if any; kills the worker if it is beyond a limit."""
-        try:
-            self._show(worker.read_output())
-            reply = worker.receive()
-        except Lost:
-            return self._lost(worker)
-        if reply is not None and not worker.ready:
-            # The first message reports whether the functions could be loaded.
-            if isinstance(reply, Failure):
-                raise UserError(f"rewards: {reply.reason}")
-            worker.ready, self._failed_starts = True, 0
-        elif reply is not None:
-            call, worker.call = worker.call, None
-            if worker.failures >= _FAILURES_IN_A_ROW:
-                # A reward may have broken its interpreter for all that come after it.
-                self._end(worker)
-            return call, reply
-        elif worker.exit_code() is not None:
-            return self._lost(worker)
-        return self._beyond_limits(worker)
-
-    def _beyond_limits(self, worker: RewardWorker) -> tuple[_Call, Failure] | None:
-        """The Failure of a call that uses too much time or memory; its worker is killed."""
-        limits, failure = self._limits, None
-        if not worker.ready and worker.seconds() > _START_SECONDS:
-            raise UserError(
-                f"rewards: a worker process has not loaded them in {_START_SECONDS} s; look for "
-                "what waits in the file of the reward function, or set reward_pool.workers = 0"
-            )
-        if worker.call is not None and worker.seconds() > limits.timeout_seconds:
-            reason = f"took longer than reward_pool.timeout_seconds = {limits.timeout_seconds:g}"
-            failure = Failure(reason, timed_out=True)
-        elif self._measure and math.isfinite(limits.memory_gib):
-            most = int(limits.memory_gib * 2**30)
-            # Proportional set sizes are slow to read, so exact sums are made only near the limit.
-            used = worker.memory_bytes(above=most)
-            if used > most:
-                failure = Failure(
-                    f"used {used / 2**30:.2g} GiB of memory, more than reward_pool.memory_gib = "
-                    f"{limits.memory_gib:g}, and was ended"
-                )
-                if not worker.ready:
-                    raise UserError(f"rewards: loading them in a worker {failure.reason}")
-        if failure is None:
-            return None
-        call = worker.call
-        self._end(worker, its_files=not failure.timed_out)
-        return None if call is None else (call, failure)
-
-    def _lost(self, worker: RewardWorker) -> tuple[_Call, Failure] | None:
-        """The Failure of a worker that died, if it had a call."""
-        # It may have closed its pipe a moment before its end.
-        call, ready, code = worker.call, worker.ready, worker.exit_code(wait_seconds=1.0)
-        self._end(worker)
-        if not ready:
-            self._failed_starts += 1
-            if self._failed_starts > 1:  # one may have been killed by accident
-                raise UserError(_NOT_STARTED.format(code=code))
-        if call is None:
-            return None
-        if code is None:
-            return call, Failure("its process stopped in the middle of an answer")
-        return call, Failure(f"its process died (exit code {code})")
-
-    def _show(self, printed: bytes) -> None:
-        """Prints a worker's output, up to a limit per batch."""
-        if not printed:
-            return
-        if self._printed > _PRINTED:
-            time.sleep(0.001)  # or a flood of output would keep this thread busy
-            return
-        visible = printed[: _PRINTED - self._printed]
-        self._printed += len(printed)
-        sys.stderr.write(visible.decode("utf-8", "backslashreplace"))
-        if self._printed > _PRINTED:
-            sys.stderr.write(
-                f"\n[rewards printed more than {_PRINTED} bytes; the rest is dropped]\n"
-            )
-
-    def _tell_warden(self, number: int) -> None:
-        """Registers a process for the warden to kill if the trainer dies; negative unregisters."""
-        if self._warden is None:
-            self._warden = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(kill.__file__))],
-                stdin=subprocess.PIPE,
-                start_new_session=True,  # not for the terminal's Ctrl-C either
-            )
-        assert self._warden.stdin is not None
-        with contextlib.suppress(OSError):
-            self._warden.stdin.write(f"{number}\n".encode())
-            self._warden.stdin.flush()
-
-    def _end(self, worker: RewardWorker, *, its_files: bool = False) -> None:
-        self._living.remove(worker)
-        worker.kill(its_files=its_files)
-        self._tell_warden(-worker.pid)
-
-    def loading(self) -> str:
-        """A suffix for a progress line: the number of processes still loading the functions."""
-        count = sum(not worker.ready for worker in list(self._living))
-        return f", {count} of {len(self._living)} workers loading" if count else ""
-
-    def stop(self) -> None:
-        """Ends all processes."""
-        for worker in list(self._living):
-            self._end(worker)
-        if self._warden is not None:
-            # Closing its input ends it; waiting avoids a zombie.
-            self._warden.communicate()
-            self._warden = None

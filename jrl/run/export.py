@@ -77,7 +77,8 @@ def export_run(
         save_adapters(directory, run.model, params, lora=lora, base=config.model.path)
         write_card(directory, card)
         return directory
-    hf.save(directory, run.model, params, source_dir=config.model.path)
+    stop_ids = run.tokenizer.stop_ids if config.model.path is not None else ()
+    hf.save(directory, run.model, params, source_dir=config.model.path, stop_ids=stop_ids)
     if config.model.path is None and isinstance(run.tokenizer, CharTokenizer):
         run.tokenizer.save(directory)
     write_card(directory, card)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jrl.config import Config
 from jrl.config.secrets import reveal
 from jrl.errors import UserError
 from jrl.rewards.rules import Rules
+from jrl.system.processes import all_say
 from jrl.system.wait_reports import waiting
 from jrl.train.reward_parts import function_of, parts_of, reward_tables
 from jrl.types import Prompt
@@ -25,6 +28,8 @@ _ROWS = 64
 
 def check_references(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> list[str]:
     """Judges the solutions that the first rows bring, ``check_rows`` of each file.
+
+    Each process judges a share, and all hear of every row.
 
     Args:
       config: of the run.
@@ -51,14 +56,17 @@ def check_references(config: Config, prompts: Mapping[str, Sequence[Prompt]]) ->
             for prompt in [p for p in listed if rules.asks_row(p.meta)][:limit]
             if (reference := make(prompt, f"data.{split}, row {prompt.id + 1}", options))
         ]
-        left = [len(references)]
+        share = references[jax.process_index() :: jax.process_count()]
+        left = [len(share)]
 
         def done(left: list[int] = left) -> None:
             left[0] -= 1
 
         say = lambda left=left: f"{left[0]} solutions of the data to run"  # noqa: E731
         with waiting("rewards", say, seconds=0):
-            broken = broken_rows(references, config.reward_pool.workers, done)
+            told = all_say(broken_rows(share, config.reward_pool.workers, done))
+        at = {reference.row: i for i, reference in enumerate(references)}
+        broken = sorted((tuple(each) for part in told for each in part), key=lambda x: at[x[0]])
         if broken:
             notes.append(message_of(name, broken, len(references)))
     if notes and config.reward_pool.on_error == "stop":

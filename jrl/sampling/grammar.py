@@ -92,23 +92,27 @@ class Grammars:
         constraint.push(tokens)
         return constraint
 
-    def literal(self, text: str) -> str:
+    def literal(self, text: str, *, last: bool = False) -> str:
         """An expression of a grammar for a text in which control tokens are spelled out.
 
+        Args:
+          text: that is matched.
+          last: whether the completion may end with the text's last token.
+
         Raises:
-          UserError: the text has a stop token inside, at which the completion would end.
+          UserError: the text has a stop token elsewhere, at which the completion would end.
         """
         control = self._control
         if not control:
             return json.dumps(text)
         pattern = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
         parts = re.split(f"({pattern})", text)
-        if stop := next((p for p in parts if control.get(p) in self._tokenizer.stop_ids), None):
+        parts = [part for part in parts if part]
+        before = parts[:-1] if last else parts
+        if stop := next((p for p in before if control.get(p) in self._tokenizer.stop_ids), None):
             raise UserError(f"{stop!r} is a stop token of the model, which no grammar can ask for")
         return " ".join(
-            f"<[{control[part]}]>" if part in control else json.dumps(part)
-            for part in parts
-            if part
+            f"<[{control[part]}]>" if part in control else json.dumps(part) for part in parts
         )
 
     @functools.cached_property

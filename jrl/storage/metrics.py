@@ -48,6 +48,9 @@ _DISTRIBUTIONS = {"jrl": DISTRIBUTION}
 LOG_SECONDS = 20.0
 """How long writes of the run's files are retried before the run ends."""
 
+SINK_SECONDS = 60.0
+"""How long a tracker that failed is left alone; a server that is gone may hold every try."""
+
 CLOCKS = frozenset(
     {
         *("seconds", "tokens_per_second", "rollout_seconds", "reward_seconds", "waited_seconds"),
@@ -210,6 +213,7 @@ class RunWriter:
         self._pending: dict[str, str] = {}  # by file, what could not be written yet
         self._fault: tuple[float, str] | None = None  # since when, and why
         self._sinks: list[Any] = []
+        self._failed: dict[int, float] = {}  # by index of the sink, when
         if not self._active:
             return
         try:
@@ -294,8 +298,9 @@ class RunWriter:
         record = {"step": int(step), **plain(dict(metrics))}
         if self._active:
             self._append("metrics.jsonl", [record])
-            for sink in self._sinks:
-                self._guard(sink.write, record)
+            for i, sink in enumerate(self._sinks):
+                if time.monotonic() - self._failed.get(i, -math.inf) >= SINK_SECONDS:
+                    self._guard(i, sink.write, record)
         return record
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
@@ -330,9 +335,9 @@ class RunWriter:
         return record
 
     def close(self) -> None:
-        """Flushes TensorBoard and Weights & Biases; the files need no closing."""
-        for sink in self._sinks:
-            self._guard(sink.close)
+        """Closes the trackers' runs; the files need no closing."""
+        for i, sink in enumerate(self._sinks):
+            self._guard(i, sink.close)
         self._sinks = []
 
     def _append(self, name: str, records: list[dict[str, Any]]) -> None:
@@ -392,15 +397,22 @@ class RunWriter:
         lines = (json.dumps(r, allow_nan=False, ensure_ascii=False) + "\n" for r in records)
         write_atomic(self.dir / name, "".join(lines))
 
-    def _guard(self, call: Callable[..., object], *args: object) -> None:
-        """Warns about the first error of TensorBoard or the like; the run continues."""
+    def _guard(self, index: int, call: Callable[..., object], *args: object) -> None:
+        """Calls a sink; warns about the first error of any, and the run continues."""
         try:
             call(*args)
         except Exception as error:
+            self._failed[index] = time.monotonic()
+            reason = " ".join(str(error).split())
             with contextlib.suppress(OSError):  # standard error may be on the same full disk
                 if not self._warned:
-                    print(f"jrl: warning: logging to {self.dir} failed: {error}", file=sys.stderr)
-                    print("jrl: warning: training continues without it", file=sys.stderr)
+                    name = type(self._sinks[index]).__name__
+                    print(f"jrl: warning: logging to {name} failed: {reason}", file=sys.stderr)
+                    print(
+                        f"jrl: warning: training continues; {name} is tried again every"
+                        f" {SINK_SECONDS:.0f} s",
+                        file=sys.stderr,
+                    )
             self._warned = True
 
 

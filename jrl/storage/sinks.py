@@ -100,6 +100,8 @@ class MLflow(NamedTuple):
 _MLFLOW_BATCH = 500
 _MLFLOW_TEXT = 500
 """Characters of a parameter in MLflow's older servers, at most."""
+_MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""Requests to a server that does not answer; MLflow's own 7 tries hold each step for minutes."""
 
 
 def open_sinks(config: Config, directory: Path) -> list[Sink]:
@@ -133,8 +135,9 @@ def _open(target: str, config: Config, directory: Path) -> Sink:
         return _OPEN[name](package, project, config, directory)
     except Exception as error:
         service, remedy = _REMEDY[name]
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"log.to = {target!r}; {service} cannot be started: {error}; {remedy}, or take it out"
+            f"log.to = {target!r}; {service} cannot be started: {reason}; {remedy}, or take it out"
             " of log.to"
         ) from error
 
@@ -165,6 +168,8 @@ def _open_trackio(package: Any, project: str, config: Config, directory: Path) -
 
 
 def _open_mlflow(package: Any, project: str, config: Config, directory: Path) -> Sink:
+    for name, value in _MLFLOW_PATIENCE.items():
+        os.environ.setdefault(name, value)
     address = os.environ.get("MLFLOW_TRACKING_URI")
     client = package.MlflowClient(address or f"sqlite:///{directory.resolve()}/mlflow.db")
     path = directory / "mlflow_id"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 import re
@@ -33,6 +34,8 @@ def find_devices(echo: Callable[[str], object] = lambda line: None) -> list[jax.
     """
     platforms = os.environ.get("JAX_PLATFORMS", "")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
+    if libtpu_is_idle():
+        jax.config.update("jax_platforms", "cpu")
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter where nothing at all is found
@@ -54,6 +57,28 @@ def find_devices(echo: Callable[[str], object] = lambda line: None) -> list[jax.
     if devices[0].platform == "cpu" and not platforms and Path("/dev/nvidia0").exists():
         echo(f"this machine has an NVIDIA GPU, and JAX runs on its CPU; {install_line('cuda13')}")
     return devices
+
+
+# ---------------------------------------------------------------- libtpu without a TPU
+
+PCI_VENDORS, TPU_VENDOR = "/sys/bus/pci/devices/*/vendor", "0x1ae0"
+"""Files with the makers of this machine's cards, and the maker of TPUs."""
+OTHERS = ("/dev/nvidia*", "/dev/dxg", "/dev/accel*", "/dev/vfio/[0-9]*")
+"""Files of GPUs, and of TPUs that containers are given."""
+
+
+def libtpu_is_idle() -> bool:
+    """Whether libtpu is installed (extra ``plan``) on a machine without TPU and GPU.
+
+    JAX would start it all the same unless it is told which platforms there are, and libtpu prints
+    six lines on the terminal that look like errors.
+    """
+    asked = getattr(jax.config, "jax_platforms", "") or "JAX_FORCE_TPU_INIT" in os.environ
+    if asked or importlib.util.find_spec("libtpu") is None:
+        return False
+    if any(glob.glob(pattern) for pattern in OTHERS):
+        return False
+    return TPU_VENDOR not in {Path(file).read_text().strip() for file in glob.glob(PCI_VENDORS)}
 
 
 # ---------------------------------------------------------------- NVIDIA's driver

@@ -100,6 +100,13 @@ def first_says(value: Any) -> Any:
     return json.loads(_everyone_says(json.dumps(value))[0])
 
 
+def all_say(value: Any) -> list[Any]:
+    """The values of all processes, JSON, in their order, on every process."""
+    if jax.process_count() == 1:
+        return [value]
+    return [json.loads(text) for text in _everyone_says(json.dumps(value))]
+
+
 def check_same(what: str, values: Mapping[str, Any]) -> None:
     """Raises the same UserError on every process when they do not hold the same values.
 
@@ -109,7 +116,7 @@ def check_same(what: str, values: Mapping[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    by_process = [json.loads(text) for text in _everyone_says(json.dumps(dict(values)))]
+    by_process = all_say(dict(values))
     lines = []
     for number, values_there in enumerate(by_process[1:], 1):
         for name in sorted(by_process[0].keys() | values_there.keys()):

@@ -6,7 +6,8 @@ A reader finds here, in one list, what stands between the training loop and the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from jrl.train.build import Run, question_prompts
 from jrl.train.collect import Batches, Collector
 from jrl.train.curriculum import HostRounds, host_tools, with_problems
 from jrl.train.disjoint import draw_ahead, restored
-from jrl.train.host_episodes import host_source
+from jrl.train.host_episodes import HostEpisodes, host_source
 from jrl.train.kinds import (
     AskedKind,
     DialogueKind,
@@ -42,13 +43,16 @@ from jrl.train.pairs import JudgedSource, sizes_of
 from jrl.train.plan_tools import Hinter, TaskTools, TextTools
 from jrl.train.recorded import RECORDED_REWARD, RecordedSource
 from jrl.train.resharding import ReshardedSampler
-from jrl.train.reward_stages import judged_parts
+from jrl.train.reward_parts import parts_by_progress
+from jrl.train.reward_stages import JudgedParts, judged_parts
+from jrl.train.reward_sums import FiniteSums
 from jrl.train.run_rows import line_ends
 from jrl.train.sources import Source, epoch_order
 from jrl.train.sources_own import Sampler, make_own_source
 from jrl.train.sources_task import EnvSource, TaskSource
 from jrl.train.sources_text import TextSampler, TextSource
 from jrl.train.tree_search import search_source, undrawn_text
+from jrl.types import Prompt
 
 
 def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Source:
@@ -65,7 +69,10 @@ def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Sourc
         return judged_parts(run, source, pool, split) if judged else source
     source = SOURCES[type(run.kind)](run, pool)
     searched = run.method.draw.search is not None and not run.config.data.plays
-    return source if searched else judged_parts(run, source, pool)  # a search goes by all parts
+    if searched:  # it goes by all parts
+        return source
+    episodes = source if isinstance(source, HostEpisodes) else None
+    return judged_parts(run, source, pool, episodes=episodes)
 
 
 def check_sources(run: Run) -> None:
@@ -75,9 +82,24 @@ def check_sources(run: Run) -> None:
 
 
 def table_of(run: Run, curriculum: Curriculum) -> Table:
-    """The problems that a run's curriculum chooses from."""
+    """The problems that a run's curriculum chooses from, with the data's columns of numbers."""
     rows = run.kind.problems(run.data, curriculum.pool)
-    return Table(rows, 1, jnp.zeros(rows, jnp.int32))
+    columns = number_columns(run.data.prompts.get("train", ()))
+    return Table(rows, 1, jnp.zeros(rows, jnp.int32), columns)
+
+
+def number_columns(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """The columns in which every row has a finite number, [rows] float32 by name."""
+    names = set(prompts[0].meta) if prompts else set()
+    for prompt in prompts:
+        names = {name for name in names if _is_number(prompt.meta.get(name))}
+        if not names:
+            break
+    return {n: jnp.asarray([float(p.meta[n]) for p in prompts], jnp.float32) for n in sorted(names)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def tools_of(run: Run) -> Callable[[Any], Any] | None:
@@ -110,6 +132,8 @@ def training_batches(
     method = run.method._replace(plan=run.kind.played(run.method.plan))
     run, problems = with_problems(run)
     source = run_source(run, pool)
+    if isinstance(source, JudgedParts) or (pool is not None and pool.functions):
+        source = FiniteSums(source, run.rewards.weights, run.config.reward_pool.on_error)
     collector = Collector(
         source=source,
         prompts=run.config.train.prompts,
@@ -163,7 +187,7 @@ def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Sourc
     if draw.search is not None:
         return search_source(run, draw.search, undrawn_text(run, pool, seed))
     program = programs.train_sampler(run) if program is None else program
-    by_line = "lines" in run.method.needs
+    by_line = "lines" in run.method.needs or bool(parts_by_progress(config))
     return TextSource(
         all_prompts=run.data.prompts["train"],
         width=run.width,
@@ -177,6 +201,7 @@ def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Sourc
         lines=line_ends(run.tokenizer, run.network.vocab_size) if by_line else (),
         steps=config.train.steps,
         free=_free(program),
+        draws=config.sampling.draws,
     )
 
 

@@ -25,7 +25,13 @@ OPTIONS: Options = {
         "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
         "xla_tpu_enable_latency_hiding_scheduler": "true",
         "xla_tpu_overlap_compute_collective_tc": "true",
-    }
+    },
+    "cpu": {
+        # A program is a thousand small kernels, each of which LLVM goes over. Doing less to them
+        # compiles a sampler in 5/6 of the processor time, a training step in 6/7 and an initial
+        # state in a quarter, with equal bits; all three take as long to run (benchmarks/peers.md).
+        "xla_backend_optimization_level": 1,
+    },
 }
 """Options by platform; one without any is compiled as XLA does by itself."""
 

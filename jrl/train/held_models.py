@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -113,7 +113,7 @@ def _reward_networks(config: Config, name: str, paths: tuple[str, ...]) -> tuple
         except UserError as error:
             raise UserError(f"{key}: {error}") from None
         tied = shape.tied_embeddings or not answers  # a classifier has no head of the vocabulary
-        types = {"param_dtype": config.model.dtype, "dtype": config.model.dtype}
+        types: dict[str, Any] = {"param_dtype": config.model.dtype, "dtype": config.model.dtype}
         return (dataclasses.replace(shape, tied_embeddings=tied, **types),)
     theirs = reward_run(config, key, paths[0])
     trunk = run_shape(theirs, kind_of(theirs).task)

@@ -1,6 +1,7 @@
 """The client of judges: requests at the same time, with retries, limits, and a cache on disk.
 
     client = JudgeClient(table, "rewards.helpful", cache=Path("runs/x/judge"))
+    client.begin([Asked(question, vote=0)])        # returns at once; not needed
     verdicts, counts = client.verdicts([Asked(question, vote=0)])
 
 Requests wait for the network alone, so they run in threads of this process. Nothing of a judge ends
@@ -9,7 +10,6 @@ a run: what has no verdict is None and counted.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import email.utils
 import http.client
@@ -26,7 +26,7 @@ from jrl.episodes.model_endpoint import check_url, endpoint, environment_variabl
 from jrl.errors import UserError
 from jrl.system.wait_reports import waiting
 from jrl.train.judge_cache import UNREADABLE, Asked, VerdictCache
-from jrl.train.judge_limits import Batch, Pace
+from jrl.train.judge_limits import Batch, Pace, Question
 
 _LARGEST = 4 << 20
 """Bytes of a response."""
@@ -59,7 +59,9 @@ class JudgeClient:
         how = {"temperature": table.temperature, "max_tokens": table.max_tokens, **table.fields}
         self._cache = VerdictCache(cache, table.model, how)
         self._secret = ""
+        self._lock = threading.Lock()  # guards what follows
         self._batch: Batch | None = None
+        self._asked: set[str] = set()
         check_url(table.url, f"{key}.url")
         if table.key_variable:
             self._secret = environment_variable(table.key_variable, f"{key}.key_variable")
@@ -97,8 +99,38 @@ class JudgeClient:
                 " the API, such as http://localhost:8000/v1"
             ) from None
 
+    def begin(self, asked: Sequence[Asked]) -> None:
+        """Begins to ask; ``verdicts`` then has what was said meanwhile.
+
+        Args:
+          asked: questions. Those of earlier calls, and of the cache, are not asked again.
+        """
+        with self._lock:
+            self._begin(asked)
+
+    def _begin(self, asked: Sequence[Asked]) -> tuple[Batch, list[str]]:
+        """The batch of the questions, which are under way, and their names."""
+        batch = self._batch = self._batch or Batch()
+        names = [self._cache.name(each) for each in asked]
+        for name, each in zip(names, asked, strict=True):
+            if name in self._asked:
+                continue
+            self._asked.add(name)
+            verdict = self._cache.read(name, each.question)
+            if verdict is not None:
+                batch.finish(name, "judge_cached", verdict)
+                continue
+            batch.put(Question(name, each))
+            if batch.threads < self.table.at_once:
+                batch.threads += 1
+                # Daemons: a request that a server holds open for ever must not hold the process.
+                threading.Thread(
+                    target=self._work, args=(batch,), name="judge", daemon=True
+                ).start()
+        return batch, names
+
     def verdicts(self, asked: Sequence[Asked]) -> tuple[list[Any], dict[str, float]]:
-        """What the judge says, within ``seconds``.
+        """What the judge says, within ``seconds``; those are counted from here.
 
         Args:
           asked: questions; equal ones are asked once.
@@ -106,87 +138,65 @@ class JudgeClient:
         Returns:
           (a verdict for each, or None; ``judge_limits.COUNTS`` by name).
         """
-        begin, names = time.monotonic(), [self._cache.name(each) for each in asked]
-        self._batch = batch = Batch(begin + self.table.seconds)
-        known: dict[str, Any] = {}
-        left: dict[str, Asked] = {}
-        for name, each in zip(names, asked, strict=True):
-            if name in known or name in left:
-                continue
-            verdict = self._cache.read(name, each.question)
-            if verdict is None:
-                left[name] = each
-            else:
-                known[name] = verdict
-                batch.count("judge_cached")
-        if left:
-            self._answer(left, batch)
-        verdicts, counts = batch.close(len(left))
-        known |= verdicts
+        with self._lock:
+            batch, names = self._begin(asked)
+        batch.limit(self.table.seconds)
+        wanted = dict.fromkeys(names).keys()
+        with waiting("judges", lambda: batch.progress(wanted), seconds=self.table.seconds):
+            batch.wait(wanted)
+        self.stop()
+        known, counts = batch.close(wanted)
         return [known.get(name) for name in names], counts
 
     def stop(self) -> None:
-        """Ends ``verdicts`` where another thread waits in it."""
-        if self._batch is not None:
-            self._batch.over.set()
+        """Drops what was begun, and ends ``verdicts`` where another thread waits in it."""
+        with self._lock:
+            if self._batch is not None:
+                self._batch.stop()
+            self._batch, self._asked = None, set()
 
-    def _answer(self, left: Mapping[str, Asked], batch: Batch) -> None:
-        """Asks until all have an answer or the time is over."""
-        queue = collections.deque(left.items())
+    def _work(self, batch: Batch) -> None:
+        """Asks the questions of a batch until none is left or it is over."""
+        while (question := batch.take()) is not None:
+            result = self._ask(question, batch)
+            if result is not None:
+                batch.finish(question.name, *result)
 
-        def work() -> None:
-            while not batch.over.is_set():
-                try:
-                    name, each = queue.popleft()
-                except IndexError:
-                    return
-                batch.finish(name, *self._ask(name, each, batch))
-                if batch.finished == len(left):
-                    batch.over.set()
-
-        # Daemons: a request that a server holds open for ever must not hold the process.
-        threads = [
-            threading.Thread(target=work, name="judge", daemon=True)
-            for _ in range(min(self.table.at_once, len(left)))
-        ]
-        for thread in threads:
-            thread.start()
-        with waiting("judges", lambda: batch.progress(len(left)), seconds=self.table.seconds):
-            batch.over.wait(max(batch.left(), 0))
-        batch.over.set()
-
-    def _ask(self, name: str, asked: Asked, batch: Batch) -> tuple[str, Any]:
-        """(what is to be counted besides, the verdict or None) of a question."""
-        for attempt in range(self.table.retries + 1):
-            if not self._pace.wait(batch):
-                return "judge_timeouts", None
-            batch.count("judge_calls")
-            if attempt:
-                batch.count("judge_retries")
-            try:
-                reply = self._send(asked.question.messages, asked.vote, batch.left())
-            except urllib.error.HTTPError as error:
-                error.close()
-                if not _is_passing(error):
-                    return "judge_failures", None
-                if asks := _retry_after(error.headers.get("Retry-After")):
-                    self._pace.hold(asks)  # the others would be refused, too
-            except (OSError, http.client.HTTPException):
-                pass
-            except UNREADABLE:
-                return "judge_unreadable", None
-            else:
-                verdict = asked.question.read(reply) if isinstance(reply, str) else None
-                if verdict is not None:
-                    self._cache.write(name, reply)
-                return ("" if verdict is not None else "judge_unreadable"), verdict
-            if batch.left() <= 0:
-                return "judge_timeouts", None
-            if attempt < self.table.retries:
-                # Jitter, so that requests that failed together do not return together.
-                wait = min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT)
-                batch.over.wait(min(wait * random.uniform(0.5, 1.5), max(batch.left(), 0)))
-        return "judge_failures", None
+    def _ask(self, question: Question, batch: Batch) -> tuple[str, Any] | None:
+        """(what is to be counted besides, the verdict or None); None to ask again later."""
+        name, asked, attempt = question
+        if not self._pace.wait(batch):
+            return "judge_timeouts", None
+        batch.count("judge_calls")
+        if attempt:
+            batch.count("judge_retries")
+        told = 0.0
+        try:
+            reply = self._send(asked.question.messages, asked.vote, batch.left())
+        except urllib.error.HTTPError as error:
+            error.close()
+            if not _is_passing(error):
+                return "judge_failures", None
+            if told := _retry_after(error.headers.get("Retry-After")):
+                self._pace.refused(told)
+        except (OSError, http.client.HTTPException):
+            pass
+        except UNREADABLE:
+            return "judge_unreadable", None
+        else:
+            self._pace.served()
+            verdict = asked.question.read(reply) if isinstance(reply, str) else None
+            if verdict is not None:
+                self._cache.write(name, reply)
+            return ("" if verdict is not None else "judge_unreadable"), verdict
+        # Jitter, so that requests that failed together do not return together.
+        wait = min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT) * random.uniform(0.5, 1.5)
+        if batch.left() <= max(told, 0.0):
+            return "judge_timeouts", None
+        if attempt == self.table.retries:
+            return "judge_failures", None
+        batch.put(question._replace(attempt=attempt + 1), max(wait, told))
+        return None
 
     def _send(self, messages: Sequence[Mapping[str, str]], vote: int, seconds: float) -> Any:
         table = self.table

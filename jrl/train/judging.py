@@ -6,6 +6,7 @@ import dataclasses
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.base import Sample
 from jrl.rewards.exact import final_answer
-from jrl.rewards.pool import RewardPool
+from jrl.rewards.pool import Begun, RewardPool
 from jrl.sampling.text import TextStream
 from jrl.system.processes import deal
 from jrl.types import Prompt, Rollout, StopReason
@@ -57,7 +58,12 @@ class HostJudge(NamedTuple):
     steps: int = 0
 
     def __call__(
-        self, prompts: Sequence[Prompt], rollout: Rollout, step: int, spoken: Spoken = ()
+        self,
+        prompts: Sequence[Prompt],
+        rollout: Rollout,
+        step: int,
+        spoken: Spoken = (),
+        begun: Begun | None = None,
     ) -> Verdicts:
         """Points of N groups of G members.
 
@@ -69,9 +75,10 @@ class HostJudge(NamedTuple):
           rollout: on the host.
           step: training steps done.
           spoken: of episodes, what was said behind their openings; () for completions.
+          begun: calls about members that began when those ended.
         """
         begin = time.perf_counter()
-        share = _Share(self, prompts, rollout, step, spoken)
+        share = _Share(self, prompts, rollout, step, spoken, begun)
         # Text is decoded and judged where it is a process's turn; numbers travel, texts do not.
         n = len(prompts)
         if self.pool.over_batch:  # one process sees all samples
@@ -98,6 +105,7 @@ class _Share(NamedTuple):
     rollout: Rollout
     step: int
     spoken: Spoken
+    begun: Begun | None
 
     def whole(self, unit: np.ndarray) -> tuple[Judged, dict[str, float]]:
         """All groups as one unit, where there is one in ``unit``."""
@@ -116,7 +124,10 @@ class _Share(NamedTuple):
             (n, j) for n, present in enumerate(exists) for j in np.flatnonzero(present).tolist()
         ]
         samples = [self._sample(rows[n], j) for n, j in places]
-        scores = self.judge.pool.scores(samples, group=g if exists.all() else None)
+        scores_of = self.judge.pool.scores
+        if self.begun is not None:
+            scores_of = partial(scores_of, begun=self.begun)
+        scores = scores_of(samples, group=g if exists.all() else None)
         answers = np.zeros((len(rows), g), np.int32)
         answers[exists] = [answer_number(s.completion) for s in samples]
         points = np.zeros((len(rows), g, scores.points.shape[1]), np.float32)
@@ -164,19 +175,42 @@ class Texts(NamedTuple):
 
     def sample(self, i: int, j: int, step: int, steps: int) -> Sample:
         """Member j of group i, after some of the training steps."""
-        rollout, decode = self.rollout, self.tokenizer.decode
         spoken = self.spoken[i][j] if self.spoken else ()
-        tokens = np.asarray(rollout.tokens[i, j])[self.columns(i, j)]
-        last = [m["content"] for m in spoken if m["role"] == "assistant"][-1:]
-        return Sample(
-            prompt=self.prompts[i],
-            completion=last[0] if last else decode(tokens.tolist()),
-            tokens=tokens,
-            stop=StopReason(int(rollout.stop[i, j])).name.lower(),
-            messages=tuple(spoken),
-            step=step,
-            steps=steps,
-        )
+        tokens = np.asarray(self.rollout.tokens[i, j])[self.columns(i, j)]
+        stop = StopReason(int(self.rollout.stop[i, j]))
+        return make_sample(self.prompts[i], tokens, stop, spoken, self.tokenizer, step, steps)
+
+
+def make_sample(
+    prompt: Prompt,
+    tokens: np.ndarray,
+    stop: StopReason,
+    spoken: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    step: int,
+    steps: int,
+) -> Sample:
+    """What judges are given of a member.
+
+    Args:
+      prompt: its problem.
+      tokens: [n] int32, those of the policy.
+      stop: why it ended.
+      spoken: of an episode, what was said behind its opening; () for a completion.
+      tokenizer: turns completions into text.
+      step: training steps done.
+      steps: of the run.
+    """
+    last = [m["content"] for m in spoken if m["role"] == "assistant"][-1:]
+    return Sample(
+        prompt=prompt,
+        completion=last[0] if last else tokenizer.decode(tokens.tolist()),
+        tokens=np.array(tokens, np.int32),
+        stop=stop.name.lower(),
+        messages=tuple(spoken),
+        step=step,
+        steps=steps,
+    )
 
 
 def with_ends(sample: Sample, tokenizer: Tokenizer) -> Sample:

@@ -133,7 +133,8 @@ class TextKind:
     @property
     def features(self) -> dict[str, str]:
         """What the data bring to a run, by name as in ``features.TABLE``, and the words for it."""
-        return {"records": "data.train"}
+        text = {"text": "data.train"} if type(self) is TextKind else {}
+        return {"records": "data.train"} | text
 
     @property
     def decode_trips(self) -> dict[str, int]:
@@ -193,6 +194,7 @@ class TextKind:
                     answer_key=names["answer"],
                     answer_pattern=data.answer_pattern,
                     solution_key=names.get("solution") if split == "train" else None,
+                    several_solutions="several solutions" in method.needs,
                     needs_answer=needs_answer(self.config),
                     **data.wording,
                     max_prompt_tokens=data.max_prompt_tokens,

@@ -51,8 +51,8 @@ class CollectState(struct.PyTreeNode):
 class Tools(Protocol):
     """What the kind of data offers to a plan."""
 
-    def solutions(self, asks: Asks) -> Tokens:
-        """The data's own solution of each entry of the first ask."""
+    def solutions(self, asks: Asks, number: int | None = None) -> Tokens:
+        """The data's own solution of each entry of the first ask, or the one of a number."""
 
     def hints(self, groups: PlacedGroups, level: Any, levels: int) -> Mapping[str, Any]:
         """Fields of an ask, [m] entries, that give hint number ``level`` of ``levels``."""

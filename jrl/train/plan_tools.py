@@ -30,8 +30,9 @@ class TaskTools(NamedTuple):
     task: Task
     key: Any
 
-    def solutions(self, asks: Asks) -> Tokens:
-        """The task's own solution of each entry of the first ask."""
+    def solutions(self, asks: Asks, number: int | None = None) -> Tokens:
+        """The task's own solution of each entry of the first ask, whatever the number."""
+        del number
         return _task_solutions(self.task, self.key, asks[0].row)
 
     def hints(self, groups: Any, level: Any, levels: int) -> Mapping[str, Any]:
@@ -74,6 +75,24 @@ def task_solution(task: Task, problem: Any) -> tuple[Array, Array, Array]:
     tokens = jnp.where(bare & (at == length), task.stop_id, tokens)
     length = (length + bare).astype(jnp.int32)
     return tokens, length, tokens[length - 1] == task.stop_id
+
+
+def _of_several(prompt: Prompt, number: int | None) -> np.ndarray:
+    """A prompt's solution, or the one of a number: each ends with the token of the last one's end.
+
+    Raises:
+      UserError: it has not as many.
+    """
+    assert prompt.solution is not None
+    if number is None:
+        return prompt.solution
+    ends = np.flatnonzero(prompt.solution == prompt.solution[-1])
+    if number >= len(ends):
+        raise UserError(
+            f"prompt {prompt.id} has {len(ends)} solutions, and more are asked for; list as many in"
+            " the field that data.fields.solution names, or lower objective.demonstrations"
+        )
+    return np.split(prompt.solution, ends[:-1] + 1)[number]
 
 
 class TextTools(NamedTuple):
@@ -136,11 +155,15 @@ class TextTools(NamedTuple):
             ids.append(tokens if usable[-1] else np.ones(1, np.int32))
         return padded(ids, width), np.array(usable, bool)
 
-    def solutions(self, asks: Asks) -> Tokens:
+    def solutions(self, asks: Asks, number: int | None = None) -> Tokens:
         """The data's own solution of each entry of the first ask.
 
+        Args:
+          asks: of the step so far.
+          number: of several that a prompt has, from 0 on; None for its only one.
+
         Raises:
-          UserError: a prompt has none.
+          UserError: a prompt has none, or not as many.
         """
         solutions = []
         for row in np.asarray(asks[0].row).tolist():
@@ -150,7 +173,7 @@ class TextTools(NamedTuple):
                     f"prompt {prompt.id} has no solution to learn from; name the field that holds "
                     "it in data.fields.solution"
                 )
-            solutions.append(prompt.solution)
+            solutions.append(_of_several(prompt, number))
         return padded(solutions, self.limit)
 
     def hints(self, groups: Any, level: Any, levels: int) -> Mapping[str, Any]:

@@ -66,6 +66,7 @@ def check_trainable(run: Run) -> None:
     config = run.config
     check_features(run_features(run))
     CHECKS[type(run.kind)](run)
+    _check_parts(run)
     available = {*run.networks, *run.method.schedule.frozen}
     check_frozen(run.method.objective, available, config.method)
     check_named(config, frozen_names(run.method.objective, run.method.schedule))
@@ -94,6 +95,16 @@ def _check_pool(run: Run) -> None:
         raise UserError(
             f"method = {run.config.method!r} chooses its problems, and train.prompts = {prompts}"
             f" are more than the {rows} problems that there are; lower it"
+        )
+
+
+def _check_parts(run: Run) -> None:
+    """Raises UserError where a method makes its reward of other parts than there are."""
+    names, parts = run.method.parts, list(run.rewards.weights)
+    if names and len(names) != len(parts):
+        raise UserError(
+            f"method = {run.config.method!r} reads {len(names)} reward parts in this order:"
+            f" {', '.join(names)}; [rewards] has {len(parts)}: {', '.join(parts)}"
         )
 
 
@@ -215,10 +226,13 @@ def _layout(run: Run) -> tuple[Callable[..., TrainState], TrainState, TrainState
             frozen=frozen,
             schedule=run.method.schedule,
         )
-        starts = run.config.value.kind == "network" and run.config.value.path is None
+        kind, outputs = run.config.value.kind, run.method.objective.value_outputs
+        starts = kind != "head" and run.config.value.path is None
         if params is None or run.value is None or not starts:
             return state
         trunk = jax.tree.map(jnp.copy, _whole(run.network, state))
+        if kind == "networks":
+            trunk = jax.tree.map(lambda x: jnp.broadcast_to(x, (outputs, *x.shape)), trunk)
         value = state.params["value"] | {"trunk": trunk}
         return state.replace(params=state.params | {"value": value})
 
@@ -258,6 +272,7 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
         seeded,
         out_shardings=shardings,
         donate_argnums=() if run.network.extras.own_layout else (1, 2),
+        compiler_options=compiler_options(run.mesh),
     )
     state = make_placed(np.uint32(run.config.seed), params, frozen)
     if run.value is None or run.config.value.path is None:
@@ -343,6 +358,7 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
         make,
         out_shardings=(replicated(run.mesh), where),
         donate_argnums=() if run.network.extras.own_layout else 1,
+        compiler_options=compiler_options(run.mesh),
     )
     return made(np.uint32(run.config.seed), params)
 

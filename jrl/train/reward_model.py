@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,16 @@ from jax.sharding import Mesh
 from jrl.config import Config
 from jrl.config.reward_model import TOKEN_KEYS, RewardModelTable
 from jrl.config.tables import RewardTable
-from jrl.errors import UserError
+from jrl.errors import UserError, unknown_choice
 from jrl.hub import model_directory
 from jrl.mesh import tree_shardings
-from jrl.methods import find_method
+from jrl.methods import find_method, get_method
 from jrl.models.config import ModelConfig
-from jrl.models.heads import after_token, value_head, value_network
+from jrl.models.heads import after_token, value_head, value_network, value_networks
 from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
-from jrl.rewards.model import ModelReward, Values
+from jrl.objectives.members import value_output
+from jrl.rewards.model import ModelReward
 from jrl.rewards.reading import check_reader
 from jrl.rewards.rules import Rules
 from jrl.sampling.params import make_sampling_params
@@ -28,17 +30,19 @@ from jrl.train.adapters import restore_policy, trained_network
 from jrl.train.frozen import run_shape
 from jrl.train.groups import to_batch
 from jrl.train.kinds import EpisodeKind, kind_of
+from jrl.train.reward_ensembles import one_of
 from jrl.train.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
 from jrl.train.reward_runs import is_reward_run, reward_run, value_shape
 from jrl.train.score import in_parts, score
-from jrl.train.text_models import load_text_model, reduced
+from jrl.train.text_models import TextModel, load_text_model
 from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, ValueNetwork
 
-VALUES: dict[str, Callable[[Network], ValueNetwork]] = {
+VALUES: dict[str, Callable[[Network, int], ValueNetwork]] = {
     "head": value_head,
     "network": value_network,
+    "networks": value_networks,
 }
-"""What ``value.kind`` names."""
+"""What ``value.kind`` names: (trunk, numbers for each token) -> the value network."""
 
 
 def trains_reward(config: Config) -> bool:
@@ -55,13 +59,32 @@ def make_value(
       config: of the run.
       network: the policy.
       trunk: makes the network of a shape, for one that starts from ``value.path``.
+
+    Raises:
+      UserError: a start, or networks, that do not go with the method's numbers for each token.
     """
+    kind, outputs = config.value.kind, outputs_of(config)
+    if outputs == 1 and kind == "networks":
+        raise UserError(
+            f"value.kind = 'networks': {config.method} reads one number for each token; set it to"
+            " 'network'"
+        )
     if config.value.path is not None:
+        if outputs > 1:
+            raise UserError(
+                f"value.path = {config.value.path!r}: {config.method} reads {outputs} numbers for"
+                " each token, and a reward model has one; remove it"
+            )
         return value_network(trunk(value_shape(config)))
     derived = network.extras.derived
-    if derived is not None and config.value.kind == "network":
+    if derived is not None and kind != "head":
         network = derived.network
-    return VALUES[config.value.kind](network)
+    return VALUES[kind](network, outputs)
+
+
+def outputs_of(config: Config) -> int:
+    """Numbers for each token that the method of a run reads from its value network."""
+    return get_method(config.method, **config.objective).objective.value_outputs
 
 
 def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRewards:
@@ -78,29 +101,34 @@ def load_reward_models(config: Config, rewards: RunRewards, mesh: Mesh) -> RunRe
     """
     tables = reward_tables(config)
     parts = config.train.minibatches * config.train.microbatches
-    models, text_models = {}, {}
+    models, text_models = dict[str, ModelReward](), dict[str, TextModel]()
+    loaded_runs = dict[Any, list[ModelReward]]()
     for name in rewards.given_by("model"):
         key, table = f"rewards.{name}", model_of_part(config, name)
         if not all(is_reward_run(path) for path in table.path):
-            if table.by == "turn":
+            if table.by != "completion":
                 raise UserError(
-                    f"{key}.by = 'turn': a checkpoint's model reads whole texts; name the run"
+                    f"{key}.by = {table.by!r}: a checkpoint's model reads whole texts; name the run"
                     " directory of a reward model, or remove it"
                 )
             rules = Rules(tables[name].missing, where=tables[name].where)
             dtype = config.model.dtype
-            text_models[name] = load_text_model(table, rules, key, mesh, dtype)
+            loaded = tuple(text_models.values())
+            text_models[name] = load_text_model(
+                table, rules, key, mesh, dtype, seed=config.seed, others=loaded
+            )
             continue
         check_reads_tokens(key, table, tables[name])
-        if table.by == "turn" and not isinstance(kind_of(config), EpisodeKind):
-            raise UserError(
-                f"{key}.by = 'turn': these data have no turns of an environment on the host; remove"
-                " it, or set data.env"
-            )
+        check_steps(key, table, config)
         theirs = [reward_run(config, f"{key}.path", path) for path in table.path]
         behind = trains_reward(theirs[0])
-        each = [model_of(one, mesh, parts, behind=behind) for one in theirs]
-        models[name] = ensemble_of(each, table)
+        labels = output_weights(theirs[0], table, key)
+        if (table.path, labels) not in loaded_runs:  # passes of one model share its weights
+            loaded_runs[table.path, labels] = [
+                model_of(one, mesh, parts, behind=behind, outputs=labels) for one in theirs
+            ]
+        axis = int(theirs[0].value.kind == "networks")
+        models[name] = one_of(loaded_runs[table.path, labels], table, config.seed, axis)
     return rewards._replace(models=models, text_models=text_models)
 
 
@@ -131,36 +159,50 @@ def check_reads_tokens(key: str, table: RewardModelTable, part: RewardTable) -> 
         )
 
 
-def ensemble_of(models: Sequence[ModelReward], table: RewardModelTable) -> ModelReward:
-    """One reward model of several of one shape, whose numbers it links and reduces.
+def check_steps(key: str, table: RewardModelTable, config: Config) -> None:
+    """Raises UserError for a model that pays by step where completions have no steps."""
+    kind = kind_of(config)
+    if table.by == "turn" and not isinstance(kind, EpisodeKind):
+        raise UserError(
+            f"{key}.by = 'turn': these data have no turns of an environment on the host; remove"
+            " it, or set data.env"
+        )
+    if table.by == "progress" and not (kind.lines or isinstance(kind, EpisodeKind)):
+        raise UserError(
+            f"{key}.by = 'progress': completions of a task have no lines that would be steps;"
+            " remove it"
+        )
+
+
+def output_weights(theirs: Config, table: RewardModelTable, key: str) -> tuple[float, ...]:
+    """The weight of each number for a token that a run's model gives.
+
+    Args:
+      theirs: the run that trained it.
+      table: whose ``labels`` name outputs by number, from 0 on; the mean of all without it.
+      key: "rewards.NAME", for messages.
 
     Raises:
-      UserError: they are not of one shape.
+      UserError: there is no such output.
     """
-    by_turn = table.by == "turn"
-    if len(models) == 1 and table.link == "identity":
-        return ModelReward(models[0].params, models[0].values, by_turn)
-    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), model.params) for model in models]
-    for path, shape in zip(table.path, shapes, strict=True):
-        if shape != shapes[0]:
-            raise UserError(
-                f"path: {path!r} trained a network of other sizes than {table.path[0]!r}; models"
-                " of an ensemble are of one shape"
-            )
-    params = jax.tree.map(lambda *x: jnp.stack(x), *(model.params for model in models))
-    values = partial(_ensemble_values, values=models[0].values, table=table)
-    return ModelReward(params, values, by_turn)
-
-
-def _ensemble_values(
-    params: Params, rollout: Rollout, *, values: Values, table: RewardModelTable
-) -> Array:
-    """[N, G, T] float32 of M models, reduced for each token."""
-    return reduced(jax.vmap(values, in_axes=(0, None))(params, rollout), table)
+    count = outputs_of(theirs)
+    names = [str(i) for i in range(count)]
+    for name in table.labels:
+        if name not in names:
+            raise unknown_choice(f"{key}.labels", name, names)
+    if not table.labels:
+        return (1 / count,) * count
+    return tuple(table.labels.get(name, 0.0) for name in names)
 
 
 def model_of(
-    theirs: Config, mesh: Mesh, parts: int, *, behind: bool, checkpoint: int | None = None
+    theirs: Config,
+    mesh: Mesh,
+    parts: int,
+    *,
+    behind: bool,
+    checkpoint: int | None = None,
+    outputs: tuple[float, ...] = (1.0,),
 ) -> ModelReward:
     """The values that a run trained, placed on a mesh.
 
@@ -170,6 +212,7 @@ def model_of(
       parts: see ``values``.
       behind: whether values are those behind each token, as a reward model's; else before it.
       checkpoint: a training step; None for the newest.
+      outputs: [K] weights of the value network's numbers for a token.
     """
     shape = run_shape(theirs, kind_of(theirs).task)
     network = trained_network(theirs, shape, transformer(shape))
@@ -177,11 +220,18 @@ def model_of(
     if behind:
         value = after_token(value)
     params = params_of(theirs, network, value, mesh, checkpoint)
-    return ModelReward(params, partial(values, network=network, value=value, parts=parts))
+    fixed = partial(values, network=network, value=value, parts=parts, outputs=outputs)
+    return ModelReward(params, fixed)
 
 
 def values(
-    params: Params, rollout: Rollout, *, network: Network, value: ValueNetwork, parts: int
+    params: Params,
+    rollout: Rollout,
+    *,
+    network: Network,
+    value: ValueNetwork,
+    parts: int,
+    outputs: tuple[float, ...] = (1.0,),
 ) -> Array:
     """The value of each token of a rollout, as training read it.
 
@@ -191,18 +241,30 @@ def values(
       network: the reward model's trunk.
       value: its head.
       parts: parts that rows go through the network in, where they divide, to bound memory.
+      outputs: [K] weights of its numbers for a token.
 
     Returns:
       [N, G, T] float32, points; what lies outside the mask is meaningless.
     """
     n, g, _ = rollout.tokens.shape
     batch = to_batch(rollout, jnp.zeros((n, g, 1), jnp.float32), jnp.ones(1, jnp.float32))
+    more = tuple(value_output(k) for k in range(1, len(outputs)))
 
     def of(batch: Batch) -> dict[str, Array]:
-        want = frozenset({"values"})
-        return score(params, batch, make_sampling_params(), network=network, value=value, want=want)
+        return score(
+            params,
+            batch,
+            make_sampling_params(),
+            network=network,
+            value=value,
+            want=frozenset({"values"}),
+            statistics=more,
+        )
 
-    return in_parts(of, batch, parts if n % parts == 0 else 1)["values"]
+    scored = in_parts(of, batch, parts if n % parts == 0 else 1)
+    names = ["values", *(statistic.name for statistic in more)]
+    weighed = [weight * scored[name] for weight, name in zip(outputs, names, strict=True)]
+    return sum(weighed[1:], start=weighed[0])
 
 
 def params_of(

@@ -45,6 +45,12 @@ def reward_run(config: Config, key: str, path: str) -> Config:
             f"{key} = {path!r} trained {theirs.method!r}, which has no values to "
             "score with; name a run of a reward model such as bradley_terry"
         )
+    outputs = get_method(theirs.method, **theirs.objective).objective.value_outputs
+    if outputs > 1 and key == "value.path":
+        raise UserError(
+            f"{key} = {path!r} trained {theirs.method!r}, which gives {outputs} numbers for each"
+            " token; a value network starts from a reward model with one"
+        )
     if tokenizer_of(theirs) != tokenizer_of(config):
         raise UserError(
             f"{key} = {path!r} was trained with another tokenizer than the policy's; "

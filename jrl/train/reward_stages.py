@@ -9,17 +9,21 @@ import jax
 import numpy as np
 
 from jrl.data.tasks import Task
+from jrl.errors import UserError
 from jrl.rewards.combine import Combined, combined
-from jrl.rewards.model import at_turn_ends
+from jrl.rewards.model import at_progress, at_turn_ends
 from jrl.rewards.pool import RewardPool
 from jrl.train.build import Run
 from jrl.train.groups import counted
-from jrl.train.judges import Judges
+from jrl.train.judges import judges_of
 from jrl.train.judging import HostJudge, Texts, without_dropped, without_silent
 from jrl.train.kinds import TextKind
+from jrl.train.likelihood import Likelihood, make_likelihood
 from jrl.train.reward_parts import RunRewards
+from jrl.train.row_calls import EndsRows, RowCalls
 from jrl.train.sources import Around, Groups, Source
-from jrl.train.text_models import TextModels
+from jrl.train.sources_text import TextSource
+from jrl.train.text_parts import TextParts
 from jrl.types import NOTHING, SILENT, Prompt, Rollout, opinions
 from jrl.types.asks import DrawRequest
 
@@ -28,6 +32,14 @@ Points = Mapping[str, Any]
 Stage = Callable[[Groups, Points, DrawRequest | None], tuple[Groups, Points]]
 """(groups, points so far, what they were drawn for; None of completions that were there already)
 -> (groups, further points)."""
+
+
+STEPS: Mapping[str, tuple[str, Callable[..., np.ndarray]]] = {
+    "turn": ("turn", at_turn_ends),
+    "progress": ("step", at_progress),
+}
+"""Of reward models that pay by step: what ``by`` says -> (the label of steps, (values, mask, steps)
+-> points by token)."""
 
 
 class JudgedParts(Around):
@@ -39,6 +51,7 @@ class JudgedParts(Around):
       stages: what gives the others, one after the other.
       names: all parts, in the order wanted.
       combined: the parts made of others.
+      calls: what began while the source was drawing; None where nothing does.
       certain: the parts that always have an opinion: a NaN of theirs is a fault, which must come to
         light as a loss that is not finite, and not pass for silence.
     """
@@ -51,15 +64,22 @@ class JudgedParts(Around):
         names: Sequence[str],
         combined: Sequence[Combined] = (),
         certain: Sequence[str] = (),
+        calls: RowCalls | None = None,
     ) -> None:
         super().__init__(source)
+        self._calls = calls
         self._certain = tuple(certain)
         self._gives, self._stages, self._names = tuple(gives), tuple(stages), tuple(names)
         self._combined = tuple(combined)
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``."""
-        return self._judged(self.source.draw(request), request)
+        if self._calls is None:
+            return self._judged(self.source.draw(request), request)
+        with self._calls.step(step_of(request)):
+            groups = self.source.draw(request)
+            self._calls.drain()
+            return self._judged(groups, request)
 
     def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
         """As ``Source.judge``."""
@@ -99,18 +119,24 @@ def step_of(request: DrawRequest | None) -> int:
     return 0 if request is None else int(request.step)
 
 
-def function_stage(judge: HostJudge, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
+def function_stage(
+    judge: HostJudge,
+    prompts_of: Callable[[Groups], Sequence[Prompt]],
+    calls: RowCalls | None = None,
+) -> Stage:
     """The reward functions on the host, beside what the source pays itself.
 
     Args:
       judge: that calls them.
       prompts_of: (groups) -> their N prompts, as the functions are to see them.
+      calls: that began while members were drawn; None for none.
     """
 
     def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
         rollout = jax.device_get(groups.rollout)
         spoken = groups.spoken or ()
-        verdicts = judge(prompts_of(groups), rollout, step_of(request), spoken)
+        begun = None if calls is None else calls.begun
+        verdicts = judge(prompts_of(groups), rollout, step_of(request), spoken, begun)
         answers = {} if "answer" in groups.ids else {"answer": verdicts.answers}
         points_of = np.moveaxis(verdicts.points, -1, 0)
         groups = with_paid(groups, verdicts.paid)
@@ -146,11 +172,14 @@ def model_stage(rewards: RunRewards) -> Stage:
     def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
         more, paid = dict[str, Any](), None
         for name, model in rewards.models.items():
-            if not model.by_turn:
+            if model.by == "completion":
                 more[name] = model(groups.rollout)
                 continue
-            mask, turns = jax.device_get((groups.rollout.mask, groups.ids["turn"]))
-            values = at_turn_ends(model.of_tokens(groups.rollout), mask, turns)
+            mask = np.asarray(jax.device_get(groups.rollout.mask))
+            label, pays = STEPS[model.by]
+            # Where nobody recorded steps, as in evaluation, a completion is one.
+            steps = jax.device_get(groups.ids.get(label, np.zeros(mask.shape, np.int32)))
+            values = pays(model.of_tokens(groups.rollout), mask, steps)
             more[name] = values.sum(axis=-1)
             paid = rewards.weights[name] * values + (0 if paid is None else paid)
         return with_paid(groups, paid), more
@@ -158,9 +187,7 @@ def model_stage(rewards: RunRewards) -> Stage:
     return stage
 
 
-def judge_stage(
-    judges: Judges | TextModels, prompts_of: Callable[[Groups], Sequence[Prompt]]
-) -> Stage:
+def judge_stage(judges: TextParts, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
     """What reads the text of members: judges, which may read the points so far, and models."""
 
     def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
@@ -179,7 +206,35 @@ def judge_stage(
     return stage
 
 
-def judged_parts(run: Run, source: Source, pool: RewardPool | None, split: str = "train") -> Source:
+def likelihood_stage(
+    parts: Mapping[str, Likelihood], prompts_of: Callable[[Groups], Sequence[Prompt]]
+) -> Stage:
+    """The policy's own probabilities of the answers."""
+
+    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
+        if "context" in groups.ids:
+            raise UserError(
+                f"rewards.{next(iter(parts))}: the policy does not read an episode with several"
+                " contexts at once; set data.contexts to 1, or remove the part"
+            )
+        rollout, turns = jax.device_get((groups.rollout, groups.ids.get("turn")))
+        weights = NOTHING if request is None else request.weights
+        more = dict[str, Any]()
+        for name, part in parts.items():
+            more[name], paid = part(rollout, turns, prompts_of(groups), weights)
+            groups = with_paid(groups, paid if part.table.by == "turn" else None)
+        return groups, more
+
+    return stage
+
+
+def judged_parts(
+    run: Run,
+    source: Source,
+    pool: RewardPool | None,
+    split: str = "train",
+    episodes: EndsRows | None = None,
+) -> Source:
     """The source with all reward parts of the run: functions, reward models, and what is combined.
 
     Args:
@@ -187,26 +242,42 @@ def judged_parts(run: Run, source: Source, pool: RewardPool | None, split: str =
       source: gives the parts that the data give; in text those of functions, too.
       pool: the reward functions on the host.
       split: "train" or "eval".
+      episodes: the source, where it says which rows have ended while it draws; calls about them
+        then begin at once. None where it does not.
     """
     rewards, stages = run.rewards, list[Stage]()
     gives, functions = rewards.given_by("data"), rewards.given_by("function")
     gives = getattr(source, "parts", gives)  # an environment's go before functions of their name
+    on_host, judges, calls = None, None, None
+    if functions and pool is not None:
+        on_host = HostJudge(pool, run.tokenizer, split, run.config.train.steps)
+    if rewards.given_by("judge"):
+        judges = judges_of(run, split)
+    if episodes is not None and (on_host or judges):
+        calls = RowCalls(on_host, judges)
+        episodes.ended = calls.submit
+    if isinstance(source, TextSource) and source.draws > 1 and (on_host or judges):
+        calls = RowCalls(on_host, judges)
+        source = source._replace(calls=calls)
     if type(run.kind) is TextKind:
-        gives = functions
-    elif functions and pool is not None:
-        judge = HostJudge(pool, run.tokenizer, split, run.config.train.steps)
-        stages.append(function_stage(judge, prompts_seen(run)))
+        gives = functions  # the source judges by them itself
+    elif on_host is not None:
+        stages.append(function_stage(on_host, prompts_seen(run), calls))
     if rewards.models:
         stages.append(model_stage(rewards))
     if rewards.text_models:
-        models = TextModels(rewards.text_models, run.tokenizer, run.config.train.steps)
+        models = TextParts(rewards.text_models, run.tokenizer, run.config.train.steps)
         stages.append(judge_stage(models, prompts_seen(run)))
-    if rewards.given_by("judge"):
-        stages.append(judge_stage(Judges.of(run, split), prompts_seen(run)))
-    if not stages and not rewards.combined:
+    if judges is not None:
+        stages.append(judge_stage(judges, prompts_seen(run)))
+    if names := rewards.given_by("likelihood"):
+        parts = {name: make_likelihood(run, name) for name in names}
+        stages.append(likelihood_stage(parts, prompts_seen(run)))
+    if not stages and not rewards.combined and calls is None:
         return source
     certain = (*(() if type(run.kind) is TextKind else gives), *rewards.models)
-    return JudgedParts(source, gives, stages, tuple(rewards.weights), rewards.combined, certain)
+    names = tuple(rewards.weights)
+    return JudgedParts(source, gives, stages, names, rewards.combined, certain, calls)
 
 
 def prompts_seen(run: Run) -> Callable[[Groups], Any]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jrl.errors import UserError, unknown_choice
 from jrl.mesh import constrain, parts_of
+from jrl.models.heads import along_columns
 from jrl.models.vocabulary import fused_logprobs
 from jrl.objectives.distill import SAVED
 from jrl.sampling.params import SamplingParams, sampling_logprobs, token_logprobs
@@ -39,6 +40,10 @@ _LOGITS_AT_ONCE = 2**24
 """Maximum logits of a device at a time, in numbers (64 MiB of float32)."""
 _SHOWN = 4
 """Arrays of the size of logits in a network's view of the vocabulary."""
+
+
+OVER = ("vocabulary", "hidden", "values", "attention")
+"""What statistics are made of; see ``types.Statistic``."""
 
 
 class SequenceRows(NamedTuple):
@@ -410,8 +415,10 @@ def score(
     n, g, t = batch.tokens.shape
     heads, bodies = _readers(want, statistics)
     nets = {name: networks.get(name, network) for name in bodies}
-    assert value is not None or "values" not in want, "an objective that needs values has a network"
-    value = value if "values" in want else None
+    outputs = tuple(s for s in statistics if s.over == "values")
+    reads_values = bool(outputs) or "values" in want
+    assert value is not None or not reads_values, "an objective that needs values has a network"
+    value = value if reads_values else None
     shared = _shares_prompts(batch, nets, value)
     states: dict[str, Array] = {}
     stats: Stats = {}
@@ -438,7 +445,7 @@ def score(
             states[name] = jnp.take_along_axis(hidden, before, axis=1)
             if name == "policy" and value is not None:
                 values = value.apply(params["value"], hidden, tokens, *where)
-                stats["values"] = jnp.take_along_axis(values, sequences.before, axis=1)
+                stats["values"] = along_columns(values, sequences.before)
 
     # States are D numbers a token, ids one: moving the ids is cheaper.
     # Log-probabilities are made where the states are: tokens follow the packing, not the reverse.
@@ -458,6 +465,9 @@ def score(
     unpack = _unpacked(packing, n * g, t)
     stats = {name: unpack(x) for name, x in stats.items()}
     stats |= _of_sequences(statistics, params, batch, lambda name: unpack(states[name]), nets)
+    if value is not None and (values := stats["values"]).ndim == 3:  # several outputs
+        of_outputs = {s.name: jax.vmap(jax.vmap(s.apply))(values) for s in outputs}
+        stats |= of_outputs | {"values": values[..., 0]}
     names = want | {statistic.name for statistic in statistics}
     selected = {k: v.reshape(n, g, t) for k, v in stats.items() if k in names}
     return selected | router if "router" in want else selected
@@ -541,10 +551,8 @@ def _readers(
     basics = {"policy"} if names & {"logprobs", "entropy"} else set()
     heads = basics | {n.removesuffix("_logprobs") for n in names - {"logprobs", "entropy"}}
     for statistic in statistics:
-        if statistic.over not in ("vocabulary", "hidden", "attention"):
-            raise unknown_choice(
-                f"{statistic.name}.over", statistic.over, ("vocabulary", "hidden", "attention")
-            )
+        if statistic.over not in OVER:
+            raise unknown_choice(f"{statistic.name}.over", statistic.over, OVER)
         if statistic.over == "vocabulary":
             heads |= set(statistic.policies)
     bodies = heads | {policy for statistic in statistics for policy in statistic.policies}

@@ -1,6 +1,6 @@
 """Reward models that read text with a tokenizer of their own: published ones, and language models.
 
-    model = load_text_model(table, Rules(), "rewards.help", mesh, dtype="bfloat16")
+    model = load_text_model(table, Rules(), "rewards.help", mesh, dtype="bfloat16", seed=0)
     points, counts = model(samples)            # numbers, None for no opinion
 
 Weights are placed on the run's mesh; texts go through the model some rows at a time, in a few
@@ -25,25 +25,24 @@ from jrl.mesh import batch_sharding, batch_shards, replicated, tree_shardings
 from jrl.models import hf
 from jrl.models.heads import Scores, answer_scores, label_scores
 from jrl.models.hf.stored import Stored
-from jrl.models.tokenizer import Tokenizer, check_vocab, load_tokenizer
+from jrl.models.tokenizer import check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards.base import Points, Sample
-from jrl.rewards.model import reduce_ensemble
+from jrl.rewards.model import dropout_passes, reduce_ensemble
 from jrl.rewards.reading import Reader
 from jrl.rewards.rules import Rules
-from jrl.train.judging import Texts
-from jrl.types import NOTHING, Array, Network, Params, StopReason
+from jrl.types import Array, Network, Params
 
 LEAST_WIDTH = 64
 """Tokens: shorter texts are padded to this width."""
 
 
 class TextModel(NamedTuple):
-    """Points of samples from a model that reads their text.
+    """Points of samples from a model that reads their text; a ``text_parts.TextGiver``.
 
     Attributes:
       reader: from a sample to token ids.
-      points: (params, tokens [B, L], lengths [B]) -> [B] float32, jitted.
+      program: (params, tokens [B, L], lengths [B]) -> [B] float32, jitted.
       params: of the models of the ensemble, [M, ...].
       mesh: where they lie.
       longest: tokens of the longest text that is read.
@@ -51,11 +50,44 @@ class TextModel(NamedTuple):
     """
 
     reader: Reader
-    points: Callable[[Params, Array, Array], Array]
+    program: Callable[[Params, Array, Array], Array]
     params: Params
     mesh: Mesh
     longest: int
     rules: Rules
+
+    @property
+    def only(self) -> str:
+        """As ``TextGiver.only``: it reads all."""
+        return ""
+
+    @property
+    def by_group(self) -> bool:
+        """As ``TextGiver.by_group``: a sample at a time."""
+        return False
+
+    @property
+    def remote(self) -> bool:
+        """As ``TextGiver.remote``: it is on the run's devices."""
+        return False
+
+    def with_weights(self, weights: Mapping[str, Params]) -> TextModel:
+        """Itself: it reads the same whatever drew the members."""
+        del weights
+        return self
+
+    def points(
+        self, units: Sequence[Sequence[Sample]]
+    ) -> tuple[list[Sequence[Points]], dict[str, float]]:
+        """As ``TextGiver.points``: of units of one sample."""
+        numbers, counts = self([sample for unit in units for sample in unit])
+        return [[number] for number in numbers], counts
+
+    def begin(self, sample: Sample) -> None:
+        """Nothing: the devices decode."""
+
+    def stop(self) -> None:
+        """Nothing: the thread that is interrupted is the one that reads."""
 
     def __call__(self, samples: Sequence[Sample]) -> tuple[list[Points], dict[str, float]]:
         """The numbers of samples, and counts of those without one.
@@ -95,7 +127,7 @@ class TextModel(NamedTuple):
             jax.make_array_from_callback(x.shape, at, x.__getitem__) for x in (tokens, lengths)
         ]
         with jax.set_mesh(self.mesh):
-            return np.asarray(self.points(self.params, *placed))[: len(texts)]
+            return np.asarray(self.program(self.params, *placed))[: len(texts)]
 
 
 def width_of(length: int) -> int:
@@ -110,51 +142,18 @@ def width_of(length: int) -> int:
     return width
 
 
-class TextModels(NamedTuple):
-    """The models of a run that read text, by reward part.
-
-    Attributes:
-      models: by name.
-      tokenizer: the policy's, which turns completions into text.
-      steps: training steps of the run.
-    """
-
-    models: Mapping[str, TextModel]
-    tokenizer: Tokenizer
-    steps: int
-
-    def __call__(
-        self,
-        texts: Texts,
-        given: Mapping[str, Any],
-        step: int,
-        weights: Mapping[str, Params] = NOTHING,
-    ) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, float], None]:
-        """Points of N groups of G members, as ``judges.Judges``; each process reads all texts."""
-        del given, weights
-        stop = np.asarray(texts.rollout.stop)
-        present = (stop != StopReason.ABORTED) & (stop < StopReason.FAILED)
-        members = [(int(i), int(j)) for i, j in np.argwhere(present)]
-        samples = {at: texts.sample(*at, step, self.steps) for at in members}
-        points, dropped, counts = {}, np.zeros(stop.shape, bool), dict[str, float]()
-        for name, model in self.models.items():
-            places = [at for at, sample in samples.items() if model.rules.asks(sample)]
-            numbers, more = model([samples[at] for at in places])
-            out = np.full(stop.shape, np.nan, np.float32)
-            for at, value in zip(places, numbers, strict=True):
-                absent = 0.0 if model.rules.missing == "zero" else np.nan
-                out[at] = absent if value is None else value
-                dropped[at] |= value is None and model.rules.missing == "drop"
-            points[name] = out
-            counts = {key: counts.get(key, 0.0) + value for key, value in more.items()}
-        return points, dropped, counts, None
-
-
 # ---------------------------------------------------------------- loading
 
 
 def load_text_model(
-    table: RewardModelTable, rules: Rules, key: str, mesh: Mesh, dtype: str
+    table: RewardModelTable,
+    rules: Rules,
+    key: str,
+    mesh: Mesh,
+    dtype: str,
+    *,
+    seed: int,
+    others: Sequence[TextModel] = (),
 ) -> TextModel:
     """A reward model of one or several checkpoints, placed on a mesh.
 
@@ -164,6 +163,8 @@ def load_text_model(
       key: "rewards.NAME", for messages.
       mesh: of the run to be rewarded.
       dtype: of the trunk and its activations.
+      seed: of the masks of passes with dropout.
+      others: loaded before; one of the same checkpoint shares its trunk.
 
     Raises:
       UserError: a checkpoint that cannot be read, labels that it does not have, or models of an
@@ -192,6 +193,13 @@ def load_text_model(
         params = _placed([each.params for each in loaded], network, mesh)
     except UserError as error:  # sizes that the mesh does not divide
         raise UserError(f"{key}.path: {error}") from None
+    same = [other for other in others if other.reader.table.path == table.path]
+    if same and same[0].mesh == mesh and "trunk" in same[0].params:
+        params = params | {"trunk": same[0].params["trunk"]}
+    if table.dropout:
+        head = params["head"]["weight"][0]  # [K, D]
+        weight = dropout_passes(head, 1, table.dropout, table.passes, table.single_pass, seed)
+        params = params | {"head": {"weight": weight}}
     return TextModel(
         reader,
         jax.jit(points, out_shardings=replicated(mesh)),
@@ -249,9 +257,12 @@ def text_points(
       weights: [K] of its labels.
       table: link and ensemble.
     """
-    return reduced(
-        jax.vmap(scores, in_axes=(0, None, None))(params, tokens, lengths) @ weights, table
-    )
+    axes: Any = 0
+    if table.dropout:  # one trunk, read once, behind the heads of all passes
+        params = {**params, "trunk": jax.tree.map(lambda x: x[0], params["trunk"])}
+        axes = {"trunk": None, "head": 0}
+    each = jax.vmap(scores, in_axes=(axes, None, None))(params, tokens, lengths)
+    return reduced(each @ weights, table)
 
 
 def reduced(each: Array, table: RewardModelTable) -> Array:

@@ -68,6 +68,7 @@ STATISTICS: Mapping[str, str] = {
     "visits": "how often a search went through the member's node",
     "paid": "points paid at the token by the environment, or by reward functions that give them by "
     "token, times the weight of their reward part",
+    **{f"attribute_{k}": f"attribute {k} of the completion; NaN if unlabelled" for k in range(8)},
 }
 """What a per-token statistic means. All in nats, except values and returns, in points, and
 weights and marks. A part of an objective may bring further ones along, each a ``Statistic``."""
@@ -414,9 +415,12 @@ class Statistic(NamedTuple):
         token does not see; only with ``start``.
         With ``over`` "hidden", a function of ONE sequence: (hidden [T, D], mask [T]) -> [T], where
         ``hidden`` are the last layer's states from which the tokens were predicted.
+        With ``over`` "values", a function of ONE token: (outputs [K] of the value network) -> [].
+        K is one more than the number at the end of the greatest name of such statistics, such as
+        "values_4"; output 0 is the statistic "values".
       policies: of "policy", "ref", "teacher" and other frozen ones; "policy" carries gradient.
-      over: "vocabulary", "hidden" or "attention"; a run refuses the last with a network that gives
-        no attention weights.
+      over: "vocabulary", "hidden", "values" or "attention"; a run refuses the last with a network
+        that gives no attention weights.
       start: False to compute it under the parameters being trained, with gradient; True to compute
         it once, at the start of the training step and without gradient, for transforms to read.
     """
@@ -538,6 +542,12 @@ class Objective(NamedTuple):
         """Names of every per-token statistic that some part reads."""
         names = {statistic.name for statistic in self.statistics}
         return frozenset(names).union(*(part.needs for part in self._parts))
+
+    @property
+    def value_outputs(self) -> int:
+        """Numbers that the value network gives for each token; see ``Statistic``."""
+        names = [s.name for s in self.statistics if s.over == "values"]
+        return 1 + max((int(name.rpartition("_")[2]) for name in names), default=0)
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
@@ -814,9 +824,10 @@ class ValueNetwork(NamedTuple):
       init: (key) -> params.
       axes: () -> logical axes, like params.
       apply: (params, policy_hidden [B, L, D], tokens, positions, segments) -> [B, L] float32,
-        points. A shared trunk reads ``policy_hidden``; a separate network reads the tokens.
-      apply_shared: (params, policy_hidden [R, C, D], ``SharedRows``) -> [R, C] float32, the same
-        for rows behind shared prompts; None where the network cannot.
+        points, or [B, L, K] of several outputs. A shared trunk reads ``policy_hidden``; a separate
+        network reads the tokens.
+      apply_shared: (params, policy_hidden [R, C, D], ``SharedRows``) -> [R, C] float32, or
+        [R, C, K], the same for rows behind shared prompts; None where the network cannot.
     """
 
     init: Callable[[Array], Params]

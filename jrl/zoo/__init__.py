@@ -10,7 +10,14 @@ HOMES = {
     "jrl.zoo.envs.subgoals": ("model_planner", "prove_by_parts"),
     "jrl.zoo.networks.policies": ("Policies",),
     "jrl.zoo.tools.calculator": ("calculator_tool",),
-    "jrl.zoo.tools.reward_checks": ("contrast_consistency", "strengths", "with_strengths"),
+    "jrl.zoo.tools.puzzles": ("puzzle_rows",),
+    "jrl.zoo.tools.refinements": (
+        *("Solution", "best_draft", "global_rows", "local_rows", "sorm_rows"),
+    ),
+    "jrl.zoo.tools.reward_checks": (
+        *("contrast_consistency", "flipped", "strengths", "with_strengths"),
+    ),
+    "jrl.zoo.tools.reward_consistency": ("convex_da", "reward_fusion"),
 }
 """Module -> public names."""
 
@@ -22,9 +29,18 @@ if TYPE_CHECKING:
     from jrl.zoo.envs.subgoals import prove_by_parts as prove_by_parts
     from jrl.zoo.networks.policies import Policies as Policies
     from jrl.zoo.tools.calculator import calculator_tool as calculator_tool
+    from jrl.zoo.tools.puzzles import puzzle_rows as puzzle_rows
+    from jrl.zoo.tools.refinements import Solution as Solution
+    from jrl.zoo.tools.refinements import best_draft as best_draft
+    from jrl.zoo.tools.refinements import global_rows as global_rows
+    from jrl.zoo.tools.refinements import local_rows as local_rows
+    from jrl.zoo.tools.refinements import sorm_rows as sorm_rows
     from jrl.zoo.tools.reward_checks import contrast_consistency as contrast_consistency
+    from jrl.zoo.tools.reward_checks import flipped as flipped
     from jrl.zoo.tools.reward_checks import strengths as strengths
     from jrl.zoo.tools.reward_checks import with_strengths as with_strengths
+    from jrl.zoo.tools.reward_consistency import convex_da as convex_da
+    from jrl.zoo.tools.reward_consistency import reward_fusion as reward_fusion
 else:
     from jrl.system.lazy_names import lazy_names
 

@@ -1,8 +1,10 @@
 """Mistakes in files of data: each is one line that names the file, the place and the remedy."""
 
+import errno
 import gzip
 import io
 import json
+import tracemalloc
 
 import pytest
 
@@ -201,7 +203,27 @@ def test_a_damaged_page_of_parquet(tmp_path):
 def test_very_many_lines_of_a_small_file_are_refused_before_memory_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr("jrl.system.memory.host_bytes", lambda: 2**27)
     said = said_of(tmp_path, "a.jsonl.gz", gzip.compress(b"{}\n" * 700_000), prompts_of)
-    assert "a.jsonl.gz, decompressed: this takes at least" in said
+    assert "a.jsonl.gz': 700000 rows: this takes at least 267 MiB of memory, and there are" in said
+
+
+def test_what_a_compressed_file_holds_is_in_no_memory_and_needs_room_on_disk(tmp_path, monkeypatch):
+    """Bounded by blocks, not by the file: 32 MiB of white space and one row behind it."""
+    path = tmp_path / "a.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(32):
+            file.write(b"\n" * 2**20)
+        file.write(GOOD)
+    tracemalloc.start()
+    source = open_source(str(path))
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+    assert (len(source), source.where(0)) == (1, f"{path}, line {2**25 + 1}")
+    assert source[0] == json.loads(GOOD)
+    full = lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))  # noqa: E731
+    monkeypatch.setattr("jrl.data.lines.os.write", full)
+    said = said_of(tmp_path, "b.jsonl.gz", path.read_bytes(), prompts_of)
+    assert "decompressed it has more than" in said
+    assert "set TMPDIR to a directory with more room" in said
 
 
 def test_a_line_of_100_megabytes_is_named(tmp_path):

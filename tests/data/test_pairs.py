@@ -318,8 +318,32 @@ def test_pairs_in_token_ids_are_two_responses():
 
 
 def test_all_rows_have_visits_or_none():
-    with pytest.raises(UserError, match="line 2: visits, or steps, are in some rows only"):
+    with pytest.raises(
+        UserError, match="line 2: visits, steps or attributes are in some rows only"
+    ):
         read(IDS | {"visits": [1, 1]}, IDS)
+
+
+def test_attributes_stand_beside_their_responses():
+    """HelpSteer2's, null where one is not labelled."""
+    row = {"prompt": "q", "responses": ["a", "bc"], "scores": [1, 0]}
+    judged, _ = read(
+        row | {"attributes": [[4, None], [0, 2.5]]}, row | {"attributes": [[1, 2]] * 2}
+    )
+    batch = judged_batch(judged, prompt_tokens=8, group=3, completion_tokens=6)
+    first, second = batch.stats["attribute_0"], batch.stats["attribute_1"]
+    assert first[0, :2, 0].tolist() == [4, 0]
+    assert np.isnan(second[0, 0]).all()
+    assert (second[0, 1] == 2.5).all()
+    assert (first[1, :2] == 1).all()
+    assert np.isnan(first[:, 2]).all()
+    with pytest.raises(
+        UserError, match="line 2: visits, steps or attributes are in some rows only"
+    ):
+        read(row | {"attributes": [[1]] * 2}, row)
+    for wrong in ([[1]], [[1], [1, 2]], [1, 2], [["a"], [1]], [[], []]):
+        with pytest.raises(UserError, match="line 1: attributes"):
+            read(row | {"attributes": wrong})
 
 
 def test_a_prompt_of_token_ids_may_hold_the_beginning_of_a_completion():

@@ -154,7 +154,7 @@ def test_long_fields_are_read(tmp_path, suffix):
 
 
 def test_a_line_without_end_of_a_small_file_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("jrl.data.tables._LONGEST_LINE", 1000)
+    monkeypatch.setattr("jrl.data.lines._LONGEST_LINE", 1000)
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"question": "' + b"x" * 5000 + b'"}'))
     with pytest.raises(UserError, match="rows.jsonl.gz, line 1: longer than 1000 bytes"):

@@ -49,11 +49,14 @@ def table_network():
     )
 
 
+OUTPUTS = max(example(name).objective.value_outputs for name in NAMES)
+
+
 def table_values():
-    """A value for each token at each position."""
+    """As many values as any method reads, for each token at each position."""
     return ValueNetwork(
-        init=lambda key: {"table": jnp.zeros((V, P + T))},
-        axes=lambda: {"table": (None, None)},
+        init=lambda key: {"table": jnp.zeros((V, P + T, OUTPUTS))},
+        axes=lambda: {"table": (None, None, None)},
         apply=lambda params, hidden, tokens, positions, segments: params["table"][
             tokens, jnp.clip(positions, 0, P + T - 1)
         ],
@@ -310,6 +313,11 @@ OTHERWISE = {
     "preference_strength": ("margin", 1),
     "sorm": ("loss", -1),
     "spa_progress": ("loss", -1),
+    "pav_verifier": ("loss", -1),
+    "ml_irl": ("margin", 1),
+    "helpsteer2_regression": ("loss", -1),
+    "crm": ("loss", -1),
+    "steerlm2": ("loss", -1),  # towards answers by their posterior, not by their reward
 }
 
 

@@ -147,6 +147,8 @@ def of_statistic(statistic):
     mask = jnp.ones(T, bool)
     if statistic.over == "hidden":
         return traced(statistic.apply, jnp.zeros((T, 3)), mask)
+    if statistic.over == "values":
+        return traced(statistic.apply, jnp.zeros(8))
     lags = jnp.arange(T)[:, None] - jnp.arange(T + 2)[None] + 2
     return traced(statistic.apply, jnp.zeros((20, T, T + 2)), lags, mask)
 

@@ -53,6 +53,8 @@ def test_seams_and_group_sizes_are_those_of_the_papers():
     assert listed["remax"]["seams"] == ["objective", "plan"]
     assert listed["grpo"]["min_group"] == 2
     assert listed["ppo"]["min_group"] == 1
+    assert listed["ppo"]["reward_parts"] == []
+    assert listed["car"]["reward_parts"] == ["right", "confidence"]
 
 
 def test_an_unknown_method_names_the_nearest():

@@ -206,6 +206,19 @@ def test_convsearch_pays_by_rank(tmp_path):
     assert mine == pytest.approx([18 / 9, 17 / 9, 89 / 90, 0.0, -0.1])
 
 
+def test_convsearch_is_stricter_after_a_quarter_of_the_steps(tmp_path):
+    """The authors' code (BeastyZ/ConvSearch-R1) with steps."""
+    (tmp_path / "search.py").write_text(RETRIEVER)
+    told = [
+        sample("<think>x</think>\n<rewrite>cat food</rewrite>", gold=gold, step=step, steps=40)
+        for step in (10, 11)
+        for gold in ("p1", "7", "8", "97", "98")  # of ranks 1, 10, 11, 100 and 101
+    ]
+    mine = points("convsearch", *told, retriever=f"{tmp_path}/search.py:search", curriculum=True)
+    early = [1.0, 1 - 9 / 99, 1 - 10 / 99, 0.0, -0.2]
+    assert mine == pytest.approx([*early, 1.0, 1 - 9 / 99, 0.0, 0.0, -0.2])
+
+
 def test_rank_fidelity_is_the_mean_over_the_other_items():
     """Against the formula by hand, over two items of two members each."""
     stated = {0: ("1", "3"), 1: ("4", "4")}
@@ -245,3 +258,39 @@ def test_tulu_s_reward_is_10_for_a_verified_answer_and_minus_10_without_an_end()
     total = make_combined("total", "veto", ["ended", "math"], {"below": 1.0, "points": -1.0})
     assert (10 * total.combine(columns(parts))).tolist() == [[10.0, 0.0, -10.0]]
     assert points("ended", cut[0]) == [0.0]
+
+
+def test_demonstration_similarity_is_that_of_the_nearest_clauses(tmp_path):
+    (tmp_path / "letters.py").write_text(
+        "def encode(texts):\n"
+        "    return [[text.lower().count(c) + 0.01 for c in 'abcdefgh'] for text in texts]\n"
+        "def short(texts):\n"
+        "    return encode(texts)[1:]\n"
+    )
+
+    def vector(text):
+        return np.array([text.count(c) + 0.01 for c in "abcdefgh"])
+
+    def cosine(a, b):
+        return a @ b / np.sqrt((a @ a) * (b @ b))
+
+    mine, shown = ["abba", "cd", "hh h"], ["ab", "dc e"]
+    encoder = f"{tmp_path}/letters.py:encode"
+    told = [sample("abba. cd; hh h!", "ab\ndc e?"), sample("...", "ab"), sample("a", 1, note="a")]
+    ours = points("demonstration_similarity", *told, encoder=encoder)
+    expected = np.mean([max(cosine(vector(a), vector(b)) for b in shown) for a in mine])
+    assert ours[0] == pytest.approx(expected, abs=1e-9)
+    assert 0.3 < expected < 0.9
+    assert ours[1] is None
+    by_column = points("demonstration_similarity", told[2], encoder=encoder, column="note")
+    assert by_column == [pytest.approx(1.0)]
+    with pytest.raises(UserError, match="encoder returned 1 vectors for 2 texts"):
+        points("demonstration_similarity", sample("a", "b"), encoder=f"{tmp_path}/letters.py:short")
+
+
+def test_listed_solutions_have_the_points_that_the_row_says():
+    row = {"solutions": ["a b", " c"], "equivalent": [True, False]}
+    told = [sample("a b\n", **row), sample("c", **row), sample("d", **row), sample("a")]
+    assert points("listed_solution", *told) == [1.0, 0.0, None, None]
+    with pytest.raises(UserError, match="prompt 0 has 2 solutions and 1 equivalent"):
+        points("listed_solution", sample("c", **(row | {"equivalent": [True]})))

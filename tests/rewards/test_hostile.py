@@ -104,7 +104,7 @@ def test_memory_beyond_the_limit_ends_the_call_and_names_the_limit(pool, what, m
 
 
 def test_a_worker_that_a_reward_has_broken_is_replaced(place, monkeypatch):
-    monkeypatch.setattr("jrl.rewards.pool._FAILURES_IN_A_ROW", 3)
+    monkeypatch.setattr("jrl.rewards.workers._FAILURES_IN_A_ROW", 3)
     limits = {"workers": 1, "timeout_seconds": 20.0, "on_error": "zero"}
     with RewardPool({"r": hostile(place)}, **limits) as pool:
         points, _, counts, _ = pool.scores(samples_of("breaks", *["needs_modules"] * 6))

@@ -144,6 +144,69 @@ def test_functions_over_groups_see_whole_groups():
             pool.scores(samples, group=2)
 
 
+def lines_of(file, count, seconds=30.0):
+    """The lines of a file once it has so many."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if file.exists() and len(lines := file.read_text().split()) >= count:
+            return sorted(lines)
+        time.sleep(0.01)
+    raise AssertionError(f"{file.name} has no {count} lines")
+
+
+def test_calls_begin_before_all_samples_are_there_and_are_not_made_again(tmp_path):
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    functions = {
+        "alone": judge("noted", file=str(alone)),
+        "group": judge("noted_group", file=str(together)),
+    }
+    rules = {"alone": Rules(high=8)}
+    limits = {"workers": 1, "timeout_seconds": 20.0, "on_error": "none"}
+    samples = samples_of("a", "bb", "bb", "c" * 9, ids=[4, 4, 4, 4])
+    with RewardPool(functions, rules=rules, **limits) as pool:
+        expected = pool.scores(samples, group=4)
+        alone.unlink(), together.unlink()
+        with pool.begin() as begun:
+            for sample in (samples[3], samples[1], samples_of("gone")[0]):
+                begun.submit(sample)
+            # they run while nobody asks for them
+            assert lines_of(alone, 3) == ["bb", "c" * 9, "gone"]
+            assert not together.exists()  # a group is called when it is there
+            scores = pool.scores(samples, group=4, begun=begun)
+        np.testing.assert_array_equal(scores.points, expected.points)
+        assert scores.counts == expected.counts
+        # equal samples have a call each, and what began is not called again
+        assert lines_of(alone, 5) == ["a", "bb", "bb", "c" * 9, "gone"]
+        assert lines_of(together, 1) == ["a"]
+    with RewardPool(functions, **limits | {"workers": 0}) as pool, pool.begin() as begun:
+        begun.submit(samples[0])
+        assert begun.calls == 0  # in the trainer's own process all are called at the end
+
+
+def test_calls_that_nobody_collects_are_dropped():
+    functions = {"slow": judge("slow_when_asked")}
+    with RewardPool(functions, workers=1, timeout_seconds=600.0) as pool:
+        with pool.begin() as begun:
+            for sample in samples_of("hang", "hang"):
+                begun.submit(sample)
+        assert pool.scores(samples_of("quick"))[0].tolist() == [[0.0]]
+
+
+def test_a_call_that_hangs_holds_up_no_other(tmp_path):
+    """With one process at a time: the calls behind it are made while it hangs."""
+    functions = {
+        "slow": judge("slow_when_asked"),
+        "noted": judge("noted", file=str(tmp_path / "n")),
+    }
+    with RewardPool(functions, workers=1, timeout_seconds=60.0) as pool:
+        pool.scores(samples_of(*"abcdefgh"))  # what calls usually take
+        (tmp_path / "n").unlink()
+        with pool.begin() as begun:
+            for sample in samples_of("hang", "b", "c"):
+                begun.submit(sample)
+            assert lines_of(tmp_path / "n", 3) == ["b", "c", "hang"]
+
+
 def test_what_cannot_be_sent_is_refused_at_once():
     with pytest.raises(UserError, match=r"rewards\.mine cannot be sent to a .*workers = 0"):
         RewardPool({"mine": lambda samples: [0.0]}, workers=1, timeout_seconds=1.0)

@@ -5,14 +5,17 @@ import json
 import string
 
 import jax
+import numpy as np
 import pytest
+from hub_mirror import byte_tokenizer
 from needs_extra import require
 
 from jrl.episodes.call_grammars import call_rules
 from jrl.episodes.parsers import PARSERS, Call
+from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig
-from jrl.models.tokenizer import CharTokenizer
+from jrl.models.tokenizer import CharTokenizer, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
 from jrl.sampling.grammar import Grammars
@@ -314,8 +317,6 @@ def test_thoughts_of_earlier_replies_reach_the_template(client, server):
 @pytest.mark.parametrize("family", PARSERS)
 def test_the_grammar_of_every_family_is_read_by_its_parser(family):
     """Any sampled text of the grammar is calls whose arguments fit the schema."""
-    import numpy as np
-
     alphabet = string.printable.replace("\x0b", "") + "\uff5c\u2581"
     talker = CharTokenizer(alphabet)
     grammars, parser = Grammars(talker, talker.vocab_size), PARSERS[family]
@@ -358,3 +359,47 @@ def test_the_grammar_of_every_family_is_read_by_its_parser(family):
             assert isinstance(call, Call), (call, talker.decode(ids))
             jsonschema.validate(call.arguments, schemas[call.name])
     assert ended > 10
+
+
+def harmony_tokenizer(place):
+    """Bytes and the marks of gpt-oss; as there, a call ends with a token that ends the turn."""
+    marks = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|return|>"]
+    backend = byte_tokenizer()
+    backend.add_special_tokens(marks)
+    backend.save(str(place / "tokenizer.json"))
+    about = {"eos_token": "<|return|>", "chat_template": "{{ messages }}"}
+    (place / "tokenizer_config.json").write_text(json.dumps(about))
+    ends = [backend.token_to_id(mark) for mark in marks[-2:]]
+    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return load_tokenizer(place)
+
+
+@pytest.mark.parametrize("name", ["weather", "clock"])
+def test_a_forced_call_of_gpt_oss_ends_with_its_own_stop_token(name, tmp_path):
+    """Only "<|call|>" may end it: behind the other stop token no call could be read."""
+    tokenizer = harmony_tokenizer(tmp_path)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    limits = RequestLimits(4, 400, 90, tokenizer.vocab_size, 800, 8, True, True, grammars=True)
+    choice = {"type": "function", "function": {"name": name}}
+    ask = ASK | {"tools": TOOLS, "tool_choice": choice if name == "weather" else "required"}
+    ask["messages"] = [{"role": "user", "content": "weather, clock"}]
+    told = {"tokenizer": tokenizer, "limits": limits, "model": "m", "grammars": grammars}
+    parsed = parse(ask, chat=True, parser=PARSERS["gpt_oss"], **told)
+    constraint = grammars.start(parsed.requests[0].grammar)
+    schemas = {"weather": WEATHER, "clock": CLOCK}
+    rng, ids = np.random.default_rng(0), []
+    while not set(ids) & set(tokenizer.stop_ids):
+        allowed = np.flatnonzero(np.unpackbits(constraint.mask().view(np.uint8), bitorder="little"))
+        likely = [i for i in allowed if tokenizer.decode([int(i)]) in '"}']
+        ids.append(int(rng.choice(likely or allowed)))
+        constraint.push(ids[-1:])
+    text = tokenizer.decode(ids, skip_special=False)
+    assert text.startswith("<|channel|>commentary to=functions.")
+    assert text.endswith("}<|call|>")
+    (call,) = PARSERS["gpt_oss"].parse(text, schemas)
+    jsonschema.validate(call.arguments, schemas[call.name])
+    assert name == "clock" or call.name == name
+    with pytest.raises(UserError, match="is a stop token of the model"):
+        grammars.literal("a<|call|>b", last=True)
+    with pytest.raises(UserError, match="is a stop token of the model"):
+        grammars.literal("a<|call|>")

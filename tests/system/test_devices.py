@@ -86,6 +86,44 @@ def test_a_driver_that_is_too_old_is_said(text, driver, cuda, line, monkeypatch,
     assert "\n" not in str(caught.value)
 
 
+def test_libtpu_is_left_alone_where_there_is_no_tpu(monkeypatch, tmp_path):
+    """It is there to compile for TPUs; started without one it prints errors on the terminal."""
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "vendor").write_text("0x8086\n")
+    monkeypatch.setattr(devices, "PCI_VENDORS", f"{tmp_path}/*/vendor")
+    monkeypatch.setattr(devices, "OTHERS", (f"{tmp_path}/accel*",))
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.delenv("JAX_FORCE_TPU_INIT", raising=False)
+    assert jax.config.jax_platforms
+    assert not devices.libtpu_is_idle()  # who asked for a platform gets it
+    monkeypatch.setattr(jax.config.__class__, "jax_platforms", None)
+    assert devices.libtpu_is_idle()
+    (tmp_path / "accel0").touch()
+    assert not devices.libtpu_is_idle()
+    (tmp_path / "accel0").unlink()
+    (tmp_path / "0" / "vendor").write_text("0x1ae0\n")
+    assert not devices.libtpu_is_idle()
+    (tmp_path / "0" / "vendor").write_text("0x8086\n")
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    assert not devices.libtpu_is_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.extra("plan")
+def test_a_command_on_a_cpu_says_nothing_of_tpus(tmp_path):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    del env["JAX_PLATFORMS"]
+    result = subprocess.run(
+        [sys.executable, "-m", "jrl", "doctor"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert "(cpu" in result.stdout
+    assert result.stderr == ""
+
+
 def test_a_gpus_memory_is_taken_but_for_a_rest(monkeypatch):
     """JAX's own share is three quarters, with which a plan that fits would not run."""
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)

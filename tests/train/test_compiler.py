@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import pytest
 
 from jrl.mesh import make_mesh
 from jrl.train import compiler, programs, resharding, step
@@ -20,7 +21,8 @@ def test_options_of_another_release_are_left_out():
 
 def test_a_platform_without_options_is_compiled_as_it_was(monkeypatch):
     monkeypatch.setattr(compiler, "known", lambda mesh, options: dict(options))
-    assert compiler_options(make_mesh({}, jax.devices()[:1])) is None
+    cpu = make_mesh({}, jax.devices()[:1])
+    assert compiler_options(cpu) == compiler_options(cpu, training=True) == dict(OPTIONS["cpu"])
     tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
     assert compiler_options(tpu) == compiler_options(tpu, training=True) == dict(OPTIONS["tpu"])
     gpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
@@ -29,7 +31,7 @@ def test_a_platform_without_options_is_compiled_as_it_was(monkeypatch):
 
 
 def test_every_program_of_a_run_is_compiled_with_them(monkeypatch):
-    """Sampler, training step and resharding: an option that is not known stops each."""
+    """Start, sampler, training step and resharding: an option that is not known stops each."""
     from jrl.config import load_config
     from jrl.plan import lower
     from jrl.train import build
@@ -47,6 +49,9 @@ def test_every_program_of_a_run_is_compiled_with_them(monkeypatch):
     reshard = lower.lower_resharding(run)
     made = reshard.out_info
     said = []
+    for start in (programs.new_state, programs.new_policy):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+            start(run)
     for lowered in (reshard, lower.lower_sampler(run, made), lower.lower_step(run)):
         try:
             lowered.compile()

@@ -112,6 +112,7 @@ def test_the_needs_of_methods_are_known():
     for name, published in all_methods().items():
         method = published.example()
         others = {f"group of at least {method.least_group}", f"lacking {method.lacks}"}
+        others |= {f"reward parts {', '.join(method.parts)}"}
         assert method.needs <= others | read, name
 
 

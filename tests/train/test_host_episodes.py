@@ -1,10 +1,16 @@
 """Training on episodes with an environment on the host: its groups, redraws, and learning."""
 
+import asyncio
+import pathlib
+import time
+
 import jax
 import numpy as np
 import optax
 import pytest
+from judge_server import judge_server
 
+from jrl.config import load_config
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.host import Feedback, HostEnv, Lifecycle, Limits
 from jrl.errors import UserError
@@ -13,18 +19,25 @@ from jrl.methods.group_relative import grpo
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
+from jrl.rewards import make_reward
 from jrl.rewards.exact import final_answer
+from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.rows import Rows
 from jrl.train.collect import Collector
 from jrl.train.host_episodes import HostEpisodes
+from jrl.train.judges import endpoint_judges, judge_parts
+from jrl.train.judging import HostJudge
 from jrl.train.loop import policy_weights
+from jrl.train.reward_stages import JudgedParts, function_stage, judge_stage
+from jrl.train.row_calls import RowCalls
 from jrl.train.run_rows import RunRows
 from jrl.train.sources import simple_request
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Prompt, StopReason
 
+JUDGES = pathlib.Path(__file__).parents[1] / "rewards" / "judges.py"
 TOKENIZER = char_tokenizer()
 P, T, G = 8, 16, 4
 CONFIG = ModelConfig(
@@ -149,6 +162,29 @@ def test_groups_left_too_small_are_played_again(made, params, caplog):
     assert "environment: 4 failed: RuntimeError: no room" in caplog.text
 
 
+def test_an_episode_whose_weighted_rewards_float32_cannot_hold_fails_by_name(made, params, caplog):
+    """Each part fits, and so do the products; both together do not."""
+
+    async def init(prompt, seed):
+        return prompt, [{"role": "user", "content": prompt.text}]
+
+    async def step(prompt, reply):
+        huge = 3e38 if prompt.id == 11 else 1.0
+        return prompt, Feedback((), (huge, huge), done=True)
+
+    env = HostEnv(init, step, limits=Limits(turns=1, turn_tokens=3), parts=("a", "b"))
+    groups = made(env, a=1.0, b=0.5).draw(asked(params, 0, 3))
+    failed = groups.rollout.stop == StopReason.FAILED
+    assert failed.all(axis=1).tolist() == [False, True, False]
+    assert groups.counts["env_errors"] == 3 * G  # played again twice, and then given up
+    assert (
+        "4 failed: the sum of its rewards, 1 * 3e+38 of a and 0.5 * 3e+38 of b, is inf"
+        in caplog.text
+    )
+    fine = made(env, a=1.0, b=0.1).draw(asked(params, 0, 3))
+    assert (fine.rollout.stop < StopReason.FAILED).all()
+
+
 @pytest.mark.parametrize("cut", [False, True])
 def test_an_episode_that_fills_its_room_is_done_unless_it_says_that_it_was_cut(made, params, cut):
     async def init(prompt, seed):
@@ -201,6 +237,68 @@ def train(made, params, steps, fails=lambda prompt: False):
 def test_a_step_trains_on_the_living(made, params):
     (reward,) = train(made, params, 1, lambda prompt: prompt.id == 11)
     assert np.isfinite(reward)
+
+
+def points_of(groups):
+    return dict(zip(("reward", "said", "judged"), groups.rewards.transpose(2, 0, 1), strict=True))
+
+
+def waits_for(called, env):
+    """The environment, whose last problem is answered once somebody was called about a row."""
+
+    async def step(prompt, reply):
+        end = time.monotonic() + 60
+        while prompt.id == 12 and not called():
+            assert time.monotonic() < end, "nobody was called before all rows had ended"
+            await asyncio.sleep(0.01)
+        return await env.step(prompt, reply)
+
+    return env._replace(step=step)
+
+
+def test_rewards_and_judges_are_called_as_rows_end(made, params, tmp_path):
+    """The last group ends once both were called about rows; points are those of calls at the end.
+
+    With slots for two of three groups the calls come from rows of the first two.
+    """
+    notes = tmp_path / "notes"
+    reward = make_reward(f"{JUDGES}:noted", file=str(notes))
+
+    def digits(body, number):
+        return f"Score: {sum(c.isdigit() for c in body['messages'][-1]['content'])}"
+
+    def drawn(url, bodies, early):
+        table = f"judged={{function='judge', url='{url}', model='m', template='{{completion}}'}}"
+        rewards = f"rewards={{reward={{}}, {table}}}"
+        config = load_config(None, ["data.train=x.jsonl", "model.path=x", rewards])
+        judges = judge_parts(endpoint_judges(config), TOKENIZER, 9, "train")
+        called = lambda: bool(bodies) and notes.exists()  # noqa: E731
+        inner = made(waits_for(called, digits_env()) if early else digits_env(), reward=1.0)
+        inner._speaks = True
+        with RewardPool({"said": reward}, workers=1, timeout_seconds=20.0) as pool:
+            on_host = HostJudge(pool, TOKENIZER, "train", 9)
+            calls = RowCalls(on_host, judges) if early else None
+            if calls is not None:
+                inner.ended = calls.submit
+            prompts_of = lambda groups: groups.subject  # noqa: E731
+            stages = [function_stage(on_host, prompts_of, calls), judge_stage(judges, prompts_of)]
+            names = ("reward", "said", "judged")
+            source = JudgedParts(inner, ("reward",), stages, names, calls=calls)
+            return source.draw(asked(params, 4, 3))
+
+    results = []
+    for early in (False, True):
+        with judge_server(digits) as (url, bodies):
+            results.append((drawn(url, bodies, early), sorted(notes.read_text().splitlines())))
+            notes.unlink()
+            sent = len(bodies)
+    (late, calls_late), (soon, calls_soon) = results
+    for name, points in points_of(late).items():
+        np.testing.assert_array_equal(points_of(soon)[name], points)
+    assert calls_soon == calls_late  # one call a member: none was made twice
+    assert len(calls_late) == 3 * G
+    assert soon.counts["judge_calls"] == sent == late.counts["judge_calls"]
+    np.testing.assert_array_equal(soon.rollout.tokens, late.rollout.tokens)
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from jrl.train.build import setup
 from jrl.train.host_episodes import host_source, leaves_played
 from jrl.train.run_rows import prompt_seeds
 from jrl.train.sources import simple_request
+from jrl.train.text_parts import TextParts
 from jrl.train.tree_search import plan_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -287,10 +288,14 @@ def test_reward_functions_stand_beside_an_environment(place, tmp_path, monkeypat
         text = body["messages"][-1]["content"]
         return f"Score: {10 if 'Go on.' in text else 1}"
 
+    begun = []  # as rows ended; what a call about all of them asks is none of it
+    begin = TextParts.begin
+    monkeypatch.setattr(TextParts, "begin", lambda *given: begun.append(given[1]) or begin(*given))
     with judge_server(by_turns) as (url, bodies):
         rewards = rewards.replace("URL", url)
         train(settings(place, run, "talk", *more, rewards, "log.samples_every=1"), echo=print)
     assert all("user: What is" in body["messages"][-1]["content"] for body in bodies[1:])
+    assert len(begun) == 8
     (record,) = records_of(run)
     samples = read_jsonl(run / "samples.jsonl")
     for sample in samples:

@@ -251,3 +251,94 @@ def test_another_thread_may_end_it():
     ((verdicts, counts),) = results
     assert verdicts == [None]
     counted(counts, calls=1, timeouts=1)
+
+
+def test_a_question_that_waits_for_its_repetition_holds_up_no_other(monkeypatch):
+    monkeypatch.setattr(judge_client, "_FIRST_WAIT", 1.0)
+    order = []
+
+    def answer(body, number):
+        order.append(body["messages"][-1]["content"])
+        return "Score: 5" if order[-1] != "a" or order.count("a") > 1 else (500, {}, "")
+
+    with judge_server(answer) as (url, _):
+        verdicts, counts = client(url, at_once=1).verdicts(asked("a", "b", "c"))
+    assert verdicts == [0.5] * 3
+    counted(counts, calls=4, retries=1)
+    assert order == ["a", "b", "c", "a"]
+
+
+def test_questions_are_asked_before_all_are_there():
+    with judge_server(lambda body, number: "Score: 5") as (url, bodies):
+        mine = client(url)
+        mine.begin(asked("a", "gone"))
+        mine.begin(asked("a", "b"))
+        while len(bodies) < 3:  # nobody waits for them
+            time.sleep(0.01)
+        verdicts, counts = mine.verdicts(asked("b", "a", "c"))
+        assert verdicts == [0.5] * 3
+        counted(counts, calls=4)
+        mine.begin(asked("d"))
+        mine.stop()  # what was begun is dropped: a later call asks again
+        verdicts, counts = mine.verdicts(asked("d"))
+        assert verdicts == [0.5]
+        counted(counts, calls=1)
+
+
+def test_a_server_that_never_answers_holds_up_nobody_beyond_the_limit():
+    """The limit is counted from where the run waits, however long ago the question was asked."""
+    go_on = threading.Event()
+
+    def answer(body, number):
+        go_on.wait(60)
+        return "Score: 5"
+
+    with judge_server(answer) as (url, bodies):
+        try:
+            mine = client(url, seconds=0.5, timeout=60.0)
+            mine.begin(asked("a"))
+            while not bodies:
+                time.sleep(0.01)
+            begin = time.monotonic()
+            verdicts, counts = mine.verdicts(asked("a", "b"))
+            assert 0.5 <= time.monotonic() - begin < 20
+            assert verdicts == [None, None]
+            counted(counts, calls=2, timeouts=2)
+        finally:
+            go_on.set()
+
+
+def test_a_wait_that_a_judge_asks_for_ends_with_the_limit():
+    with judge_server(lambda b, n: (429, {"Retry-After": "86400"}, "")) as (url, bodies):
+        mine = client(url, at_once=1)
+        mine.begin(asked("a"))
+        while not bodies:
+            time.sleep(0.01)
+        begin = time.monotonic()
+        verdicts, counts = mine.verdicts(asked("a", "b"))
+        assert time.monotonic() - begin < 60
+    assert verdicts == [None, None]
+    counted(counts, calls=1, timeouts=2)
+
+
+def test_one_refusal_holds_up_its_own_question_alone():
+    """A server that answers others goes on; one that refuses twice in a row is left alone."""
+    times, refuse = {}, {"1"}
+
+    def answer(body, number):
+        text = body["messages"][-1]["content"]
+        first = text not in times
+        times.setdefault(text, []).append(time.monotonic())
+        return (429, {"Retry-After": "0.3"}, "") if first and text in refuse else "Score: 5"
+
+    with judge_server(answer) as (url, _):
+        mine = client(url, at_once=1)
+        verdicts, counts = mine.verdicts(asked("0", "1", "2", "3"))
+        assert verdicts == [0.5] * 4
+        counted(counts, calls=5, retries=1)
+        assert times["3"][0] < times["1"][1]  # nobody waits with the one that was refused
+        assert times["1"][1] - times["1"][0] >= 0.3
+        times.clear()
+        refuse |= {"2"}
+        mine.verdicts(asked("0", "1", "2", "3", vote=1))
+        assert times["3"][0] - times["2"][0] >= 0.3

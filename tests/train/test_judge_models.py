@@ -26,7 +26,7 @@ from jrl.storage.metrics import read_jsonl
 from jrl.train import build
 from jrl.train.judge_cache import Asked
 from jrl.train.judge_models import judge_directory, model_judge
-from jrl.train.judges import Judges, check_judges
+from jrl.train.judges import check_judges, judges_of
 from jrl.train.judging import Texts
 from jrl.train.reward_parts import judge_of
 from jrl.types import Prompt, StopReason
@@ -131,7 +131,7 @@ def said(judges, texts, params):
 def test_the_policy_of_the_step_judges():
     run = build.setup(settings(f"{ONE}, model='policy'"))
     with jax.set_mesh(run.mesh):
-        judges = Judges.of(run, "train")
+        judges = judges_of(run, "train")
         points, counts = said(judges, ("51", "50", "1"), parrot(run.model))
         assert points == [1.0, 0.0, 1.0]
         assert counts["judge_calls"] == 3
@@ -175,7 +175,7 @@ def test_another_checkpoint_judges(checkpoint, tmp_path):
     where = f"run.dir={tmp_path / 'run'}"
     run = build.setup(settings(f"{ONE}, model='{checkpoint}'", where))
     with jax.set_mesh(run.mesh):
-        judges = Judges.of(run, "train")
+        judges = judges_of(run, "train")
         assert said(judges, ("51", "50"), None)[0] == [1.0, 0.0]
         assert said(judges, ("51", "50"), None)[1]["judge_cached"] == 2
     # other weights in the same place are another judge, and a chat template is what it reads
@@ -186,7 +186,7 @@ def test_another_checkpoint_judges(checkpoint, tmp_path):
     again = build.setup(settings(f"{ONE}, model='{checkpoint}'", where))
     assert again.rewards.judges["good"].checksum != run.rewards.judges["good"].checksum
     with jax.set_mesh(again.mesh):
-        assert said(Judges.of(again, "train"), ("51", "50"), None)[0] == [0.0, 0.0]
+        assert said(judges_of(again, "train"), ("51", "50"), None)[0] == [0.0, 0.0]
 
 
 def test_who_can_judge_here_is_said_before_anything_compiles(checkpoint):

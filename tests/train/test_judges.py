@@ -9,7 +9,7 @@ from judge_server import judge_server
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.models.tokenizer import CharTokenizer
-from jrl.train.judges import Judges, check_judges, endpoint_judges
+from jrl.train.judges import check_judges, endpoint_judges, judge_parts
 from jrl.train.judging import Texts
 from jrl.train.reward_parts import accuracy_part, parts_by_token, parts_of
 from jrl.train.reward_stages import judge_stage
@@ -43,7 +43,7 @@ def judged(config, stop, points=None):
         tokens=tokens, lengths=np.full((n, g), 2), stop=np.array(stop), mask=tokens >= 0
     )
     prompts = [Prompt(i, "why?", np.zeros(1), "x", {"kind": "ab"[i % 2]}) for i in range(n)]
-    judges = Judges(endpoint_judges(config), Words(), "test", 1)
+    judges = judge_parts(endpoint_judges(config), Words(), 1, "test")
     return judges(Texts(prompts, rollout, judges.tokenizer), points or {}, 0)[:3]
 
 
@@ -152,12 +152,12 @@ def test_wrong_steps_are_paid_at_tokens():
             "good": "function='judge', form='yes_no'",
         }
         settings = config(url, parts)
-        judges = Judges(endpoint_judges(settings), tokenizer, "test", 1)
+        judges = judge_parts(endpoint_judges(settings), tokenizer, 1, "test")
         prompts = [Prompt(0, "why?", np.zeros(1), "x")]
         points, _, counts, paid = judges(Texts(prompts, rollout, tokenizer), {}, 0)
         groups = Groups(rollout, None, prompts, {}, {}, {"paid": np.ones((1, 4, 9), np.float32)})
         groups, _ = judge_stage(judges, lambda groups: groups.subject)(groups, {}, None)
-        alone = judges._replace(judges=judges.judges[1:])
+        alone = judges._replace(givers={"good": judges.givers["good"]})
         assert alone(Texts(prompts, rollout, tokenizer), {}, 0)[3] is None
     np.testing.assert_array_equal(points["step"], [[-1, 0, -1, np.nan]])
     np.testing.assert_array_equal(points["good"], [[1, 1, 1, np.nan]])

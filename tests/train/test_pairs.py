@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jrl.config import load_config
+from jrl.config.tables import RewardTable
 from jrl.errors import UserError
 from jrl.evaluate.pairs import JudgedEvaluator
 from jrl.models import hf
@@ -338,7 +339,7 @@ def test_a_value_at_each_turn_is_paid_where_the_turn_ends():
     values = np.arange(12.0).reshape(1, 2, 6)
     mask = np.array([[[1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]]], bool)
     turns = np.array([[[0, 0, 0, 1, 1, 1]] * 2])
-    model = SimpleNamespace(by_turn=True, of_tokens=lambda rollout: values)
+    model = SimpleNamespace(by="turn", of_tokens=lambda rollout: values)
     groups = judged_groups_of_turns(mask, turns)
     rewards = RunRewards({"reward": 1.0, "progress": 0.5}, models={"progress": model})
     after, more = model_stage(rewards)(groups, {}, 0)
@@ -348,10 +349,223 @@ def test_a_value_at_each_turn_is_paid_where_the_turn_ends():
     np.testing.assert_array_equal(after.stats["paid"], expected)
 
 
-def judged_groups_of_turns(mask, turns):
+def judged_groups_of_turns(mask, turns, label="turn"):
     rollout = SimpleNamespace(mask=mask)
     paid = {"paid": np.full(mask.shape, 3.0, np.float32)}
-    return Groups(rollout, None, None, {}, {"turn": turns}, paid)
+    return Groups(rollout, None, None, {}, {label: turns}, paid)
+
+
+def test_the_change_of_a_value_in_each_step_is_paid_at_its_end():
+    """PAV: the first step counts from the mean of the group's, later ones from the one before."""
+    rng = np.random.default_rng(0)
+    values, mask = rng.normal(size=(2, 3, 7)), rng.random((2, 3, 7)) < 0.8
+    mask[1, 2] = False
+    steps = np.sort(rng.integers(0, 3, (2, 3, 7)), axis=2)
+    model = SimpleNamespace(by="progress", of_tokens=lambda rollout: values)
+    rewards = RunRewards({"reward": 1.0, "progress": 0.5}, models={"progress": model})
+    after, more = model_stage(rewards)(judged_groups_of_turns(mask, steps, "step"), {}, 0)
+    paid, total = np.full(mask.shape, 3.0), np.zeros((2, 3))
+    for n in range(2):
+        ends = [
+            [max(t for t in range(7) if mask[n, j, t] and steps[n, j, t] == s)
+             for s in sorted({steps[n, j, t] for t in range(7) if mask[n, j, t]})]
+            for j in range(3)
+        ]  # fmt: skip
+        first = [values[n, j, e[0]] for j, e in enumerate(ends) if e]
+        for j, e in enumerate(ends):
+            before = sum(first) / len(first)
+            for t in e:
+                paid[n, j, t] += 0.5 * (values[n, j, t] - before)
+                total[n, j] += values[n, j, t] - before
+                before = values[n, j, t]
+    np.testing.assert_allclose(after.stats["paid"], paid, atol=1e-6)
+    np.testing.assert_allclose(more["progress"], total, atol=1e-6)
+    assert len(set(map(len, ends))) > 1
+
+
+@pytest.mark.slow
+def test_progress_under_a_prover_rewards_a_run(place, tmp_path):
+    """PAV: a verifier trained on steps with chances of success, then RL on lines."""
+    rows = [
+        {
+            "prompt": [3 + i % 5, 6],
+            "responses": [[2, 2, 2, 2, 0], [27, 27, 27, 27, 0]],
+            "scores": [1.0, 0.0],
+            "steps": [[2, 3], [2, 3]],
+            "step_values": [[0.5, 1.0], [0.25, 0.0]],
+        }
+        for i in range(8)
+    ]
+    path = json.dumps(str(write_rows(tmp_path / "steps.jsonl", rows)))
+    more = ("method=pav_verifier", f"data.pairs={path}", "data.eval=", "eval.every=0")
+    more += ("train.steps=12", "checkpoint.every=0", "train.microbatches=1")
+    verifier = settings(place, tmp_path / "rm", "reward_model.toml", *more)
+    finish(verifier)
+    model, questions = json.dumps(verifier.run.dir), json.dumps(str(place / "questions.jsonl"))
+    changes = (
+        *("method=pav", "data.pairs=", "data.eval=", f"data.train={questions}"),
+        *("sampling.group=8", "sampling.max_new_tokens=6", "train.steps=2", "eval.every=0"),
+        f"rewards={{exact={{}}, progress={{function='pav', path={model}, weight=0.5}}}}",
+        *("reward_pool.workers=0", "data.template=chat", "train.microbatches=1"),
+    )
+    config = settings(place, tmp_path / "run", "reward_model.toml", *changes)
+    _, records = finish(config)
+    assert len(records) == 2
+    for record in records:  # relative to the group, so the mean of a line's progress is 0
+        assert record["reward/progress"] == pytest.approx(0, abs=1e-5)
+        assert np.isfinite(record["loss"])
+    assert records[-1]["grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_demonstrations_are_a_reward_and_a_measure_of_difficulty(place, tmp_path):
+    """DR-IRL: a reward from demonstrations, then GRPO scaled by how far samples are from them."""
+    more = ("method=ml_irl", "objective.square_coef=0.1", "train.microbatches=1", "train.steps=8")
+    more += ("eval.every=0", "checkpoint.every=0")
+    shown = settings(place, tmp_path / "rm", "reward_model.toml", *more)
+    summary, _ = finish(shown)
+    assert summary["eval_after"]["margin"] > 0.1
+    (tmp_path / "letters.py").write_text(
+        "def encode(texts):\n    return [[t.count(c) + 0.1 for c in 'abcdz'] for t in texts]\n"
+    )
+    questions = [{"question": f"say {x}", "answer": x, "shown": 4 * x} for x in "abcd"]
+    path = json.dumps(str(write_rows(tmp_path / "questions.jsonl", questions)))
+    like = "function='demonstration_similarity', column='shown', weight=0.0"
+    changes = (
+        *("method=dr_irl", "data.pairs=", "data.eval=", f"data.train={path}"),
+        *("sampling.group=4", "sampling.max_new_tokens=6", "train.steps=2", "eval.every=0"),
+        f"rewards={{model={{path={json.dumps(shown.run.dir)}}},"
+        f" like={{{like}, encoder='{tmp_path}/letters.py:encode'}}}}",
+        *("reward_pool.workers=0", "data.template=chat", "data.fields.solution=shown"),
+    )
+    config = settings(place, tmp_path / "run", "reward_model.toml", *changes)
+    _, records = finish(config)
+    for record in records:
+        assert np.isfinite(record["loss"])
+        assert 0 < record["reward/like"] <= 1
+        assert record["reward"] == pytest.approx(record["reward/model"], abs=1e-4)
+    assert records[-1]["grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_programs_that_a_row_lists_are_demonstrations(place, tmp_path):
+    """GEPO: two equivalent texts and one that is not, beside what the policy drew."""
+    rows = [
+        {
+            "question": f"say {x}",
+            "answer": x,
+            "solutions": [x, "e", "z"],
+            "equivalent": [True, True, False],
+        }
+        for x in "abcd"
+    ]
+    path = json.dumps(str(write_rows(tmp_path / "rows.jsonl", rows)))
+    parts = "exact={weight=0.0}, listed_solution={weight=0.0}"
+    changes = (
+        *("method=gepo", "data.pairs=", "data.eval=", f"data.train={path}"),
+        *("sampling.group=2", "sampling.max_new_tokens=6", "train.steps=3", "eval.every=0"),
+        f"rewards={{{parts}, total={{combine='first', of=['listed_solution', 'exact']}}}}",
+        *("reward_pool.workers=0", "data.template=chat", "data.fields.solution=solutions"),
+        *("objective.gepo_coef=1.0", "train.microbatches=1"),
+    )
+    config = settings(
+        place, tmp_path / "run", "reward_model.toml", *changes, "objective.demonstrations=3"
+    )
+    _, records = finish(config)
+    assert all(record["margin"] != 0 for record in records[1:])  # both kinds were told apart
+    assert records[-1]["margin"] > records[0]["margin"]
+    too_many = settings(
+        place, tmp_path / "other", "reward_model.toml", *changes, "objective.demonstrations=4"
+    )
+    with pytest.raises(UserError, match="has 3 solutions, and more are asked for"):
+        finish(too_many)
+
+
+@pytest.mark.slow
+def test_wanted_answers_become_likelier(place, tmp_path):
+    """SteerLM 2.0 on lists whose scores are log-likelihoods."""
+    rows = [
+        {"prompt": f"say {x}", "responses": ["aa", "zz", "ab"], "scores": [-2.0, -9.0, -3.0]}
+        for x in "abcd"
+    ]
+    path = json.dumps(str(write_rows(tmp_path / "lists.jsonl", rows)))
+    more = ("method=steerlm2", f"data.pairs={path}", "data.eval=", "eval.every=0")
+    config = settings(place, tmp_path / "run", "dpo.toml", *more, "objective={}", "train.steps=20")
+    _, records = finish(config)
+    assert records[-1]["loss"] < 0.2 * records[0]["loss"]
+    assert records[-1]["target_overlap"] > 0.9 > records[0]["target_overlap"]
+
+
+def points_of(config, **keys):
+    """[N, G]: points of a run's pairs by its own model, as a reward part with these keys."""
+    run, _ = state_of(config)
+    judged = run.data.judged["pairs"]
+    rollout = judged_groups(judged, sizes_of(judged)).rollout
+    part = {"function": "model", "path": config.run.dir, **keys}
+    asks = config.model_copy(update={"rewards": {"r": RewardTable(**part)}})
+    model = load_reward_models(asks, parts_of(asks), run.mesh).models["r"]
+    return model(rollout)
+
+
+@pytest.mark.slow
+def test_two_reward_models_review_each_other(place, tmp_path):
+    """CRM: two whole networks, which differ, and whose mean is the reward."""
+    more = ("method=crm", "value.kind=networks", "train.microbatches=1", "train.steps=12")
+    more += ("eval.every=0", "checkpoint.every=0", "train.prompts=8")
+    config = settings(place, tmp_path / "run", "reward_model.toml", *more)
+    summary, _ = finish(config)
+    assert summary["eval_after"]["pair_accuracy"] > 0.9
+    mean, first, second = (
+        points_of(config, **keys) for keys in ({}, {"labels": {"0": 1.0}}, {"labels": {"1": 1.0}})
+    )
+    np.testing.assert_allclose(mean, (first + second) / 2, atol=1e-5)
+    for one in (first, second):
+        assert (one[:, 0] - one[:, 1] > 0.05).mean() > 0.9
+    assert np.abs(first - second).max() > 1e-3
+    with pytest.raises(UserError, match=r"rewards.r.labels = '2'; choose from 0, 1"):
+        points_of(config, labels={"2": 1.0})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["head", "network"])
+def test_passes_of_a_run_s_model_with_dropout(place, tmp_path, kind):
+    """UPO: passes of one model differ, and are an ensemble."""
+    more = (f"value.kind={kind}", "train.microbatches=1", "train.steps=8")
+    more += ("eval.every=0", "checkpoint.every=0")
+    config = settings(place, tmp_path / "run", "reward_model.toml", *more)
+    finish(config)
+    keys = {"function": "upo", "dropout": 0.5, "passes": 3}
+    singles = np.array([points_of(config, **keys, single_pass=i) for i in range(3)])
+    np.testing.assert_allclose(points_of(config, **keys), singles.mean(axis=0), atol=1e-5)
+    spread = points_of(config, **keys, ensemble="deviation", uncertainty=2.0)
+    np.testing.assert_allclose(spread, singles.mean(axis=0) - 2 * singles.std(axis=0), atol=1e-5)
+    assert singles.std(axis=0).min() > 1e-3
+    assert np.abs(singles[0] - points_of(config)).max() > 1e-2
+
+
+@pytest.mark.slow
+def test_attributes_are_a_reward_by_their_weights(place, tmp_path):
+    """HelpSteer2: a regression of two attributes, weighed as a reward."""
+    rows = [
+        {
+            "prompt": f"say {LETTERS[i]}",
+            "responses": ["aaaa", "zz"],
+            "scores": [1.0, 0.0],
+            "attributes": [[4.0, 1.0], [0.0, 3.0 if i % 2 else None]],
+        }
+        for i in range(8)
+    ]
+    path = json.dumps(str(write_rows(tmp_path / "rows.jsonl", rows)))
+    more = ("method=helpsteer2_regression", "objective.attributes=2", f"data.pairs={path}")
+    more += ("data.eval=", "eval.every=0", "checkpoint.every=0", "train.steps=60")
+    more += ("train.microbatches=1", "optimizer.learning_rate=3e-2")
+    config = settings(place, tmp_path / "run", "reward_model.toml", *more)
+    finish(config)
+    helpful, verbose = (points_of(config, labels={k: 1.0}) for k in "01")
+    np.testing.assert_allclose(helpful, [[4, 0]] * 8, atol=0.5)
+    np.testing.assert_allclose(verbose, [[1, 3]] * 8, atol=0.5)
+    both = points_of(config, labels={"0": 0.65, "1": -0.4})
+    np.testing.assert_allclose(both, 0.65 * helpful - 0.4 * verbose, atol=1e-4)
 
 
 TASK = (

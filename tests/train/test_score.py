@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from jrl.models.config import ModelConfig
-from jrl.models.heads import value_head, value_network
+from jrl.models.heads import value_head, value_network, value_networks
 from jrl.models.transformer import transformer
 from jrl.objectives.distill import top_k_divergence
+from jrl.objectives.members import value_output
 from jrl.sampling.params import make_sampling_params
 from jrl.train import score as module
 from jrl.train.packing import Packer, pack
@@ -562,3 +563,42 @@ def test_of_a_teacher_s_likeliest_tokens_the_backward_pass_keeps_2_k_and_1_numbe
     text = str(jax.make_jaxpr(jax.grad(partial(loss, k=5)))(weights, weights, states))
     heads = len(re.findall(r"f32\[[0-9,]*32\] = dot_general", text))
     assert heads == 3, "the student's logits forward and backward, the teacher's forward alone"
+
+
+@pytest.mark.parametrize("make", [value_head, value_network, value_networks])
+def test_several_outputs_are_those_of_one_each(network, params, batch, make):
+    """Three numbers for a token, by a head, a network and a network each."""
+    value, one = make(network, 3), value_head if make is value_head else value_network
+    own = jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape),
+        value.init(jax.random.key(1)),
+    )
+
+    def part(k):
+        if make is value_networks:
+            return jax.tree.map(lambda x: x[k], own)
+        head = own if make is value_head else own["head"]
+        picked = {"weight": head["weight"][:, k], "bias": head["bias"][k]}
+        return picked if make is value_head else own | {"head": picked}
+
+    def run(value, own, statistics=()):
+        trees = {"policy": params, "value": own}
+        want = frozenset({"values"})
+        plain = make_sampling_params()
+        scoring = partial(
+            score, network=network, value=value, want=want, statistics=tuple(statistics)
+        )
+        return jax.jit(scoring)(trees, batch, plain)
+
+    got = run(value, own, [value_output(1), value_output(2, start=True)])
+    assert set(got) == {"values", "values_1", "rollout_values_2"}
+    live = np.asarray(batch.mask)
+    for k, name in enumerate(("values", "values_1", "rollout_values_2")):
+        expected = run(one(network), part(k))["values"]
+        np.testing.assert_allclose(
+            np.asarray(got[name])[live], np.asarray(expected)[live], atol=1e-5
+        )
+    assert np.abs(np.asarray(got["values"] - got["values_1"])[live]).max() > 1e-3
+    is_names = lambda x: type(x) is tuple  # noqa: E731
+    ranks = jax.tree.map(len, value.axes(), is_leaf=is_names)
+    assert ranks == jax.tree.map(jnp.ndim, own)

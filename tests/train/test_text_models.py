@@ -4,6 +4,7 @@ import json
 import pathlib
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,16 +18,17 @@ from jrl.errors import UserError
 from jrl.evaluate.verifiers import verifier_of
 from jrl.mesh import make_mesh
 from jrl.rewards.base import Sample
-from jrl.rewards.model import reduce_ensemble
+from jrl.rewards.model import dropout_passes, reduce_ensemble
 from jrl.rewards.reading import check_reader
 from jrl.rewards.rules import Rules
 from jrl.run import run as running
 from jrl.run.run import train
 from jrl.storage.metrics import read_jsonl
 from jrl.train.judging import Texts
-from jrl.train.reward_model import check_text_models
-from jrl.train.reward_parts import model_of_part, parts_of
-from jrl.train.text_models import TextModels, label_weights, load_text_model
+from jrl.train.reward_model import check_steps, check_text_models, load_reward_models
+from jrl.train.reward_parts import model_of_part, parts_by_token, parts_of
+from jrl.train.text_models import label_weights, load_text_model
+from jrl.train.text_parts import TextParts
 from jrl.types import Prompt, StopReason
 
 require("dev", "torch", "transformers")
@@ -95,7 +97,7 @@ def loaded(place, names="rm0", mesh=None, rules=None, **keys):
     paths = [str(place / name) for name in names.split()]
     table = reward_model_table("rewards.r", {"path": paths, **keys})
     return load_text_model(
-        table, rules or Rules(), "rewards.r", mesh or make_mesh(), dtype="float32"
+        table, rules or Rules(), "rewards.r", mesh or make_mesh(), dtype="float32", seed=0
     )
 
 
@@ -223,6 +225,41 @@ def test_an_ensemble_of_checkpoints(place):
     assert np.ptp(each) > 0.1
 
 
+def test_a_pass_leaves_inputs_out_and_scales_the_others():
+    weight = jnp.arange(1.0, 4001.0)
+    every = np.asarray(dropout_passes(weight, 0, 0.25, 3, None, 7))
+    assert every.shape == (3, 4000)
+    for i, one in enumerate(every):
+        left_out = one == 0
+        assert left_out.mean() == pytest.approx(0.25, abs=0.03)
+        np.testing.assert_allclose(one[~left_out], np.asarray(weight)[~left_out] / 0.75, rtol=1e-6)
+        np.testing.assert_array_equal(dropout_passes(weight, 0, 0.25, 3, i, 7)[0], one)
+    assert (every[0] != every[1]).any()
+    assert (np.asarray(dropout_passes(weight, 0, 0.25, 3, 0, 8))[0] != every[0]).any()
+    rows = np.asarray(dropout_passes(jnp.ones((2, 9)), 1, 0.5, 4, None, 0))
+    np.testing.assert_array_equal(rows[:, 0], rows[:, 1])  # one mask of the inputs
+
+
+def test_passes_with_dropout_are_an_ensemble(place):
+    """UPO's estimator: a trunk that is read once, behind a head in several passes."""
+    keys = {"dropout": 0.5, "passes": 3, **ONE}
+    singles = [loaded(place, single_pass=i, **keys) for i in range(3)]
+    told = [sample("4"), sample("It is 5")]
+    each = np.array([model(told)[0] for model in singles])
+    spread = loaded(place, ensemble="uwo", uncertainty=0.3, **keys)(told)[0]
+    np.testing.assert_allclose(spread, reduced(each, "uwo", 0.3), atol=1e-4)
+    assert np.ptp(each, axis=0).min() > 1e-3
+    assert singles[1](told[1:])[0] == [pytest.approx(each[1, 1], abs=1e-5)]  # in any company
+    part = published("upo", place, single_pass=9, **ONE)
+    assert (part.reader.table.dropout, part.reader.table.passes) == (0.1, 10)
+    table = reward_model_table("rewards.r", {"path": str(place / "rm0"), **keys})
+    again = load_text_model(
+        table, Rules(), "rewards.r", make_mesh(), "float32", seed=0, others=singles
+    )
+    shared = zip(*(map(jax.tree.leaves, (m.params["trunk"] for m in (again, singles[0])))))  # noqa: B905
+    assert all(a is b for a, b in shared)
+
+
 def test_what_is_not_read_has_no_opinion(place):
     """RLMT: what was thought is not shown to the model, and who does not stop has no answer."""
     model = loaded(place, after="</think>", max_tokens=60, **ONE)
@@ -246,7 +283,7 @@ def keys_of(name, place, path, **more):
 
 def published(name, place, path="rm0", **more):
     table = reward_model_table("rewards.r", keys_of(name, place, path, **more))
-    return load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32")
+    return load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32", seed=0)
 
 
 def test_rlbff_reads_yes_and_no_to_the_principle_of_a_row(place):
@@ -289,6 +326,24 @@ def test_helpsteer2_weighs_five_attributes(place):
         published("helpsteer2", place)
 
 
+def test_pav_pays_what_a_step_changes_of_a_chance(place):
+    assert {k: v for k, v in keys_of("pav", place, "rm0").items() if k != "path"} == {
+        "by": "progress",
+        "link": "sigmoid",
+    }
+    paths = (f"model.path={place / 'lm'}", "data.train=x.jsonl")
+    part = f"rewards={{p={{function='pav', path='{place / 'rm0'}', weight=0.5}}}}"
+    config = load_config(None, [*paths, part])
+    assert parts_by_token(config) == {"p": "rewards.p.by = 'progress'"}
+    with pytest.raises(UserError, match="rewards.p.by = 'progress': a checkpoint's model reads"):
+        load_reward_models(config, parts_of(config), make_mesh())
+    table = reward_model_table("rewards.p", {"path": "x", "by": "progress"})
+    task = load_config(None, ["data.task=sequence", "data.difficulty=1"])
+    with pytest.raises(UserError, match="completions of a task have no lines that would be steps"):
+        check_steps("rewards.p", table, task)
+    check_steps("rewards.p", table, config)
+
+
 def test_fact_rlhf_shows_facts(place):
     model = published("fact_rlhf", place, **ONE)
     question = "What is 2 + 2?\n\nFacts:\n2 + 2 = 4"
@@ -316,7 +371,7 @@ def test_members_that_are_gone_and_rows_that_it_is_not_asked_about(place):
         "help": loaded(place, after="</think>", rules=Rules("drop"), **ONE),
         "cost": loaded(place, labels={"cost": 1.0}, rules=Rules("zero", where={"kind": "b"})),
     }
-    judge = TextModels(models, Words(), 1)
+    judge = TextParts(models, Words(), 1)
     points, dropped, _, paid = judge(Texts(prompts, rollout, Words()), {}, 0)
     assert paid is None
     np.testing.assert_array_equal(dropped, [[True, False, False], [True, False, False]])
@@ -343,6 +398,10 @@ WRONG = {
         "path": ["rm0", "rm1"],
         "uncertainty": 2.0,
     },
+    "passes = 3 without dropout; set it to 0.1": {"path": "rm0", "passes": 3},
+    "dropout = 0.1 with 2 paths": {"path": ["rm0", "rm1"], "dropout": 0.1},
+    "dropout = 0.1 with answers": {"path": "lm", "dropout": 0.1, "answers": ["Y", "N"]},
+    "single_pass = 2 of 2 passes": {"path": "rm0", "dropout": 0.1, "passes": 2, "single_pass": 2},
     "template is missing: with answers": {"path": "lm", "answers": ["Y", "N"]},
     "of which none counts": {"path": "rm0", "labels": {"cost": 0.0}},
     "write a message as {role": {"path": "rm0", "template": [{"role": "user"}]},
@@ -367,7 +426,7 @@ def test_mistakes_are_said_in_a_line(place, tmp_path, line):
 
     def load():
         table = reward_model_table("rewards.r", keys)
-        load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32")
+        load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32", seed=0)
 
     with pytest.raises(UserError) as caught:
         load()

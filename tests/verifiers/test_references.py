@@ -7,6 +7,7 @@ import pytest
 
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.run import reference_check
 from jrl.run.reference_check import check_references
 from jrl.types import Prompt
 from jrl.verifiers import code as programs
@@ -73,6 +74,32 @@ def test_no_more_than_a_few_rows_are_named():
         check_references(config("{code={}}"), data)
     assert len(str(error.value).splitlines()) == 1 + 5 + 1
     assert str(error.value).endswith("and 2 more")
+
+
+def test_each_process_runs_a_share_and_all_hear_of_every_row(monkeypatch):
+    """Two processes, played one after the other: what they tell is what one process says."""
+    data = prompts(
+        doubled("print(input())", name="a"),
+        doubled(RIGHT, name="b"),
+        doubled("print(3)", name="c"),
+        doubled("print(0)", name="d"),
+    )
+    dropping = config("{code={}}", "reward_pool.on_error=drop")
+    alone = check_references(dropping, data)
+    told, judged, judge = [], [], programs.judge
+    monkeypatch.setattr(programs, "judge", lambda *a, **k: judged.append(a) or judge(*a, **k))
+    monkeypatch.setattr(reference_check.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(reference_check, "all_say", lambda value: told.append(value) or [])
+    shares = []
+    for process in range(2):
+        monkeypatch.setattr(reference_check.jax, "process_index", lambda i=process: i)
+        assert check_references(dropping, data) == []
+        shares.append([row for row, _ in told[-1]])
+    assert shares == [["data.train, row 1", "data.train, row 3"], ["data.train, row 4"]]
+    assert len(judged) == 3  # the right one is remembered, and no row is run twice
+    heard = json.loads(json.dumps(told))
+    monkeypatch.setattr(reference_check, "all_say", lambda value: heard)
+    assert check_references(dropping, data) == alone
 
 
 def test_gold_queries_that_fail_or_give_other_rows_are_named():

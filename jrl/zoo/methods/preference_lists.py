@@ -369,6 +369,48 @@ def tp_llama(base: Method, beta: Positive, loss: PairLossName, label_smoothing: 
     )
 
 
+# ---------------------------------------------------------------- SteerLM 2.0
+
+
+def attribute_posterior(group: Members) -> tuple[Array, Stats]:
+    """``steerlm2``'s divergence over ONE group, [], and what the best-weighted answers have."""
+    live, log_prior = group.live, group.total("ref_logprobs")
+
+    def shares(logits: Array) -> tuple[Array, Array]:
+        """The softmax over live members, and its logarithm."""
+        log_share = jax.nn.log_softmax(jnp.where(live, logits, -1e30))
+        return jnp.where(live, jnp.exp(log_share), 0), jnp.where(live, log_share, 0)
+
+    target, log_target = shares(group.score - log_prior)
+    share, log_share = shares(group.total("logprobs") - log_prior)
+    loss = (target * (log_target - log_share)).sum()
+    return spoilt(loss, group), {"target_overlap": jnp.minimum(target, share).sum()}
+
+
+@published
+def steerlm2() -> Method:
+    """Moves an attribute-conditioned policy towards answers that have the attributes asked for.
+
+    SteerLM 2.0 of "HelpSteer2: Open-source dataset for training top-performing reward models"
+    (arXiv:2406.08673): the best Q(y | a, x) is P(a | x, y) P(y | x), up to a factor. For answers
+    y_i drawn from the policy as it begins, Q',
+
+        w_i = softmax over i of [ log P(a | x, y_i) + log P(y_i | x) - log Q'(y_i | a, x) ]
+        b_i = softmax over i of [ log Q(y_i | a, x) - log Q'(y_i | a, x) ]
+        gradient = - sum_i (w_i - b_i) grad log Q(y_i | a, x)
+
+    which is that of KL(w || b), the loss here. Rows of ``data.pairs`` are lists: the prompt names
+    the attributes, the score of an answer is log P(a | x, y) + log P(y | x), nats, of an attribute
+    model and of a model that knows no attributes. Q' is the reference. A further iteration draws
+    anew and is a further run. Departures: the released code, whose b this is, divides a group's
+    loss by its mean length. The attribute model is trained by ``helpsteer2_regression``.
+    """
+    loss = over_group(attribute_posterior, ("ref_logprobs",))
+    return Method(
+        Objective(transforms.identity(), loss, aggregates.sequence_sum), needs=requires(2)
+    )
+
+
 # ---------------------------------------------------------------- rationales
 
 

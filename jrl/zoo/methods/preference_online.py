@@ -416,7 +416,8 @@ def self_feedback(logprobs: Array, ref_logprobs: Array, mask: Array) -> Array:
 def easy_pairs(share: float, min_certainty: float) -> Transform:
     """Leaves the pairs on which the passes of an estimator agree, and of those a random share.
 
-    Each reward part is one pass; p_t = sigmoid(part t's gap between best and worst).
+    Each reward part of weight 0 is one pass, or each part where all have a weight; p_t =
+    sigmoid(part t's gap between best and worst).
 
     Args:
       share: of the pairs that most passes do not order the other way round, the part drawn
@@ -439,10 +440,16 @@ def easy_pairs(share: float, min_certainty: float) -> Transform:
             return jnp.where(at[:, :, None], batch.rewards, 0).sum(axis=1)
 
         p = sigmoid(of(best) - of(worst))
-        bald = entropy(p.mean(axis=1)) - entropy(p).mean(axis=1)
+        silent = batch.reward_weights == 0
+        passes = silent | ~silent.any()
+
+        def mean(values: Array) -> Array:  # over passes
+            return jnp.where(passes[None], values, 0).sum(axis=1) / passes.sum()
+
+        bald = entropy(mean(p)) - mean(entropy(p))
         # Rounding may leave a tiny negative; one pass gives exactly 0.
         bald = jnp.clip(bald, 0, jnp.log(2.0))
-        against = (p < 0.5).mean(axis=1) > 0.5
+        against = mean((p < 0.5).astype(jnp.float32)) > 0.5
         unsure = 1 - bald / jnp.log(2.0) < min_certainty
         paired = best.any(axis=1) & worst.any(axis=1)  # not so where a score is NaN
         eligible = paired & ~against & ~unsure
@@ -452,7 +459,7 @@ def easy_pairs(share: float, min_certainty: float) -> Transform:
         keys = jnp.where(eligible, jnp.log1p(-bald) + noise, -jnp.inf)
         rank = jnp.argsort(jnp.argsort(-keys))
         sampled = eligible & (rank < jnp.ceil(share * eligible.sum()))
-        usable = sampled | ~paired | jnp.isnan(p).any(axis=1)
+        usable = sampled | ~paired | (jnp.isnan(p) & passes[None]).any(axis=1)
         return scores, batch.replace(members=batch.members & usable[:, None])
 
     return stateless(apply)
@@ -464,8 +471,10 @@ def upo(base: Method, share: Fraction = 0.5, min_certainty: Fraction = 0.0) -> M
 
     "Self-Evolutionary Large Language Models through Uncertainty-Enhanced Preference Optimization"
     (arXiv:2409.11212): pairs drawn from the policy and ranked by a reward model are judged again by
-    an estimator with Monte Carlo dropout (10 passes). Each reward part is one of its passes; with
-    p_t the probability that part t gives to y_w over y_l, as in the released code:
+    an estimator with Monte Carlo dropout (10 passes). Each reward part of weight 0 is one of its
+    passes, ``function = "upo"`` with ``single_pass`` 0 to 9 and the estimator's ``path``; the part
+    that ranks has a weight. With p_t the probability that pass t gives to y_w over y_l, as in the
+    released code:
 
         BALD = H(mean of p_t) - mean of H(p_t)
 
@@ -476,7 +485,4 @@ def upo(base: Method, share: Fraction = 0.5, min_certainty: Fraction = 0.0) -> M
     pairs whose 1 - BALD / log 2 is less. Whether the paper's own loss carries the certainty is not
     known; the released trainer's does not.
     """
-    return base.after(easy_pairs(share, min_certainty)).with_(
-        lacks="an estimator with dropout at inference; several reward functions stand for "
-        "its passes"
-    )
+    return base.after(easy_pairs(share, min_certainty))

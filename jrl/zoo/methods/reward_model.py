@@ -5,20 +5,24 @@ v_i is the value at completion i's last token, s_i its score in the data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method
+from jrl.errors import UserError
+from jrl.methods.base import Method, requires
 from jrl.methods.definition import published, variant
-from jrl.methods.domains import Choice, NonNegative
+from jrl.methods.domains import Choice, Count, Fraction, NonNegative, Positive, Whole
 from jrl.methods.preference import list_method
 from jrl.methods.reward_model import last_value, prm, step_ends
 from jrl.objectives import aggregates, lists
-from jrl.objectives.members import Members, over_sequence, spoilt
+from jrl.objectives.comparisons import comparable, extremes, write
+from jrl.objectives.members import Members, over_group, over_sequence, spoilt, value_output
 from jrl.objectives.pairs import softplus
-from jrl.types import Array, Batch, Objective, Stats
+from jrl.objectives.transforms import per_token, stateless, trained
+from jrl.types import STATISTICS, Array, Batch, Objective, Stats, Transform
 
 
 @published
@@ -79,6 +83,62 @@ def preference_strength(form: Annotated[str, Choice(("soft", "margin"))] = "soft
     return list_method(loss, ("values",))
 
 
+def of_labels(labelled: Callable[[Array], Array]) -> Transform:
+    """``step_ends`` whose labels [N, G, T], 0 but at the ends of steps, go through a function."""
+    ends = step_ends()
+
+    def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
+        labels, edited, state = ends.apply(scores, batch, state)
+        return labelled(jnp.where(trained(edited), labels, 0)), edited, state
+
+    return ends._replace(apply=apply)
+
+
+@variant(prm)
+def pav_verifier(base: Method, best_of: Count = 4) -> Method:
+    """A process advantage verifier: a prover's chance of success behind each step.
+
+    PAV of "Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning"
+    (arXiv:2410.08146). From each step k a policy draws completions; z_k is the share of right ones,
+    which is ``prm``'s label (``jrl eval --search puct --out`` counts them), and the prover is the
+    best of K (``best_of``) of its draws, right if any of them is:
+
+        q_k = 1 - (1 - z_k)^K
+        loss = - mean over steps of [ q_k log sigmoid(v_k) + (1 - q_k) log sigmoid(-v_k) ]
+
+    4 is the paper's best K; with 1 the policy that drew is the prover. In RL and in search it is
+    the step's change of sigmoid(v) that counts: a part ``function = "pav"``. Departures: the paper
+    finds the first wrong step of a path and samples around it; here every step counts alike.
+    """
+    return base.with_(advantage=of_labels(lambda z: 1 - (1 - z) ** best_of))
+
+
+@published
+def ml_irl(beta: Positive = 1.0, square_coef: NonNegative = 0.0) -> Method:
+    """Maximum-likelihood inverse RL: demonstrations are worth more than what the policy writes.
+
+    The reward of DR-IRL, "Inverse Reinforcement Learning with Dynamic Reward Scaling for LLM
+    Alignment" (arXiv:2503.18991), for a policy that is held fixed: of
+
+        max over r, min over pi of  E[ (r(x, y) - r(x, y')) / beta + KL(pi || pi_ref) ]
+
+    with demonstrations y and samples y' of the policy, the reward's part,
+
+        loss = - (v_y - v_y') / beta + c (v_y^2 + v_y'^2)
+
+    the mean over a group's pairs of unequal scores: a demonstration is "chosen", a sample
+    "rejected". The paper trains one such model for each kind of harm; ``where`` of a reward part
+    says which rows it scores. Departures: c (``square_coef``) is 0 in the paper's formula, which
+    has no least value then; the policy is not renewed in between, which further runs do. Read from
+    two accounts of the paper.
+    """
+
+    def loss(high: Array, low: Array) -> Array:
+        return (low - high) / beta + square_coef * (jnp.square(high) + jnp.square(low))
+
+    return list_method(lists.every_pair(last_value, loss), ("values",))
+
+
 @variant(prm)
 def sorm(base: Method) -> Method:
     """A stepwise outcome reward model: whether any completion from a step on can still be right.
@@ -90,20 +150,169 @@ def sorm(base: Method) -> Method:
         loss = - mean over steps of [ y_k log sigmoid(v_k) + (1 - y_k) log sigmoid(-v_k) ],
         y_k = 1 if z_k > 0 else 0
 
-    an estimate of the best policy's value, where ``prm``'s is that of the policy at hand.
-    Departures: the paper's rules that clean labels are not known.
+    an estimate of the best policy's value, where ``prm``'s is that of the policy at hand. A step
+    before one from which an answer was right is right, too, as in the paper. Its other rules
+    that clean labels, and the rows that train its global and local refinements (by ``sft``), are
+    ``jrl.zoo.sorm_rows``, ``global_rows`` and ``local_rows``. Departures: those rules are read from
+    an account of the paper.
     """
-    ends = step_ends()
 
-    def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
-        labels, edited, state = ends.apply(scores, batch, state)
+    def right(labels: Array) -> Array:
         # a NaN stays one, so that a broken score comes to light
-        return jnp.where(labels > 0, 1.0, labels), edited, state
+        hard = jnp.where(labels > 0, 1.0, labels)
+        return jax.lax.cummax(hard, axis=2, reverse=True)
 
-    return base.with_(
-        advantage=ends._replace(apply=apply),
-        lacks="the global and local refinements of a wrong draft",
+    return base.with_(advantage=of_labels(right))
+
+
+# ---------------------------------------------------------------- HelpSteer2
+
+
+MOST_ATTRIBUTES = sum(name.startswith("attribute_") for name in STATISTICS)
+
+
+def with_attributes(count: int) -> Transform:
+    """Fills in "attribute_0" and on where rows have fewer: the score is the first, others NaN."""
+
+    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
+        names, unknown = attribute_names(count), jnp.full(batch.mask.shape, jnp.nan)
+        filled = dict.fromkeys(names, unknown) | {names[0]: per_token(scores, batch)}
+        return scores, batch.replace(stats=filled | batch.stats)
+
+    return stateless(apply)
+
+
+def attribute_names(count: int) -> list[str]:
+    """Their statistics.
+
+    Raises:
+      UserError: they are too many.
+    """
+    if count > MOST_ATTRIBUTES:
+        raise UserError(f"objective.attributes = {count}; give 1 to {MOST_ATTRIBUTES}")
+    return [f"attribute_{k}" for k in range(count)]
+
+
+@published
+def helpsteer2_regression(attributes: Count = 5) -> Method:
+    """A reward model of several attributes, each learned by the square of its error.
+
+    "HelpSteer2: Open-source dataset for training top-performing reward models" (arXiv:2406.08673),
+    with a_k the label of attribute k, 0 to 4, and v_k the head's number for it at the last token:
+
+        loss = mean over the labelled attributes k of (v_k - a_k)^2
+
+    Rows of ``data.pairs`` are lists with "attributes", as many as ``attributes``, null where one is
+    not labelled; the paper's are helpfulness, correctness, coherence, complexity and verbosity.
+    Without that field the first is the score. As a reward ``labels`` weighs them by their place,
+    ``{0 = 0.65, 1 = 0.8, 2 = 0.45, 3 = 0.55, 4 = -0.4}`` as in ``function = "helpsteer2"``.
+    Departures: the mean is each completion's, where the released code has that of a microbatch.
+    """
+    values = ["values", *(f"values_{k}" for k in range(1, attributes))]
+    labels = attribute_names(attributes)
+
+    def loss(group: Members) -> tuple[Array, Stats]:
+        errors, count = jnp.zeros(group.live.shape), jnp.zeros(group.live.shape)
+        for name, of in zip(values, labels, strict=True):
+            label = group.last(of)
+            known = ~jnp.isnan(label)
+            errors += jnp.where(known, jnp.square(group.last(name) - jnp.where(known, label, 0)), 0)
+            count += known
+        # a NaN score is a broken one, not an attribute that nobody labelled
+        value = jnp.where(jnp.isnan(group.score), jnp.nan, errors / jnp.maximum(count, 1))
+        return value, {"error": jnp.sqrt(value), "chosen_reward": group.last("values")}
+
+    read = tuple(value_output(k) for k in range(1, attributes))
+    surrogate = over_sequence(loss, ("values", *labels))._replace(statistics=read)
+    return Method(Objective(with_attributes(attributes), surrogate, aggregates.sequence_sum))
+
+
+# ---------------------------------------------------------------- CRM
+
+
+def peer_reviewed(first: float, last: float, steps: int) -> Transform:
+    """Deals out pairs to two reward models, and leaves each the clearest by the other's margin.
+
+    Each pair, the best and the worst of a group, is one model's, by chance. Of the n that are a
+    model's in the step's batch, the ceil(share n) of the greatest margin by the other model at the
+    start of the step stay, with share going from ``first`` to ``last`` in ``steps`` steps.
+
+    Returns:
+      A transform that writes "pair_weight", 1 for the first model's pairs and 0 for the second's,
+      and "pair_share", what a pair counts for in the mean over groups: 0 where it does not stay.
+      Only the two of a pair remain. Its state counts steps.
+    """
+
+    def margins(name: str, best: Array, worst: Array, batch: Batch) -> Array:
+        """[N] float32."""
+        live = trained(batch)
+        at = live & (jnp.cumsum(live[:, :, ::-1], axis=2)[:, :, ::-1] == 1)
+        ends = jnp.where(at, batch.stats[name], 0).sum(axis=2)
+        return jnp.where(best, ends, 0).sum(axis=1) - jnp.where(worst, ends, 0).sum(axis=1)
+
+    def apply(scores: Array, batch: Batch, state: Array) -> tuple[Array, Batch, Array]:
+        best, worst = extremes(scores, batch)
+        gap = jnp.where(best, scores, 0).sum(axis=1) - jnp.where(worst, scores, 0).sum(axis=1)
+        paired = best.any(axis=1) & (gap > 0)
+        coin = (jnp.where(best, batch.ids["tie_breaker"], 0).sum(axis=1) >> 3) & 1
+        done = jnp.minimum(state / jnp.maximum(steps, 1), 1.0)
+        share, stays = first + (last - first) * done, jnp.zeros(paired.shape, bool)
+        for model, reviewer in enumerate(("rollout_values_1", "rollout_values")):
+            mine = paired & (coin == model)
+            margin = jnp.where(mine, margins(reviewer, best, worst, batch), -jnp.inf)
+            rank = jnp.argsort(jnp.argsort(-margin))
+            stays |= mine & (rank < jnp.ceil(share * mine.sum()))
+        live = comparable(batch)
+        # a NaN stays, so that a broken score comes to light
+        broken = (live & jnp.isnan(scores)).any(axis=1)
+        counts = jnp.where(stays, live.any(axis=1).sum() / jnp.maximum(stays.sum(), 1), 0)
+        counts = jnp.where(broken, 1.0, counts)
+        batch = batch.replace(members=batch.members & (best | worst | broken[:, None]))
+        batch = write(batch, "pair_weight", 1.0 - coin[:, None])
+        return scores, write(batch, "pair_share", counts[:, None]), state + 1
+
+    return Transform(
+        init=lambda: jnp.zeros((), jnp.float32),
+        apply=apply,
+        needs=frozenset({"rollout_values", "rollout_values_1"}),
+        statistics=(value_output(1, start=True),),
     )
+
+
+@published
+def crm(
+    noise: Fraction = 0.2, first_share: Fraction = 0.5, curriculum_steps: Whole = 100
+) -> Method:
+    """Two reward models that choose each other's pairs, so that neither learns its own mistakes.
+
+    Collaborative Reward Modeling of "Two Minds Better Than One: Collaborative Reward Modeling for
+    LLM Alignment" (arXiv:2505.10597). Pairs whose labels are wrong are hard to fit, so each model
+    reviews its peer's batch, by its own loss or, which is the same order, its margin
+    m = v_w - v_l, and leaves the peer those that are clear, a share of 1 - ``noise``:
+
+        loss = -log sigmoid(v1_w - v1_l)   over the first's pairs of the greatest m2
+               -log sigmoid(v2_w - v2_l)   over the second's pairs of the greatest m1
+
+    ``noise`` is the rate of wrong labels that one expects. ``value.kind = "networks"`` makes them
+    two whole networks, "head" two heads of one; as a reward the mean of both counts, or ``labels``.
+    Departures: the paper's curriculum sorts an epoch's pairs from easy to hard by margin; here the
+    share that stays rises from ``first_share`` in ``curriculum_steps`` steps, which leaves out the
+    hard ones at first, too. Batches are dealt out by chance, in halves; how the paper does it is
+    not known. Read from reviews and accounts of the paper.
+    """
+
+    def loss(group: Members) -> tuple[Array, Stats]:
+        ordered, first = lists.ordered_pairs(group), group.first("pair_weight").max() > 0.5
+        values = jnp.where(first, last_value(group), group.last("values_1"))
+        value = lists.mean_over_pairs(softplus(values[None, :] - values[:, None]), ordered)
+        value = value * group.first("pair_share").max()
+        return spoilt(value, group), lists.ranking_metrics(values, ordered)
+
+    surrogate = over_group(loss, ("values", "pair_weight", "pair_share"))._replace(
+        statistics=(value_output(1),)
+    )
+    chosen = peer_reviewed(first_share, 1 - noise, curriculum_steps)
+    return Method(Objective(chosen, surrogate, aggregates.sequence_sum), needs=requires(2))
 
 
 @published

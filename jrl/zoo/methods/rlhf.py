@@ -19,11 +19,12 @@ from jrl.methods.group_relative import grpo
 from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.preference import Points, dpo
 from jrl.objectives import aggregates, comparisons
+from jrl.objectives.kl import bounded_exp
 from jrl.objectives.length_rewards import length_cost
 from jrl.objectives.members import Members, over_group
 from jrl.objectives.pairs import preference_metrics, softplus
 from jrl.objectives.transforms import stateless
-from jrl.types import Array, Batch, Stats, Surrogate, Transform
+from jrl.types import Array, Batch, Stats, Surrogate, Transform, opinions
 
 
 @variant(ppo, kl_coef=0.05, value_coef=0.1, epochs=4)
@@ -237,8 +238,10 @@ def gepo(
     OORL of "On-Policy Optimization with Group Equivalent Preference for Multi-Programming Language
     Understanding" (arXiv:2505.12723): RL on the policy's translations, whose reward is 1 when the
     unit tests pass, and GEPO on intermediate representations of the source program, given as
-    demonstrations: reward 1 for one that is equivalent to it, 0 for one that is not. With
-    r = beta (log pi - log pi_ref):
+    demonstrations: reward 1 for one that is equivalent to it, 0 for one that is not. A row lists as
+    many as ``demonstrations`` in the field that ``data.fields.solution`` names, and beside it
+    whether each is equivalent, which ``function = "listed_solution"`` pays; that part comes first
+    in ``combine = "first"``, the tests behind it. With r = beta (log pi - log pi_ref):
 
         loss = GRPO  +  c ( -log sigmoid(mean of r over equivalent - mean over inequivalent)
                             + c' variance of r over the equivalent ones )
@@ -256,6 +259,62 @@ def gepo(
         surrogate=beside_equivalent(objective.surrogate, gepo_coef, beta, spread_coef),
         aggregate=aggregates.sequence_sum,
         regularizers=tuple(regularizers),
-        plan=Plan(demonstrated(demonstrations)),
-        lacks="rows with several programs, equivalent to the source and not, as demonstrations",
+        plan=Plan(demonstrated(demonstrations, distinct=True)),
+        needs=base.needs | {"several solutions"},
     )
+
+
+# ---------------------------------------------------------------- DR-IRL
+
+
+def scaled_by_hardness(inner: Transform, threshold: float) -> Transform:
+    """Advantages of the policy's own samples, times ``dr_irl``'s coefficients of difficulty.
+
+    Demonstrations leave their groups: they are compared with, and neither trained on nor counted.
+    """
+
+    def mean(values: Array, where: Array) -> Array:
+        return jnp.where(where, values, 0).sum() / jnp.maximum(where.sum(), 1)
+
+    def apply(scores: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
+        shown = comparisons.given(batch) & batch.members
+        own = batch.members & ~shown
+        advantages, edited, state = inner.apply(scores, batch.replace(members=own), state)
+        shown_score = jnp.where(shown, scores, 0).sum(axis=1) / jnp.maximum(shown.sum(axis=1), 1)
+        compared = own & shown.any(axis=1, keepdims=True)
+        gap = jnp.where(compared, shown_score[:, None] - scores, 0)
+        typical = compared & (jnp.square(gap - mean(gap, compared)) <= threshold)
+        usual = jnp.where(typical.any(), mean(gap, typical), mean(gap, compared))
+        # A quotient of sigmoids by their logarithms, which stays finite far from 0.
+        scale = softplus(-mean(gap, compared)) - softplus(-usual)
+        if batch.rewards.shape[2] > 1:
+            known = own & opinions(batch.rewards, batch.ids)[..., 1]
+            unlike = 1 - batch.rewards[..., 1]
+            hard = softplus(-mean(unlike, known)) - softplus(-unlike)
+            scale = scale + jnp.where(known, hard, 0)
+        return advantages * bounded_exp(scale), edited, state
+
+    return inner._replace(apply=apply, needs=inner.needs | {"external"})
+
+
+@variant(grpo)
+def dr_irl(base: Method, threshold: Positive = 1.0) -> Method:
+    """GRPO whose advantages grow with how far a sample is from a demonstration, in words and worth.
+
+    GRPO-S of DR-IRL, "Inverse Reinforcement Learning with Dynamic Reward Scaling for LLM Alignment"
+    (arXiv:2503.18991). With W_i in [0, 1] how alike sample and demonstration are, and R_i the
+    demonstration's reward less the sample's,
+
+        alpha_D = sigmoid(d_i) / sigmoid(mean of d),       d_i = 1 - W_i
+        alpha_M = sigmoid(mean of R where (R_i - mean of R)^2 <= tau) / sigmoid(mean of R)
+        A_i = alpha_D alpha_M (r_i - mean(r)) / std(r)
+
+    then the clipped loss of GRPO. The first reward part is r, a model that ``ml_irl`` trained on
+    demonstrations of one kind of harm (``where`` tells kinds apart); the second, with weight 0, is
+    ``demonstration_similarity``, which gives W: without it alpha_D is 1. The data's own solution is
+    the demonstration. Departures: means are over a step's batch, the paper's over a kind's data;
+    tau (``threshold``, points squared) is not known, nor which of sample and demonstration its R_i
+    subtracts. Read from two accounts of the paper, whose code is not published.
+    """
+    advantage = scaled_by_hardness(base.objective.advantage, threshold)
+    return base.with_(advantage=advantage, plan=Plan(demonstrated(1)))

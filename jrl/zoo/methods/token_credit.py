@@ -30,6 +30,7 @@ from jrl.methods.domains import (
 )
 from jrl.methods.edit import of_parts
 from jrl.methods.group_relative import dapo, grpo
+from jrl.methods.policy_gradient import rloo
 from jrl.objectives import segments
 from jrl.objectives.advantages import group_mean_std
 from jrl.objectives.aggregates import sequence_mean
@@ -167,6 +168,44 @@ def capo(base: Method, eps: Positive = 1e-6, ddof: Ddof = 1) -> Method:
     tokens of the group. Without a judge by step each token has the outcome.
     """
     return base.with_(advantage=by_judged_token(eps, ddof))
+
+
+# ---------------------------------------------------------------- PAV
+
+
+def with_step_progress(outcome: Transform) -> Transform:
+    """The outcome's advantage at every token, plus what is paid for the token's own step."""
+
+    def apply(values: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
+        live = trained(batch)
+        paid = jnp.where(live, batch.stats.get("paid", jnp.zeros(live.shape)), 0)
+        # The score holds what was paid, too; the rest of it is the outcome.
+        advantage, batch, state = outcome.apply(values - paid.sum(axis=2), batch, state)
+        return (
+            per_token(advantage, batch) + segments.total(paid, segments.steps(batch)),
+            batch,
+            state,
+        )
+
+    return outcome._replace(apply=apply)
+
+
+@variant(rloo)
+def pav(base: Method) -> Method:
+    """RLOO on outcomes, plus each step's progress under a prover, paid to that step alone.
+
+    "Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning" (arXiv:2410.08146):
+
+        gradient = sum over steps of grad log pi(a_h | s_h) [ Q(s_h, a_h) + alpha A_mu(s_h, a_h) ]
+
+    with Q the policy's own return, here r_i less the mean of the others as in ``rloo``, and A_mu
+    the change that the step makes of the chance of success of a prover mu. It is not summed over
+    later steps: states are those of the policy before the update. A part ``function = "pav"`` gives
+    alpha A_mu, its weight being alpha, beside the part that says what is right; steps are lines, or
+    the turns of an environment. Departures: the paper does not say which baseline its runs take.
+    """
+    lines = base.needs | {"lines"}
+    return base.with_(advantage=with_step_progress(base.objective.advantage))._replace(needs=lines)
 
 
 # ---------------------------------------------------------------- DeGRPO

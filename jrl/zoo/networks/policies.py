@@ -129,7 +129,7 @@ def train_policies(
         return method.with_(network=inner)
     if swap_every is None:
         swap_every = 0 if already is None else already.swap_every
-    method = method.with_(network=Policies(count, swap_every, int(bool(copy_every)), inner))
+    method = method.with_(network=Policies(count, swap_every, int(bool(copy_every)), inner=inner))
     if not copy_every:
         return method
     after = (*method.schedule.after, copies_of_first(copy_every))

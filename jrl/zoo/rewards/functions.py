@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from statistics import NormalDist, fmean, variance
 from typing import Any
 
+import numpy as np
+
 from jrl.errors import UserError
 from jrl.rewards.base import Sample, whole_batch
 from jrl.rewards.matching import stated_answer
@@ -75,21 +77,28 @@ def _toolrl_form(sample: Sample, calls: bool) -> bool:
 
 
 def convsearch(
-    samples: list[Sample], retriever: str, column: str = "gold", bad_form: float = -0.1
+    samples: list[Sample],
+    retriever: str,
+    column: str = "gold",
+    bad_form: float = -0.1,
+    curriculum: bool = False,
 ) -> list[float]:
     """Points for the rank at which a rewritten query finds the gold passage.
 
     The rank-incentive reward of "ConvSearch-R1: Enhancing Query Reformulation for Conversational
     Search with Reasoning via Reinforcement Learning" (arXiv:2505.15776): (19 - k) / 9 for rank k of
     1 to 10, (100 - k) / 90 up to 100, else 0; without <think>...</think> and a rewrite behind it
-    ``bad_form`` instead. Departure: its second mapping, from a quarter of the steps on, is not
-    known.
+    ``bad_form`` instead. With ``curriculum`` the released code's other mapping: 1 - (k - 1) / 99
+    up to rank 100, after a quarter of the run's steps up to rank 10 alone and 0 up to 100; -0.2
+    where the passage is not found.
 
     Args:
-      samples: what to judge; the rewrite is the stated answer, or what follows </think>.
+      samples: what to judge; the rewrite is in <rewrite>...</rewrite>, the stated answer, or what
+        follows </think>.
       retriever: "FILE.py:function", (queries) -> for each the ids of passages, best first.
       column: with the gold passage's id, or a list of ids of which the best counts.
       bad_form: points.
+      curriculum: whether points change after a quarter of the steps.
 
     Raises:
       UserError: a row has no gold passage, or the retriever returned another number of lists.
@@ -110,7 +119,8 @@ def convsearch(
         gold = sample.prompt.meta.get(column)
         if gold is None:
             raise UserError(f"rewards.convsearch: prompt {sample.prompt.id} has no {column!r}")
-        points.append(rank_points(_rank(list(next(lists)), gold)))
+        rank, late = _rank(list(next(lists)), gold), sample.step > sample.steps // 4
+        points.append(rank_points_by_stage(rank, late) if curriculum else rank_points(rank))
     return points
 
 
@@ -125,8 +135,21 @@ def rank_points(rank: int | None) -> float:
     return (19 - rank) / 9 if rank <= 10 else (100 - rank) / 90
 
 
+def rank_points_by_stage(rank: int | None, late: bool) -> float:
+    """Points of a rank from 1 in the first quarter of the steps, and later.
+
+    >>> [rank_points_by_stage(k, late) for late in (False, True) for k in (1, 100, None)]
+    [1.0, 0.0, -0.2, 1.0, 0.0, -0.2]
+    """
+    if rank is None or rank > 100:
+        return -0.2
+    return 0.0 if late and rank > 10 else 1 - (rank - 1) / 99
+
+
 def _rewrite(text: str) -> str | None:
     formed = re.fullmatch(r"\s*<think>.*?</think>(.+)", text, re.DOTALL)
+    if formed and (tagged := re.search(r"<rewrite>(.*?)</rewrite>", formed[1], re.DOTALL)):
+        return tagged[1]
     return stated_answer(formed[1]) if formed and formed[1].strip() else None
 
 
@@ -237,3 +260,85 @@ def _box(value: Any) -> list[float] | None:
     numbers = [float(x) for x in found]
     ordered = len(numbers) == 4 and numbers[0] <= numbers[2] and numbers[1] <= numbers[3]
     return numbers if ordered else None
+
+
+# ---------------------------------------------------------------- DR-IRL
+
+
+def demonstration_similarity(
+    samples: list[Sample], encoder: str, column: str = "answer"
+) -> list[float | None]:
+    """How alike a completion and the row's demonstration are, clause by clause, at most 1.
+
+    The W of DR-IRL, "Inverse Reinforcement Learning with Dynamic Reward Scaling for LLM Alignment"
+    (arXiv:2503.18991): with clauses S^1 ... S^K of the completion and D^l of the demonstration,
+
+        W = 1/K sum_k max_l cos(encoder(S^k), encoder(D^l))
+
+    which ``method = "dr_irl"`` reads as its second part, of weight 0. A text without a clause gets
+    no opinion. Departures: clauses end at . ! ? ; and line breaks; how the paper splits them is not
+    known. It uses a text encoder (CLIP's in its first versions), which is yours to name.
+
+    Args:
+      samples: what to judge.
+      encoder: "FILE.py:function", (texts) -> a vector for each, not all zeros.
+      column: with the demonstration; "answer" for the row's answer.
+
+    Raises:
+      UserError: the encoder returned another number of vectors.
+    """
+    encode = load(encoder, "rewards.demonstration_similarity.encoder")
+    points: list[float | None] = []
+    for sample in samples:
+        shown = sample.prompt.answer if column == "answer" else sample.prompt.meta.get(column)
+        mine, theirs = _clauses(sample.completion), _clauses(str(shown or ""))
+        if not mine or not theirs:
+            points.append(None)
+            continue
+        vectors = np.asarray(encode([*mine, *theirs]), np.float64)
+        if len(vectors) != len(mine) + len(theirs):
+            raise UserError(
+                f"rewards.demonstration_similarity.encoder returned {len(vectors)} vectors for"
+                f" {len(mine) + len(theirs)} texts"
+            )
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        alike = vectors[: len(mine)] @ vectors[len(mine) :].T
+        points.append(float(alike.max(axis=1).mean()))
+    return points
+
+
+def _clauses(text: str) -> list[str]:
+    return [part.strip() for part in re.split(r"[.!?;\n]+", text) if part.strip()]
+
+
+# ---------------------------------------------------------------- GEPO
+
+
+def listed_solution(
+    samples: list[Sample], column: str = "solutions", labels: str = "equivalent"
+) -> list[float | None]:
+    """1 or 0 for a completion that the row lists, as it says; no opinion of any other.
+
+    What ``method = "gepo"`` reads of its demonstrations, programs that are equivalent to the source
+    and such that are not. "On-Policy Optimization with Group Equivalent Preference for
+    Multi-Programming Language Understanding" (arXiv:2505.12723).
+
+    Args:
+      samples: what to judge.
+      column: with a list of texts.
+      labels: the column with a label for each, true or false.
+
+    Raises:
+      UserError: a row has not as many labels as texts.
+    """
+    points: list[float | None] = []
+    for sample in samples:
+        texts, of = sample.prompt.meta.get(column) or (), sample.prompt.meta.get(labels) or ()
+        if len(texts) != len(of):
+            raise UserError(
+                f"rewards.listed_solution: prompt {sample.prompt.id} has {len(texts)} {column} and"
+                f" {len(of)} {labels}; give one for each"
+            )
+        known = {text.strip(): float(label) for text, label in zip(texts, of, strict=True)}
+        points.append(known.get(sample.completion.strip()))
+    return points

@@ -74,9 +74,8 @@ def helpsteer2() -> dict[str, Any]:
 
         0.65 helpfulness + 0.8 correctness + 0.45 coherence + 0.55 complexity - 0.4 verbosity
 
-    The checkpoint's ``id2label`` has these names. Departures: this is the reward alone; the
-    regression that trains such a head, and SteerLM 2.0, which conditions the policy on attributes,
-    are not here.
+    The checkpoint's ``id2label`` has these names. ``helpsteer2_regression`` trains such a
+    head, of which ``labels`` go by place; ``steerlm2`` conditions the policy on attributes.
     """
     return {
         "labels": {
@@ -87,6 +86,35 @@ def helpsteer2() -> dict[str, Any]:
             "verbosity": -0.4,
         }
     }
+
+
+def pav() -> dict[str, Any]:
+    """What each step changes of a prover's chance of success, paid at the step's end.
+
+    "Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning" (arXiv:2410.08146).
+    The process reward of step a_h is its advantage under a prover mu other than the policy,
+
+        A(s_h, a_h) = Q(s_h, a_h) - Q(s_(h-1), a_(h-1)),   Q(s, a) = P(mu is right from there)
+
+    with Q a model that ``pav_verifier`` trained, of which ``path`` is the run directory. The
+    weight is the paper's alpha: 0.5 for 2B and 9B, 0.2 for 27B. ``method = "pav"`` learns from it.
+    Departures: the first step counts from the mean of the group's first steps, where the paper has
+    the prover's chance from the prompt alone.
+    """
+    return {"by": "progress", "link": "sigmoid"}
+
+
+def upo() -> dict[str, Any]:
+    """A pass, or all ten, of an estimator with Monte Carlo dropout.
+
+    "Self-Evolutionary Large Language Models through Uncertainty-Enhanced Preference Optimization"
+    (arXiv:2409.11212): dropout 0.1 stays on when pairs are judged, ten times. ``single_pass`` says
+    which pass a part is; ``method = "upo"`` reads ten parts of weight 0. Without it the passes are
+    an ensemble, of which ``ensemble = "deviation"`` takes the uncertainty off. Departures: dropout
+    is before the head, where the released code has it within adapters of every layer, and a pass
+    has one mask for all texts; the estimator scores single completions, the paper's reads a pair.
+    """
+    return {"dropout": 0.1, "passes": 10}
 
 
 def fact_rlhf() -> dict[str, Any]:

@@ -63,9 +63,7 @@ def with_strengths(
       Rows with "prompt", "responses", "scores" (means over the models), "strength" and
       "deviation" of the given order. Pairs that a model has no opinion of are left out.
     """
-    samples = [_sample(i, row["prompt"], row[k]) for i, row in enumerate(rows) for k in _SIDES]
-    scored = np.array([[np.nan if x is None else x for x in m(samples)[0]] for m in models])
-    points = scored.reshape(len(models), len(rows), 2)
+    points = _scored(rows, models)
     mean, deviation = strengths(points)
     return [
         {
@@ -80,7 +78,41 @@ def with_strengths(
     ]
 
 
+def flipped(
+    rows: Sequence[Mapping[str, Any]], models: Sequence[Model], share: float = 0.1
+) -> list[dict[str, Any]]:
+    """Pairs with the labels of the least strong ones swapped.
+
+    The label flip of the paper of ``strengths``: of the pairs with the least mu, ``share`` of all,
+    10 % in the paper, most are labelled the wrong way round.
+
+    Args:
+      rows: with "prompt" (text), "chosen" and "rejected".
+      models: M of them.
+      share: of the pairs, in [0, 1]; rounded down.
+
+    Returns:
+      All rows in their order; pairs that a model has no opinion of stay as they are.
+    """
+    points = _scored(rows, models)
+    mean = strengths(points).mean
+    weakest = np.argsort(np.where(np.isnan(mean), np.inf, mean), kind="stable")
+    weakest = weakest[: int(share * np.count_nonzero(~np.isnan(mean)))]
+    swap = dict(zip(_SIDES, reversed(_SIDES), strict=True))
+    return [
+        {**row, **{side: row[swap[side]] for side in _SIDES}} if i in weakest else dict(row)
+        for i, row in enumerate(rows)
+    ]
+
+
 _SIDES = ("chosen", "rejected")
+
+
+def _scored(rows: Sequence[Mapping[str, Any]], models: Sequence[Model]) -> np.ndarray:
+    """[M, N, 2] float64: the points of both sides of each row; NaN for no opinion."""
+    samples = [_sample(i, row["prompt"], row[k]) for i, row in enumerate(rows) for k in _SIDES]
+    scored = np.array([[np.nan if x is None else x for x in m(samples)[0]] for m in models])
+    return scored.reshape(len(models), len(rows), 2)
 
 
 def _sample(i: int, question: str, completion: str) -> Sample:
@@ -109,8 +141,8 @@ def contrast_consistency(points: Any) -> Consistency:
         response      P[ R(I_1, r_1) > R(I_1, r_2) ]
         instruction   P[ R(I_1, r_1) > R(I_2, r_1) ]
 
-    Both orders of a pair count. The paper's remedies, ConvexDA and RewardFusion, are not here:
-    their formulas are not known.
+    Both orders of a pair count. The paper's remedies, ConvexDA and RewardFusion, are
+    ``reward_consistency``.
 
     Args:
       points: [N, 2, 2] float: R(I_a, r_b) of N pairs of instructions.

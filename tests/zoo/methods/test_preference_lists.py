@@ -15,6 +15,7 @@ from harness import (
     ragged,
     run,
     sequences,
+    tokens_of,
 )
 from preferences import (
     assert_same,
@@ -386,3 +387,39 @@ def test_rrhf_of_one_gap_is_a_hinge_and_a_likelihood():
     best = np.where(d.live, d.logprobs, 0).sum(2)[:, 0]
     expected = (np.maximum(0, means[:, 1] - means[:, 0]) - best).mean()
     assert run(get_method("rrhf"), d)[0] == pytest.approx(expected, rel=1e-6)
+
+
+# ---------------------------------------------------------------- SteerLM 2.0
+
+
+def steerlm2(d, frozen):
+    """The loss whose gradient is the paper's, with weights w and b held still."""
+    total, count = 0.0, 0
+    for n in range(len(d.rewards)):
+        who = [i for i in members_of(d, n) if tokens_of(d, n, i)]
+        count += bool(who)
+        if not who:
+            continue
+        log_q = {i: sum(d.logprobs[n, i, t] for t in tokens_of(d, n, i)) for i in who}
+        log_0 = {i: sum(d.ref_logprobs[n, i, t] for t in tokens_of(d, n, i)) for i in who}
+        target = np.array([d.rewards[n, i] - log_0[i] for i in who])
+        now = np.array([log_q[i] - log_0[i] for i in who])
+        w, b = (np.exp(x - np.logaddexp.reduce(x)) for x in (target, now))
+        total += (w * (np.log(w) - np.log(b))).sum()
+    return total / max(count, 1)
+
+
+def test_steerlm2_is_the_divergence_of_the_wanted_answers():
+    check(get_method("steerlm2"), steerlm2)
+
+
+def test_steerlm2_has_the_gradient_of_the_released_code():
+    """-(w - b) grad log Q, with numbers by hand for a group of two."""
+    d = ragged(4, n=1, g=2)
+    d.members[:], d.mask[:], d.lengths[:] = True, True, d.mask.shape[2]
+    d.live = d.mask.copy()
+    _, gradients = run(get_method("steerlm2"), d)
+    log_q, log_0 = d.logprobs[0].sum(1), d.ref_logprobs[0].sum(1)
+    w, b = (np.exp(x) / np.exp(x).sum() for x in (d.rewards[0] - log_0, log_q - log_0))
+    expected = np.repeat(-(w - b)[:, None], d.mask.shape[2], axis=1)
+    np.testing.assert_allclose(gradients["logprobs"][0], expected, atol=1e-5)

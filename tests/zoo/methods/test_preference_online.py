@@ -210,6 +210,25 @@ def test_upo_trains_on_pairs_that_most_passes_order_alike():
     assert left_out
 
 
+def test_upo_s_passes_are_the_parts_without_weight_where_one_ranks():
+    """Two passes that agree beside a reward model, and one that contradicts it."""
+    d, objective = two(0, n=3), get_method("upo", share=1.0).objective
+    ranks = np.array([[1.0, 0.0]] * 3)
+    passes = np.array([[[2.0, 1.0], [0, 0]], [[-2.0, -1.0], [0, 0]], [[3.0, -1.0], [0, 0]]])
+    parts = np.concatenate([ranks[..., None], passes], axis=2).astype(np.float32)
+
+    whole = as_batch(d).replace(rewards=jnp.asarray(parts))
+
+    @jax.jit
+    def left(weights):
+        batch = whole.replace(reward_weights=weights)
+        return compute_advantages(objective, batch, objective.init())[1].members.any(axis=1)
+
+    assert left(jnp.array([1.0, 0.0, 0.0])).tolist() == [True, False, True]
+    # where all have a weight, all are passes: the second pair is ranked by the sum
+    assert left(jnp.ones(3)).tolist() == [True, True, True]
+
+
 def test_upo_may_leave_out_uncertain_pairs():
     def reference(d, frozen):
         sure = [(w, l) for (w, l), c in certainties(d) if 1 - (1 - c) / np.log(2) >= 0.97]

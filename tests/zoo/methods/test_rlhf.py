@@ -1,5 +1,6 @@
 """The methods of rlhf.py: PPO of other scores, and GEPO against a float64 loop."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from harness import (
 
 from jrl.methods import get_method
 from jrl.models.soup import average
+from jrl.objectives import compute_advantages
 from jrl.zoo.methods.rlhf import lagrangian
 
 WRT = ("logprobs", "values")
@@ -168,3 +170,60 @@ def test_gepo_of_one_of_each_kind_is_dpo():
     assert one == pytest.approx(other, abs=1e-6)
     np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-6)
     assert np.abs(b["logprobs"]).max() > 1e-4
+
+
+# ---------------------------------------------------------------- DR-IRL
+
+
+def sigma(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def hardness(d, parts, threshold):
+    """DR-IRL's coefficients in float64, of the members 0 to 3; member 4 is the demonstration."""
+    own = [(n, i) for n in range(len(parts)) for i in members_of(d, n) if i < 4]
+    shown = [n for n in range(len(parts)) if d.members[n, 4]]
+    gap = {(n, i): parts[n, 4, 0] - parts[n, i, 0] for n, i in own if n in shown}
+    mean = np.mean(list(gap.values()))
+    typical = [g for g in gap.values() if (g - mean) ** 2 <= threshold]
+    responsive = sigma(np.mean(typical)) / sigma(mean) if typical else 1.0
+    unlike = {at: 1 - parts[(*at, 1)] for at in own}
+    middle = sigma(np.mean(list(unlike.values())))
+    return {at: responsive * sigma(x) / middle for at, x in unlike.items()}, len(typical), len(gap)
+
+
+def test_dr_irl_scales_advantages_by_words_and_worth():
+    d = ragged(5, n=4, g=5, demonstrations=1)
+    rng = np.random.default_rng(1)
+    parts = np.stack([d.rewards, rng.random(d.rewards.shape)], axis=2)
+    parts[..., 0] = rng.normal(size=d.rewards.shape)
+    method = get_method("dr_irl", threshold=1.5)
+    batch = as_batch(d)
+    weights = np.array([1.0, 0.0], np.float32)
+    batch = batch.replace(rewards=np.float32(parts), reward_weights=weights)
+    objective = method.objective
+    ours = jax.jit(lambda b: compute_advantages(objective, b, objective.init())[0])(batch)
+    scale, some, every = hardness(d, parts, 1.5)
+    assert 0 < some < every
+    plain = d.__class__(**{**vars(d), "members": d.members & (np.arange(5) < 4)})
+    expected = standard_score(plain, parts[..., 0])
+    for at, factor in scale.items():
+        live = d.mask[at]
+        np.testing.assert_allclose(np.asarray(ours)[at][live], factor * expected[at], atol=1e-5)
+    assert np.ptp(list(scale.values())) > 0.05
+
+
+def test_dr_irl_does_not_train_on_its_demonstration():
+    d = whole(2, g=4, demonstrations=1)
+    _, gradients = run(get_method("dr_irl"), d)
+    assert not gradients["logprobs"][:, 3].any()
+    assert gradients["logprobs"][:, :3].any()
+
+
+def test_of_one_gap_dr_irl_is_grpo():
+    """Without a part for words, and with every gap typical, nothing is scaled."""
+    d = whole(2, g=4, demonstrations=1)
+    one = run(get_method("dr_irl", threshold=1e9), d)
+    d.members[:, 3] = False
+    other = run(get_method("grpo"), d)
+    np.testing.assert_allclose(one[1]["logprobs"], other[1]["logprobs"], atol=1e-6)

@@ -25,6 +25,7 @@ from harness import (
 
 from jrl.errors import UserError
 from jrl.methods.group_relative import dapo, grpo
+from jrl.methods.policy_gradient import rloo
 from jrl.sampling.params import make_sampling_params
 from jrl.train.state import init_state
 from jrl.train.step import make_step
@@ -35,6 +36,7 @@ from jrl.zoo.methods.token_credit import (
     degrpo,
     empg,
     forking_tokens,
+    pav,
     preplan_anchor,
     rhythm_factors,
 )
@@ -122,6 +124,42 @@ def test_a_wrong_step_costs_its_tokens_alone():
     after = advantages_of(capo(), d)[n, i]
     assert after[ts[1]] < before[ts[1]]
     assert after[ts[0]] == after[ts[2]] > after[ts[1]]
+
+
+# ---------------------------------------------------------------- PAV
+
+
+def paid_by_step(d, rng):
+    d.paid = numbers(rng, *d.mask.shape) * (rng.random(d.mask.shape) < 0.5)
+    d.rewards = d.rewards + (d.paid * d.mask).sum(2)
+
+
+def pav_loss(d, frozen):
+    total, kept = 0.0, list(sequences(d))
+    outcome = {(n, i): d.rewards[n, i] - sum(d.paid[n, i, t] for t in ts) for n, i, ts in kept}
+    outcome |= {
+        (n, i): d.rewards[n, i] for n in range(len(d.rewards)) for i in members_of(d, n)
+        if (n, i) not in outcome
+    }  # fmt: skip
+    for n, i, ts in kept:
+        others = [outcome[n, j] for j in members_of(d, n) if j != i]
+        advantage = outcome[n, i] - sum(others) / len(others) if others else 0.0
+        steps = d.ids["step"][n, i]
+        for t in ts:
+            progress = sum(d.paid[n, i, s] for s in ts if steps[s] == steps[t])
+            total -= (advantage + progress) * d.logprobs[n, i, t]
+    return total / max(len(kept), 1)
+
+
+def test_pav_pays_progress_to_the_step_that_made_it():
+    check(pav(), pav_loss, prepare=paid_by_step, ids=("step",))
+
+
+def test_without_progress_pav_is_rloo_and_asks_for_lines():
+    d = ragged(3, ids=("step",))
+    one, two = run(pav(), d), run(rloo(), d)
+    np.testing.assert_allclose(one[1]["logprobs"], two[1]["logprobs"], atol=1e-6)
+    assert "lines" in pav().needs
 
 
 # ---------------------------------------------------------------- EMPG

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jrl.zoo.tools.reward_checks import contrast_consistency, strengths, with_strengths
+from jrl.zoo.tools.reward_checks import contrast_consistency, flipped, strengths, with_strengths
 
 
 def test_strengths_are_means_over_models():
@@ -33,6 +33,21 @@ def test_rows_hold_the_mean_scores_of_the_models():
     assert row["scores"] == [2 * 7 + 3, 2 * 2 + 3]
     assert row["strength"] == pytest.approx(2 * 5)
     assert row["deviation"] == pytest.approx(5)
+
+
+def test_labels_of_the_weakest_preferences_are_flipped():
+    rng = np.random.default_rng(2)
+    rows = [{"prompt": "p", "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(10)]
+    worth = {row[side]: rng.normal() for row in rows for side in ("chosen", "rejected")}
+    worth["c3"] = None
+    models = [lambda s, k=k: ([w if (w := worth[x.completion]) is None else k * w for x in s], {})
+              for k in (1.0, 3.0)]  # fmt: skip
+    gaps = {i: 2 * (worth[f"c{i}"] - worth[f"r{i}"]) for i in range(10) if i != 3}
+    weakest = sorted(gaps, key=gaps.get)[:2]
+    for i, row in enumerate(flipped(rows, models, share=0.25)):  # a quarter of nine is two
+        sides = ("rejected", "chosen") if i in weakest else ("chosen", "rejected")
+        assert (row["chosen"], row["rejected"]) == (rows[i][sides[0]], rows[i][sides[1]])
+    assert flipped(rows, models, share=0.0) == rows
 
 
 def test_consistency_counts_both_instructions():
