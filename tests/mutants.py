@@ -229,8 +229,8 @@ MUTANTS = {
     "rewards of other prompts in text": Mutant(
         8,
         "train/judging.py",
-        "prompt=self.prompts[i]",
-        "prompt=self.prompts[j % len(self.prompts)]",
+        "make_sample(self.prompts[i], tokens",
+        "make_sample(self.prompts[j % len(self.prompts)], tokens",
     ),
     "evaluation on problems trained on": Mutant(
         10,

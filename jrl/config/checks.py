@@ -121,6 +121,13 @@ def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
             f" mesh.fsdp * mesh.expert = {shards} devices; make train.prompts = {train.prompts} a"
             f" multiple of {parts}, or lower train.microbatches = {train.microbatches}"
         )
+    draws = config.sampling.draws
+    if draws > 1 and train.prompts % (draws * (shards or 1)):
+        devices = f" over {shards} devices" if shards and shards > 1 else ""
+        yield (
+            f"train.prompts = {train.prompts} cannot be sampled in sampling.draws = {draws} equal"
+            f" parts{devices}; make it a multiple of {draws * (shards or 1)}"
+        )
 
 
 def _placement_conflicts(config: Config) -> Iterator[str]:

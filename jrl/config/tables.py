@@ -215,6 +215,12 @@ class SamplingTable(Table):
         " Per device if the mesh shards only the batch and weights are gathered for sampling",
         ge=0,
     )
+    draws: int = key(
+        1,
+        "parts that a step's prompts in text are sampled in, one after the other: reward functions"
+        " and judges read one part while the next is sampled",
+        ge=1,
+    )
     int8: Annotated[
         tuple[Literal["weights", "cache"], ...],
         AfterValidator(_once),
@@ -285,6 +291,11 @@ class RewardTable(Table):
     )
     where: dict[str, Any] = key(
         {}, "column = value, or a list of values: asked for these rows of the data alone"
+    )
+    over: Literal["sample", "group", "batch"] | None = key(
+        None,
+        "what a function of one's own is called with: one sample at a time (the default), a group,"
+        " or, as TRL's are, all samples of a step",
     )
     by_token: bool = key(
         False,

@@ -43,6 +43,9 @@ _START_SECONDS = 600
 _SLOW_SECONDS, _SLOW_TIMES, _SEEN = 1.0, 4, 8
 """A call is slow after this time, and this multiple of the median of the last calls, once so many
 have ended."""
+_BESIDE = 8
+"""Slow calls that hold up no other, or ``count`` where that is more. Limits are of wall time, so
+those that hang waste less of the processor when they hang together."""
 
 _PRINTED = 1 << 14
 """Bytes that workers may print while one batch is judged; the rest is dropped."""
@@ -118,6 +121,7 @@ class Workers:
         self._warden: subprocess.Popen[bytes] | None = None
         self._failed_starts, self.printed = 0, 0
         self._seconds: deque[float] = deque(maxlen=64)  # of the last calls
+        self._beside = max(count, _BESIDE)
         self._measured, self._measure = 0.0, False  # when memory was last looked at; whether to now
         # A new call must not wait for the next look.
         self._woken, self._waker = multiprocessing.Pipe(duplex=False)
@@ -247,13 +251,13 @@ class Workers:
             self._thread = None
 
     def _slow(self) -> int:
-        """The number of calls that are slow, at most as many as may run at a time."""
+        """The number of calls that are slow, as far as others may run beside them."""
         # A process that takes its place needs the other half of the limit to start.
         limit = self._limits.timeout_seconds / 2
         if len(self._seconds) >= _SEEN:
             usual = statistics.median(self._seconds)
             limit = min(limit, max(_SLOW_SECONDS, _SLOW_TIMES * usual))
-        return min(sum(worker.seconds() > limit for worker in self._busy()), self._count)
+        return min(sum(worker.seconds() > limit for worker in self._busy()), self._beside)
 
     def _start_enough(self) -> None:
         """Starts processes for the remaining calls, and one beside each call that is slow."""

@@ -28,7 +28,7 @@ OPTIONS: Options = {
     },
     "cpu": {
         # A program is a thousand small kernels, each of which LLVM goes over. Doing less to them
-        # compiles a sampler in 5/6 of the processor time, a training step in 6/7 and an initial
+        # compiles samplers and training steps in 5/6 of the processor time and an initial
         # state in a quarter, with equal bits; all three take as long to run (benchmarks/peers.md).
         "xla_backend_optimization_level": 1,
     },

@@ -133,7 +133,8 @@ class TextKind:
     @property
     def features(self) -> dict[str, str]:
         """What the data bring to a run, by name as in ``features.TABLE``, and the words for it."""
-        return {"records": "data.train"}
+        text = {"text": "data.train"} if type(self) is TextKind else {}
+        return {"records": "data.train"} | text
 
     @property
     def decode_trips(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jrl.data.tasks import Task
+from jrl.errors import UserError
 from jrl.rewards.combine import Combined, combined
 from jrl.rewards.model import at_progress, at_turn_ends
 from jrl.rewards.pool import RewardPool
@@ -17,9 +18,11 @@ from jrl.train.groups import counted
 from jrl.train.judges import judges_of
 from jrl.train.judging import HostJudge, Texts, without_dropped, without_silent
 from jrl.train.kinds import TextKind
+from jrl.train.likelihood import Likelihood, make_likelihood
 from jrl.train.reward_parts import RunRewards
 from jrl.train.row_calls import EndsRows, RowCalls
 from jrl.train.sources import Around, Groups, Source
+from jrl.train.sources_text import TextSource
 from jrl.train.text_parts import TextParts
 from jrl.types import NOTHING, SILENT, Prompt, Rollout, opinions
 from jrl.types.asks import DrawRequest
@@ -203,6 +206,28 @@ def judge_stage(judges: TextParts, prompts_of: Callable[[Groups], Sequence[Promp
     return stage
 
 
+def likelihood_stage(
+    parts: Mapping[str, Likelihood], prompts_of: Callable[[Groups], Sequence[Prompt]]
+) -> Stage:
+    """The policy's own probabilities of the answers."""
+
+    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
+        if "context" in groups.ids:
+            raise UserError(
+                f"rewards.{next(iter(parts))}: the policy does not read an episode with several"
+                " contexts at once; set data.contexts to 1, or remove the part"
+            )
+        rollout, turns = jax.device_get((groups.rollout, groups.ids.get("turn")))
+        weights = NOTHING if request is None else request.weights
+        more = dict[str, Any]()
+        for name, part in parts.items():
+            more[name], paid = part(rollout, turns, prompts_of(groups), weights)
+            groups = with_paid(groups, paid if part.table.by == "turn" else None)
+        return groups, more
+
+    return stage
+
+
 def judged_parts(
     run: Run,
     source: Source,
@@ -224,16 +249,19 @@ def judged_parts(
     gives, functions = rewards.given_by("data"), rewards.given_by("function")
     gives = getattr(source, "parts", gives)  # an environment's go before functions of their name
     on_host, judges, calls = None, None, None
-    if type(run.kind) is TextKind:
-        gives = functions
-    elif functions and pool is not None:
+    if functions and pool is not None:
         on_host = HostJudge(pool, run.tokenizer, split, run.config.train.steps)
     if rewards.given_by("judge"):
         judges = judges_of(run, split)
     if episodes is not None and (on_host or judges):
         calls = RowCalls(on_host, judges)
         episodes.ended = calls.submit
-    if on_host is not None:
+    if isinstance(source, TextSource) and source.draws > 1 and (on_host or judges):
+        calls = RowCalls(on_host, judges)
+        source = source._replace(calls=calls)
+    if type(run.kind) is TextKind:
+        gives = functions  # the source judges by them itself
+    elif on_host is not None:
         stages.append(function_stage(on_host, prompts_seen(run), calls))
     if rewards.models:
         stages.append(model_stage(rewards))
@@ -242,7 +270,10 @@ def judged_parts(
         stages.append(judge_stage(models, prompts_seen(run)))
     if judges is not None:
         stages.append(judge_stage(judges, prompts_seen(run)))
-    if not stages and not rewards.combined:
+    if names := rewards.given_by("likelihood"):
+        parts = {name: make_likelihood(run, name) for name in names}
+        stages.append(likelihood_stage(parts, prompts_seen(run)))
+    if not stages and not rewards.combined and calls is None:
         return source
     certain = (*(() if type(run.kind) is TextKind else gives), *rewards.models)
     names = tuple(rewards.weights)

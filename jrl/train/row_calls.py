@@ -14,16 +14,20 @@ of a sample, so points do not depend on which row ended first.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
+import jax
 import numpy as np
 
 from jrl.episodes.transcript import Transcript, conversation
+from jrl.rewards.base import Sample
 from jrl.rewards.pool import Begun
-from jrl.train.judging import HostJudge, make_sample, with_ends
+from jrl.train.judging import HostJudge, Texts, make_sample, with_ends
 from jrl.train.text_parts import TextParts
+from jrl.types import Prompt, Rollout, StopReason
 
 
 class EndsRows(Protocol):
@@ -68,32 +72,60 @@ class RowCalls:
                 self.begun, self._thread = None, None
 
     def submit(self, row: Transcript) -> None:
-        """Begins the calls about a row that has ended; returns at once."""
-        if self._thread is not None and row.alive:
-            self._submitted.append(self._thread.submit(self._begin, row, self.begun))
+        """Begins the calls about an episode that has ended; returns at once."""
+        if row.alive and any(segment.drawn for segment in row.segments):
+            self._submit(partial(self._of_row, row), True, True)
+
+    def submit_groups(self, prompts: Sequence[Prompt], rollout: Rollout, first: int) -> None:
+        """Begins the calls about groups of completions; returns at once.
+
+        Args:
+          prompts: n of them.
+          rollout: of their members, on the host.
+          first: number of the first group among those of the step; of several processes each calls
+            about its own share.
+        """
+        stop, processes = np.asarray(rollout.stop), jax.process_count()
+        judge = self._functions or self._judges
+        if judge is None:
+            return
+        texts = Texts(prompts, rollout, judge.tokenizer)
+        for i, j in np.argwhere(stop != StopReason.ABSENT).tolist():
+            mine = (first + i) % processes == jax.process_index()
+            whole = self._functions is not None and self._functions.pool.over_batch
+            functions = jax.process_index() == 0 if whole else mine
+            judges = mine and stop[i, j] != StopReason.ABORTED and stop[i, j] < StopReason.FAILED
+            make = partial(texts.sample, i, j, self._step, judge.steps)
+            self._submit(make, functions, bool(judges))
 
     def drain(self) -> None:
         """Waits until the calls of all rows have begun."""
         for each in self._submitted:
             each.result()
 
-    def _begin(self, row: Transcript, begun: Begun | None) -> None:
-        drawn = [segment.tokens for segment in row.segments if segment.drawn]
+    def _submit(self, make: Callable[[], Sample], functions: bool, judges: bool) -> None:
+        if self._thread is not None and (functions or judges):
+            job = self._thread.submit(self._begin, make, functions, judges)
+            self._submitted.append(job)
+
+    def _of_row(self, row: Transcript) -> Sample:
+        """What an episode is to its judges."""
         judge = self._functions or self._judges
-        if not drawn or judge is None:
-            return
-        tokenizer = judge.tokenizer
-        sample = make_sample(
+        assert judge is not None
+        return make_sample(
             row.prompt,
-            np.concatenate(drawn),
+            np.concatenate([segment.tokens for segment in row.segments if segment.drawn]),
             row.stop,
-            conversation(row, tokenizer),
-            tokenizer,
+            conversation(row, judge.tokenizer),
+            judge.tokenizer,
             self._step,
             judge.steps,
         )
-        if begun is not None and self._functions is not None:
-            by_token = self._functions.pool.by_token
-            begun.submit(with_ends(sample, tokenizer) if by_token else sample)
-        if self._judges is not None:
+
+    def _begin(self, make: Callable[[], Sample], functions: bool, judges: bool) -> None:
+        sample = make()
+        if functions and self._functions is not None and self.begun is not None:
+            by_token, tokenizer = self._functions.pool.by_token, self._functions.tokenizer
+            self.begun.submit(with_ends(sample, tokenizer) if by_token else sample)
+        if judges and self._judges is not None:
             self._judges.begin(self._judges.ended(sample))

@@ -157,6 +157,21 @@ def entries(request: DrawRequest) -> tuple[Any, Any]:
     return request.asks[0].ticket, request.asks[0].row
 
 
+def divided(request: DrawRequest, parts: int) -> list[DrawRequest]:
+    """Requests for equal parts of a request's entries, in order; itself where they do not divide.
+
+    Args:
+      request: asks of the same tickets.
+      parts: how many.
+    """
+    n = request.asks[0].entries
+    if parts == 1 or n % parts:
+        return [request]
+    places = [slice(at, at + n // parts) for at in range(0, n, n // parts)]
+    asks = [jax.tree.map(lambda x, at=at: x[at], request.asks) for at in places]
+    return [request.replace(asks=part) for part in asks]
+
+
 def drawing(request: DrawRequest) -> str:
     """The name of the weights that draw, where all asks of a request have one policy."""
     (name,) = {ask.policy for ask in request.asks}

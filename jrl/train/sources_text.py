@@ -15,7 +15,8 @@ from jrl.sampling.params import SamplingParams
 from jrl.sampling.slots import Members
 from jrl.train.judging import HostJudge, without_silent
 from jrl.train.members import join_drawn, plain_ask
-from jrl.train.sources import Groups, counted_draw, entries, epoch_order
+from jrl.train.row_calls import RowCalls
+from jrl.train.sources import Groups, counted_draw, divided, entries, epoch_order, join_groups
 from jrl.types import SILENT, Array, Prompt, Rollout, stream
 from jrl.types.asks import Ask, DrawRequest, Tokens
 
@@ -82,6 +83,8 @@ class TextSource(NamedTuple):
       name: of what is drawn for, where several processes share the judging.
       steps: training steps of the run, which reward functions may read.
       free: frees what ``program`` holds between draws.
+      draws: parts that the prompts of a request are sampled in, one after the other.
+      calls: about the members of all parts but the last, which begin while the next is sampled.
     """
 
     all_prompts: Sequence[Prompt]
@@ -97,6 +100,8 @@ class TextSource(NamedTuple):
     name: str = "train"
     steps: int = 0
     free: Callable[[], None] | None = None
+    draws: int = 1
+    calls: RowCalls | None = None
 
     def order(self, tickets: np.ndarray) -> np.ndarray:
         """As ``Source.order``: epoch after epoch."""
@@ -109,6 +114,21 @@ class TextSource(NamedTuple):
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``."""
+        parts, drawn = divided(request, self.draws), list[Groups]()
+        for i, part in enumerate(parts):
+            groups = self._drawn(part)
+            if self.calls is not None and i + 1 < len(parts):
+                first = i * len(groups.subject)
+                self.calls.submit_groups(groups.subject, groups.rollout, first)
+            drawn.append(groups)
+        groups = drawn[0] if len(drawn) == 1 else join_groups(drawn)
+        if self.calls is not None:
+            self.calls.drain()
+        judged = self._judge(groups.subject, groups.rollout, int(request.step))
+        return judged._replace(counts=judged.counts | groups.counts, ids=judged.ids | groups.ids)
+
+    def _drawn(self, request: DrawRequest) -> Groups:
+        """The groups of a request, without points."""
         _, rows = entries(request)
         chosen, _ = self.prompts(request.key, rows)
         prompts = Tokens(*pad_prompts(chosen, self.width))
@@ -117,8 +137,8 @@ class TextSource(NamedTuple):
         if len(self.lines):
             ends = np.isin(rollout.tokens, self.lines)
             labels = labels | {"step": (np.cumsum(ends, axis=2) - ends).astype(np.int32)}
-        groups = self._judge(chosen, rollout, int(request.step))
-        return groups._replace(counts=groups.counts | counts, ids=groups.ids | labels)
+        points = np.zeros((*rollout.stop.shape, 0), np.float32)
+        return Groups(rollout, points, chosen, counts, labels)
 
     def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
         """Rewards of completions, all reward functions at once; see ``judging.judged``."""
@@ -130,7 +150,8 @@ class TextSource(NamedTuple):
         if self.pool is None:
             return Groups(rollout, np.zeros((n, g, 1), np.float32), prompts, {}, ids)
         judge = HostJudge(self.pool, self.tokenizer, self.name, self.steps)
-        verdicts = judge(prompts, rollout, step)
+        begun = None if self.calls is None else self.calls.begun
+        verdicts = judge(prompts, rollout, step, begun=begun)
         rewards, silent = without_silent(verdicts.points)
         ids |= {"answer": verdicts.answers, SILENT: silent}
         stats = None if verdicts.paid is None else {"paid": verdicts.paid}

@@ -29,6 +29,7 @@ from jrl.run.run import train
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build, programs
+from jrl.train.row_calls import RowCalls
 
 require("dev", "torch", "transformers")
 import torch  # noqa: E402
@@ -301,6 +302,8 @@ def test_transformers_reads_the_export_and_agrees(base, place, tmp_path):
     config, *_ = base
     export_run(config, tmp_path / "exported")
     run = build.setup(config)
+    generation = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == run.tokenizer.eos_id
     _, params, step = load_policy(run, None)
     assert step == 3
     with warnings.catch_warnings():
@@ -399,6 +402,27 @@ def test_a_judge_s_points_reach_the_reward(place, quick):
     assert any(evaluated)  # held-out completions are judged, too
     assert sum(r["judge_unreadable"] for r in records) > 0
     assert not any(r["judge_failures"] or r["judge_timeouts"] for r in records)
+
+
+@pytest.mark.slow
+def test_text_is_sampled_in_parts(quick, tmp_path, monkeypatch):
+    """With sampling.draws = 2 all tokens and points are the same; calls begin after the first."""
+    begun, submit = [], RowCalls.submit_groups
+
+    def spied(self, prompts, rollout, first):
+        begun.append((len(prompts), first))
+        submit(self, prompts, rollout, first)
+
+    monkeypatch.setattr(RowCalls, "submit_groups", spied)
+    (_, (one,), said), (_, (two,), said_in_parts) = (
+        quick("train.steps=1", f"sampling.draws={n}", f"run.dir={json.dumps(str(tmp_path / n))}")
+        for n in "12"
+    )
+    assert begun == [(2, 0)]
+    assert [s["completion"] for s in said_in_parts] == [s["completion"] for s in said]
+    assert [s["rewards"] for s in said_in_parts] == [s["rewards"] for s in said]
+    assert two["reward"] == one["reward"]
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-6)
 
 
 def test_a_judge_that_does_not_answer_is_said_before_anything_else(quick, tmp_path):

@@ -1,0 +1,163 @@
+"""Text that is sampled in parts: rewards of one part are called while the next is sampled."""
+
+import pathlib
+import time
+
+import numpy as np
+import pytest
+from judge_server import judge_server
+
+from jrl.config import load_config
+from jrl.errors import UserError
+from jrl.models.tokenizer import CharTokenizer
+from jrl.rewards import make_reward
+from jrl.rewards.pool import RewardPool
+from jrl.train import row_calls
+from jrl.train.features import check_features
+from jrl.train.judges import endpoint_judges, judge_parts
+from jrl.train.judging import HostJudge
+from jrl.train.reward_stages import JudgedParts, judge_stage
+from jrl.train.row_calls import RowCalls
+from jrl.train.sources import divided, simple_request
+from jrl.train.sources_text import TextSource
+from jrl.types import Prompt, Rollout, StopReason
+
+JUDGES = pathlib.Path(__file__).parents[1] / "rewards" / "judges.py"
+TOKENIZER = CharTokenizer("0123456789")
+N, G, T = 4, 2, 3
+PROMPTS = [Prompt(i, f"{i}", np.zeros(1, np.int32), str(i)) for i in range(N)]
+NAMES = ("said", "rank", "judged")
+
+
+def sampled(called):
+    """A sampler of digits that follow from ticket and member; the second part waits for a call."""
+
+    def program(key, params, ids, lengths, sampling_params, version, tickets, members):
+        end = time.monotonic() + 60
+        while tickets[0] == N // 2 and not called():
+            assert time.monotonic() < end, "nobody was called before all parts were sampled"
+            time.sleep(0.01)
+        shape = (len(tickets), G, T)
+        digits = (tickets[:, None, None] * 3 + np.arange(G)[:, None] + np.arange(T)) % 10
+        lengths_of = np.broadcast_to(1 + np.arange(G), shape[:2]).astype(np.int32)
+        mask = np.arange(T) < lengths_of[..., None]
+        rollout = Rollout(
+            prompt_tokens=np.asarray(ids),
+            prompt_lengths=np.asarray(lengths),
+            tokens=np.where(mask, digits, 0).astype(np.int32),
+            lengths=lengths_of,
+            mask=mask,
+            sampler_logprobs=np.zeros(shape, np.float32),
+            versions=np.where(mask, 0, -1).astype(np.int32),
+            stop=np.full(shape[:2], StopReason.LENGTH, np.int32),
+            baseline=np.zeros(shape[:2], bool),
+        )
+        return rollout, np.int32(1)
+
+    return program
+
+
+def drawn(url, notes, draws, called=lambda: True):
+    table = f"judged={{function='judge', url='{url}', model='m', template='{{completion}}'}}"
+    config = load_config(None, ["data.train=x.jsonl", "model.path=x", f"rewards={{{table}}}"])
+    judges = judge_parts(endpoint_judges(config), TOKENIZER, 9, "train")
+    functions = {
+        "said": make_reward(f"{JUDGES}:noted", file=str(notes)),
+        "rank": make_reward(f"{JUDGES}:rank"),
+    }
+    with RewardPool(functions, workers=1, timeout_seconds=20.0) as pool:
+        calls = RowCalls(HostJudge(pool, TOKENIZER, "train", 9), judges) if draws > 1 else None
+        program = sampled(called)
+        how = {"max_new_tokens": T, "steps": 9, "draws": draws, "calls": calls}
+        source = TextSource(PROMPTS, 1, None, program, None, pool, TOKENIZER, **how)
+        stages = [judge_stage(judges, lambda groups: groups.subject)]
+        source = JudgedParts(source, ("said", "rank"), stages, NAMES, calls=calls)
+        key = np.zeros(2, np.uint32)
+        tickets = np.arange(N, dtype=np.int32)
+        return source.draw(simple_request(key, {"policy": None}, np.int32(4), tickets, G))
+
+
+def test_one_part_is_judged_while_the_next_is_sampled(tmp_path, monkeypatch):
+    monkeypatch.setattr("jrl.train.sources_text.compiled_stream", lambda *given: None)
+    notes = tmp_path / "notes"
+
+    def digits(body, number):
+        return f"Score: {int(body['messages'][-1]['content'][-1])}"
+
+    results = []
+    for draws in (1, 2):
+        with judge_server(digits) as (url, bodies):
+            both = lambda bodies=bodies: bool(bodies) and notes.exists()  # noqa: E731
+            groups = drawn(url, notes, draws, both if draws > 1 else lambda: True)
+            results.append((groups, sorted(notes.read_text().splitlines()), len(bodies)))
+            notes.unlink()
+    (whole, noted, asked), (parts, noted_in_parts, asked_in_parts) = results
+    np.testing.assert_array_equal(parts.rewards, whole.rewards)
+    np.testing.assert_array_equal(parts.rollout.tokens, whole.rollout.tokens)
+    for name, ids in whole.ids.items():
+        np.testing.assert_array_equal(parts.ids[name], ids)
+    assert parts.subject == whole.subject
+    assert noted_in_parts == noted  # one call a member
+    assert len(noted) == N * G
+    assert asked_in_parts == asked
+    assert len(np.unique(whole.rewards[..., 2])) > 2
+
+
+def test_each_process_calls_about_its_own_share(monkeypatch):
+    """As it judges when all are there; functions of the whole batch are the first process's."""
+    monkeypatch.setattr(row_calls.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(row_calls.jax, "process_index", lambda: 1)
+    rollout, _ = sampled(lambda: True)(
+        None, None, np.zeros((2, 1)), np.ones(2), *[None] * 2, np.arange(2), None
+    )
+    for functions, mine in (({"f": alone}, [1]), ({"f": alone, "g": whole}, [])):
+        with RewardPool(functions, workers=0, timeout_seconds=1.0) as pool:
+            calls = RowCalls(HostJudge(pool, TOKENIZER), None)
+            seen = []
+            monkeypatch.setattr(pool, "begin", lambda seen=seen: Seen(seen))
+            with calls.step(0):
+                calls.submit_groups(PROMPTS[2:], rollout, 2)
+                calls.drain()
+        assert sorted({sample.prompt.id for sample in seen}) == [2 + i for i in mine]
+
+
+class Seen:
+    """In the place of ``pool.begin()``."""
+
+    def __init__(self, seen):
+        self.submit = seen.append
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+def alone(samples):
+    return [0.0] * len(samples)
+
+
+def whole(samples):
+    return [0.0] * len(samples)
+
+
+whole.over = "batch"
+
+
+def test_a_request_is_divided_by_its_entries():
+    request = simple_request(None, {}, np.int32(0), np.arange(6, dtype=np.int32), 3)
+    parts = divided(request, 3)
+    assert [part.asks[0].ticket.tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert all(part.asks[0].width == 3 for part in parts)
+    assert divided(request, 4) == [request] == divided(request, 1)
+
+
+def test_parts_that_nobody_samples_are_said():
+    words = {"draws": "sampling.draws = 2", "episodes": "data.env", "records": "data.train"}
+    with pytest.raises(UserError, match=r"sampling.draws = 2 needs prompts in text without an"):
+        check_features(words)
+    check_features({"draws": "sampling.draws = 2", "text": "data.train"})
+    keys = ["data.train=x.jsonl", "model.path=x", "train.prompts=6", "sampling.draws=4"]
+    with pytest.raises(UserError, match=r"train.prompts = 6 cannot be sampled in sampling.draws"):
+        load_config(None, keys)
