@@ -150,9 +150,8 @@ class Method(NamedTuple):
         if {"group", "lacks", "parts"} & changes.keys():
             now = {"group": self.least_group, "lacks": self.lacks, "parts": self.parts}
             others = (n for n in self.needs if not n.startswith((_GROUP, _LACKING, _PARTS)))
-            changes["needs"] = frozenset(others) | requires(
-                **{n: changes.pop(n, now[n]) for n in now}
-            )
+            new = requires(**{n: changes.pop(n, now[n]) for n in now})
+            changes["needs"] = frozenset(others) | new
         if "epochs" in changes:
             changes["schedule"] = self.schedule._replace(epochs=changes.pop("epochs"))
         return self._replace(objective=self.objective._replace(**objective_parts), **changes)

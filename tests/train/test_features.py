@@ -52,7 +52,7 @@ def test_every_name_in_the_table_is_looked_for(network, monkeypatch):
     assert used <= names
     assert set(WITHOUT) <= names
     assert set(WITH) == set().union(*(row.needs for row in TABLE))
-    keys = {"given completions", "own reward", "own reward of a task", "recorded"}
+    keys = {"episodes", "given completions", "own reward", "own reward of a task", "recorded"}
     assert set().union(*(row.forbids for row in TABLE)) <= set(WITHOUT) | keys
 
 
