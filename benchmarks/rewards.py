@@ -204,11 +204,14 @@ def processor_seconds() -> float:
     """Of this process, of its children, and of what those waited for."""
     ticks, own = os.sysconf("SC_CLK_TCK"), resource.getrusage(resource.RUSAGE_CHILDREN)
     total = time.process_time() + own.ru_utime + own.ru_stime
+    children: list[str] = []
     for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-                total += sum(map(int, fields[11:15])) / ticks
+        with contextlib.suppress(OSError):  # a thread that has ended
+            children += (task / "children").read_text().split()
+    for child in children:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, fields[11:15])) / ticks
     return total
 
 

@@ -169,6 +169,7 @@ WITHOUT: Mapping[str, str] = {
     "draws": "set sampling.draws to 1",
     "dropped groups": "choose a method that keeps every group",
     "entropy bonus": "remove objective.entropy_coef",
+    "episodes": "remove data.env",
     "expert": "set objective.round_steps to 0",
     "further members": "choose another method",
     "greedy members": "choose another method",

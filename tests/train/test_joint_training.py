@@ -64,7 +64,7 @@ def asked(question):
 
 
 def agreement_of(method, network):
-    """The mean agreement with verdicts, by step."""
+    """By step: the mean agreement with verdicts, and the share of replies that are verdicts."""
     source = TextSource(
         *(PROMPTS, 4, None),
         jax.jit(functools.partial(generate, network=network, max_new_tokens=1, stop_tokens=(1,))),
@@ -83,7 +83,7 @@ def agreement_of(method, network):
     )
     common = {"network": network, "objective": method.objective, "optimizer": optax.adam(0.03)}
     step, state = jax.jit(make_step(**common)), init_state(jax.random.key(3), **common)
-    seen, cursor = [], 0
+    seen, words, cursor = [], [], 0
     with jax.set_mesh(MESH):
         for i in range(STEPS):
             weights = policy_weights(state)
@@ -93,8 +93,12 @@ def agreement_of(method, network):
             assert float(metrics["logprob_diff"]) < 1e-4  # questions are scored as they were drawn
             first = np.asarray(batch.prompt_tokens)[:, 0]
             verdicts = np.isin(first, (14, 15)) & np.asarray(batch.members).any(axis=1)
-            seen.append(float(np.asarray(batch.rewards)[verdicts].mean()) if verdicts.any() else 0)
-    return np.array(seen)
+            if verdicts.any():
+                seen.append(float(np.asarray(batch.rewards)[verdicts].mean()))
+                live = np.asarray(batch.mask)[verdicts]
+                replies = np.asarray(batch.tokens)[verdicts][live]
+                words.append(np.isin(replies, (2, 3, 4, 5)).mean())
+    return np.array(seen), np.array(words)
 
 
 def test_spark_teaches_the_policy_to_judge_its_own_answers(bag):
@@ -105,11 +109,12 @@ def test_spark_teaches_the_policy_to_judge_its_own_answers(bag):
     method = get_method("spark", question_tokens=4, kl_coef=0.0)
     questions = edit_of(lambda groups, view: only(groups, groups.round > 0))
     method = method.with_(edits=(*method.edits, questions))
-    learned = agreement_of(method, bag)
-    unpaid = agreement_of(method.with_(rewards=lambda groups, view: groups), bag)
+    learned, verdicts = agreement_of(method, bag)
+    _, unpaid = agreement_of(method.with_(rewards=lambda groups, view: groups), bag)
     assert learned[:3].mean() < 0.3
     assert learned[-15:].mean() > 0.75  # one verdict for all would be right in half
-    assert unpaid.max() == 0  # a verdict is the answer of no problem
+    assert verdicts[-15:].mean() > 0.9
+    assert unpaid[-15:].mean() < 0.1  # a verdict is the answer of no problem
 
 
 # ---------------------------------------------------------------- RL Tango, and a judge with grpo
@@ -173,15 +178,18 @@ TANGO = ("method=rl_tango", "objective.kl_coef=0", "objective.generator_steps=1"
 
 
 def test_a_verifier_learns_from_its_own_reward(place, tmp_path):
-    """The verifier alone, on a generator that stays as it is: its verdicts agree ever more."""
+    """The verifier alone, on a generator that stays as it is: from noise to a verdict.
+
+    Half of the solutions are right, and so is a verifier that says the same of all.
+    """
     (place / "half.py").write_text("def half(prompt, text):\n    return text in '45q?y'\n")
     reward = f"data.reward={json.dumps(str(place / 'half.py') + ':half')}"
     lines = ("objective.warmup=60", "train.steps=60", "optimizer.learning_rate=0.01")
     seen = trained(settings(place, tmp_path, *TANGO, reward, *lines))
     assert seen["agreement"][0] < 0.35
-    # one verdict for all would be right as often as this
-    assert 0.2 < seen["outcome"].mean() < 0.6
-    assert seen["agreement"][-10:].mean() > 0.85
+    assert seen["agreement"][-10:].mean() > 0.4
+    halves = seen["outcome"][:30].mean(), seen["outcome"][30:].mean()
+    assert abs(halves[0] - halves[1]) < 0.1
 
 
 def test_a_verifier_moves_in_its_own_turn_alone(place, tmp_path):

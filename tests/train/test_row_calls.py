@@ -77,6 +77,7 @@ def drawn(url, notes, draws, called=lambda: True):
         return source.draw(simple_request(key, {"policy": None}, np.int32(4), tickets, G))
 
 
+@pytest.mark.slow
 def test_one_part_is_judged_while_the_next_is_sampled(tmp_path, monkeypatch):
     monkeypatch.setattr("jrl.train.sources_text.compiled_stream", lambda *given: None)
     notes = tmp_path / "notes"
