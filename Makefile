@@ -27,7 +27,7 @@ ON := $(if $(filter cpu,$(ACCEL)),JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu},)
 PIP_INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help address notebooks pictures links site install dev demo test test-all extras-test lint format types wheel-test lowest-test newest-test ci clean
+.PHONY: help address notebooks pictures links site install dev demo test test-all soak extras-test lint format types wheel-test lowest-test newest-test ci clean
 
 help: ## this list
 	@echo "make TARGET [ACCEL=cpu|cuda12|cuda13|tpu] [PYTHON=python3.12]"
@@ -65,6 +65,9 @@ test: $(DEV_STAMP) ## what a contributor waits for: tests and doctests, a worker
 test-all: $(DEV_STAMP) ## everything, an hour on two cores; writes tests/last_full_run.md
 	$(ON) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal -m '' \
 	  --extras=dev --record=tests/last_full_run.md $(ARGS)
+
+soak: $(DEV_STAMP) ## thousands of steps with kills, half an hour; writes tests/last_soak.md
+	JRL_SOAK_STEPS=10000 JRL_SOAK_KILLS=30 $(ON) $(BIN)/python -m pytest -n0 -m '' tests/test_soak.py
 
 extras-test: $(BIN)/python ## each extra in an environment of its own: EXTRAS="mcp docs" for some
 	$(BIN)/python .ci/extras.py $(EXTRAS) $(ARGS)

@@ -388,6 +388,36 @@ def _wide_numbers() -> bool:
 
 @functools.cache
 def _of_file(path: Path) -> ModuleType:
+    folder = str(path.parent)
+    if folder not in sys.path:  # last, so that modules beside the file replace no others
+        sys.path.append(folder)
+    try:
+        return _of_file_alone(path)
+    except ImportError as error:
+        if "relative import" not in str(error):
+            raise
+        return _of_package(path)
+
+
+def _of_package(path: Path) -> ModuleType:
+    """A file of a package, which imports others of it by their places."""
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    if root == path.parent:
+        raise ImportError(f"{path.name} imports relative to a package, and {root} is none")
+    sys.path.insert(0, str(root))  # the package itself, not one of its name elsewhere
+    try:
+        module = importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
+    finally:
+        sys.path.remove(str(root))
+        sys.path.append(str(root))
+    if module.__file__ is None or Path(module.__file__).resolve() != path:
+        raise ImportError(f"another package of this name is installed: {module.__file__}")
+    return module
+
+
+def _of_file_alone(path: Path) -> ModuleType:
     # Under a name of its own, so that a file called as a module of the library replaces nothing.
     name = f"jrl_own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)

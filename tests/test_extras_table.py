@@ -44,6 +44,20 @@ def test_every_extra_has_tests_that_exist():
             assert not test or f"def {test}(" in (TESTS.parent / file).read_text(), name
 
 
+def test_no_module_asks_for_more_than_the_extra_that_runs_its_tests():
+    """A module whose ``require`` is not met is skipped whole: nothing of it would run."""
+    for extra, entry in TABLE.items():
+        for name in (*entry["tests"], *entry.get("marked", ())):
+            tree = ast.parse((TESTS.parent / name.partition("::")[0]).read_text())
+            calls = [node.value for node in tree.body if isinstance(node, ast.Expr)]
+            for call in calls:
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "require":
+                    required, *packages = map(ast.literal_eval, call.args)
+                    met = required in needs_extra.within(extra)
+                    tools = set(entry.get("tools", ()))
+                    assert met or (packages and set(packages) <= tools), (extra, name, required)
+
+
 def test_every_mark_stands_in_the_table():
     seen = set()
     for path in FILES:

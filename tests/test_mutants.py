@@ -22,6 +22,12 @@ def forks():
     started.close()
 
 
+def test_every_fault_fits_the_source():
+    for name, mutant in mutants.MUTANTS.items():
+        source = (mutants.ROOT / "jrl" / mutant.file).read_text()
+        assert source.count(mutant.old) == 1, f"{name!r}: {mutant.file} has changed; mend the fault"
+
+
 @pytest.mark.slow
 def test_the_unedited_copy_is_green(tmp_path, forks):
     directory = mutants.copy_of_library(tmp_path)

@@ -25,6 +25,7 @@ GUIDE = (ROOT / "configs" / "README.md").read_text()
 NAMES = (
     *("own", "runs", "data", "python", "howto", "comparison", "environments"),
     *("start", "concepts", "recipes", "safety", "gallery", "rewards", "serving", "trackers"),
+    "signals",
 )
 DOCS = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in NAMES}
 OWN, RUNS, DATA, PYTHON, HOWTO, COMPARISON = (
@@ -77,6 +78,7 @@ def test_the_example_trains_with_a_method_from_a_file(mine, capsys):
         *("kl", "prompts", "reward_failures", "env_failures", "skipped_steps", "rollbacks"),
         *("row_length", "tree_shared_tokens"),  # of episodes, and of trees
         *("search_nodes", "search_leaves", "read_tokens", "reread_tokens", "replayed"),
+        *("hard_problems", "written_problems"),
     } | CLOCKS
     assert named - set(curves) == written_by_the_loop
 
@@ -232,7 +234,8 @@ def test_make_targets_exist():
 
 def test_it_installs_from_the_checkout_only():
     for command in re.findall(r"pip install ([^`\n]*)", PAGES):
-        assert command.startswith("-e ") or "google-jetstream" in command, command
+        others = ("tensorboard",)  # which no extra brings
+        assert command.startswith(("-e ", *others)) or "google-jetstream" in command, command
 
 
 def test_the_example_method_is_published():

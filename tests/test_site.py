@@ -137,7 +137,9 @@ def data(tmp_path_factory):
     checkpoint(place / "TEACHER", chat=True)
     solved = [{"question": f"{i} + 1?", "answer": f"so #### {i + 1}"} for i in range(9)]
     (place / "train.jsonl").write_text(lines(solved))
-    pairs = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "no"} for i in range(9)]
+    # Columns that only some methods read: a rationale, and a score of each answer.
+    more = {"rationale": "1", "score_chosen": 1.0, "score_rejected": 0.0}
+    pairs = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "no"} | more for i in range(9)]
     (place / "pairs.jsonl").write_text(lines(pairs))
     turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     (place / "talks.jsonl").write_text(lines([{"messages": turns, "reward": 1.0}] * 9))

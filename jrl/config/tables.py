@@ -292,6 +292,11 @@ class RewardTable(Table):
     where: dict[str, Any] = key(
         {}, "column = value, or a list of values: asked for these rows of the data alone"
     )
+    over: Literal["sample", "group", "batch"] | None = key(
+        None,
+        "what a function of one's own is called with: one sample at a time (the default), a group,"
+        " or, as TRL's are, all samples of a step",
+    )
     by_token: bool = key(
         False,
         "the function may return a list of numbers for a sample, one for each token; methods with"

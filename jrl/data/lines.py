@@ -48,8 +48,7 @@ class JsonlSource:
     def _index(
         self, blocks: Iterable[bytes], check: Callable[[int, int], None] | None = None
     ) -> None:
-        self._starts, self._lines, size = index_lines(blocks, check)
-        self._ends = np.append(self._starts[1:], size)
+        self._starts, self._lines, self._size = index_lines(blocks, check)
 
     def _read(self, start: int, end: int) -> bytes:
         with self.path.open("rb") as file:
@@ -66,7 +65,9 @@ class JsonlSource:
         Raises:
           UserError: the line is not a JSON object; names file and line.
         """
-        data = self._read(int(self._starts[index]), int(self._ends[index]))
+        index = range(len(self))[index]
+        end = self._size if index + 1 == len(self) else int(self._starts[index + 1])
+        data = self._read(int(self._starts[index]), end)
         row = parse_json(data, self.where(index))
         if not isinstance(row, dict):
             raise UserError(
@@ -180,4 +181,6 @@ def index_lines(
     if has_text:
         starts.append(np.array([begin], np.int64))
         numbers.append(np.array([number], np.int64))
-    return np.concatenate(starts), np.concatenate(numbers), size
+    begins = np.concatenate(starts)
+    starts.clear()  # before the numbers are joined, too
+    return begins, np.concatenate(numbers), size

@@ -149,8 +149,10 @@ class Method(NamedTuple):
             objective_parts["surrogate"] = ratios.with_parts(self.objective.surrogate, **parts)
         if {"group", "lacks", "parts"} & changes.keys():
             now = {"group": self.least_group, "lacks": self.lacks, "parts": self.parts}
-            others = {n for n in self.needs if not n.startswith((_GROUP, _LACKING, _PARTS))}
-            changes["needs"] = others | requires(**{n: changes.pop(n, now[n]) for n in now})
+            others = (n for n in self.needs if not n.startswith((_GROUP, _LACKING, _PARTS)))
+            changes["needs"] = frozenset(others) | requires(
+                **{n: changes.pop(n, now[n]) for n in now}
+            )
         if "epochs" in changes:
             changes["schedule"] = self.schedule._replace(epochs=changes.pop("epochs"))
         return self._replace(objective=self.objective._replace(**objective_parts), **changes)

@@ -14,7 +14,7 @@ from jrl.errors import UserError
 if TYPE_CHECKING:
     from jrl.types import Prompt
 
-_PROMPT_FIELDS = ("id", "text", "tokens", "answer", "meta", "messages")
+_PROMPT_FIELDS = ("id", "text", "tokens", "answer", "meta", "messages", "question")
 
 
 @dataclasses.dataclass(frozen=True)

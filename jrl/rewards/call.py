@@ -86,7 +86,7 @@ def _trace() -> str:
 
 
 def _checked(result: Any, count: int) -> list[Returned] | Failure:
-    if isinstance(result, np.ndarray):
+    if isinstance(result, np.ndarray) or _is_tensor(result):
         result = result.tolist()
     if not isinstance(result, list | tuple):
         kind = class_name(result)
@@ -97,6 +97,8 @@ def _checked(result: Any, count: int) -> list[Returned] | Failure:
     points: list[Returned] = []
     for value in values:
         point: Returned | Failure = None
+        if _is_tensor(value):
+            value = value.tolist()
         if isinstance(value, list | tuple | np.ndarray):
             point = _by_token(value)
         elif value is not None:
@@ -105,6 +107,11 @@ def _checked(result: Any, count: int) -> list[Returned] | Failure:
             return point
         points.append(point)
     return points
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether a value is an array of another library, such as PyTorch's."""
+    return hasattr(value, "tolist") and not isinstance(value, np.ndarray | np.generic)
 
 
 def _by_token(values: Any) -> list[float] | Failure:

@@ -1,16 +1,20 @@
-"""The three forms of reward functions, distinguished by their argument names.
+"""The forms of reward functions, distinguished by their argument names.
 
     def reward(samples, ...)                 # a list of ``Sample`` -> as many numbers
     def reward(completions, answer, ...)     # columns, the form of TRL's reward functions
     def compute_score(data_source, solution_str, ground_truth, extra_info=None)    # verl's
+    def compute_score(data_sources, solution_strs, ground_truths, extra_infos)     # its batches'
 
 A function is of columns when it takes ``completions``, ``completion_ids`` or ``prompts`` by name,
-or nothing but ``**columns``; it is verl's when it takes ``solution_str``. Columns are lists of one
-length: ``prompts``, ``completions``, ``completion_ids`` (lists of token ids), ``answer`` (the
-reference answer) and the further columns of the data by their names. Completions are texts; where
-the data gives prompts as messages, or in episodes, they and the prompts are lists of messages. A
-function of columns may take ``trainer_state``, whose ``global_step`` and ``max_steps`` say how far
-training is. Any of them may be async, and any number may be None: no opinion of that sample.
+or nothing but ``**columns``; it is verl's when it takes ``solution_str`` or ``solution_strs``, the
+latter called once for all samples of a step. Columns are lists of one length: ``prompts``,
+``completions``, ``completion_ids`` (lists of token ids), ``answer`` (the reference answer),
+``question`` where it is a text, and the further columns of the data by their names. Completions
+are texts; where the data gives prompts as messages, or in episodes, they and the prompts are lists
+of messages. A function of columns may take ``trainer_state``, whose ``global_step`` and
+``max_steps`` say how far training is, and ``log_extra`` and ``log_metric``, which log nothing; in
+``**columns`` these are where its code names them. Any function may be async, and any number may be
+None: no opinion of that sample.
 """
 
 from __future__ import annotations
@@ -33,10 +37,12 @@ SIGNATURE = (
 
 OWN_COLUMNS = ("prompts", "completions", "completion_ids")
 _STATE = "trainer_state"
-_VERL = "solution_str"
+_TRAINERS = (_STATE, "log_extra", "log_metric")
+"""What TRL's trainer passes beside columns."""
+_VERL, _BATCH = "solution_str", "solution_strs"
 _ONE_AT_A_TIME = ("answer", "completion", "prompt", "response", "sample", "text")
 
-Form = Literal["samples", "columns", "solution"]
+Form = Literal["samples", "columns", "solution", "solutions"]
 
 
 def form_of(function: Callable[..., Any], key: str) -> Form:
@@ -59,6 +65,8 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if _VERL in names:
         return "solution"
+    if _BATCH in names:
+        return "solutions"
     if names.intersection(OWN_COLUMNS) or (takes_all and not names):
         return "columns"
     first = next((p for p in parameters if p.kind is not p.KEYWORD_ONLY), None)
@@ -71,12 +79,16 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
 def adapted(function: Callable[..., Any]) -> Callable[..., list[Points]]:
     """A function of samples that calls one of any form, async or not."""
     form = form_of(function, "reward")
-    if inspect.iscoroutinefunction(function):
+    called = getattr(function, "__call__", None)  # noqa: B004, an object that is called may be async
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
         function = functools.wraps(function)(functools.partial(_awaited, function))
     if form == "samples":
         return function
-    on = _on_columns if form == "columns" else _on_solutions
-    return functools.wraps(function)(functools.partial(on, function))
+    on = {"columns": _on_columns, "solution": _on_solutions, "solutions": _on_batch}[form]
+    made = functools.wraps(function)(functools.partial(on, function))
+    if form == "solutions":
+        made.over = getattr(function, "over", "batch")  # type: ignore[attr-defined]
+    return made
 
 
 def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str) -> None:
@@ -90,14 +102,18 @@ def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str
     form = form_of(function, key)
     if form == "samples":
         return
-    reserved = (*OWN_COLUMNS, "answer") if form == "columns" else tuple(_SOLUTION)
+    reserved = {
+        "columns": (*OWN_COLUMNS, "answer"),
+        "solution": tuple(_SOLUTION),
+        "solutions": tuple(_SOLUTIONS),
+    }[form]
     names = [*reserved, *columns]
     absent = [
         p.name
         for p in _parameters(function)
         if p.default is p.empty
         and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        and p.name not in (*names, _STATE)
+        and p.name not in (*names, *_TRAINERS)
     ]
     if absent:
         raise UserError(
@@ -119,22 +135,49 @@ def _on_columns(
     names = {p.name for p in parameters}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         columns = {name: column for name, column in columns.items() if name in names}
-    if _STATE in names:  # by name alone: other functions hand **columns on
-        first = samples[0] if samples else None
-        steps = (first.step, first.steps) if first else (0, 0)
-        columns[_STATE] = types.SimpleNamespace(global_step=steps[0], max_steps=steps[1])
-    return function(**columns)
+    # only where they are read: older functions take all of **columns for lists
+    read = [name for name in _TRAINERS if name in names or name in _constants(function)]
+    return function(**columns | {name: _from_trainer(name, samples) for name in read})
+
+
+def _from_trainer(name: str, samples: list[Sample]) -> Any:
+    """What TRL's trainer passes under a name."""
+    if name != _STATE:
+        return _logs_nothing
+    first = samples[0] if samples else None
+    steps = (first.step, first.steps) if first else (0, 0)
+    return types.SimpleNamespace(global_step=steps[0], max_steps=steps[1])
+
+
+def _logs_nothing(*values: Any, **named: Any) -> None:
+    """In the place of functions that log."""
+
+
+def _constants(function: Any) -> tuple[Any, ...]:
+    """The constants of a function's code, where it takes ``**columns``; () of others."""
+    if not any(p.kind is p.VAR_KEYWORD for p in _parameters(function)):
+        return ()
+    while isinstance(function, functools.partial):
+        function = function.args[0] if function.func is _awaited else function.func
+    code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
+    return getattr(code, "co_consts", ())
 
 
 def _columns(samples: list[Sample]) -> dict[str, Any]:
     names = dict.fromkeys(name for sample in samples for name in sample.prompt.meta)
     metas: list[Mapping[str, Any]] = [sample.prompt.meta for sample in samples]
-    return {name: [meta.get(name) for meta in metas] for name in names} | {
-        "answer": [sample.prompt.answer for sample in samples],
-        "prompts": [_prompt(sample) for sample in samples],
-        "completions": [_completion(sample) for sample in samples],
-        "completion_ids": [list(map(int, sample.tokens)) for sample in samples],
-    }
+    questions = [getattr(sample.prompt, "question", "") for sample in samples]
+    asked = {"question": questions} if any(questions) else {}
+    return (
+        asked
+        | {name: [meta.get(name) for meta in metas] for name in names}
+        | {
+            "answer": [sample.prompt.answer for sample in samples],
+            "prompts": [_prompt(sample) for sample in samples],
+            "completions": [_completion(sample) for sample in samples],
+            "completion_ids": [list(map(int, sample.tokens)) for sample in samples],
+        }
+    )
 
 
 def _prompt(sample: Sample) -> Any:
@@ -165,7 +208,7 @@ _SOLUTION: dict[str, Callable[[Sample], Any]] = {
 def _on_solutions(
     function: Callable[..., Any], samples: list[Sample], **options: Any
 ) -> list[Points]:
-    """Calls verl's form once for each sample; of a dict that it returns "score" counts."""
+    """Calls verl's form once for each sample; see ``_score``."""
     parameters = _parameters(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     points = []
@@ -173,9 +216,31 @@ def _on_solutions(
         arguments = {**sample.prompt.meta, **{n: of(sample) for n, of in _SOLUTION.items()}}
         names = {p.name for p in parameters} | (set(_SOLUTION) if takes_all else set())
         arguments = {n: x for n, x in arguments.items() if n in names} | options
-        value = function(**arguments)
-        points.append(value["score"] if isinstance(value, dict) else value)
+        points.append(_score(function(**arguments)))
     return points
+
+
+_SOLUTIONS = {f"{name}s": of for name, of in _SOLUTION.items()}
+"""Arguments of verl's functions of a batch, each a list."""
+
+
+def _on_batch(function: Callable[..., Any], samples: list[Sample], **options: Any) -> list[Points]:
+    """Calls verl's form for a batch; see ``_score``."""
+    if not samples:
+        return []
+    parameters = _parameters(function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    lists = {n: [of(sample) for sample in samples] for n, of in _SOLUTIONS.items()}
+    names = {p.name for p in parameters}
+    values = function(**{n: x for n, x in lists.items() if takes_all or n in names} | options)
+    return list(map(_score, values))
+
+
+def _score(value: Any) -> Any:
+    """What verl takes of a returned value: "score" of a dict, the first of several."""
+    if isinstance(value, dict):
+        return value["score"]
+    return value[0] if isinstance(value, tuple | list) and value else value
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

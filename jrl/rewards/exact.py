@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jrl.errors import UserError
-from jrl.rewards.answers import Choice, Colon, Words, read
+from jrl.rewards.answers import Choice, Colon, Items, Words, read
 from jrl.rewards.base import Sample
 from jrl.rewards.compare import Checker, same
 from jrl.rewards.markup import LONGEST, clean
@@ -42,6 +42,8 @@ _BETWEEN = re.compile(
     r"(?:(?:and|or)\b)?(?:\\?[$\s(\[}]|\\q?quad\b|\\[,;:])*"
 )
 """What joins two boxes to one list."""
+_MINUS = re.compile(r"(?:=|\$|\\\(|\\\[|\bis)[ ]*-\\?$")
+"""A sign before a box."""
 _FAR = 40
 """Characters; boxes farther from each other are no list."""
 _HEADED = re.compile(r"\W*(?:the )?(?:final )?answer\W*", re.IGNORECASE)
@@ -124,9 +126,11 @@ def _last_quantity(text: str) -> str | None:
         content = next(filter(None, formula.groups()))
         place = formula.start() + max(0, len(text) - LONGEST)
         bare = re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+", "", content)
-        is_around = place <= last.start() < place + len(formula.group())
-        if is_around and "\\" in content and not re.search("[A-Za-z]{3}", bare):
-            return re.split(r"=|\\approx", content)[-1].strip()
+        is_around = place <= last.start() < last.end() <= place + len(formula.group())
+        value = re.split(r"=|\\approx", content)[-1].strip()
+        is_more = "\\" in content or re.search("[A-Za-z]", value)
+        if is_around and is_more and not re.search("[A-Za-z]{3}", bare):
+            return value
     number, end = last.group().strip(), last.end()
     if "$" in number and text.startswith("$", end):  # not a price but mathematics
         number, end = number.replace("$", ""), end + 1
@@ -181,7 +185,11 @@ def boxed(text: str) -> str | None:
 
 def _joined(text: str, boxes: list[_Box]) -> str | None:
     """What the last boxes hold: one, or a list of those with "and" or a comma between them."""
-    contents = [boxes[-1].content] if boxes else []
+    if not boxes:
+        return None
+    contents = [boxes[-1].content]
+    if contents[0] and _MINUS.search(text[max(0, boxes[-1].start - _FAR) : boxes[-1].start]):
+        return f"-{contents[0]}"
     for box, after in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
         between = text[box.end : after.start]
         if len(between) > _FAR or not _BETWEEN.fullmatch(between):
@@ -276,6 +284,9 @@ def claimed_answer(completion: str, expected: str) -> str | None:
         return marked
     if to_number(expected) is None and not isinstance(read(clean(expected)), Colon):
         return last_statement(completion) or completion
+    stated = last_statement(completion)
+    if stated is not None and isinstance(read(clean(stated)), Items):
+        return stated  # several numbers, of which the last is not the answer
     return _last_quantity(completion) or completion
 
 

@@ -10,10 +10,11 @@ import jax
 from jrl.config import Config
 from jrl.errors import UserError
 from jrl.evaluate import load_policy
+from jrl.hub import hub_name
 from jrl.models import hf
 from jrl.models.hf.peft import save_adapters
 from jrl.models.tokenizer import CharTokenizer
-from jrl.run.model_card import model_card, write_card
+from jrl.run.model_card import base_name, model_card, write_card
 from jrl.train import build
 from jrl.train.adapters import lora_of
 from jrl.train.state import plain_policy
@@ -74,10 +75,14 @@ def export_run(
         params = jax.device_get(params)
     card = model_card(config, step=step, name=name or directory.name, adapters=adapters)
     if adapters and lora is not None:
-        save_adapters(directory, run.model, params, lora=lora, base=config.model.path)
+        base = config.model.path
+        if name is not None and hub_name(base or "") is None:
+            base = base_name(config)  # a path of this machine is not for the Hub
+        save_adapters(directory, run.model, params, lora=lora, base=base)
         write_card(directory, card)
         return directory
-    hf.save(directory, run.model, params, source_dir=config.model.path)
+    stop_ids = run.tokenizer.stop_ids if config.model.path is not None else ()
+    hf.save(directory, run.model, params, source_dir=config.model.path, stop_ids=stop_ids)
     if config.model.path is None and isinstance(run.tokenizer, CharTokenizer):
         run.tokenizer.save(directory)
     write_card(directory, card)

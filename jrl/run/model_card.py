@@ -43,9 +43,9 @@ def model_card(config: Config, *, step: int, name: str, adapters: bool = False) 
       adapters: whether the directory holds adapters alone.
     """
     method = _method(config.method)
-    base, sets = _base(config), _data(config)
+    base, sets = base_name(config), _data(config)
     front: dict[str, Any] = {"library_name": "peft" if adapters else "transformers"}
-    if base is not None:
+    if hub_name(config.model.path or "") is not None:  # the Hub makes a link of it
         front |= {"base_model": base, "base_model_relation": "adapter" if adapters else "finetune"}
     if (license_name := base_license(config)) is not None:
         front["license"] = license_name
@@ -62,7 +62,7 @@ def model_card(config: Config, *, step: int, name: str, adapters: bool = False) 
         ("library", f"JRL {version()}"),
     ]
     lines = ["---", yaml.safe_dump(front, sort_keys=False).rstrip(), "---", f"# {name}", ""]
-    lines += ["Trained with reinforcement learning by JRL.", "", "| | |", "| --- | --- |"]
+    lines += [f"Trained with `{method['name']}` by JRL.", "", "| | |", "| --- | --- |"]
     lines += [f"| {key} | {value} |" for key, value in rows]
     lines += ["", "## Metrics", "", *_metrics(config), "", "## Train it again", ""]
     lines += [f"    {_command(config)}", ""]
@@ -112,7 +112,7 @@ def _method(name: str) -> dict[str, Any]:
     return {"name": about["name"], "paper": f'"{paper}"{link}' if paper else None}
 
 
-def _base(config: Config) -> str | None:
+def base_name(config: Config) -> str | None:
     """The base model for readers elsewhere: a Hub name, or a directory's last part."""
     if config.model.path is None:
         return None
@@ -156,7 +156,7 @@ def _command(config: Config) -> str:
     """The command of this run: the keys that differ from the defaults, without directories."""
     tree = as_tree(config)
     if config.model.path is not None:
-        tree["model"]["path"] = _base(config)
+        tree["model"]["path"] = base_name(config)
     parts = _overrides(tree, as_tree(Config()))
     line = " ".join(["jrl train", *map(shlex.quote, parts)])
     return _DIRECTORIES.sub("", line)

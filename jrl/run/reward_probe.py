@@ -107,7 +107,8 @@ def check_reward_columns(config: Config, prompts: Sequence[Prompt]) -> None:
                 )
     columns = prompts[0].meta if prompts else ()
     for name in _own_rewards(config):
-        columns_known = [*columns, *config.rewards[name].options]
+        asked = ["question"] if prompts and prompts[0].question else []
+        columns_known = [*asked, *columns, *config.rewards[name].options]
         function = load(function_of(name, tables[name]), "rewards")
         check_columns(function, columns_known, f"rewards.{name}")
 

@@ -6,7 +6,8 @@ A reader finds here, in one list, what stands between the training loop and the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,7 @@ from jrl.train.sources_own import Sampler, make_own_source
 from jrl.train.sources_task import EnvSource, TaskSource
 from jrl.train.sources_text import TextSampler, TextSource
 from jrl.train.tree_search import search_source, undrawn_text
+from jrl.types import Prompt
 
 
 def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Source:
@@ -80,9 +82,24 @@ def check_sources(run: Run) -> None:
 
 
 def table_of(run: Run, curriculum: Curriculum) -> Table:
-    """The problems that a run's curriculum chooses from."""
+    """The problems that a run's curriculum chooses from, with the data's columns of numbers."""
     rows = run.kind.problems(run.data, curriculum.pool)
-    return Table(rows, 1, jnp.zeros(rows, jnp.int32))
+    columns = number_columns(run.data.prompts.get("train", ()))
+    return Table(rows, 1, jnp.zeros(rows, jnp.int32), columns)
+
+
+def number_columns(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """The columns in which every row has a finite number, [rows] float32 by name."""
+    names = set(prompts[0].meta) if prompts else set()
+    for prompt in prompts:
+        names = {name for name in names if _is_number(prompt.meta.get(name))}
+        if not names:
+            break
+    return {n: jnp.asarray([float(p.meta[n]) for p in prompts], jnp.float32) for n in sorted(names)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def tools_of(run: Run) -> Callable[[Any], Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 
 import jax
@@ -28,7 +29,7 @@ OPTIONS: Options = {
     },
     "cpu": {
         # A program is a thousand small kernels, each of which LLVM goes over. Doing less to them
-        # compiles a sampler in 5/6 of the processor time, a training step in 6/7 and an initial
+        # compiles samplers and training steps in 5/6 of the processor time and an initial
         # state in a quarter, with equal bits; all three take as long to run (benchmarks/peers.md).
         "xla_backend_optimization_level": 1,
     },
@@ -57,6 +58,8 @@ TRAINING: Options = {
 def compiler_options(mesh: Mesh, *, training: bool = False) -> dict[str, Value] | None:
     """The options of every program of a run on this mesh, for ``jax.jit``.
 
+    An option that XLA_FLAGS sets is left to it.
+
     Args:
       mesh: of the run.
       training: whether it is the training step.
@@ -64,7 +67,8 @@ def compiler_options(mesh: Mesh, *, training: bool = False) -> dict[str, Value] 
     platform = named_platform(mesh.devices.flat[0].platform)
     more = TRAINING.get(platform, {}) if training else {}
     options = {**OPTIONS.get(platform, {}), **known(mesh, tuple(more.items()))}
-    return options or None
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if f"--{name}=" not in flags} or None
 
 
 @functools.cache

@@ -60,7 +60,7 @@ TABLE: tuple[Feature, ...] = (
     _forbids("compiled", "rounds", "what it does between rounds takes a host"),
     _forbids("compiled", "own reward", "it judges on the host, between the two programs"),
     _forbids("compiled", "reward model", "it scores between the two programs"),
-    _forbids("compiled", "judge", "it is asked on the host, between the two programs"),
+    _forbids("compiled", "judge, likelihood", "it is asked on the host, between the two programs"),
     _forbids("compiled", "row rewards", "it reads a column of the data, and a task has none"),
     # -- the network that a method trains
     _forbids("own layout", "lora", "all weights are trained"),
@@ -89,10 +89,14 @@ TABLE: tuple[Feature, ...] = (
     _forbids("search", "placement", "a search draws on the mesh of training"),
     _forbids("guided search", "sampling mesh", "its value network is on the mesh of training"),
     _forbids("search", "reward model", "a search goes by rewards of functions"),
-    _forbids("search", "judge", "a search goes by rewards of functions"),
+    _forbids("search", "judge, likelihood", "a search goes by rewards of functions"),
     _forbids(
         *("judge here", "several processes, placement, sampling mesh, several policies"),
         "it samples on the mesh of training, in one process, as one policy",
+    ),
+    _forbids(
+        *("likelihood", "several processes, placement, sampling mesh, several policies"),
+        "it is scored on the mesh of training, in one process, by one policy",
     ),
     _needs("draws", "text", "only there rewards are computed after a part and before the next"),
     _forbids("draws", "search", "it samples all prompts together"),
@@ -165,6 +169,7 @@ WITHOUT: Mapping[str, str] = {
     "draws": "set sampling.draws to 1",
     "dropped groups": "choose a method that keeps every group",
     "entropy bonus": "remove objective.entropy_coef",
+    "episodes": "remove data.env",
     "expert": "set objective.round_steps to 0",
     "further members": "choose another method",
     "greedy members": "choose another method",
@@ -173,6 +178,7 @@ WITHOUT: Mapping[str, str] = {
     "in flight": "set train.mode to 'host'",
     "judge": "remove the judge",
     "judge here": "name a server with url",
+    "likelihood": "remove the part",
     "lora": "remove [lora]",
     "nothing drawn": "choose a method that draws its own completions",
     "on-policy loss": "choose a method that learns from any data, such as sft, filtered_bc, ilql"
@@ -306,7 +312,7 @@ def _config_features(config: Config) -> Features:
     rewards = parts_of(config)
     models, by_row = rewards.given_by("model"), [p.name for p in rewards.combined if p.column]
     own = rewards.given_by("function") if config.rewards else ()
-    judges = rewards.given_by("judge")
+    judges, likely = rewards.given_by("judge"), rewards.given_by("likelihood")
     here = [name for name in judges if judge_of(config, name).local]
     by_token = [*parts_by_token(config).values()]
     items = {
@@ -325,6 +331,7 @@ def _config_features(config: Config) -> Features:
         "reward model": (models, f"[rewards.{models[0]}]" if models else ""),
         "judge": (judges, f"[rewards.{judges[0]}]" if judges else ""),
         "judge here": (here, f"rewards.{here[0]}.model" if here else ""),
+        "likelihood": (likely, f"[rewards.{likely[0]}]" if likely else ""),
         "token rewards": (by_token, by_token[0] if by_token else ""),
         "row rewards": (by_row, f"rewards.{by_row[0]}" if by_row else ""),
         "own reward": (own, f"rewards.{own[0]}" if own else ""),

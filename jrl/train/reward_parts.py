@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from jrl.config import Config
 from jrl.config.judge import TOKEN_FORMS, JudgeTable, judge_table
+from jrl.config.likelihood import LIKELIHOOD, LikelihoodTable, likelihood_table
 from jrl.config.reward_model import (
     MODEL_NAMES,
     PUBLISHED_MODELS,
@@ -45,7 +46,7 @@ MOST_PARTS = 31
 JUDGE = "judge"
 """The function of a part that a judge gives, a model behind an endpoint (``config.judge``)."""
 
-Giver = Literal["data", "function", "model", "judge", "combined"]
+Giver = Literal["data", "function", "model", "judge", "likelihood", "combined"]
 
 
 class RunRewards(NamedTuple):
@@ -124,7 +125,10 @@ def parts_by_token(config: Config) -> dict[str, str]:
     parts = parts_of(config)
     forms = {name: judge_of(config, name).form for name in parts.given_by("judge")}
     named = {n: f"rewards.{n}.form = {form!r}" for n, form in forms.items() if form in TOKEN_FORMS}
-    return keys | named | parts_by_progress(config)
+    gains = parts_of(config).given_by("likelihood")
+    by_turn = [n for n in gains if likelihood_of(config, n).by == "turn"]
+    turns = {n: f'rewards.{n}.by = "turn"' for n in by_turn}
+    return keys | named | turns | parts_by_progress(config)
 
 
 def parts_by_progress(config: Config) -> dict[str, str]:
@@ -152,6 +156,9 @@ def _giver(config: Config, name: str) -> Giver:
         _check_judge(name, config)
         return "judge"
     has_function = data.own_rewards and (":" in function or function in FUNCTION_NAMES)
+    if function == LIKELIHOOD and LIKELIHOOD not in data.reward_names:
+        _check_likelihood(name, config)
+        return "likelihood"
     if data.scored:
         return "data"
     if data.reward_names and function not in data.reward_names and not has_function:
@@ -171,6 +178,11 @@ def _giver(config: Config, name: str) -> Giver:
 def _check_keys(name: str, table: RewardTable) -> None:
     """Raises UserError for keys of a part that say nothing beside one another."""
     key = f"rewards.{name}"
+    if table.over is not None and ":" not in function_of(name, table):
+        raise UserError(
+            f"{key}.over = {table.over!r}: functions of the library know what they are called with"
+            "; remove it"
+        )
     if table.combine is None and table.of:
         choices = ", ".join(COMBINATORS)
         raise UserError(f"{key}.of = {table.of} without {key}.combine; set it to one of {choices}")
@@ -193,6 +205,16 @@ def judge_of(config: Config, name: str) -> JudgeTable:
     """
     key = f"rewards.{name}"
     return judge_table(key, reveal(reward_tables(config)[name].options, key))
+
+
+def likelihood_of(config: Config, name: str) -> LikelihoodTable:
+    """The keys of a part that is the policy's probability of the answer.
+
+    Raises:
+      UserError: a line for each mistake, which names the key.
+    """
+    key = f"rewards.{name}"
+    return likelihood_table(key, reveal(reward_tables(config)[name].options, key))
 
 
 def model_of_part(config: Config, name: str) -> RewardModelTable:
@@ -230,6 +252,18 @@ def _check_judge(name: str, config: Config) -> None:
         raise unknown_choice(f"{key}.only", judge.only, earlier)
 
 
+def _check_likelihood(name: str, config: Config) -> None:
+    """Raises UserError for keys of a probability of the answer that nothing reads."""
+    part, key = reward_tables(config)[name], f"rewards.{name}"
+    likelihood_of(config, name)
+    if part.range is not None:
+        raise UserError(f"{key}.range = {part.range}: probabilities are within [0, 1]; remove it")
+    if part.missing == "drop":
+        raise UserError(f'{key}.missing = "drop": a sample stays in its group; set "zero"')
+    if config.data.scored:
+        raise UserError(f"{key}: the data hold the scores of their completions; remove it")
+
+
 def _combined(name: str, table: RewardTable, tables: Mapping[str, RewardTable]) -> Combined:
     for other in table.of:
         if other not in tables or other == name:
@@ -254,7 +288,8 @@ def accuracy_part(config: Config, eval_parts: Mapping[str, float]) -> str:
     tables, parts = reward_tables(config), parts_of(config)
     chosen = next((name for name, part in tables.items() if part.judge), None)
     # A reward model says which of two is better, not what is right.
-    names = [*eval_parts][:1] or [n for n in parts.weights if parts.givers[n] != "model"]
+    unsure = ("model", "likelihood")
+    names = [*eval_parts][:1] or [n for n in parts.weights if parts.givers[n] not in unsure]
     if chosen is not None:
         if chosen not in names:
             raise UserError(
@@ -282,6 +317,8 @@ def reward_pool(config: Config) -> RewardPool:
         table, options = tables[name], reveal(tables[name].options, f"rewards.{name}")
         make = partial(make_reward, function_of(name, table), f"rewards.{name}", **options)
         functions[name] = mistakes.look(make)
+        if table.over is not None and functions[name] is not None:
+            functions[name].over = table.over
         low, high = table.range or (-math.inf, math.inf)
         paid = parts.weights[name] if table.by_token else None
         rules[name] = Rules(table.missing, low, high, table.where, paid)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jrl.data.tasks import Task
+from jrl.errors import UserError
 from jrl.rewards.combine import Combined, combined
 from jrl.rewards.model import at_progress, at_turn_ends
 from jrl.rewards.pool import RewardPool
@@ -17,6 +18,7 @@ from jrl.train.groups import counted
 from jrl.train.judges import judges_of
 from jrl.train.judging import HostJudge, Texts, without_dropped, without_silent
 from jrl.train.kinds import TextKind
+from jrl.train.likelihood import Likelihood, make_likelihood
 from jrl.train.reward_parts import RunRewards
 from jrl.train.row_calls import EndsRows, RowCalls
 from jrl.train.sources import Around, Groups, Source
@@ -204,6 +206,28 @@ def judge_stage(judges: TextParts, prompts_of: Callable[[Groups], Sequence[Promp
     return stage
 
 
+def likelihood_stage(
+    parts: Mapping[str, Likelihood], prompts_of: Callable[[Groups], Sequence[Prompt]]
+) -> Stage:
+    """The policy's own probabilities of the answers."""
+
+    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
+        if "context" in groups.ids:
+            raise UserError(
+                f"rewards.{next(iter(parts))}: the policy does not read an episode with several"
+                " contexts at once; set data.contexts to 1, or remove the part"
+            )
+        rollout, turns = jax.device_get((groups.rollout, groups.ids.get("turn")))
+        weights = NOTHING if request is None else request.weights
+        more = dict[str, Any]()
+        for name, part in parts.items():
+            more[name], paid = part(rollout, turns, prompts_of(groups), weights)
+            groups = with_paid(groups, paid if part.table.by == "turn" else None)
+        return groups, more
+
+    return stage
+
+
 def judged_parts(
     run: Run,
     source: Source,
@@ -246,6 +270,9 @@ def judged_parts(
         stages.append(judge_stage(models, prompts_seen(run)))
     if judges is not None:
         stages.append(judge_stage(judges, prompts_seen(run)))
+    if names := rewards.given_by("likelihood"):
+        parts = {name: make_likelihood(run, name) for name in names}
+        stages.append(likelihood_stage(parts, prompts_seen(run)))
     if not stages and not rewards.combined and calls is None:
         return source
     certain = (*(() if type(run.kind) is TextKind else gives), *rewards.models)

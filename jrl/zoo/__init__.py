@@ -10,6 +10,7 @@ HOMES = {
     "jrl.zoo.envs.subgoals": ("model_planner", "prove_by_parts"),
     "jrl.zoo.networks.policies": ("Policies",),
     "jrl.zoo.tools.calculator": ("calculator_tool",),
+    "jrl.zoo.tools.puzzles": ("puzzle_rows",),
     "jrl.zoo.tools.refinements": (
         *("Solution", "best_draft", "global_rows", "local_rows", "sorm_rows"),
     ),
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from jrl.zoo.envs.subgoals import prove_by_parts as prove_by_parts
     from jrl.zoo.networks.policies import Policies as Policies
     from jrl.zoo.tools.calculator import calculator_tool as calculator_tool
+    from jrl.zoo.tools.puzzles import puzzle_rows as puzzle_rows
     from jrl.zoo.tools.refinements import Solution as Solution
     from jrl.zoo.tools.refinements import best_draft as best_draft
     from jrl.zoo.tools.refinements import global_rows as global_rows

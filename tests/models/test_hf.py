@@ -376,6 +376,21 @@ def test_export_keeps_unknown_keys_and_tokenizer_files(copied, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "export"]
 
 
+@pytest.mark.parametrize(
+    ("named", "stop_ids", "written"),
+    [(7, (7, 9), [7, 9]), ([9, 7], (7, 9), [9, 7]), (None, (7,), 7), (7, (), 7)],
+)
+def test_an_export_names_every_token_that_ends_a_completion(
+    named, stop_ids, written, copied, tmp_path
+):
+    generation = {"temperature": 0.6} | ({} if named is None else {"eos_token_id": named})
+    (copied / "generation_config.json").write_text(json.dumps(generation))
+    config, params = hf.load(copied)
+    hf.save(tmp_path / "export", config, params, source_dir=copied, stop_ids=stop_ids)
+    exported = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    assert exported == {"temperature": 0.6, "eos_token_id": written}
+
+
 def test_save_refuses_what_is_not_a_checkpoint_or_not_this_model(copied, tmp_path):
     config, params = hf.load(copied)
     other = tmp_path / "thesis"

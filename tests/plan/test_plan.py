@@ -258,8 +258,8 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
     cases = [
         (one, {"mesh": {"tensor": 4}}, "mesh.tensor = 4 does not divide the model's heads = 2"),
         (one, {"train": {"prompts": 6}}, "a microbatch of 6 prompts"),
-        (one, {"mesh": {"fsdp": 2}}, "mesh uses 2 of the 4 chips"),
-        (one, {"mesh": {"tensor": 8}}, "needs 8 devices; there are 4"),
+        (one, {"mesh": {"fsdp": 2}}, r"mesh \(fsdp 2\) is for 2 chips, and v5e:2x2 has 4"),
+        (one, {"mesh": {"tensor": 8}}, "is for 8 chips, and v5e:2x2 has 4"),
         (
             one,
             {

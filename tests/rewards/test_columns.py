@@ -1,16 +1,22 @@
 """Reward functions in JRL's form and in TRL's: told apart, called, and refused in one line."""
 
 import dataclasses
+import inspect
+import json
 import pickle
+import sys
 import types
 
 import numpy as np
 import pytest
 
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.rewards import Sample, make_reward
+from jrl.rewards.call import call
 from jrl.rewards.columns import adapted, check_columns, form_of
 from jrl.rewards.pool import RewardPool
+from jrl.train.reward_parts import parts_of, reward_pool
 from jrl.user_code import given
 
 
@@ -184,3 +190,129 @@ def test_prompts_as_messages_make_completions_messages():
         for s in SAMPLES
     ]
     assert adapted(of_chat)(chat) == [1.0, 0.0]
+
+
+# ---------------------------------------------------------------- as scripts write them
+
+
+def reads_state(completions, **kwargs):
+    state = kwargs["trainer_state"]
+    kwargs["log_metric"]("seen", len(completions))
+    return [state.global_step / state.max_steps for _ in completions]
+
+
+def hands_columns_on(completions, **columns):
+    return [float(len(values)) for values in columns.values()][:1] * len(completions)
+
+
+class Async:
+    """An object that is called, and waits."""
+
+    async def __call__(self, completions, **kwargs):
+        return [float(len(text)) for text in completions]
+
+
+ASYNC = Async()
+
+
+def test_what_the_trainer_passes_is_there_where_it_is_read():
+    samples = [dataclasses.replace(s, step=3, steps=4) for s in SAMPLES]
+    assert adapted(reads_state)(samples) == [0.75, 0.75]
+    assert adapted(hands_columns_on)(samples) == [2.0, 2.0]  # lists alone
+    assert adapted(ASYNC)(samples) == [1.0, 1.0]
+
+
+def asks(completions, question, **kwargs):
+    return [float(text in asked) for text, asked in zip(completions, question, strict=True)]
+
+
+def test_a_question_in_text_is_a_column():
+    prompt = types.SimpleNamespace(**{**vars(SAMPLES[0].prompt), "question": "4 or 6?"})
+    samples = [dataclasses.replace(s, prompt=prompt) for s in SAMPLES]
+    assert adapted(asks)(samples) == [1.0, 0.0]
+    assert adapted(asks)(pickle.loads(pickle.dumps(samples))) == [1.0, 0.0]
+    check_columns(asks, ["question"], "rewards.x")
+    with pytest.raises(UserError, match="takes question"):
+        check_columns(asks, ["level"], "rewards.x")
+
+
+def of_a_batch(data_sources, solution_strs, ground_truths, extra_infos, scale=1.0):
+    best = max(map(len, solution_strs))
+    pairs = zip(solution_strs, ground_truths, strict=True)
+    return [{"score": scale * (len(s) == best) * (s == truth)} for s, truth in pairs]
+
+
+def test_verls_function_of_a_batch_is_called_once():
+    samples = [sample("44", "44"), sample("4"), sample("55", "44")]
+    assert form_of(of_a_batch, "r") == "solutions"
+    assert adapted(of_a_batch).over == "batch"
+    assert adapted(of_a_batch)(samples, scale=2.0) == [2.0, 0.0, 0.0]
+    assert adapted(of_a_batch)([]) == []
+    with pytest.raises(UserError, match="takes labels"):
+        check_columns(lambda solution_strs, labels: [], [], "rewards.x")
+
+
+def with_parts(solution_str, ground_truth, step=0):
+    return 1.5, 1.0, 0.5
+
+
+def test_of_several_scores_verl_takes_the_first():
+    assert adapted(with_parts)(SAMPLES) == [1.5, 1.5]
+
+
+class Tensor:
+    """As arrays of other libraries are."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def tolist(self):
+        return self.values
+
+
+def test_tensors_are_numbers():
+    assert call(lambda samples: Tensor([0.5, 1.0]), SAMPLES) == [0.5, 1.0]
+    assert call(lambda samples: [Tensor(0.5), None], SAMPLES) == [0.5, None]
+    assert "returned str" in call(lambda samples: [Tensor("a"), 1.0], SAMPLES).reason
+
+
+def test_files_import_what_lies_beside_them_and_above(tmp_path, monkeypatch):
+    """A script's directory is searched, last; a file of a package imports others of it."""
+    monkeypatch.setattr("sys.path", [*sys.path])
+    package = tmp_path / "their_package"
+    (package / "inner").mkdir(parents=True)
+    for folder in (package, package / "inner"):
+        (folder / "__init__.py").write_text("")
+    (tmp_path / "their_words.py").write_text("WORDS = 3.0\n")
+    (tmp_path / "script.py").write_text(
+        "from their_words import WORDS\n\n\ndef reward(completions, **kwargs):\n"
+        "    return [WORDS] * len(completions)\n"
+    )
+    (package / "numbers.py").write_text("TWO = 2.0\n")
+    (package / "inner" / "rewards.py").write_text(
+        "from ..numbers import TWO\n\n\ndef reward(completions, **kwargs):\n"
+        "    return [TWO] * len(completions)\n"
+    )
+    assert make_reward(f"{tmp_path}/script.py:reward")(SAMPLES) == [3.0, 3.0]
+    assert make_reward(f"{package}/inner/rewards.py:reward")(SAMPLES) == [2.0, 2.0]
+    (tmp_path / "alone.py").write_text("from .their_words import WORDS\n")
+    with pytest.raises(UserError, match=r"alone\.py.*relative"):
+        make_reward(f"{tmp_path}/alone.py:reward")
+
+
+def longest(completions, **kwargs):
+    most = max(map(len, completions))
+    return [float(len(text) == most) for text in completions]
+
+
+def test_a_function_may_be_called_with_all_samples_of_a_step(tmp_path):
+    """TRL calls its functions so; here one at a time unless over says otherwise."""
+    (tmp_path / "script.py").write_text(inspect.getsource(longest))
+    name = f"function={json.dumps(f'{tmp_path}/script.py:longest')}"
+    samples = [sample("a"), sample("bbb"), sample("cc")]
+    for over, points in (("", [1, 1, 1]), ("over='batch', ", [0, 1, 0])):
+        keys = ["data.train=rows.jsonl", f"rewards={{long={{{over}{name}}}}}"]
+        with reward_pool(load_config(None, [*keys, "reward_pool.workers=0"])) as pool:
+            assert pool.scores(samples, group=1).points[:, 0].tolist() == points
+    with pytest.raises(UserError, match=r"rewards\.math\.over"):
+        parts_of(load_config(None, ["data.train=rows.jsonl", "rewards={math={over='batch'}}"]))

@@ -206,6 +206,19 @@ def test_convsearch_pays_by_rank(tmp_path):
     assert mine == pytest.approx([18 / 9, 17 / 9, 89 / 90, 0.0, -0.1])
 
 
+def test_convsearch_is_stricter_after_a_quarter_of_the_steps(tmp_path):
+    """The authors' code (BeastyZ/ConvSearch-R1) with steps."""
+    (tmp_path / "search.py").write_text(RETRIEVER)
+    told = [
+        sample("<think>x</think>\n<rewrite>cat food</rewrite>", gold=gold, step=step, steps=40)
+        for step in (10, 11)
+        for gold in ("p1", "7", "8", "97", "98")  # of ranks 1, 10, 11, 100 and 101
+    ]
+    mine = points("convsearch", *told, retriever=f"{tmp_path}/search.py:search", curriculum=True)
+    early = [1.0, 1 - 9 / 99, 1 - 10 / 99, 0.0, -0.2]
+    assert mine == pytest.approx([*early, 1.0, 1 - 9 / 99, 0.0, 0.0, -0.2])
+
+
 def test_rank_fidelity_is_the_mean_over_the_other_items():
     """Against the formula by hand, over two items of two members each."""
     stated = {0: ("1", "3"), 1: ("4", "4")}

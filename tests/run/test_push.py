@@ -117,10 +117,19 @@ def test_the_command_writes_a_card_and_pushes_what_it_wrote(hub, target, tmp_pat
     assert hub.files == here
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(here)
     front, body = front_of(here["README.md"].decode())
-    assert front["base_model"] == "base"
+    assert "base_model" not in front  # a directory, which the Hub would take for a model of its own
+    assert "| base model | base |" in body
     assert front["license"] == "apache-2.0"
     assert "# me/sorter" in body
     assert "hf_secret" not in here["README.md"].decode()
+
+
+def test_pushed_adapters_name_their_base_without_a_path_of_this_machine(hub, target, tmp_path):
+    adapters = [*target, "rewards=exact", "lora.rank=2", "--adapters"]
+    result = CliRunner().invoke(app, [*adapters, "--push", "me/sorter"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(hub.files["adapter_config.json"])["base_model_name_or_path"] == "base"
+    assert not any(str(tmp_path).encode() in content for content in hub.files.values())
 
 
 def test_without_push_nothing_is_sent_and_the_directory_is_the_same(hub, target, tmp_path):

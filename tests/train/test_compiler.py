@@ -22,6 +22,9 @@ def test_options_of_another_release_are_left_out():
 def test_a_platform_without_options_is_compiled_as_it_was(monkeypatch):
     monkeypatch.setattr(compiler, "known", lambda mesh, options: dict(options))
     cpu = make_mesh({}, jax.devices()[:1])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    assert compiler_options(cpu) is None
+    monkeypatch.setenv("XLA_FLAGS", "")
     assert compiler_options(cpu) == compiler_options(cpu, training=True) == dict(OPTIONS["cpu"])
     tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
     assert compiler_options(tpu) == compiler_options(tpu, training=True) == dict(OPTIONS["tpu"])

@@ -108,7 +108,7 @@ def test_data_that_give_completions_play_no_plan():
 
 def test_the_needs_of_methods_are_known():
     """A size of a group, what no run has yet, or what is read of the data and of lines."""
-    read = {"lines", "goals", "rationales", "questions"}
+    read = {"lines", "goals", "rationales", "questions", "several solutions"}
     for name, published in all_methods().items():
         method = published.example()
         others = {f"group of at least {method.least_group}", f"lacking {method.lacks}"}

@@ -252,6 +252,22 @@ def test_a_run_of_many_turns(place, tmp_path):
     assert threading.active_count() <= threads + 1
 
 
+def test_turns_are_paid_for_what_they_tell_of_the_answer(place, tmp_path):
+    """IGPO: the gains of a row are the change of the policy's probability of its answer."""
+    run = tmp_path / "run"
+    gain = "rewards={reward={}, gain={function='likelihood', by='turn', weight=0.5}}"
+    shape = ("data.turns=3", "data.eval=", "train.steps=1", "method=igpo", "log.samples_every=1")
+    assert train(settings(place, run, "talk", *shape, gain), echo=lambda line: None)["steps"] == 1
+    (record,) = records_of(run)
+    assert 0 < abs(record["reward/gain"]) < 1
+    for sample in read_jsonl(run / "samples.jsonl"):
+        mine = [turn for turn in sample["turns"] if turn["by"] == "policy"]
+        letters = [sum(c.isalpha() for c in turn["text"]) for turn in mine]
+        gains = [turn["paid"] - points for turn, points in zip(mine, letters, strict=True)]
+        assert gains[-1] == 0  # the last turn has the outcome alone
+        assert sum(gains) == pytest.approx(0.5 * sample["rewards"]["gain"], abs=1e-5)
+
+
 BESIDE = """
 def last_turn(samples):
     for s in samples:

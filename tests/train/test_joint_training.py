@@ -14,6 +14,7 @@ from tokenizers import models
 from jrl.config import load_config
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
+from jrl.methods.edit import edit_of, only
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
@@ -37,11 +38,11 @@ N, G, STEPS = 4, 16, 100
 MESH = make_mesh({}, jax.devices()[:1])
 SAMPLING = make_sampling_params(1.0)
 WORDS = ["", "", "yes", "no", "Verdict: A", "Verdict: B", "4", "5", "6", "7"]
-PROMPTS = [Prompt(i, f"q{i}", np.array([10 + i], np.int32), str(4 + i)) for i in range(4)]
+PROMPTS = [Prompt(i, f"q{i}", np.array([10 + i], np.int32), "") for i in range(4)]
 
 
 class Words:
-    """The tokenizer of this policy, and the reward of its problems."""
+    """The tokenizer of this policy, and the reward of its problems: 4 and 5 are right."""
 
     over_batch = by_token = False
 
@@ -49,7 +50,7 @@ class Words:
         return " ".join(WORDS[i] for i in ids if 1 < i < len(WORDS))
 
     def scores(self, samples, *, group):
-        right = [float(s.completion == s.prompt.answer) for s in samples]
+        right = [float(s.completion in ("4", "5")) for s in samples]
         return Scores(np.array(right, np.float32)[:, None], np.zeros(len(right), bool), {})
 
 
@@ -63,7 +64,7 @@ def asked(question):
 
 
 def agreement_of(method, network):
-    """The mean agreement with verdicts, by step."""
+    """By step: the mean agreement with verdicts, and the share of replies that are verdicts."""
     source = TextSource(
         *(PROMPTS, 4, None),
         jax.jit(functools.partial(generate, network=network, max_new_tokens=1, stop_tokens=(1,))),
@@ -80,9 +81,9 @@ def agreement_of(method, network):
         tools=lambda key: tools,
         contexts=True,
     )
-    common = {"network": network, "objective": method.objective, "optimizer": optax.adam(0.1)}
+    common = {"network": network, "objective": method.objective, "optimizer": optax.adam(0.03)}
     step, state = jax.jit(make_step(**common)), init_state(jax.random.key(3), **common)
-    seen, cursor = [], 0
+    seen, words, cursor = [], [], 0
     with jax.set_mesh(MESH):
         for i in range(STEPS):
             weights = policy_weights(state)
@@ -92,18 +93,28 @@ def agreement_of(method, network):
             assert float(metrics["logprob_diff"]) < 1e-4  # questions are scored as they were drawn
             first = np.asarray(batch.prompt_tokens)[:, 0]
             verdicts = np.isin(first, (14, 15)) & np.asarray(batch.members).any(axis=1)
-            seen.append(float(np.asarray(batch.rewards)[verdicts].mean()) if verdicts.any() else 0)
-    return np.array(seen)
+            if verdicts.any():
+                seen.append(float(np.asarray(batch.rewards)[verdicts].mean()))
+                live = np.asarray(batch.mask)[verdicts]
+                replies = np.asarray(batch.tokens)[verdicts][live]
+                words.append(np.isin(replies, (2, 3, 4, 5)).mean())
+    return np.array(seen), np.array(words)
 
 
 def test_spark_teaches_the_policy_to_judge_its_own_answers(bag):
-    """Its verdicts agree ever more; without what pays them they do not."""
+    """Its verdicts agree ever more; without what pays them they do not.
+
+    Problems are left out of the loss: once all answers are right, so is every "yes".
+    """
     method = get_method("spark", question_tokens=4, kl_coef=0.0)
-    learned = agreement_of(method, bag)
-    unpaid = agreement_of(method.with_(rewards=lambda groups, view: groups), bag)
-    assert learned[:5].mean() < 0.4
-    assert learned[-15:].mean() > 0.75
-    assert unpaid.max() == 0  # a verdict is the answer of no problem
+    questions = edit_of(lambda groups, view: only(groups, groups.round > 0))
+    method = method.with_(edits=(*method.edits, questions))
+    learned, verdicts = agreement_of(method, bag)
+    _, unpaid = agreement_of(method.with_(rewards=lambda groups, view: groups), bag)
+    assert learned[:3].mean() < 0.3
+    assert learned[-15:].mean() > 0.75  # one verdict for all would be right in half
+    assert verdicts[-15:].mean() > 0.9
+    assert unpaid[-15:].mean() < 0.1  # a verdict is the answer of no problem
 
 
 # ---------------------------------------------------------------- RL Tango, and a judge with grpo
@@ -167,11 +178,18 @@ TANGO = ("method=rl_tango", "objective.kl_coef=0", "objective.generator_steps=1"
 
 
 def test_a_verifier_learns_from_its_own_reward(place, tmp_path):
-    """Three steps of the verifier alone, then both by turns; its verdicts agree ever more."""
-    seen = trained(settings(place, tmp_path, *TANGO, "objective.warmup=3"))
+    """The verifier alone, on a generator that stays as it is: from noise to a verdict.
+
+    Half of the solutions are right, and so is a verifier that says the same of all.
+    """
+    (place / "half.py").write_text("def half(prompt, text):\n    return text in '45q?y'\n")
+    reward = f"data.reward={json.dumps(str(place / 'half.py') + ':half')}"
+    lines = ("objective.warmup=60", "train.steps=60", "optimizer.learning_rate=0.01")
+    seen = trained(settings(place, tmp_path, *TANGO, reward, *lines))
     assert seen["agreement"][0] < 0.35
-    assert seen["agreement"][-10:].mean() > 0.7
-    assert seen["outcome"][-10:].mean() > 0.7
+    assert seen["agreement"][-10:].mean() > 0.4
+    halves = seen["outcome"][:30].mean(), seen["outcome"][30:].mean()
+    assert abs(halves[0] - halves[1]) < 0.1
 
 
 def test_a_verifier_moves_in_its_own_turn_alone(place, tmp_path):

@@ -454,7 +454,7 @@ def test_programs_that_a_row_lists_are_demonstrations(place, tmp_path):
         {
             "question": f"say {x}",
             "answer": x,
-            "solutions": [2 * x, 3 * x, "zz"],
+            "solutions": [x, "e", "z"],
             "equivalent": [True, True, False],
         }
         for x in "abcd"

@@ -25,8 +25,8 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.storage.metrics import read_jsonl
 from jrl.train.judging import Texts
-from jrl.train.reward_model import check_text_models
-from jrl.train.reward_parts import model_of_part, parts_of
+from jrl.train.reward_model import check_steps, check_text_models, load_reward_models
+from jrl.train.reward_parts import model_of_part, parts_by_token, parts_of
 from jrl.train.text_models import label_weights, load_text_model
 from jrl.train.text_parts import TextParts
 from jrl.types import Prompt, StopReason
@@ -324,6 +324,24 @@ def test_helpsteer2_weighs_five_attributes(place):
     assert label_weights(table, names, "r") == [*(weights[n] for n in sorted(weights)), 0.0]
     with pytest.raises(UserError, match="rewards.r.labels = 'correctness'; choose from"):
         published("helpsteer2", place)
+
+
+def test_pav_pays_what_a_step_changes_of_a_chance(place):
+    assert {k: v for k, v in keys_of("pav", place, "rm0").items() if k != "path"} == {
+        "by": "progress",
+        "link": "sigmoid",
+    }
+    paths = (f"model.path={place / 'lm'}", "data.train=x.jsonl")
+    part = f"rewards={{p={{function='pav', path='{place / 'rm0'}', weight=0.5}}}}"
+    config = load_config(None, [*paths, part])
+    assert parts_by_token(config) == {"p": "rewards.p.by = 'progress'"}
+    with pytest.raises(UserError, match="rewards.p.by = 'progress': a checkpoint's model reads"):
+        load_reward_models(config, parts_of(config), make_mesh())
+    table = reward_model_table("rewards.p", {"path": "x", "by": "progress"})
+    task = load_config(None, ["data.task=sequence", "data.difficulty=1"])
+    with pytest.raises(UserError, match="completions of a task have no lines that would be steps"):
+        check_steps("rewards.p", table, task)
+    check_steps("rewards.p", table, config)
 
 
 def test_fact_rlhf_shows_facts(place):

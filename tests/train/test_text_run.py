@@ -302,6 +302,8 @@ def test_transformers_reads_the_export_and_agrees(base, place, tmp_path):
     config, *_ = base
     export_run(config, tmp_path / "exported")
     run = build.setup(config)
+    generation = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == run.tokenizer.eos_id
     _, params, step = load_policy(run, None)
     assert step == 3
     with warnings.catch_warnings():

@@ -42,7 +42,7 @@ def judged(units, reply, **options):
     """Points of units of samples by a toy judge, and the judge."""
     table = judge_table("rewards.good", {"url": "http://localhost:1", "model": "m"} | options)
     toy = Toy(reply)
-    judge = Judge("good", table, make_form(table, "rewards.good"), Rules(), toy)
+    judge = Judge(table, make_form(table, "rewards.good"), Rules(), toy)
     return judge.points(units), toy
 
 

@@ -12,7 +12,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -271,6 +271,7 @@ def save(
     params: Params,
     *,
     source_dir: str | os.PathLike[str] | None = None,
+    stop_ids: Sequence[int] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes a checkpoint directory that ``load`` and transformers read back unchanged.
@@ -284,6 +285,8 @@ def save(
       params: its parameters, NumPy or JAX arrays; written in their own dtype, one layer at a time.
       source_dir: the checkpoint it came from: tokenizer files are copied from it and the keys of
         its config.json that we do not know are kept.
+      stop_ids: ids that end a completion. Base models often name only the end of a text in
+        generation_config.json, and a policy trained to end its turns would not stop elsewhere.
       shard_bytes: split into files of about this size.
 
     Raises:
@@ -311,9 +314,21 @@ def save(
             for path in (source / name for name in _COMPANIONS):
                 if path.exists():
                     shutil.copyfile(path, draft / path.name)
+        _write_stops(draft / "generation_config.json", stop_ids)
         _replace(target, draft)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write_stops(path: pathlib.Path, stop_ids: Sequence[int]) -> None:
+    """Adds the ids that end a completion to those of a generation_config.json."""
+    generation = read_object(path)
+    named = generation.get("eos_token_id")
+    before = named if isinstance(named, list) else [] if named is None else [named]
+    if ids := [i for i in stop_ids if i not in before]:
+        ids = [*before, *ids]
+        generation["eos_token_id"] = ids[0] if len(ids) == 1 else ids
+        path.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
 
 def _replace(target: pathlib.Path, draft: pathlib.Path) -> None:

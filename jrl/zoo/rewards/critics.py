@@ -40,9 +40,10 @@ def judge_verdict(
 
     RISE-Judge is a run of ``sft`` on written judgments, then one of ``online_dpo`` on those that
     the judge samples: one with the label is preferred to one without. FARE's rounds of rejection
-    sampling keep the judgments with a point (its rounds are several runs); its five kinds of
-    prompts are rows for the forms "pairwise", "step" (the first wrong one), "yes_no" (an answer
-    verified with and without a reference) and "score".
+    sampling are a run of ``psr``, the likelihood of the judgments with a point, a round a step (how
+    many judgments a round has is not in its abstract); its five kinds of prompts are rows for the
+    forms "pairwise", "step" (the first wrong one), "yes_no" (an answer verified with and without a
+    reference) and "score".
 
     Args:
       samples: replies of the judge; ``prompt.answer`` is the label: "A", "yes", 7, -1, [2, 1, 3].

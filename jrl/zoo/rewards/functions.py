@@ -77,21 +77,28 @@ def _toolrl_form(sample: Sample, calls: bool) -> bool:
 
 
 def convsearch(
-    samples: list[Sample], retriever: str, column: str = "gold", bad_form: float = -0.1
+    samples: list[Sample],
+    retriever: str,
+    column: str = "gold",
+    bad_form: float = -0.1,
+    curriculum: bool = False,
 ) -> list[float]:
     """Points for the rank at which a rewritten query finds the gold passage.
 
     The rank-incentive reward of "ConvSearch-R1: Enhancing Query Reformulation for Conversational
     Search with Reasoning via Reinforcement Learning" (arXiv:2505.15776): (19 - k) / 9 for rank k of
     1 to 10, (100 - k) / 90 up to 100, else 0; without <think>...</think> and a rewrite behind it
-    ``bad_form`` instead. Departure: its second mapping, from a quarter of the steps on, is not
-    known.
+    ``bad_form`` instead. With ``curriculum`` the released code's other mapping: 1 - (k - 1) / 99
+    up to rank 100, after a quarter of the run's steps up to rank 10 alone and 0 up to 100; -0.2
+    where the passage is not found.
 
     Args:
-      samples: what to judge; the rewrite is the stated answer, or what follows </think>.
+      samples: what to judge; the rewrite is in <rewrite>...</rewrite>, the stated answer, or what
+        follows </think>.
       retriever: "FILE.py:function", (queries) -> for each the ids of passages, best first.
       column: with the gold passage's id, or a list of ids of which the best counts.
       bad_form: points.
+      curriculum: whether points change after a quarter of the steps.
 
     Raises:
       UserError: a row has no gold passage, or the retriever returned another number of lists.
@@ -112,7 +119,8 @@ def convsearch(
         gold = sample.prompt.meta.get(column)
         if gold is None:
             raise UserError(f"rewards.convsearch: prompt {sample.prompt.id} has no {column!r}")
-        points.append(rank_points(_rank(list(next(lists)), gold)))
+        rank, late = _rank(list(next(lists)), gold), sample.step > sample.steps // 4
+        points.append(rank_points_by_stage(rank, late) if curriculum else rank_points(rank))
     return points
 
 
@@ -127,8 +135,21 @@ def rank_points(rank: int | None) -> float:
     return (19 - rank) / 9 if rank <= 10 else (100 - rank) / 90
 
 
+def rank_points_by_stage(rank: int | None, late: bool) -> float:
+    """Points of a rank from 1 in the first quarter of the steps, and later.
+
+    >>> [rank_points_by_stage(k, late) for late in (False, True) for k in (1, 100, None)]
+    [1.0, 0.0, -0.2, 1.0, 0.0, -0.2]
+    """
+    if rank is None or rank > 100:
+        return -0.2
+    return 0.0 if late and rank > 10 else 1 - (rank - 1) / 99
+
+
 def _rewrite(text: str) -> str | None:
     formed = re.fullmatch(r"\s*<think>.*?</think>(.+)", text, re.DOTALL)
+    if formed and (tagged := re.search(r"<rewrite>(.*?)</rewrite>", formed[1], re.DOTALL)):
+        return tagged[1]
     return stated_answer(formed[1]) if formed and formed[1].strip() else None
 
 

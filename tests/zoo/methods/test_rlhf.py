@@ -1,5 +1,6 @@
 """The methods of rlhf.py: PPO of other scores, and GEPO against a float64 loop."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -200,7 +201,8 @@ def test_dr_irl_scales_advantages_by_words_and_worth():
     batch = as_batch(d)
     weights = np.array([1.0, 0.0], np.float32)
     batch = batch.replace(rewards=np.float32(parts), reward_weights=weights)
-    ours, _, _, _ = compute_advantages(method.objective, batch, method.objective.init())
+    objective = method.objective
+    ours = jax.jit(lambda b: compute_advantages(objective, b, objective.init())[0])(batch)
     scale, some, every = hardness(d, parts, 1.5)
     assert 0 < some < every
     plain = d.__class__(**{**vars(d), "members": d.members & (np.arange(5) < 4)})

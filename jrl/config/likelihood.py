@@ -1,0 +1,40 @@
+"""The keys of a reward part that is the policy's probability of the reference answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jrl.config.judge import checked
+from jrl.config.unions import Table, key
+
+LIKELIHOOD = "likelihood"
+"""The function of such a part."""
+
+
+class LikelihoodTable(Table):
+    """``[rewards.NAME] function = "likelihood"``: how probable the row's answer is, and where."""
+
+    by: Literal["completion", "turn"] = key(
+        "completion",
+        "completion: the probability after the completion; turn: in episodes its change by each"
+        " turn but the last, paid at the turn's last token",
+    )
+    before: str = key("\nAnswer: ", "text between what was said and the answer")
+    max_answer_tokens: int = key(
+        32, "longest answer; a longer one, or one that the model cannot read, has no opinion", ge=1
+    )
+    rows: int = key(8, "texts that go through the policy at a time", ge=1, le=4096)
+
+
+def likelihood_table(key: str, options: Mapping[str, Any]) -> LikelihoodTable:
+    """The checked keys of such a part.
+
+    Args:
+      key: "rewards.NAME", for messages.
+      options: its keys besides those that every reward part has.
+
+    Raises:
+      UserError: a line for each mistake, which names the key.
+    """
+    return checked(LikelihoodTable, key, options)
