@@ -40,12 +40,15 @@ _FAILURES_IN_A_ROW = 8
 _LOOK_SECONDS = 0.1
 _START_SECONDS = 600
 """Time for a worker to load the functions."""
-_SLOW_SECONDS, _SLOW_TIMES, _SEEN = 1.0, 4, 8
+_SLOW_SECONDS, _SLOW_TIMES, _SEEN = 0.5, 4, 8
 """A call is slow after this time, and this multiple of the median of the last calls, once so many
 have ended."""
 _BESIDE = 8
 """Slow calls that hold up no other, or ``count`` where that is more. Limits are of wall time, so
 those that hang waste less of the processor when they hang together."""
+_SPARES = 2
+"""Processes that are loaded and idle, once a call was slow or was lost: the next one is replaced at
+once."""
 
 _PRINTED = 1 << 14
 """Bytes that workers may print while one batch is judged; the rest is dropped."""
@@ -121,7 +124,7 @@ class Workers:
         self._warden: subprocess.Popen[bytes] | None = None
         self._failed_starts, self.printed = 0, 0
         self._seconds: deque[float] = deque(maxlen=64)  # of the last calls
-        self._beside = max(count, _BESIDE)
+        self._beside, self._spares = max(count, _BESIDE), 0
         self._measured, self._measure = 0.0, False  # when memory was last looked at; whether to now
         # A new call must not wait for the next look.
         self._woken, self._waker = multiprocessing.Pipe(duplex=False)
@@ -223,8 +226,8 @@ class Workers:
                         self._end(worker)
                 if self._waiting or self._busy():
                     return True
-                for worker in self._living[self._count :]:
-                    self._end(worker)  # spare processes
+                for worker in self._living[self._count + self._spares :]:
+                    self._end(worker)
                 self._changed.wait()
         return False
 
@@ -257,12 +260,15 @@ class Workers:
         if len(self._seconds) >= _SEEN:
             usual = statistics.median(self._seconds)
             limit = min(limit, max(_SLOW_SECONDS, _SLOW_TIMES * usual))
-        return min(sum(worker.seconds() > limit for worker in self._busy()), self._beside)
+        slow = sum(worker.seconds() > limit for worker in self._busy())
+        if slow:
+            self._spares = _SPARES
+        return min(slow, self._beside)
 
     def _start_enough(self) -> None:
         """Starts processes for the remaining calls, and one beside each call that is slow."""
         busy, waiting = self._busy(), len(self._waiting)
-        target = min(self._count, waiting + len(busy)) + min(self._slow(), waiting)
+        target = min(self._count, waiting + len(busy)) + min(self._slow() + self._spares, waiting)
         while len(self._living) < target:
             try:
                 # Started without waiting: loading may take minutes, and the others work meanwhile.
@@ -373,6 +379,7 @@ class Workers:
                 raise UserError(_NOT_STARTED.format(code=code))
         if job is None:
             return None
+        self._spares = _SPARES
         if code is None:
             return job, Failure("its process stopped in the middle of an answer")
         return job, Failure(f"its process died (exit code {code})")
