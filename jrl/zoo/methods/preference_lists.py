@@ -40,6 +40,7 @@ from jrl.objectives.members import (
 from jrl.objectives.pairs import reward_loss, sigmoid, softplus
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import Array, Batch, Objective, Regularizer, Stats, Surrogate, Transform
+from jrl.zoo.methods.reward_model import helpsteer2_regression  # noqa: F401 - steerlm2's paper
 
 Decay = Annotated[float, Range(0.0, 0.999999)]
 RationaleForm = Annotated[str, Choice(("nll", "log_sigmoid"))]
@@ -391,9 +392,8 @@ def attribute_posterior(group: Members) -> tuple[Array, Stats]:
 def steerlm2() -> Method:
     """Moves an attribute-conditioned policy towards answers that have the attributes asked for.
 
-    SteerLM 2.0 of "HelpSteer2: Open-source dataset for training top-performing reward models"
-    (arXiv:2406.08673): the best Q(y | a, x) is P(a | x, y) P(y | x), up to a factor. For answers
-    y_i drawn from the policy as it begins, Q',
+    SteerLM 2.0 of the paper of ``helpsteer2_regression``: the best Q(y | a, x) is
+    P(a | x, y) P(y | x), up to a factor. For answers y_i drawn from the policy as it begins, Q',
 
         w_i = softmax over i of [ log P(a | x, y_i) + log P(y_i | x) - log Q'(y_i | a, x) ]
         b_i = softmax over i of [ log Q(y_i | a, x) - log Q'(y_i | a, x) ]

@@ -25,6 +25,7 @@ from jrl.objectives.members import Members, over_group
 from jrl.objectives.pairs import preference_metrics, softplus
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Stats, Surrogate, Transform, opinions
+from jrl.zoo.methods.reward_model import ml_irl  # noqa: F401 - its paper is dr_irl's
 
 
 @variant(ppo, kl_coef=0.05, value_coef=0.1, epochs=4)
@@ -301,9 +302,8 @@ def scaled_by_hardness(inner: Transform, threshold: float) -> Transform:
 def dr_irl(base: Method, threshold: Positive = 1.0) -> Method:
     """GRPO whose advantages grow with how far a sample is from a demonstration, in words and worth.
 
-    GRPO-S of DR-IRL, "Inverse Reinforcement Learning with Dynamic Reward Scaling for LLM Alignment"
-    (arXiv:2503.18991). With W_i in [0, 1] how alike sample and demonstration are, and R_i the
-    demonstration's reward less the sample's,
+    GRPO-S of DR-IRL, the paper of ``ml_irl``. With W_i in [0, 1] how alike sample and demonstration
+    are, and R_i the demonstration's reward less the sample's,
 
         alpha_D = sigmoid(d_i) / sigmoid(mean of d),       d_i = 1 - W_i
         alpha_M = sigmoid(mean of R where (R_i - mean of R)^2 <= tau) / sigmoid(mean of R)
