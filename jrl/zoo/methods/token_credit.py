@@ -37,6 +37,7 @@ from jrl.objectives.aggregates import sequence_mean
 from jrl.objectives.members import first_token
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Aggregate, Array, Batch, Rollout, Statistic, Transform
+from jrl.zoo.methods.reward_model import pav_verifier  # noqa: F401 - pav's paper
 
 ENTROPY = frozenset({"rollout_entropy"})
 
@@ -194,7 +195,7 @@ def with_step_progress(outcome: Transform) -> Transform:
 def pav(base: Method) -> Method:
     """RLOO on outcomes, plus each step's progress under a prover, paid to that step alone.
 
-    "Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning" (arXiv:2410.08146):
+    The RL of the paper of ``pav_verifier``:
 
         gradient = sum over steps of grad log pi(a_h | s_h) [ Q(s_h, a_h) + alpha A_mu(s_h, a_h) ]
 
