@@ -62,6 +62,7 @@ ONLY_WITH = {
         ("eps", "ddof"): {"normalise": True},
         ("clip_low", "clip_high", "dual_clip"): {"clipped": True},
     },
+    "nemotron_cascade": {("lengthen_steps",): {"first_limit": 8}},
     "seed_grpo": {("power",): {"shape": "focal"}},
     "steer_entropy": {("most_weight",): {"falloff": "linear"}},
     "webrl": {

@@ -97,6 +97,7 @@ def write_data(root):
     files = {
         "rows": [
             {"question": text, "answer": str(2 * i), "solution": f"is {2 * i}", "hints": ["sum"]}
+            | {"solutions": [f"is {2 * i}", f"{i} more"]}
             for i, text in enumerate(asked)
         ],
         "pairs": [
@@ -142,6 +143,8 @@ def configuration(name, kind, place):
     lines += [f"objective.{key}={json.dumps(value)}" for key, value in values.items()]
     others = frozen_names(method.objective, method.schedule) - {"ref"} - method.schedule.frozen
     lines += [f"frozen.{other}=PLACE/another" for other in sorted(others)]
+    if "several solutions" in method.needs:
+        lines.append("data.fields.solution=solutions")
     if kind == "text":
         parts = FUNCTIONS[: max(1, len(method.parts))]
         inside = ", ".join(f"'PLACE/own.py:{function}'={{}}" for function in parts)
