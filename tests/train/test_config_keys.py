@@ -24,6 +24,7 @@ from jrl.train import build
 from jrl.train import programs as compiled
 from jrl.train.batches import run_source
 from jrl.train.groups import to_batch
+from jrl.train.members import members_of
 from jrl.train.score import policy_of
 from jrl.train.sources import simple_request
 from jrl.types import Batch
@@ -125,7 +126,9 @@ def programs(config):
     group, tree = config.sampling.group, run.method.plan.tree
     if run.task is None:
         p = jax.ShapeDtypeStruct((n, run.width), jnp.int32)
-        args = (key, args[1], p, ids, run.sampling_params, args[2], ids)
+        asked = simple_request(key, {"policy": args[1]}, np.int32(0), ids, group)
+        more = () if tree else (members_of(asked.asks, run.config.sampling.temperature),)
+        args = (key, args[1], p, ids, run.sampling_params, args[2], ids, *more)
         first, (rollout, _) = jax.make_jaxpr(sample, return_shape=True)(*args)
         rewards = jax.ShapeDtypeStruct((*rollout.lengths.shape, 1), jnp.float32)
     else:
