@@ -241,7 +241,7 @@ def test_a_process_that_is_stopped_is_ended_at_its_time_limit(pool):
 
 
 def test_garbage_in_the_pipes_runs_nothing_in_the_trainer(pool):
-    _, counts = pool.scores(samples_of("writes_to_every_pipe"))
+    counts = pool.scores(samples_of("writes_to_every_pipe")).counts
     assert counts["reward_timeouts"] == 0.0
     assert pool.scores(samples_of("fine", "fine"))[0][:, 0].tolist() == [1.0, 1.0]
 
