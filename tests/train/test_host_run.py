@@ -794,7 +794,7 @@ PLAYERS = (
     [
         ("pair", ("method=cory", "objective.swap_every=1")),
         ("pair", ("method=cory", "objective.policies=1", "objective.swap_every=0")),
-        ("discussion", ("method=comas", "objective.kl_coef=")),
+        ("jrl.zoo.envs.players:discussion_env", ("method=comas", "objective.kl_coef=")),
     ],
 )
 def test_each_player_is_a_row_and_may_be_a_policy_of_its_own(place, tmp_path, env, more):
