@@ -46,7 +46,7 @@ def test_values_learned_from_random_episodes_lean_the_policy_to_better_ones(name
     network = method.network(PLAIN)
     parts = {"network": network, "objective": method.objective, "optimizer": optax.adam(3e-3)}
     state, key = init_state(jax.random.key(0), **parts), jax.random.key(1)
-    made = {"task": ENV, "network": network, "parts": {"reward": 1.0}, "group": GROUP}
+    made = {"task": ENV, "network": network, "parts": {"reward": 1.0}}
     draw = functools.partial(episode_rollout, sampling_params=law, **made)
     ids = jnp.arange(STARTS, dtype=jnp.int32)
     asked = simple_request(key, policy_weights(state), jnp.int32(0), ids, GROUP)

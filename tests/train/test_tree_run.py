@@ -91,11 +91,10 @@ def test_a_branch_is_judged_whole(network, first_letter, quick_jit):
         task=first_letter,
         parts=tuple(WEIGHTS),
         network=network,
-        group=GROUP,
-        tree=TREE,
     )
     ids = np.arange(PROMPTS, dtype=np.int32)
-    groups = quick_jit(draw)(simple_request(KEY, {"policy": params}, np.int32(0), ids, GROUP))
+    asked = simple_request(KEY, {"policy": params}, np.int32(0), ids, GROUP)
+    groups = quick_jit(draw)(asked.replace(asks=tuple(x.replace(tree=TREE) for x in asked.asks)))
     assert set(groups.ids) == {"prompt", "answer", "node"}
     batch = to_batch(groups.rollout, groups.rewards, np.ones(2, np.float32), groups.ids)
     batch.check()
