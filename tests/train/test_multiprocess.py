@@ -199,7 +199,7 @@ PEER = """
 import sys, time
 import jax
 import numpy as np
-from jrl import waits
+from jrl.system import wait_reports as waits
 from jrl.errors import UserError
 from jrl.system.processes import any_says, check_same, deal, first_says, start
 start(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), silence_seconds=5)
