@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.system.json_text import parse_json
+from jrl.system.json_text import as_object, parse_json
 from jrl.system.memory import in_units
 
 _BLOCK = 1 << 18
@@ -68,13 +68,8 @@ class JsonlSource:
         index = range(len(self))[index]
         end = self._size if index + 1 == len(self) else int(self._starts[index + 1])
         data = self._read(int(self._starts[index]), end)
-        row = parse_json(data, self.where(index))
-        if not isinstance(row, dict):
-            raise UserError(
-                f"{self.where(index)}: must hold a JSON object with named fields, not a"
-                f" {type(row).__name__}"
-            )
-        return row
+        where = self.where(index)
+        return as_object(parse_json(data, where), where)
 
     def where(self, index: int) -> str:
         """The file and line of a row."""

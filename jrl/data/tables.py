@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.system.json_text import parse_json
+from jrl.system.json_text import as_object, parse_json
 from jrl.system.memory import check_fits
 
 
@@ -121,13 +121,7 @@ class JsonSource:
         Raises:
           UserError: the item of the list is not an object.
         """
-        row = self._rows[index]
-        if not isinstance(row, dict):
-            raise UserError(
-                f"{self.where(index)}: must hold a JSON object with named fields, not a"
-                f" {type(row).__name__}"
-            )
-        return row
+        return as_object(self._rows[index], self.where(index))
 
     def where(self, index: int) -> str:
         """File and row, counted from 0."""

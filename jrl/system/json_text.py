@@ -93,3 +93,12 @@ def refuse_pointer(path: Path) -> None:
                 f"{path}: a Git LFS pointer instead of the file; run `git lfs pull` where it came"
                 " from"
             )
+
+
+def as_object(value: Any, where: str) -> dict[str, Any]:
+    """The value, if it is an object; raises UserError, which names the place, if it is not."""
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{where}: must hold a JSON object with named fields, not a {type(value).__name__}"
+        )
+    return value
