@@ -106,11 +106,12 @@ class Likelihood(NamedTuple):
         paid = np.zeros(rollout.tokens.shape, np.float32)
         if POLICY not in weights:
             return points, paid
+        before = self.tokenizer.encode(self.table.before)
         texts, places = list[tuple[list[int], int]](), list[tuple[int, int, list[int]]]()
         for i, j in np.argwhere(present).tolist():
             answer = self._answer(prompts[i])
             cuts = self._cuts(rollout, turns, i, j)
-            made = [(*self._row(rollout, i, j, cut), *answer) for cut in cuts]
+            made = [(*_row(rollout, i, j, cut), *before, *answer) for cut in cuts]
             room = all(len(row) + len(answer) <= self.longest for row in made)
             if not 0 < len(answer) <= self.table.max_answer_tokens or not room:
                 continue
@@ -138,12 +139,6 @@ class Likelihood(NamedTuple):
             return self.tokenizer.encode(expected_answer(first))
         except UserError:
             return []
-
-    def _row(self, rollout: Rollout, i: int, j: int, cut: int) -> list[int]:
-        """What the policy has read of a member up to a token, and the words before the answer."""
-        opening = np.asarray(rollout.prompt_tokens)[i, : int(rollout.prompt_lengths[i])]
-        said = np.asarray(rollout.tokens)[i, j, :cut]
-        return [*opening.tolist(), *said.tolist(), *self.tokenizer.encode(self.table.before)]
 
     def _cuts(self, rollout: Rollout, turns: Any, i: int, j: int) -> list[int]:
         """Where the answer is asked for: tokens of the member that are read before it."""
@@ -177,6 +172,12 @@ class Likelihood(NamedTuple):
             with jax.set_mesh(self.mesh):
                 values[part] = np.asarray(self.program(params, *placed))[: len(part)]
         return values.tolist()
+
+
+def _row(rollout: Rollout, i: int, j: int, cut: int) -> list[int]:
+    """What the policy has read of a member up to a token."""
+    opening = np.asarray(rollout.prompt_tokens)[i, : int(rollout.prompt_lengths[i])]
+    return [*opening.tolist(), *np.asarray(rollout.tokens)[i, j, :cut].tolist()]
 
 
 def make_likelihood(run: Run, name: str) -> Likelihood:
