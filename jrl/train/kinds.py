@@ -40,7 +40,7 @@ from jrl.episodes.transcript import Transcript
 from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.methods.plan import Plan
-from jrl.sampling.queue import CHUNK
+from jrl.sampling.slot_sizes import CHUNK
 from jrl.sampling.slots import check_length
 from jrl.train.recorded import KeptCounts, recorded_groups
 from jrl.train.reward_parts import parts_of

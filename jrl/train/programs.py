@@ -17,7 +17,7 @@ from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.curriculum import unchanged
 from jrl.models import hf
 from jrl.sampling.generate import generate
-from jrl.sampling.tree import generate_tree
+from jrl.sampling.tree import TreeShape, generate_tree
 from jrl.train.adapters import put_policy, trained_network
 from jrl.train.build import Run, policy_network, run_features, sampler_of
 from jrl.train.compiled import Iteration, make_iteration, shown_in_compiled
@@ -397,7 +397,7 @@ def sampler_program(
         whole = split == "eval" or jax.process_count() > 1
         return compiled_draw(run, draw, network, whole=whole, split=split)
     draw = partial(
-        generate if tree is None else partial(generate_tree, group=group, branching=tree),
+        generate if tree is None else partial(generate_tree, tree=TreeShape(tree, group)),
         max_new_tokens=sampling.max_new_tokens,
         stop_tokens=run.tokenizer.stop_ids,
         slots=sampling.slots,

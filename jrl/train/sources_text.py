@@ -12,7 +12,7 @@ from jrl.data.prompts import pad_prompts
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.slots import Members
+from jrl.sampling.sequences import Members
 from jrl.train.judging import HostJudge, without_silent
 from jrl.train.members import join_drawn, plain_ask
 from jrl.train.row_calls import RowCalls
