@@ -273,8 +273,9 @@ def on_own_prompts(
     sampler = run(parts)
     if not axes:
         return sampler(inputs)
-    replicated, sharded = PartitionSpec(), PartitionSpec(axes)
-    specs = SamplerInputs(*(replicated,) * len(inputs))._replace(prompts=sharded)
+    sharded = PartitionSpec(axes)
+    specs: Any = SamplerInputs._make([PartitionSpec()] * len(inputs))
+    specs = specs._replace(prompts=sharded)
     return jax.shard_map(sampler, in_specs=(specs,), out_specs=sharded, check_vma=False)(inputs)
 
 

@@ -325,6 +325,27 @@ class RequestLimits:
         return min(self.max_new_tokens, self.max_length - prompt_tokens)
 
 
+class RequestFeatures(NamedTuple):
+    """What requests may ask for, and how many of them may wait.
+
+    Attributes:
+      biases: whether they may change logits; costs [slots, V] float32 numbers.
+      reports: whether they may ask for ``top_logprobs``; costs steps in which one did.
+      grammars: compiles the grammars that they may bring; None for none. While a row with one
+        runs, chunks are of one step: the host allows its next tokens.
+      queue: completions that may wait for a slot; None for any number.
+    """
+
+    biases: bool = False
+    reports: bool = False
+    grammars: Grammars | None = None
+    queue: int | None = None
+
+
+PLAIN_REQUESTS = RequestFeatures()
+"""Requests for tokens and their log-probabilities alone, any number of them."""
+
+
 def check_request(request: Request, limits: RequestLimits, tokenizer: Tokenizer | None) -> None:
     """Raises UserError that names the problem of a request the engine cannot serve."""
     # Before it is queued: on the device a bad value is clamped or wrong silently, never refused.

@@ -68,9 +68,9 @@ def test_serving_makes_no_copy_of_the_cache():
     empty = partial(batch.empty_batch, network=NETWORK, stop_width=4, biases=False, **sizes)
     state = jax.eval_shape(empty, WEIGHTS)
     run = partial(batch.decode_chunk, network=NETWORK, width=16)
-    halted = jnp.zeros(16, jnp.int32)
     idle = IdleLimit(jnp.int32(0), jnp.int32(0))
-    used = temporaries(run, WEIGHTS, state, jnp.int32(0), halted, jnp.int32(16), idle, donate=1)
+    chunk = batch.ChunkInputs(jnp.int32(0), jnp.zeros(16, jnp.int32), jnp.int32(16), idle)
+    used = temporaries(run, WEIGHTS, state, chunk, donate=1)
     assert used < 0.1 * bytes_of(state.slots.cache)
 
 
