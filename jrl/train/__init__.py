@@ -1,7 +1,7 @@
 """Training: the state, the compiled step, the programs of a run, and the loop around them.
 
-What a run is made of is in ``jrl.setup``, what draws groups in ``jrl.collect``, and what scores rows
-in ``jrl.judging``.
+What a run is made of is in ``jrl.setup``, what draws groups in ``jrl.collect``, what scores rows in
+``jrl.judging``.
 
 The package can be called: ``from jrl import Config, train``, then ``train(Config(...))``, is
 ``jrl.fit`` of a configuration alone.
