@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jrl.data.messages import Wording
 from jrl.data.prompts import build_prompts, pad_prompts
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
@@ -34,7 +35,8 @@ ROWS = Rows(
 
 def build(rows=ROWS, tokenizer=None, **options):
     options = {"max_prompt_tokens": 50, **options}
-    return build_prompts(rows, tokenizer or Chatty(), **options)
+    words = {name: options.pop(name) for name in ("system", "template") if name in options}
+    return build_prompts(rows, Wording(tokenizer or Chatty(), **words), **options)
 
 
 def test_chat_prompts_carry_text_tokens_answer_and_the_rest():
