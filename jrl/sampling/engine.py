@@ -202,6 +202,7 @@ class Engine:
     def step(self) -> list[Update]:
         """Admits queued completions, decodes one chunk, and returns the updates."""
         self._fill()
+        # Before the chunk's length is chosen: a row under a grammar allows one step.
         masks = self._masks()
         # Those of aborts since the last step come first.
         updates, self._updates = self._updates, []
@@ -242,6 +243,7 @@ class Engine:
             if member is None or member.request.grammar is None:
                 continue
             assert self._grammars is not None  # the request was checked
+            # One request's grammar must not end the step of the others.
             try:
                 member.constrain(self._grammars)
                 assert member.constraint is not None

@@ -63,6 +63,7 @@ def generate(
     chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
     n, width, plan = ids.shape[0], max_new_tokens, SlotPlan.of(slots)
     members = group if isinstance(group, Members) else first_members(n, group)
+    # Members with limits of their own may fit where the widest prompt and completion do not.
     if not members.fits:
         check_length(network, prompt_tokens.shape[1], width)
     if members.limit is not None:

@@ -396,7 +396,7 @@ def _check_report(request: Request, limits: RequestLimits) -> None:
     if top is None:
         return
     if not limits.reports:
-        raise UserError("top_logprobs needs an engine that is built with reports=True")
+        raise UserError("top_logprobs needs an engine built with RequestFeatures(reports=True)")
     most = min(TOP_LOGPROBS, limits.vocab_size)
     if not 0 <= top <= most:
         raise UserError(f"top_logprobs = {top}; must be 0 to {most}")
@@ -406,7 +406,7 @@ def _check_grammar(request: Request, limits: RequestLimits) -> None:
     if request.grammar is None:
         return
     if not limits.grammars:
-        raise UserError("grammar needs an engine that is built with grammars")
+        raise UserError("grammar needs an engine built with RequestFeatures(grammars=...)")
     if request.stop_tokens is not None:
         raise UserError("grammar and stop_tokens: a grammar ends with the engine's; leave one out")
 
@@ -415,7 +415,7 @@ def _check_bias(request: Request, limits: RequestLimits) -> None:
     if not request.biased:
         return
     if not limits.biases:
-        raise UserError("logit_bias and allowed need an engine that is built with biases=True")
+        raise UserError("logit_bias, allowed need an engine built with RequestFeatures(biases=True)")
     _check_ids("logit_bias", request.logit_bias, limits.vocab_size)
     _check_ids("allowed", request.allowed or (), limits.vocab_size)
     bad = [t for t, x in request.logit_bias.items() if not x < np.inf]

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jrl.collect.collector import Batches, Collector
 from jrl.collect.curriculum import HostRounds, host_tools, with_problems
 from jrl.collect.host_episodes import HostEpisodes, host_source
 from jrl.collect.pairs import JudgedSource, sizes_of
+from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import Hinter, TaskTools, TextTools
 from jrl.collect.recorded import RecordedSource
 from jrl.collect.resharding import ReshardedSampler
@@ -135,20 +135,23 @@ def training_batches(
     source = run_source(run, pool)
     if isinstance(source, JudgedParts) or (pool is not None and pool.functions):
         source = FiniteSums(source, run.rewards.weights, run.config.reward_pool.on_error)
-    collector = Collector(
-        source=source,
-        prompts=run.config.train.prompts,
-        reward_weights=np.array(list(run.rewards.weights.values()), np.float32),
+    setting = Setting(
         method=method,
-        mesh=run.mesh,
-        pack=packer,
-        sampled=not run.config.data.scored,
+        prompts=run.config.train.prompts,
         group=run.config.sampling.group,
+        weights=list(run.rewards.weights.values()),
         judge=run.rewards.judged,
         tools=tools_of(run),
         table=None if curriculum is None else table_of(run, curriculum),
         contexts=in_text(run),
         in_order=partial(epoch_order, run.config.data.order_seed(run.config.seed)),
+    )
+    collector = Collector(
+        source,
+        setting,
+        run.mesh,
+        packer,
+        sampled=not run.config.data.scored,
         rounds=HostRounds(source, problems, host_tools(run, source)),
         notes=notes,
     )

@@ -176,7 +176,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_completion_alone(engine, caplog):
 
 
 def test_a_grammar_where_there_is_none_is_refused(engine):
-    with pytest.raises(UserError, match="built with grammars"):
+    with pytest.raises(UserError, match="built with RequestFeatures.grammars"):
         new_engine(lambda: None).submit(BOUND)
     with pytest.raises(UserError, match="leave one out"):
         engine.submit(dataclasses.replace(BOUND, stop_tokens=(4,)))
