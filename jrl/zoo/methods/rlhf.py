@@ -164,7 +164,7 @@ def safe_rlhf(
         log lambda <- log lambda + rate * lambda * (mean cost - budget),  lambda <= max_lambda
 
     The last reward part is the cost (unweighted), the others the reward, each of which may be a
-    trained model (docs/rewards.md); with a single part nothing is constrained. Lambda is capped as
+    trained model (docs/reward-models.md); with a single part nothing is constrained. Lambda is capped as
     in the released code, whose numbers these are: the text version's, and the V version's
     ``kl_coef`` (with lambda from 10 to at most 20, budget -0.5; the text version has ``kl_coef``
     0.01). Departures: generalised advantages are linear in the reward, so one value network of
