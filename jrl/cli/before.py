@@ -130,13 +130,13 @@ def doctor(
     Example: jrl doctor configs/gsm8k.toml model.path=Qwen/Qwen3-0.6B data.train=openai/gsm8k/main
     """
     from jrl.cli.doctor import examine
-    from jrl.run.diagnostics import lacks
+    from jrl.run.diagnostics import obstacles
 
     machine = examine()
     lacking: list[str] = []
     if config is not None:
         try:
-            lacking = lacks(read(config, overrides))
+            lacking = obstacles(read(config, overrides))
         except UserError as error:  # facts about this machine are printed in any case
             lacking = str(error).splitlines()
     if as_json:

@@ -218,8 +218,8 @@ def _line(table: type[Table], key: str, error: Any) -> str:
         text = (field and field.description) if len(path) == 1 else "give it"
         return f"{name} is missing: {text}"
     if error["type"] == "extra_forbidden":
-        known = table.model_fields if len(path) == 1 else Criterion.model_fields
-        return f"{name} = {value!r:.80}: no such key; {nearest(path[-1], known)}"
+        fields = table.model_fields if len(path) == 1 else Criterion.model_fields
+        return f"{name} = {value!r:.80}: no such key; {nearest(path[-1], fields)}"
     if error["type"] == "value_error":
         return f"{key}.{error['ctx']['error']}"
     return explain({**error, "loc": (key, *map(str, path))})

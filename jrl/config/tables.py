@@ -505,7 +505,7 @@ def _log_target(value: str) -> str:
 class LogTable(Table):
     """Outputs of a run besides metrics.jsonl."""
 
-    KEPT: ClassVar[int] = 8
+    MIN_MEMBERS: ClassVar[int] = 8
     """Keep the fewest complete groups with at least 8 members in total."""
 
     samples_every: int = key(

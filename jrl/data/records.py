@@ -129,8 +129,8 @@ def _attributes(row: Mapping[str, Any], count: int, where: str) -> tuple[tuple[f
         )
     size = sizes.pop()
     filled = [[math.nan if x is None else x for x in numbers] for numbers in listed]
-    known = [[0.0 if x is None else x for x in numbers] for numbers in listed]
-    for i, numbers in enumerate(known):
+    finite = [[0.0 if x is None else x for x in numbers] for numbers in listed]
+    for i, numbers in enumerate(finite):
         _numbers(numbers, size, f"{where}: attributes[{i}]")
     return tuple(tuple(map(float, numbers)) for numbers in filled)
 

@@ -23,7 +23,7 @@ from jrl.episodes.follow import Continue
 from jrl.episodes.play import Device, Scheduler, uncopied
 from jrl.episodes.rounds import Expansion, Rounds, SearchCost, search_rounds
 from jrl.episodes.transcript import Segment, Transcript
-from jrl.episodes.tree import Node, SearchPlan, Select, Step, Tree, worth
+from jrl.episodes.tree import Node, SearchPlan, Select, Step, Tree, step_score
 from jrl.episodes.world import World
 from jrl.sampling.row_costs import WaitCosts, WaitingPlace
 from jrl.types import Prompt, StopReason
@@ -145,7 +145,7 @@ def best_node(tree: Tree) -> int:
     """
     ended = [i for i in tree.leaves() if tree.step(i).points is not None]
     among = ended or list(range(1, len(tree.nodes))) or [0]
-    return max(among, key=lambda i: worth(tree, i))
+    return max(among, key=lambda i: step_score(tree, i))
 
 
 def won(tree: Tree) -> bool:

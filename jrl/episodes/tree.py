@@ -229,7 +229,7 @@ def promise(tree: Tree, i: int) -> float:
     return node.value if node.visits else math.exp(likelihood(tree, i))
 
 
-def worth(tree: Tree, i: int) -> float:
+def step_score(tree: Tree, i: int) -> float:
     """A step's points, 0 if unscored; ranks the paths that a search has found."""
     step = tree.nodes[i].step
     return 0.0 if step is None or step.points is None else step.points

@@ -157,15 +157,15 @@ def _by_judge(
     rollout = _rollout_of(paths, *sizes)
     stop = np.array(rollout.stop)
     stop[len(paths) :] = StopReason.ABSENT
-    known = {p.tokens.tobytes(): p for listed in run.data.prompts.values() for p in listed}
+    by_tokens = {p.tokens.tobytes(): p for listed in run.data.prompts.values() for p in listed}
     prompts = []
     for path in (*paths, *[paths[0]] * (len(stop) - len(paths))):
         ids = np.asarray(path.opening, np.int32)
         text = run.tokenizer.decode(ids.tolist())
-        prompts.append(known.get(ids.tobytes()) or Prompt(0, text, ids, ""))
+        prompts.append(by_tokens.get(ids.tobytes()) or Prompt(0, text, ids, ""))
     texts = Texts(prompts, rollout.replace(stop=stop), run.tokenizer)
     points, *_ = judges(texts, {}, 0, {"policy": params})
-    (values,) = (given[: len(paths), 0].tolist() for given in points.values())
+    (values,) = (scores[: len(paths), 0].tolist() for scores in points.values())
     return [None if math.isnan(value) else value for value in values]
 
 

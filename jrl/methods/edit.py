@@ -155,15 +155,15 @@ def standalone(groups: Any) -> Any:
     lent = same.any(axis=2) & ~mask & (position < jnp.asarray(rollout.lengths)[:, :, None])
     lender = jnp.argmax(same, axis=2)
 
-    def taken(x: Any) -> Array:
+    def borrowed(x: Any) -> Array:
         theirs = jnp.take_along_axis(jnp.asarray(x), lender, axis=1)
         return jnp.where(lent, theirs, x)
 
     return groups.replace(
         rollout=rollout.replace(
             mask=mask | lent,
-            sampler_logprobs=taken(rollout.sampler_logprobs),
-            versions=taken(rollout.versions),
+            sampler_logprobs=borrowed(rollout.sampler_logprobs),
+            versions=borrowed(rollout.versions),
         )
     )
 

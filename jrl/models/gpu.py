@@ -316,7 +316,7 @@ def fused(
     from jrl.models.gpu_kernels import Reach, Scores, Turn, added_norm, attend_cache
 
     window = config.windows[layer]
-    own, prompt = cache.rows[layer][0], None
+    rows, prompt = cache.rows[layer][0], None
     if cache.prefix is not None:
         prompt = _numbers(cache.prefix[layer][0])
     cos, sin = (x[:, 0] for x in rotation)
@@ -332,9 +332,9 @@ def fused(
     )
 
     # Each device looks at its own rows and heads; nothing is sent.
-    def look(x: Array, own: Any, prompt: Any, turn: tuple, reached: tuple) -> Any:
-        made = Turn(*turn), Reach(*reached)
-        return attend_cache(x, own, prompt, *made, how=how, interpret=_interpret())
+    def look(x: Array, rows: Any, prompt: Any, turn: tuple, reached: tuple) -> Any:
+        positions = Turn(*turn), Reach(*reached)
+        return attend_cache(x, rows, prompt, *positions, how=how, interpret=_interpret())
 
     def attend(out: Any, vectors: tuple[Array | None, ...]) -> tuple[Array, Any]:
         everywhere, of_heads = PartitionSpec(), PartitionSpec(heads)
@@ -342,16 +342,16 @@ def fused(
         of_turn = by_row, by_row, everywhere, everywhere, of_heads
         specs = (
             PartitionSpec(None, batch, heads),
-            jax.tree.map(lambda _: by_head, _numbers(own)),
+            jax.tree.map(lambda _: by_head, _numbers(rows)),
             jax.tree.map(lambda _: by_head, prompt),
             tuple(None if x is None else s for x, s in zip(turn, of_turn, strict=True)),
             tuple(None if x is None else by_row for x in reached),
         )
         per_head = config.heads // config.kv_heads + 2
         x = _parts(out, config.kv_heads, per_head, config.head_dim)
-        inputs = x, _numbers(own), prompt, turn, reached
-        seen, new = by_device(look, specs, *inputs, results=(by_head, specs[1]))
-        return seen[:, None], ({**own, **new},)
+        inputs = x, _numbers(rows), prompt, turn, reached
+        attended, new = by_device(look, specs, *inputs, results=(by_head, specs[1]))
+        return attended[:, None], ({**rows, **new},)
 
     def norm(x: Array, out: Any, weight: Array) -> tuple[Array, Array]:
         add = functools.partial(
@@ -414,16 +414,16 @@ def _of_rows(function: Callable[..., Any], logits: Array, *others: Array) -> Any
     rows, vocab = logits.shape
     batch, parts = _over("batch", rows) or (), parts_of("vocab", vocab)
     over = _over("vocab", vocab) or ()
-    apart = parts > 1 and rows % (parts * parts_of("batch", rows)) == 0
+    divided = parts > 1 and rows % (parts * parts_of("batch", rows)) == 0
 
     def one(logits: Array, *others: Array) -> Any:
-        if apart:
+        if divided:
             logits = jax.lax.all_to_all(logits, over, 0, 1, tiled=True)
         elif parts > 1:
             logits = jax.lax.all_gather(logits, over, axis=1, tiled=True)
         return function(logits, *others)
 
-    in_rows = PartitionSpec((*batch, *(over if apart else ())) or None)
+    in_rows = PartitionSpec((*batch, *(over if divided else ())) or None)
     specs = PartitionSpec(batch or None, over or None), *(in_rows for _ in others)
     return by_device(one, specs, logits, *others, results=in_rows)
 

@@ -120,7 +120,7 @@ def value_networks(network: Network, outputs: int) -> ValueNetwork:
     def each(function: Callable[..., Array]) -> Callable[..., Array]:
         def apply(params: Params, *inputs: Any) -> Array:
             # Not ``vmap``: the activations of one network are enough to hold at a time.
-            values = jax.lax.map(lambda own: function(own, *inputs), params)
+            values = jax.lax.map(lambda member: function(member, *inputs), params)
             return jnp.moveaxis(values, 0, -1)
 
         return apply

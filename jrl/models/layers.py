@@ -440,14 +440,14 @@ def block(
 
 # ---------------------------------------------------------------- complete sequences
 
-_KEPT = {
+_SAVED = {
     "scores": (PRODUCT, WIDE, SEEN),
     "elementwise": (PRODUCT, WIDE, SEEN),
     "dots": (PRODUCT, WIDE),
     "mlp": (PRODUCT, SEEN),
     "full": (),
 }
-REMAT = (*_KEPT, "none")
+REMAT = (*_SAVED, "none")
 """What the backward pass of a layer recomputes: all but products with weights and attention, all
 but products, all but attention and the products that are not wide, all, nothing. "scores" is the
 first of these, and keeps the vocabulary's scores as well. All but "none" are in the order of the
@@ -593,9 +593,9 @@ def _through_layers(
 
     Its second results are stacked. The record, if any, has a leading axis of sparse layers.
     """
-    if remat in _KEPT:
-        policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
-        if SEEN in _KEPT[remat]:
+    if remat in _SAVED:
+        policy = jax.checkpoint_policies.save_only_these_names(*_SAVED[remat])
+        if SEEN in _SAVED[remat]:
             policy = jax.checkpoint_policies.save_from_both_policies(policy, is_cudnn)
         # Inside a scan nothing is shared across the loop's boundary, so the barriers of prevent_cse
         # would only block fusions.
@@ -637,7 +637,7 @@ def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
 def head(params: Params, *, config: ModelConfig, remat: str = "none") -> Head:
     """The weight and layout of ``logits``; see ``types.NetworkExtras.head``."""
     weight, axis = (params["embed"], 0) if config.tied_embeddings else (params["head"], 1)
-    return Head(weight, axis, config.logit_softcap, kept=remat == "scores")
+    return Head(weight, axis, config.logit_softcap, saves_scores=remat == "scores")
 
 
 # ---------------------------------------------------------------- dtypes of weights

@@ -85,10 +85,10 @@ def adapted(function: Callable[..., Any]) -> Callable[..., list[Points]]:
     if form == "samples":
         return function
     on = {"columns": _on_columns, "solution": _on_solutions, "solutions": _on_batch}[form]
-    made = functools.wraps(function)(functools.partial(on, function))
+    adapted = functools.wraps(function)(functools.partial(on, function))
     if form == "solutions":
-        made.over = getattr(function, "over", "batch")  # type: ignore[attr-defined]
-    return made
+        adapted.over = getattr(function, "over", "batch")  # type: ignore[attr-defined]
+    return adapted
 
 
 def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str) -> None:
@@ -167,9 +167,9 @@ def _columns(samples: list[Sample]) -> dict[str, Any]:
     names = dict.fromkeys(name for sample in samples for name in sample.prompt.meta)
     metas: list[Mapping[str, Any]] = [sample.prompt.meta for sample in samples]
     questions = [getattr(sample.prompt, "question", "") for sample in samples]
-    asked = {"question": questions} if any(questions) else {}
+    question_column = {"question": questions} if any(questions) else {}
     return (
-        asked
+        question_column
         | {name: [meta.get(name) for meta in metas] for name in names}
         | {
             "answer": [sample.prompt.answer for sample in samples],

@@ -98,10 +98,10 @@ def dropout_passes(
     size = (weight.shape[axis],)
 
     def one(number: Array) -> Array:
-        kept = jax.random.bernoulli(jax.random.fold_in(root, number), 1 - dropout, size)
+        mask = jax.random.bernoulli(jax.random.fold_in(root, number), 1 - dropout, size)
         shape = [1] * weight.ndim
         shape[axis] = size[0]
-        return weight * kept.reshape(shape) / (1 - dropout)
+        return weight * mask.reshape(shape) / (1 - dropout)
 
     return jax.vmap(one)(numbers)
 

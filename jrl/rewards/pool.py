@@ -230,15 +230,15 @@ class RewardPool:
         self, calls: Sequence[_Call], samples: Sequence[Sample], begun: Begun | None = None
     ) -> Generator[tuple[_Call, list[Returned] | Failure]]:
         """Yields each call with its rewards or its Failure, once, in any order."""
-        asked = [(each, [samples[i] for i in each.members]) for each in calls]
+        with_samples = [(each, [samples[i] for i in each.members]) for each in calls]
         if self._workers is None:
             with self._turn:
                 self._prepare()
-                for each, theirs in asked:
+                for each, theirs in with_samples:
                     yield each, call(self.functions[each.name], theirs)
             return
         messages: list[tuple[_Call, bytes]] = []
-        for each, theirs in asked:
+        for each, theirs in with_samples:
             # All messages before the first call: a sample that cannot be sent is a failure of its
             # call only.
             message = pickled_call(each.name, theirs)

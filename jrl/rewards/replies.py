@@ -100,14 +100,14 @@ def read_criteria(reply: str, count: int) -> list[float] | None:
     >>> read_criteria('{"1": true}', 2) is None
     True
     """
-    found = _object(_final(reply)) or {}
-    inside = found.get("criteria", found)
+    parsed = _object(_final(reply)) or {}
+    inside = parsed.get("criteria", parsed)
     if not isinstance(inside, dict):
         return None
     values = [_met(inside.get(str(i))) for i in range(1, count + 1)]
     extra = [name for name in inside if name.isdecimal() and not 1 <= int(name[:9]) <= count]
-    known = [value for value in values if value is not None]
-    return known if len(known) == count and not extra else None
+    verdicts = [value for value in values if value is not None]
+    return verdicts if len(verdicts) == count and not extra else None
 
 
 def read_object(reply: str) -> dict[str, Any] | None:
@@ -167,10 +167,10 @@ def _is_number(value: Any) -> bool:
 def _verdict(reply: str, names: Sequence[str], *, bare: bool = False) -> Any:
     """What a reply ends with: a value of its JSON object, or a text; None for nothing."""
     text = _final(reply)
-    found = _object(text)
-    if found is not None:
-        given = [found[name] for name in names if name in found]
-        return given[0] if len(given) == 1 else None
+    parsed = _object(text)
+    if parsed is not None:
+        scores = [parsed[name] for name in names if name in parsed]
+        return scores[0] if len(scores) == 1 else None
     if brackets := _BRACKETS.search(text[-1100:]):
         return brackets[1]
     line = re.sub(r"[*_`#]", "", text[-1100:].rpartition("\n")[2]).strip()

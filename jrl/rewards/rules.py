@@ -75,5 +75,5 @@ class Rules(NamedTuple):
         return points
 
 
-def _fits(value: Any, wanted: Any) -> bool:
-    return value in wanted if isinstance(wanted, list | tuple) else value == wanted
+def _fits(value: Any, allowed: Any) -> bool:
+    return value in allowed if isinstance(allowed, list | tuple) else value == allowed

@@ -171,14 +171,14 @@ def _rubric(table: JudgeTable, key: str) -> Form:
         return table.criteria or _row_criteria(sample.prompt, table.column, key)
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        asked = []
+        out = []
         for sample in samples:
             if rubric := criteria(sample):
                 listed = "\n".join(f"{i}. {c.text}" for i, c in enumerate(rubric, 1))
                 fields = {**shown(sample), "criteria": listed}
                 read = partial(read_criteria, count=len(rubric))
-                asked.append(question(table, sample, fields, read))
-        return asked
+                out.append(question(table, sample, fields, read))
+        return out
 
     def points(
         samples: Sequence[Sample], verdicts: Sequence[Sequence[list[float]]]
@@ -215,12 +215,12 @@ def by_steps(table: JudgeTable, pay: Callable[[Sample, list[float]], list[float]
     """
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        asked = []
+        out = []
         for sample in samples:
             if count := len(steps_of(sample.completion)):
                 fields = {**shown(sample), "steps": numbered_steps(sample.completion)}
-                asked.append(question(table, sample, fields, partial(read_steps, count=count)))
-        return asked
+                out.append(question(table, sample, fields, partial(read_steps, count=count)))
+        return out
 
     def points(
         samples: Sequence[Sample], verdicts: Sequence[Sequence[list[int]]]
@@ -255,14 +255,14 @@ def _pairwise(table: JudgeTable) -> Form:
         return [(i, -1) for i, s in enumerate(samples) if s.prompt.answer not in (None, "")]
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        asked = []
+        out = []
         for i, j in pairs(samples):
             mine = answer_of(samples[i])
             other = answer_of(samples[j]) if by_group else str(samples[i].prompt.answer)
             for first, second in ((mine, other), (other, mine))[:orders]:
                 fields = {"first": first, "second": second}
-                asked.append(question(table, samples[i], fields, read_preference))
-        return asked
+                out.append(question(table, samples[i], fields, read_preference))
+        return out
 
     def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
         results: list[list[float]] = [[] for _ in samples]

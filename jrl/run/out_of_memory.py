@@ -53,8 +53,8 @@ def text_of(error: Exception, program: str, run: Run) -> str:
     """One line: program, what it holds, what the device has, XLA's reason, keys with values."""
     reason = " ".join(str(error).split("\n")[0].split())[:200]
     keys = ", ".join(remedies(program, run))
-    what = f"out of memory in the {program}{_holds(program)}{_device(run)}"
-    return f"{what} ({reason}); set one of {keys}"
+    message = f"out of memory in the {program}{_holds(program)}{_device(run)}"
+    return f"{message} ({reason}); set one of {keys}"
 
 
 def _holds(program: str) -> str:

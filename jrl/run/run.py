@@ -23,7 +23,7 @@ from jrl.run.loops import Training, train_compiled, train_on_host
 from jrl.run.metric_names import check_metric_names
 from jrl.run.out_of_memory import memory_of
 from jrl.run.progress import above_live_line
-from jrl.run.records import Moved, RunRecords
+from jrl.run.records import RunMoved, RunRecords
 from jrl.run.reference_check import check_references
 from jrl.run.revisions import pinned
 from jrl.run.reward_probe import check_reward_columns, missing_math, probe_rewards, reward_text
@@ -33,7 +33,7 @@ from jrl.system.compile_reports import CompileNotes
 from jrl.system.devices import find_devices
 from jrl.system.processes import check_same
 from jrl.system.signals import Stopping
-from jrl.system.wait_reports import Waits, moved, waiting
+from jrl.system.wait_reports import Waits, io_progress, waiting
 from jrl.train import build, programs
 from jrl.train.adapters import has_base, with_kept_base
 from jrl.train.ahead import StepAhead
@@ -109,7 +109,7 @@ def run_config(
         stack.enter_context(Waits(config.train.wait_seconds, echo, partial(_overdue, stopping)))
         with stopping.at_once():
             try:
-                with waiting("model and the data", moved):
+                with waiting("model and the data", io_progress):
                     config = pinned(config)
                     check_same("configuration", flatten(config))
                     run, pool = _set_up(config, stack, echo)
@@ -133,7 +133,7 @@ def run_config(
             return _run(Training(run, shardings, records, stopping, pool, echo, step), state)
         except UserError as error:
             saved = what_is_saved(records.dir)
-            if saved in str(error) or isinstance(error, Moved):
+            if saved in str(error) or isinstance(error, RunMoved):
                 raise
             first, *more = str(error).split("\n")
             raise type(error)("\n".join([f"{first}; {saved}", *more])) from error

@@ -102,7 +102,7 @@ def waiting(
                 _waits.pop(thread, None)
 
 
-def moved() -> str:
+def io_progress() -> str:
     """Bytes read and written by this process so far: the progress of a wait for files."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         counts = [line.split() for line in Path("/proc/self/io").read_text().splitlines()]

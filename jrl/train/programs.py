@@ -457,7 +457,7 @@ def train_program(run: Run, shardings: TrainState) -> Step:
 
 
 def shown_groups(run: Run) -> int:
-    """Groups of a batch that samples.jsonl keeps, whole: of ``LogTable.KEPT`` members or more."""
+    """Complete groups of a batch for samples.jsonl: ``LogTable.MIN_MEMBERS`` members or more."""
     draw, group = run.method.draw, run.config.sampling.group
     if run.config.data.scored:
         return 0
@@ -468,7 +468,7 @@ def shown_groups(run: Run) -> int:
     if not run.config.log.samples_every:
         return 0
     members = (group if draw.own else 0) + draw.baseline_members + draw.demonstrations
-    return min(-(-run.config.log.KEPT // members), run.config.train.prompts)
+    return min(-(-run.config.log.MIN_MEMBERS // members), run.config.train.prompts)
 
 
 def packer(run: Run) -> Packer | None:

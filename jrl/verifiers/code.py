@@ -286,9 +286,9 @@ def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Referen
         program = _whole(solution, prompt)
         return _failures(judge(program, tests, language_named(language), limits), tests)
 
-    asked = {**prompt.meta, "answer": prompt.answer, "question": prompt.question}
+    columns = {**prompt.meta, "answer": prompt.answer, "question": prompt.question}
     how = language, limits, chosen["column"], chosen["max_tests"]
-    return Reference(where, repr(("code", solution, how, asked)), complaint)
+    return Reference(where, repr(("code", solution, how, columns)), complaint)
 
 
 def _failures(verdicts: Verdicts, tests: Tests) -> str:

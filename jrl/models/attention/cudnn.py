@@ -122,8 +122,8 @@ def _continued_forward(
     return out, (q_rchd, before, own, lengths, out, log_whole)
 
 
-def _continued_backward(scale: float, kept: tuple, g_rchd: Array) -> tuple:
-    q_rchd, before, own, lengths, out, log_whole = kept
+def _continued_backward(scale: float, residuals: tuple, g_rchd: Array) -> tuple:
+    q_rchd, before, own, lengths, out, log_whole = residuals
     blocks = before[0].shape[0]
     q, whole, g = (_together(x, blocks) for x in (q_rchd, out, g_rchd))
     logs = _logs_together(log_whole, blocks)
@@ -214,8 +214,8 @@ def backward(
     unused = jnp.zeros(0, q_bqhd.dtype)
     # Offsets of packed rows, and tables of pages, of which there are none.
     inputs = (q_bqhd, k, v, unused, *_lengths(q_bqhd, lengths), *[unused] * 4)
-    kept = (*inputs, *([()] if "score_mod" in _RULE else []), logs_bhq, out_bqhd)
-    values = _OPTIONS | {"scale": scale, "mask_type": _mask(causal), "res": kept}
+    residuals = (*inputs, *([()] if "score_mod" in _RULE else []), logs_bhq, out_bqhd)
+    values = _OPTIONS | {"scale": scale, "mask_type": _mask(causal), "res": residuals}
     values["grad_output"] = g_bqhd
     rule = fused._dot_product_attention_bwd_rule
     dq, dk, dv, *_ = rule(*(values[name] for name in _RULE))

@@ -62,9 +62,9 @@ class Reach(NamedTuple):
     lengths: Array | None = None
 
 
-def _sizes(x: Array, own: dict, prompt: dict | None, scores: Scores) -> Sizes:
+def _sizes(x: Array, rows: dict, prompt: dict | None, scores: Scores) -> Sizes:
     _, s, heads, per_head, d = x.shape
-    group, columns = per_head - 2, own["k"].shape[2]
+    group, columns = per_head - 2, rows["k"].shape[2]
     n = s if prompt is None else prompt["k"].shape[0]
     members = s // n
     # As many rows of a prompt in a program as its registers hold sums for.
@@ -72,8 +72,8 @@ def _sizes(x: Array, own: dict, prompt: dict | None, scores: Scores) -> Sizes:
 
     def parts(programs: int, columns: int) -> int:
         # More parts than fill the GPU are only more to merge; each has two blocks of columns.
-        wanted = min(pl.cdiv(PROGRAMS, programs), 8)
-        return max(min(wanted, columns // (2 * COLUMNS)), 1)
+        count = min(pl.cdiv(PROGRAMS, programs), 8)
+        return max(min(count, columns // (2 * COLUMNS)), 1)
 
     chunks = 0
     if prompt is not None:
@@ -177,9 +177,9 @@ def attend_cache(
         name="attend_cache",
     )(*(x for x, _ in inputs.values()))
     by_name = dict(zip(results, out, strict=True))
-    seen = _merged(by_name["values"], by_name["peak"], by_name["total"])
-    seen = seen.reshape(s, heads * z.group, d).astype(how.dtype)
-    return seen, {name: by_name[name] for name in own}
+    attended = _merged(by_name["values"], by_name["peak"], by_name["total"])
+    attended = attended.reshape(s, heads * z.group, d).astype(how.dtype)
+    return attended, {name: by_name[name] for name in own}
 
 
 def _merged(values: Array, peak: Array, total: Array) -> Array:

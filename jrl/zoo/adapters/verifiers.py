@@ -103,7 +103,7 @@ def from_verifiers(
             )
             try:
                 reply = await _play(policy, conversation, run, family, tools)
-                reward, metrics = _scored(await run, conversation.asked)
+                reward, metrics = _scored(await run, conversation.traces)
             finally:
                 run.cancel()
                 with contextlib.suppress(BaseException):
