@@ -64,7 +64,7 @@ NAV: list[tuple[str, Any]] = [
             ("What a run leaves", "docs/runs.md"),
             ("Trackers", "docs/trackers.md"),
             ("Memory, compiling, collapse, resuming", "docs/howto.md"),
-            ("Code that means no good", "docs/safety.md"),
+            ("Malicious code", "docs/safety.md"),
         ],
     ),
     (

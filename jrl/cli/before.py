@@ -41,7 +41,7 @@ def methods(
     ] = False,
     family: Annotated[str | None, typer.Option(help="Only the methods of this family.")] = None,
     complete: Annotated[
-        bool, typer.Option("--complete", help="Only methods of which a run lacks nothing.")
+        bool, typer.Option("--complete", help="Only methods that a run supports completely.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
