@@ -173,7 +173,7 @@ class Totals(NamedTuple):
     labels: dict[str, int]
 
 
-class CallKind(enum.Enum):
+class EnvCallKind(enum.Enum):
     """Kind of a call to an environment."""
 
     OPEN = "open"
@@ -182,7 +182,7 @@ class CallKind(enum.Enum):
     CLOSE = "close"
 
 
-class Call(NamedTuple):
+class EnvCall(NamedTuple):
     """A call that has not been answered.
 
     Attributes:
@@ -195,7 +195,7 @@ class Call(NamedTuple):
     """
 
     number: int
-    kind: CallKind
+    kind: EnvCallKind
     since: float
     until: float
     episode: Episode | None = None
@@ -231,7 +231,7 @@ class Episode:
         self.at, self.segments, self.totals = Position(), list[Segment](), Totals({}, {})
         self.turn, self.clock, self.seat, self.branch = Turn(), Clock(), Seat(), Branch()
         self.pending: Pending | None = None
-        self.call: Call | None = None
+        self.call: EnvCall | None = None
         self.ending: Ending | None = None
 
     def open(self, state: Any, opening: np.ndarray, state_id: int) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jrl.episodes.calls import Answer
-from jrl.episodes.episode import ABSENT, Call, Episode
+from jrl.episodes.episode import ABSENT, EnvCall, Episode
 from jrl.episodes.follow import Continue
 from jrl.episodes.play import Device, Scheduler, uncopied
 from jrl.episodes.rounds import Expansion, Rounds, SearchCost, search_rounds
@@ -345,7 +345,7 @@ class Searching:
         else:
             scheduler.ask(episode)
 
-    def copied(self, scheduler: Scheduler, call: Call, answer: Answer) -> None:
+    def copied(self, scheduler: Scheduler, call: EnvCall, answer: Answer) -> None:
         """Asks the copy about the turn."""
         episode = call.copy_for
         assert episode is not None

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
+from tiny import jit
 
 from jrl.data.tasks import get_task
 from jrl.episodes import Env, Turn, get_env, task_env
@@ -23,7 +24,6 @@ from jrl.train.sources import simple_request
 from jrl.train.sources_task import task_rollout
 from jrl.types import StopReason
 
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 KEY, SAMPLING = jax.random.key(3), make_sampling_params(0.9)
 N, G, VOCAB, STOP = 3, 4, 12, 1
 A, Q, K, P = 3, 4, 5, 5

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from jrl.episodes.episode import Call, CallKind, Episode, Sampled
+from jrl.episodes.episode import EnvCall, EnvCallKind, Episode, Sampled
 from jrl.episodes.slots import DecodeSlots
 from jrl.sampling.row_costs import RowCosts, WaitingPlace, cheapest
 from jrl.types import Prompt
@@ -58,7 +58,7 @@ def say(table, one, *tokens):
     one.grow(Sampled(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), 0))
     one.end_turn()
     now = time.monotonic()
-    one.call = Call(1, CallKind.STEP, now, now + 9, one)
+    one.call = EnvCall(1, EnvCallKind.STEP, now, now + 9, one)
 
 
 def hear(table, one, ids, limit=30):
