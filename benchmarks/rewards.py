@@ -96,9 +96,9 @@ def _print() -> None:
 
 
 def _allocate() -> None:
-    kept = []
+    blocks = []
     while True:
-        kept.append(b"x" * (1 << 24))
+        blocks.append(b"x" * (1 << 24))
 
 
 def _raise() -> None:
@@ -146,11 +146,11 @@ def judge_stage(url: str, seconds: float) -> Stage:
     client = JudgeClient(judge_table("rewards.judge", keys), "rewards.judge")
 
     def run(kinds: Sequence[str]) -> tuple[int, dict[str, float]]:
-        asked = [
+        questions = [
             Asked(Question(({"role": "user", "content": f"{i} {kind}"},), _score))
             for i, kind in enumerate(kinds)
         ]
-        verdicts, counts = client.verdicts(asked)
+        verdicts, counts = client.verdicts(questions)
         return sum(v is not None for v in verdicts), counts
 
     return Stage(FAULTS, run, ("silent",))
@@ -245,10 +245,10 @@ def measured(stage: Stage, args: argparse.Namespace, items: int) -> dict[str, An
             kinds = (
                 hostile_items(stage, items, hostile, seed) if name == "hostile" else [""] * items
             )
-            wall, processor, seen = timed(stage, kinds)
+            wall, processor, extra = timed(stage, kinds)
             runs[name].append((wall, processor))
             if name == "hostile":
-                counts = {key: counts.get(key, 0) + x for key, x in seen.items()}
+                counts = {key: counts.get(key, 0) + x for key, x in extra.items()}
     out: dict[str, Any] = {"items": items, "hostile_items": hostile, "counts": counts}
     for i, clock in enumerate(("wall_s", "processor_s")):
         both = {name: statistics.median(run[i] for run in each) for name, each in runs.items()}

@@ -191,8 +191,8 @@ def new_state(work: Work) -> tuple[TrainState, TrainState]:
     seed = np.uint32(work.args.seed)
     shardings = state_shardings(jax.eval_shape(make, seed), work.mesh, network=work.network)
     options = compiler_options(work.mesh)
-    made = jax.jit(make, out_shardings=shardings, compiler_options=options)(seed)
-    return made, shardings
+    state = jax.jit(make, out_shardings=shardings, compiler_options=options)(seed)
+    return state, shardings
 
 
 def sampler(work: Work) -> Any:

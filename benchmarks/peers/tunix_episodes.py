@@ -154,11 +154,11 @@ def main() -> None:
         jax.block_until_ready(jax.tree.leaves(nnx.state(actor, nnx.Param)))
         now = time.perf_counter()
         with LOCK:
-            taken = TAKEN["turns"]
+            turns_so_far = TAKEN["turns"]
         row = {"step_s": now - begin["at"], "compiles": record.compiles - begin["compiles"]}
         record.rows.append(row)
-        turns.append((taken - begin["turns"]) / (ARGS.batch * ARGS.group))
-        begin.update(at=now, turns=taken, compiles=record.compiles)
+        turns.append((turns_so_far - begin["turns"]) / (ARGS.batch * ARGS.group))
+        begin.update(at=now, turns=turns_so_far, compiles=record.compiles)
         return out
 
     engine.update_actor = timed
