@@ -95,6 +95,7 @@ NAV: list[tuple[str, Any]] = [
             ("Weak scaling on paper", "benchmarks/weak_scaling.md"),
             ("Changelog", "CHANGELOG.md"),
             ("Contributing", "CONTRIBUTING.md"),
+            ("A map of the code", "docs/code.md"),
         ],
     ),
 ]

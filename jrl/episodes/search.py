@@ -206,7 +206,7 @@ def play_search(
       score: judges the paths of a round together.
       rounds: [N], at most; None for the plan's.
     """
-    strategy = Searching(prompts, seeds, plan, score, rounds, stops=world.verified)
+    strategy = SearchStrategy(prompts, seeds, plan, score, rounds, stops=world.verified)
     # Whether a row is dropped would depend on the clock, and with it the rounding of its values.
     scheduler = Scheduler(device._replace(choose=suspended_or_held), world, strategy)
     scheduler.run()
@@ -226,7 +226,7 @@ def suspended_or_held(wait: WaitCosts) -> WaitingPlace:
     return WaitingPlace.HELD if wait.held <= wait.parked else WaitingPlace.PARKED
 
 
-class Searching:
+class SearchStrategy:
     """The strategy of a search: in each round, episodes continue the selected nodes.
 
     A round ends when every turn of it has been answered, so that what is chosen next depends on no
