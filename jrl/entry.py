@@ -35,7 +35,7 @@ Reward = Callable[..., Sequence[float]]
 
 
 class Result(NamedTuple):
-    """What a run leaves.
+    """Result of a run.
 
     Attributes:
       metrics: one dict a training step, as in ``metrics.jsonl``.
@@ -232,7 +232,7 @@ def _set_model(tree: dict[str, Any], model: Any, values: dict[str, Any]) -> None
 
 
 def _that_network(network: Network) -> Callable[..., Network]:
-    """What makes a network that is already there; it must hold the run's sequences."""
+    """An existing network as a function of sizes; it must be long enough for the run."""
 
     def make(vocab_size: int, max_length: int) -> Network:
         if network.max_length < max_length:

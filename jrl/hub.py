@@ -196,7 +196,7 @@ def offline() -> bool:
 def chosen_files(
     files: Iterable[str], card: Mapping[str, Any], name: HubName, key: str
 ) -> list[str]:
-    """Those files of a data set that hold the configuration and split that are named.
+    """Files of a dataset for the named configuration and split.
 
     As ``datasets`` finds them: by the ``configs`` of the card, else by "train", "test" and so on
     in the names of files and directories.

@@ -106,7 +106,7 @@ class RewardModelTable(Table):
 
 
 def _wrong_passes(table: RewardModelTable) -> str:
-    """What does not go together with dropout, as ``_wrong``."""
+    """Conflict between dropout and other keys, as ``_wrong``."""
     if not table.dropout:
         name = next((n for n in _PASSES[1:] if n in table.model_fields_set), "")
         return f"{name} = {getattr(table, name)} without dropout; set it to 0.1" if name else ""
@@ -123,7 +123,7 @@ def _wrong_passes(table: RewardModelTable) -> str:
 
 
 def _wrong(table: RewardModelTable) -> str:
-    """What does not go together, as "KEY = VALUE: ..."; "" for nothing."""
+    """Conflict between keys, as "KEY = VALUE: ..."; "" if there is none."""
     if wrong := _wrong_passes(table):
         return wrong
     one = len(table.path) == 1 and (table.passes == 1 or table.single_pass is not None)

@@ -55,7 +55,7 @@ class DecodeSlots:
         return sum(not e.clock.began for e in self._ready)
 
     def waiting(self) -> Iterator[Episode]:
-        """Those whose time is running: in a slot, or waiting for their environments."""
+        """Episodes with a running clock: in a slot, or waiting for their environments."""
         yield from [e for e in self.slots if e is not None]
         yield from list(self._away)
 

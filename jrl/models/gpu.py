@@ -149,7 +149,7 @@ class Sum(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """How ``layers.block`` does a token step; in place of ``Mix``.
+    """Functions with which ``layers.block`` does a token step, in place of ``Mix``.
 
     Attributes:
       attend: (product with "qkv" [S, 1, K, H / K + 2, h] or a ``Sum``, weights of the norms of
@@ -366,14 +366,14 @@ def fused(
 
 
 def _numbers(piece: dict[str, Array]) -> dict[str, Array]:
-    """What attention reads of a piece of a cache."""
+    """The arrays of a piece of a cache that attention reads."""
     return {name: piece[name] for name in ("k", "v", "k_scale", "v_scale") if name in piece}
 
 
 def reaches(
     config: ModelConfig, cache: Cache, positions: Array, live: Array
 ) -> dict[int | None, Any]:
-    """What a token step's queries see of the cache, for each window of the model's layers.
+    """Visible columns of the cache in a token step, for each window of the model's layers.
 
     Args:
       config: the model.

@@ -387,7 +387,7 @@ class Residual(NamedTuple):
 
 
 def residual_sum(x: Array | Residual) -> Array:
-    """What a layer returned, as one array."""
+    """A layer's output as one array."""
     return x.x + gpu.whole(x.out, x.x.dtype) if isinstance(x, Residual) else x
 
 

@@ -383,7 +383,7 @@ def resident_bytes(
 
 
 def judge_program(run: build.Run, topology: Topology) -> dict[str, Program]:
-    """What a chip holds while a judge is asked, between sampler and training step, by "judge".
+    """Memory of a chip while a judge is asked, between sampler and training step, by "judge".
 
     Keys and values beside what stays; activations are not counted. {} without a judge on the
     devices.

@@ -218,7 +218,7 @@ def compile_devices(topology: Topology) -> list[jax.Device]:
 
 
 def _tpu_options(topology: Topology) -> dict[str, Any]:
-    """What JAX asks libtpu for."""
+    """Options that JAX passes to libtpu."""
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             "libtpu is not installed, and compiling for a TPU needs it, on any Linux machine and"
@@ -241,7 +241,7 @@ def _tpu_options(topology: Topology) -> dict[str, Any]:
 
 
 def gpu_options(topology: Topology) -> dict[str, Any]:
-    """What JAX asks the plugin for CUDA for: so many hosts of a GPU that is described in a file.
+    """Options that JAX passes to the CUDA plugin: hosts of a GPU described in a file.
 
     The files ``gpus/*.txtpb`` are XLA's ``GpuTargetConfigProto``; nothing is asked of a driver.
     """

@@ -141,7 +141,7 @@ def _on_columns(
 
 
 def _from_trainer(name: str, samples: list[Sample]) -> Any:
-    """What TRL's trainer passes under a name."""
+    """Argument that TRL's trainer passes under a name."""
     if name != _STATE:
         return _logs_nothing
     first = samples[0] if samples else None
@@ -237,7 +237,7 @@ def _on_batch(function: Callable[..., Any], samples: list[Sample], **options: An
 
 
 def _score(value: Any) -> Any:
-    """What verl takes of a returned value: "score" of a dict, the first of several."""
+    """The score in a value returned to verl: "score" of a dict, the first of several."""
     if isinstance(value, dict):
         return value["score"]
     return value[0] if isinstance(value, tuple | list) and value else value

@@ -157,7 +157,7 @@ def check_template(table: JudgeTable, columns: Iterable[str], key: str) -> None:
 def messages_of(
     table: JudgeTable, sample: Sample, fields: Mapping[str, str], template: str = ""
 ) -> tuple[Mapping[str, str], ...]:
-    """What a judge is asked, as messages.
+    """The question to a judge, as messages.
 
     Args:
       table: the judge's keys.
@@ -211,7 +211,7 @@ def unknown_field(texts: Iterable[str], allowed: Sequence[str]) -> str | None:
 
 
 def question_of(sample: Sample) -> str:
-    """What was asked: the last message of the user, the row's question, or the whole prompt."""
+    """The user's last message of a sample, the row's question, or the whole prompt."""
     questions = [m["content"] for m in sample.prompt.messages if m["role"] == "user"]
     return (
         str(questions[-1])
@@ -228,7 +228,7 @@ def shown(sample: Sample) -> dict[str, str]:
 
 
 def answer_of(sample: Sample) -> str:
-    """What is compared: a completion, or what came of an episode."""
+    """The text that is compared: a completion, or an episode's conversation."""
     return _spoken(sample.messages) if sample.messages else sample.completion
 
 

@@ -126,7 +126,7 @@ def at_turn_ends(values: Any, mask: Any, turns: Any) -> np.ndarray:
 
 
 def at_progress(values: Any, mask: Any, steps: Any) -> np.ndarray:
-    """What each step changes of the value, at the step's last live token; 0 elsewhere.
+    """Change of the value over each step, at the step's last live token; 0 elsewhere.
 
     The progress of "Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning"
     (arXiv:2410.08146), with v_h the value behind step h:

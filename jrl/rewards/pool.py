@@ -114,7 +114,7 @@ class RewardPool:
         return any(rules.by_token is not None for rules in self._rules.values())
 
     def begin(self) -> Begun:
-        """Where calls about single samples begin before ``scores``; use it in a ``with``."""
+        """Starts calls about single samples before ``scores``; use it in a ``with``."""
         return Begun(self)
 
     def scores(

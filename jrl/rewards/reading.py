@@ -1,4 +1,4 @@
-"""What a reward model reads of a sample: a template, the model's own tokenizer, token ids."""
+"""Input of a reward model: a template, the model's own tokenizer, token ids."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def read_ranking(reply: str, count: int) -> list[int] | None:
 
 
 def read_criteria(reply: str, count: int) -> list[float] | None:
-    """How far each of ``count`` criteria is met, in [0, 1]; None unless all are decided.
+    """Degree to which each of ``count`` criteria is met, in [0, 1]; None unless all are decided.
 
     Args:
       reply: a JSON object with "1", "2", ... or such an object under "criteria"; each true, false,
@@ -165,7 +165,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _verdict(reply: str, names: Sequence[str], *, bare: bool = False) -> Any:
-    """What a reply ends with: a value of its JSON object, or a text; None for nothing."""
+    """Final value of a reply: from its JSON object, or a text; None if there is none."""
     text = _final(reply)
     parsed = _object(text)
     if parsed is not None:
@@ -205,7 +205,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _starts(text: str) -> list[int]:
-    """Where an outermost object may begin; a hundred, so that a hostile reply takes no time.
+    """Possible starts of an outermost object; at most 100, to bound the time of hostile replies.
 
     What is inside of another brace is a part of something, perhaps of something that was cut.
     """

@@ -58,7 +58,7 @@ def _call(value: Any) -> dict[str, Any] | None:
 
 
 def call_score(expected: Sequence[Call], calls: Sequence[Call]) -> float:
-    """How well calls match those that are expected, 0 to 1.
+    """Agreement of calls with the expected ones, 0 to 1.
 
     "ToolRL: Reward is All Tool Learning Needs" (arXiv:2504.13958): the multiset Jaccard of the
     names, and for each expected call the best of those of its name that are left: the Jaccard of

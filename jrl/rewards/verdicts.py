@@ -1,4 +1,4 @@
-"""What judges are asked about samples, and the points that their verdicts are. Imports no JAX.
+"""Questions to judges about samples, and rewards from their verdicts. Imports no JAX.
 
     form = make_form(table, "rewards.helpful")      # of a [rewards.NAME] with function = "judge"
     questions = form.questions(samples, vote=0)     # each with messages and a reader of the reply
@@ -47,7 +47,7 @@ class Question(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a judge is asked about a unit of samples.
+    """Form of a judge's questions about a unit of samples.
 
     Attributes:
       by_group: whether a unit is the members of a group; else one sample.
@@ -279,7 +279,7 @@ def _pairwise(table: JudgeTable) -> Form:
 
 
 def preferred(verdicts: Sequence[float | None]) -> float | None:
-    """What the first of a pair gets, of the verdicts in both orders, or in one.
+    """Reward of a pair's first sample, from the verdicts in both orders, or in one.
 
     Args:
       verdicts: for those named first in each order; 1 where that one is better.

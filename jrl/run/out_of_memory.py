@@ -58,7 +58,7 @@ def text_of(error: Exception, program: str, run: Run) -> str:
 
 
 def _holds(program: str) -> str:
-    """What the largest compiled program of this name holds; "" where there is none yet."""
+    """Memory of the largest compiled program of this name, as text; "" if there is none yet."""
     names = {f"jit_{name}" for name in FUNCTIONS[program]}
     largest: Any = None
     for executable in jax.local_devices()[0].client.live_executables():

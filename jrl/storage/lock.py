@@ -83,7 +83,7 @@ def is_replaced(directory: str | Path) -> bool:
 
 
 def moved_to(directory: str | Path) -> Path | None:
-    """Where a directory that this process has locked lies now; None where nobody knows.
+    """Current path of a directory locked by this process; None if unknown.
 
     Linux tells the path of an open file, also after its directory was renamed.
     """

@@ -24,7 +24,7 @@ class Filter:
         self._left = 0
 
     def __call__(self, data: bytes) -> bytes:
-        """What is certain by now."""
+        """Bytes that can be passed on already."""
         *lines, rest = (self._unfinished + data).split(b"\n")
         out = b"".join(line + b"\n" for line in lines if not self._is_alarm(line))
         # Half a line waits only where it may become the alarm's.
@@ -33,7 +33,7 @@ class Filter:
         return out + (b"" if waits else rest)
 
     def end(self) -> bytes:
-        """What is left at the end."""
+        """The remaining bytes at the end."""
         rest, self._unfinished = self._unfinished, b""
         return b"" if rest and self._is_alarm(rest) else rest
 

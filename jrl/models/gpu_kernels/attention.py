@@ -29,7 +29,7 @@ PROGRAMS = 528
 
 
 class Turn(NamedTuple):
-    """What turns a layer's products into queries, keys and values.
+    """Norms and rotation that turn a layer's products into queries, keys and values.
 
     Attributes:
       cos: [S, h / 2] float32, of each row's position.

@@ -22,7 +22,7 @@ _HALF_EVEN = 1.5 * 2.0**23
 
 
 class Scores(NamedTuple):
-    """How a model's attention scores are made; static.
+    """Settings of a model's attention scores; static.
 
     Attributes:
       dtype: of activations, 16-bit floats.

@@ -24,7 +24,7 @@ Halves = tuple[Array, Array]
 
 
 class Norm(NamedTuple):
-    """What the kernels need to know when they are compiled.
+    """Compile-time settings of the kernels.
 
     Attributes:
       eps: of the norm.

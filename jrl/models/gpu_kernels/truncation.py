@@ -111,7 +111,7 @@ class _Row:
         return low.min(0), high.max(0)
 
     def above(self, enabled: Any, least: Any, weight: Callable[[Any], Any]) -> Any:
-        """What the logits from ``least`` on weigh together."""
+        """Total weight of the logits from ``least`` on."""
         add = lambda sums, x: sums + jnp.where(x >= least, weight(x), 0.0)  # noqa: E731
         return self._over(enabled, jnp.zeros(self.size, jnp.float32), add).sum(0)
 

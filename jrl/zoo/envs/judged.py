@@ -42,7 +42,7 @@ answer</final_verification>"""
 
 
 class Verdict(NamedTuple):
-    """What a judge's reply says.
+    """A judge's parsed reply.
 
     Attributes:
       right: of the solution; None where that cannot be read.
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
 
 
 class JudgeForm(NamedTuple):
-    """How a judge is asked, and its reply read.
+    """Question to a judge, and parser of its reply.
 
     Attributes:
       ask: the message, with {count} for the steps of the solution.

@@ -42,7 +42,7 @@ def choose_hard(state: State, query: Query) -> tuple[Selection, State]:
 
 
 def count_hard(state: State) -> dict[str, float]:
-    """How many problems the round has."""
+    """Number of problems in the round."""
     return {"hard_problems": float(len(state["rows"]))}
 
 
@@ -121,7 +121,7 @@ def note_failed(state: State, outcome: Outcome) -> State:
 
 
 def count_written(state: State) -> dict[str, float]:
-    """How many problems were written."""
+    """Number of written problems."""
     return {"written_problems": float(len(state["failed"]) - state["data"])}
 
 

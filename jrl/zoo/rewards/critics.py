@@ -127,7 +127,7 @@ def fapo_critic(samples: list[Sample], column: str = "total_steps") -> list[floa
 
 
 def listwise_agreement(samples: list[Sample]) -> list[float]:
-    """How well scores of several responses order them as the labelled scores do, 0 to 1.
+    """Agreement of the order of several responses' scores with the labelled ones, 0 to 1.
 
     The accuracy reward of "RewardAnything: Generalizable Principle-Following Reward Models"
     (arXiv:2506.03637), as its released code has it: over pairs of responses with labels l and

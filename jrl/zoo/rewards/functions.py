@@ -276,7 +276,7 @@ def _box(value: Any) -> list[float] | None:
 def demonstration_similarity(
     samples: list[Sample], encoder: str, column: str = "answer"
 ) -> list[float | None]:
-    """How alike a completion and the row's demonstration are, clause by clause, at most 1.
+    """Similarity of a completion and the row's demonstration, clause by clause, at most 1.
 
     The W of DR-IRL, "Inverse Reinforcement Learning with Dynamic Reward Scaling for LLM Alignment"
     (arXiv:2503.18991): with clauses S^1 ... S^K of the completion and D^l of the demonstration,

@@ -1,4 +1,4 @@
-"""What single papers measure of reward models: strengths of preferences, and consistency.
+"""Measurements of reward models from single papers: preference strength and consistency.
 
     scored = with_strengths(rows, models)            # for method = "preference_strength"
     contrast_consistency(points)                     # of Contrast Instructions
@@ -21,7 +21,7 @@ Model = Callable[[Sequence[Sample]], tuple[list[Points], Mapping[str, float]]]
 
 
 class Strengths(NamedTuple):
-    """How strongly reward models prefer the first of two completions.
+    """Strength with which reward models prefer the first of two completions.
 
     Attributes:
       mean: [N] float64, points: the strength mu.
