@@ -70,7 +70,7 @@ def keep_rows(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def remember(directory: Path) -> None:
-    """From here on, the rows that ``keep_rows`` wrote are values that were passed.
+    """Makes the rows written by ``keep_rows`` available as passed values.
 
     Raises:
       UserError: a file of them is damaged; names its line.

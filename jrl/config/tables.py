@@ -264,7 +264,7 @@ class SamplingTable(Table):
 
     @property
     def in_8_bits(self) -> tuple[str, ...]:
-        """Of "weights" and "cache" those that take 8 bits a number, in either format."""
+        """The parts, "weights" or "cache", with 8 bits per number, in either format."""
         return tuple(part for part, kind in self.formats.items() if kind != "same")
 
 

@@ -52,7 +52,7 @@ class DataTable(Table):
 
     @property
     def name(self) -> str:
-        """Of the procedural task or the environment on the device; "" for none."""
+        """Name of the procedural task or the environment on the device; "" for none."""
         return ""
 
     @property
@@ -247,7 +247,7 @@ class TaskData(DataTable):
 
     @property
     def name(self) -> str:
-        """Of the task."""
+        """The task's name."""
         return self.task
 
     @property
@@ -298,7 +298,7 @@ class EnvData(DataTable):
 
     @property
     def name(self) -> str:
-        """Of the environment."""
+        """The environment's name."""
         return self.env
 
     @property

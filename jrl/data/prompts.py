@@ -1,4 +1,4 @@
-"""From rows to prompts: template, tokens, reference answer, and the length limit."""
+"""Prompts from rows: template, tokens, reference answer, and the length limit."""
 
 from __future__ import annotations
 

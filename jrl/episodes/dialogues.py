@@ -264,7 +264,7 @@ class _Plain(NamedTuple):
 
 
 class _Chat(NamedTuple):
-    """By a chat template."""
+    """Encoder of conversations with a chat template."""
 
     frames: Frames
 

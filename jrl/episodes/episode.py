@@ -273,7 +273,7 @@ class Episode:
         return tokens
 
     def _labelled(self, segment: Segment) -> Segment:
-        """With the ids of now; a summary is a turn of its own, which the environment never sees."""
+        """The segment with its turn, state, context and player; a summary counts as a turn."""
         at = self.at
         # Every earlier context ended in one summary, which counts as a turn of its own here.
         turn = at.turn + at.context + (self.pending is not None)

@@ -174,7 +174,7 @@ class Searched(NamedTuple):
     verified: bool = False
 
     def successes(self) -> list[bool]:
-        """Of each tree whether its best path ended well, or any, where that is verified."""
+        """Success of each tree: of its best path, or of any path if the environment verifies."""
         # Ranked by the score alone: how the others ended is not known when one is to be chosen.
         best = [(tree, best_node(tree)) for tree in self.trees]
         if self.verified:

@@ -163,7 +163,7 @@ def puct(c: float = 1.0) -> Score:
 
 
 def descend(score: Score) -> Select:
-    """From the root to the child of the best score, until a node that can be expanded."""
+    """Descends from the root to the best-scored child until a node can be expanded."""
 
     def select(tree: Tree) -> list[int]:
         # Subtrees in which all has ended are left out, or a descent would stop at a leaf.

@@ -143,7 +143,7 @@ class RoundTools(Protocol):
 
 
 def no_counts(state: Any) -> dict[str, float]:
-    """Nothing to report."""
+    """No counts."""
     return {}
 
 

@@ -137,7 +137,7 @@ def one_token_rollout(wrong: float, temperature: float) -> Statistic:
 
 @variant(sft, weigh="sequences")
 def otr(base: Method, beta: BelowOne = -0.1, temperature: Positive = 1.3) -> Method:
-    """At every data token: policy gradient on one token sampled in its place, right or wrong.
+    """Policy gradient, at every data token, on one token sampled in its place.
 
     "One-Token Rollout: Guiding Supervised Fine-Tuning of LLMs with Policy Gradient"
     (arXiv:2509.26313). With the given prefix, a token a drawn from the policy's distribution q at a

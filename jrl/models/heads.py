@@ -137,7 +137,7 @@ def value_networks(network: Network, outputs: int) -> ValueNetwork:
 
 
 def after_token(value: ValueNetwork) -> ValueNetwork:
-    """The same network one token later: the number at a column is that of the next live one.
+    """A value network shifted by one token: each column has the number of the next live one.
 
     A value estimate stands before a token is drawn; a reward model judges what it has read, the
     last token included. Where no live column follows, the number is the column's own.

@@ -249,7 +249,7 @@ def _projected(
 def _projected_at_once(
     config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation
 ) -> tuple[Array, Array, Array]:
-    """The same of weights prepared for sampling: few and small operations, queries and keys as one.
+    """Queries, keys and values from weights prepared for sampling, in few and small operations.
 
     The axis g holds the queries of a key-value head, then its key and its value.
     """
@@ -495,7 +495,7 @@ def hidden_shared(
     remat: str = "none",
     options: Options = PLAIN,
 ) -> tuple[Array, dict[str, Array]]:
-    """The same for rows that share prompts; see ``types.NetworkExtras.hidden_shared``.
+    """``hidden`` for rows that share prompts; see ``types.NetworkExtras.hidden_shared``.
 
     Prompts and rows go through each layer one after the other, and the rows read the prompts' keys
     and values there. A router's sums are over the tokens of both.
@@ -644,7 +644,7 @@ def head(params: Params, *, config: ModelConfig, remat: str = "none") -> Head:
 
 
 def stored_dtype(config: ModelConfig) -> Any:
-    """Of matrices that ``prepare`` returns: the shorter dtype of weights and activations."""
+    """Dtype of the matrices of ``prepare``: the shorter of weights and activations."""
     return min(jnp.dtype(config.dtype), jnp.dtype(config.param_dtype), key=lambda x: x.itemsize)
 
 

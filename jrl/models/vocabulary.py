@@ -52,7 +52,7 @@ class _Walk(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Of the scores met so far, each [B, T] float32."""
+    """Running sums over the scores, each [B, T] float32."""
 
     peak: Array
     total: Array  # of exp(score - peak)

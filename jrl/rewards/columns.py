@@ -150,7 +150,7 @@ def _from_trainer(name: str, samples: list[Sample]) -> Any:
 
 
 def _logs_nothing(*values: Any, **named: Any) -> None:
-    """In the place of functions that log."""
+    """Replacement for functions that log."""
 
 
 def _constants(function: Any) -> tuple[Any, ...]:

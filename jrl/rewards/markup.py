@@ -100,7 +100,7 @@ def _clean(text: str) -> str:
 
 
 def bare(text: str) -> str:
-    """Without spaces, emphasis, signs of mathematics and punctuation around it."""
+    """The text without surrounding spaces, emphasis, maths delimiters and punctuation."""
     before = None
     while text != before:
         before = text

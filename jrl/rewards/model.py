@@ -42,7 +42,7 @@ def last_values(values: Array, mask: Array) -> Array:
 
 
 def reduce_ensemble(points: Array, ensemble: Ensemble, uncertainty: float) -> Array:
-    """One number of those of M reward models.
+    """Reduction of M reward models' scores to one number.
 
     "Reward Model Ensembles Help Mitigate Overoptimization" (arXiv:2310.02743):
 

@@ -262,7 +262,7 @@ class RewardPool:
             self._workers.printed = 0
 
     def _prepare(self) -> None:
-        """In this process, what workers do before their first call."""
+        """Runs in this process the preparation that workers do before their first call."""
         for name, function in self.functions.items() if not self._prepared else ():
             try:
                 attribute(function, "prepare", lambda: None)()

@@ -112,7 +112,7 @@ def make_form(table: JudgeTable, key: str) -> Form:
 
 
 def pooled(votes: Sequence[float], how: str) -> float | None:
-    """One verdict of several, or None of none.
+    """Reduction of several verdicts to one; None if there are none.
 
     Args:
       votes: those that could be read.

@@ -61,7 +61,7 @@ _NOT_STARTED = (
 
 
 class Limits(Protocol):
-    """Of one call: seconds, and GiB of its worker and the descendants of that."""
+    """Limits of one call: seconds, and GiB of its worker and the worker's descendants."""
 
     timeout_seconds: float
     memory_gib: float

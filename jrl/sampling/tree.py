@@ -52,7 +52,7 @@ class TreeRollout(NamedTuple):
 
 
 def check_branching(branching: Branching, group: int, slots: int = 0) -> Branching:
-    """The same with the number of roots written out.
+    """The branching with its number of roots filled in.
 
     Raises:
       UserError: names what does not fit, and what would.

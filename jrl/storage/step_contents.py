@@ -120,7 +120,7 @@ def _read_arrays(path: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drop_late_callbacks() -> None:
-    """From here on nothing is printed of arrays that end after another could not be transferred.
+    """Silences arrays that are deleted after a transfer of another one failed.
 
     Each comes back to an event loop that the first error has closed, seconds later where a disk is
     full, and would print a traceback; the first error itself is raised.

@@ -66,7 +66,7 @@ def cudnn(
 
 
 class Lengths(NamedTuple):
-    """Of rows that each continue a prompt.
+    """Lengths of rows that each continue a prompt.
 
     Attributes:
       before: [M] int32, tokens of each prompt that count; may be 0.
@@ -79,7 +79,7 @@ class Lengths(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def continued(scale: float, q_rchd: Array, before: Keys, own: Keys, lengths: Lengths) -> Array:
-    """The same of rows that each continue a prompt, without a mask and without a copy of prompts.
+    """Attention of rows that each continue a prompt, without a mask and without a copy of prompts.
 
     All rows of a prompt look at it together, and each at itself, up to its own column. Both results
     are merged by the logarithms of their sums, and both backward passes get the sums of the whole:
@@ -249,5 +249,5 @@ def _mask(causal: bool) -> fused.MaskType:
 
 
 def _lengths(q_bqhd: Array, lengths: Array) -> tuple[Array, Array]:
-    """Of queries and keys, as cuDNN takes them."""
+    """Lengths of queries and keys in cuDNN's form."""
     return jnp.full(q_bqhd.shape[0], q_bqhd.shape[1], jnp.int32), jnp.maximum(lengths, 1)

@@ -34,7 +34,7 @@ _NO_LIMIT = 2**30
 
 
 def first_state(table: Table) -> State:
-    """Nothing used; no problem was ever solved, and all are left."""
+    """The initial state: no problem used or solved, all left."""
     stage = table.columns.get("stage", jnp.zeros(table.rows))
     return {
         "stage": jnp.asarray(stage).astype(jnp.int32),
