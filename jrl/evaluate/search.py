@@ -84,7 +84,7 @@ def search_run(
     plan = search_plan(name, width, rounds=rounds)
     if plan.whole and folder is not None and config.data.plays:
         raise UserError(
-            f"--out: --search {name} plays whole episodes, of which no step can be compared; use"
+            f"--out: --search {name} plays complete episodes, which have no steps to compare; use"
             f" one of {', '.join(n for n in SEARCHES if not SEARCHES[n].whole)}"
         )
     verifier = verifier_of(config, by, reduce)
