@@ -155,8 +155,8 @@ def build_judged(
                 labelled = _encode(index, row, where, found_kind, wording, rationales)
             if form not in ((), _form(labelled)):
                 raise UserError(
-                    f"{where}: visits, steps or attributes are in some rows only, or differ in number;"
-                    " give them in all rows, or use separate files"
+                    f"{where}: visits, steps or attributes are in some rows only, or differ in"
+                    " number; give them in all rows, or use separate files"
                 )
             kind, form = found_kind, _form(labelled)
             p, t = len(labelled.prompt), max(map(len, labelled.completions))
