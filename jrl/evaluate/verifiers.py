@@ -171,14 +171,14 @@ def _by_judge(
 
 def _log_ratios(run: Run, policy: Params, first: Params) -> Callable[[Rollout], Array]:
     """(rollout) -> [N, G, T] float32, nats: the policy's log-probabilities less the first one's."""
-    want, law = frozenset({"logprobs", "ref_logprobs"}), make_sampling_params()
+    want, sampling_params = frozenset({"logprobs", "ref_logprobs"}), make_sampling_params()
 
     @jax.jit
     def ratios(policy: Params, first: Params, rollout: Rollout) -> Array:
         n, g, _ = rollout.tokens.shape
         batch = to_batch(rollout, jax.numpy.zeros((n, g, 1)), jax.numpy.ones(1))
         both = {"policy": policy, "ref": first}
-        stats = score(both, batch, law, network=run.network, value=None, want=want)
+        stats = score(both, batch, sampling_params, network=run.network, value=None, want=want)
         return stats["logprobs"] - stats["ref_logprobs"]
 
     return partial(ratios, policy, first)

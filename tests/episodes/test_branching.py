@@ -235,8 +235,8 @@ def test_episodes_are_left_where_the_entropy_rises_by_more_than_the_threshold():
         ids = np.concatenate([transcript.opening, ids_of(transcript)])
         at = np.arange(len(ids))[None]
         hidden, _ = NETWORK.hidden(params(), ids[None], at, np.ones_like(at))
-        law = np.asarray(jax.nn.log_softmax(NETWORK.logits(params(), hidden[0])), np.float64)
-        all_of = -(np.exp(law) * law).sum(1)
+        logprobs = np.asarray(jax.nn.log_softmax(NETWORK.logits(params(), hidden[0])), np.float64)
+        all_of = -(np.exp(logprobs) * logprobs).sum(1)
         ends = len(transcript.opening) + np.cumsum([len(s.tokens) for s in transcript.segments])
         starts = [len(transcript.opening), *ends[:-1]]
         turns = [(a, b) for a, b in zip(starts, ends, strict=True)][::2]
