@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 from tiny import jit, tiny_config, trainer_logprobs
 
+from jrl.collect.groups import to_batch
+from jrl.collect.host_episodes import HostEpisodes
+from jrl.collect.run_rows import RunRows
+from jrl.collect.sources import simple_request
 from jrl.episodes.branching import MEASURED_TOKENS, EpisodeBranches
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
@@ -26,10 +30,6 @@ from jrl.models.transformer import transformer
 from jrl.objectives.policy import compute_advantages
 from jrl.sampling.row_costs import WaitingPlace
 from jrl.sampling.rows import Rows
-from jrl.train.groups import to_batch
-from jrl.train.host_episodes import HostEpisodes
-from jrl.train.run_rows import RunRows
-from jrl.train.sources import simple_request
 from jrl.types import Branching, Prompt, StopReason
 
 TOKENIZER = char_tokenizer()

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from tiny import jit
 
+from jrl.collect.episodes import episode_rollout
+from jrl.collect.groups import counted, to_batch
+from jrl.collect.sources import simple_request
 from jrl.episodes import get_env
 from jrl.episodes.device import paid_points
 from jrl.episodes.device_play import play, scripted
@@ -17,10 +20,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
 from jrl.train.compiled import held_out
-from jrl.train.episodes import episode_rollout
-from jrl.train.groups import counted, to_batch
 from jrl.train.score import score
-from jrl.train.sources import simple_request
 from jrl.types import StopReason
 
 ENV = get_env("nim", heaps=2, most=3, opponent="self")
