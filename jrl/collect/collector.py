@@ -67,7 +67,7 @@ class Batches(Protocol):
         """(batch of a step on the mesh of training, the groups in it, tickets issued so far)."""
 
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint must hold for the next batch to be the same."""
+        """State of the batches for a checkpoint, so that the next batch is the same."""
 
     def wait(self) -> None:
         """Returns when no device is drawing."""
@@ -322,7 +322,7 @@ _batch_on_device = jax.jit(to_batch, static_argnames="own")
 
 
 def on_host() -> Any:
-    """Where plans, edits and curricula are computed between two programs: on the CPU."""
+    """The device for plans, edits and curricula between two programs: the CPU."""
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX_PLATFORMS leaves the CPU out

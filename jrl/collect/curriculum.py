@@ -1,4 +1,4 @@
-"""What a run offers to the host part of a curriculum: ``Curriculum.between``.
+"""Tools of a run for the host part of a curriculum, ``Curriculum.between``.
 
     rounds = HostRounds(problems, source, host_tools(run, source))
     collected = rounds.begun(collected, request, setting)   # before a step's first draw
@@ -57,7 +57,7 @@ class Problems(Sequence[Prompt]):
         self._rows = rows
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Their number."""
         return len(self._data) + len(self._added)
 
     @overload
@@ -73,7 +73,7 @@ class Problems(Sequence[Prompt]):
 
 
 class HostTools(NamedTuple):
-    """What the environment and the value network of a run do between rounds.
+    """Calls of a run's environment and value network between rounds.
 
     Attributes:
       write: (texts of problems, how many, seed) -> texts or rows; None where nobody writes.
@@ -122,7 +122,7 @@ class Tools:
 
     @property
     def rows(self) -> int:
-        """How many problems there are."""
+        """Number of problems."""
         assert self._setting.table is not None
         return self._setting.table.rows if self._problems is None else len(self._problems)
 
@@ -182,7 +182,7 @@ class Tools:
         return prompt_seeds(self._request.key, "curriculum", self._request.step, places)
 
     def progress(self) -> str:
-        """How far the round is; read by another thread."""
+        """Progress of the round, as text; read by another thread."""
         return self._progress
 
 
@@ -202,7 +202,7 @@ class HostRounds(NamedTuple):
     def begun(
         self, collected: CollectState, request: DrawRequest, setting: Setting
     ) -> CollectState:
-        """What is carried into the request's step: after ``between`` where a round begins."""
+        """The collector's state for the request's step: after ``between`` if a round begins."""
         if self.problems is not None:  # a step that failed may have left others
             self.problems.set_added(collected.added)
         curriculum = setting.method.curriculum
@@ -231,7 +231,7 @@ def with_problems(run: Run) -> tuple[Run, Problems | None]:
 
 
 def host_tools(run: Run, source: Source) -> HostTools:
-    """What the environment and the value network of a run do between rounds.
+    """Calls of a run's environment and value network between rounds.
 
     Args:
       run: whose curriculum is asked what it uses.
@@ -262,7 +262,7 @@ def host_tools(run: Run, source: Source) -> HostTools:
 
 
 def _as_they_are(prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[np.ndarray | None]:
-    """What the policy sees first of prompts that no environment opens."""
+    """Openings of prompts without an environment."""
     return [np.asarray(prompt.tokens) for prompt in prompts]
 
 

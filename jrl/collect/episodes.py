@@ -161,7 +161,7 @@ def scripted_batch(key: Array, *, env: Env, count: int) -> Batch:
 
 
 class OnDevice(NamedTuple):
-    """What a run on the device alone needs of a task, or of an environment.
+    """Functions of a task or an environment for a run on the device.
 
     Attributes:
       rollout: (request, ...) -> groups.
@@ -184,7 +184,7 @@ def on_device(task: Task | Env) -> OnDevice:
 
 
 def held_out_rollout(request: DrawRequest, *, task: Task | Env, **how: Any) -> Groups:
-    """What ``on_device(task).rollout`` draws for an evaluation: a program of its own name."""
+    """``on_device(task).rollout`` for an evaluation, as a program with its own name."""
     return on_device(task).rollout(request, task=task, **how)
 
 

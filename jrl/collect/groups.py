@@ -111,7 +111,7 @@ def counted(rollout: Rollout) -> Any:
 
 
 class Origin(NamedTuple):
-    """Where members that were drawn belong.
+    """Tickets, rows and member numbers of sampled groups.
 
     Attributes:
       ticket: [A] int32, of each group drawn.
@@ -284,7 +284,7 @@ def to_batch(
     *,
     own: bool = True,
 ) -> Batch:
-    """What the training step reads; pure, so that compiled runs use it too.
+    """The batch of a training step; pure, so that compiled runs use it too.
 
     Args:
       rollout: from the sampler.

@@ -238,7 +238,7 @@ class HostEpisodes:
             yield partial(play_search, device, self._world())
 
     def openings(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[np.ndarray | None]:
-        """What the policy would see first of each problem; None where no episode opens."""
+        """The opening of each problem as token ids; None if no episode opens."""
         calls, seconds = self._open_calls(), self._env.limits.call_seconds
         arguments = self._env, self._chat
         longest = self._rows.rows.prompt_tokens

@@ -30,7 +30,7 @@ from jrl.types.asks import Ask, Asks, Tokens, new_ask
 
 
 class CollectState(struct.PyTreeNode):
-    """What drawing carries from step to step, beside the ``TrainState``.
+    """State of the collector between steps, beside the ``TrainState``.
 
     The training step does not donate it. In a compiled run it goes through ``lax.scan`` and
     ``vmap``; on the host it is saved with each checkpoint.
@@ -49,7 +49,7 @@ class CollectState(struct.PyTreeNode):
 
 
 class Tools(Protocol):
-    """What the kind of data offers to a plan."""
+    """Tools of a kind of data for plans."""
 
     def solutions(self, asks: Asks, number: int | None = None) -> Tokens:
         """The data's own solution of each entry of the first ask, or the one of a number."""
@@ -65,7 +65,7 @@ class Tools(Protocol):
 
 
 class Setting(NamedTuple):
-    """What stays the same through a run's steps.
+    """Constants of the collector over a run's steps.
 
     Attributes:
       method: what is trained with; its curriculum, plan, rewards and edits are used here.
@@ -130,7 +130,7 @@ class First(NamedTuple):
 
 
 def first_asks(collected: CollectState, now: Now, setting: Setting) -> First:
-    """What a step samples first."""
+    """The first asks of a step."""
     plan, n = setting.method.plan, setting.prompts
     issued, after, used = issue(n, n, None, collected, now, setting)
     ask: Any = new_ask(issued.ticket, issued.choice.row, setting.group, tree=plan.tree)
@@ -235,7 +235,7 @@ def _as_chosen(ask: Ask, choice: Selection) -> Ask:
 
 
 def view_of(number: Any, collected: CollectState, now: Now, setting: Setting) -> StepView:
-    """What a plan may read in a round."""
+    """The view of a step that plans read."""
     key = jax.random.fold_in(stream(now.key, "plan", now.step), number)
     size = setting.prompts, setting.group
     states = collected.curriculum, collected.edits
@@ -411,7 +411,7 @@ def host_rounds(
 
 
 def _without(count: int, collected: CollectState) -> CollectState:
-    """What is carried, less tickets of problems that the plan named.
+    """The collector's state without the tickets of problems that the plan named.
 
     They are taken again in the next step: the data's order, which follows the tickets, would
     otherwise pass over as many problems.
@@ -438,7 +438,7 @@ def _live_entries(asks: Asks, prior: Mapping[str, Any]) -> tuple[Asks, dict[str,
 
 
 def new_collected(setting: Setting, shapes: Any = None) -> CollectState:
-    """What is carried at the start of a run; ``shapes`` of a step's groups in a compiled run."""
+    """The collector's initial state; ``shapes`` of a step's groups in a compiled run."""
     method = setting.method
     state: Any = ()
     if (curriculum := method.curriculum) is not None:
@@ -461,7 +461,7 @@ def packed(collected: CollectState) -> dict[str, Any]:
 
 
 def unpacked(like: CollectState, notes: Mapping[str, Any]) -> CollectState:
-    """What ``packed`` was given; ``like`` is what the run began with."""
+    """Inverse of ``packed``; ``like`` is the initial state of the run."""
     leaves, structure = jax.tree.flatten(like, is_leaf=_is_store)
     values = [notes[str(i)] for i in range(len(leaves))]
     made = [_like(x, v) for x, v in zip(leaves, values, strict=True)]
@@ -470,7 +470,7 @@ def unpacked(like: CollectState, notes: Mapping[str, Any]) -> CollectState:
 
 
 def _like(x: Any, value: Any) -> Any:
-    """What a checkpoint says, of the kind that the run began with."""
+    """A checkpoint's value, as the type of the initial one."""
     if _is_store(x):
         return x.unpacked(value)
     return jnp.asarray(value) if isinstance(x, jax.Array) else np.asarray(value)

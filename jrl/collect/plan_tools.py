@@ -1,4 +1,4 @@
-"""What the data offers to plans: its own solutions, hints, and questions about completions."""
+"""Tools of the data for plans: its own solutions, hints, and questions about completions."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class Hinter:
         self._run, self._around = run, ("", "")
 
     def _template(self) -> tuple[str, str]:
-        """What the template puts before and behind a question; asked for with the first hint."""
+        """The template's tokens before and after a question; computed with the first hint."""
         if self._around == ("", ""):
             (probe,) = question_prompts(self._run, [self._MARK])
             before, _, behind = probe.text.partition(self._MARK)

@@ -188,7 +188,7 @@ def model_stage(rewards: RunRewards) -> Stage:
 
 
 def judge_stage(judges: TextParts, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
-    """What reads the text of members: judges, which may read the points so far, and models."""
+    """A stage of judges, which may read the rewards so far, and models that read text."""
 
     def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
         rollout = jax.device_get(groups.rollout)

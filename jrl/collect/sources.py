@@ -23,7 +23,7 @@ from jrl.types.asks import DrawRequest, new_ask
 
 
 class Groups(NamedTuple):
-    """What one draw gives: N groups with their rewards.
+    """Result of one draw: N groups with their rewards.
 
     Attributes:
       rollout: tokens and what was recorded while drawing them.
@@ -50,7 +50,7 @@ class Groups(NamedTuple):
 
 
 class Source(Protocol):
-    """Where the groups of a run come from.
+    """Source of a run's groups.
 
     A class with these methods is one; ``check_source`` says what another lacks. A *row* is a
     problem of the data; a *ticket* is one use of it, which the loop issues and which keys the
@@ -61,7 +61,7 @@ class Source(Protocol):
         """[N] int32, the row of each ticket [N] int32 where no curriculum chooses."""
 
     def prompts(self, key: Any, rows: np.ndarray) -> tuple[Any, list[Prompt]]:
-        """What the problems in some rows are about, and their prompts, N of each."""
+        """Subjects and prompts of the problems in some rows, N of each."""
 
     def draw(self, request: DrawRequest) -> Groups:
         """Members of the problems that the request asks for, with their rewards.
@@ -79,7 +79,7 @@ class Source(Protocol):
         """
 
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint must hold for the next draws to be the same."""
+        """State for a checkpoint, so that the next draws are the same."""
 
 
 PARTS = {
@@ -322,7 +322,7 @@ def take_groups(groups: Groups, places: Any) -> Groups:
 
 
 def counted_draw(drawn: tuple[Any, ...]) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
-    """What ``generate`` or ``generate_tree`` returned: (rollout, labels of tokens, counts)."""
+    """The result of ``generate`` or ``generate_tree`` as (rollout, labels of tokens, counts)."""
     rollout, slot_steps, *node = drawn
     counts = {"slot_tokens": rollout.mask.sum(), "slot_steps": slot_steps}
     if not node:

@@ -32,7 +32,7 @@ def root_key(request: DrawRequest) -> Any:
 
 
 class TextSampler(NamedTuple):
-    """What draws the members that a request asks for under prompts in text.
+    """Sampler of a request's members for prompts in text.
 
     Attributes:
       program: ``jax.jit`` of ``generate`` with its keyword arguments bound; None draws nothing.

@@ -311,7 +311,7 @@ class DrawnWeights:
 
 
 def drawn_weights(run: Run) -> DrawnWeights:
-    """What the source of a run draws with."""
+    """Weights that the source of a run samples with, by name."""
     curriculum = run.method.curriculum
     asked = curriculum is not None and "estimate" in curriculum.uses
     value = run_estimate(run) is not None or asked
@@ -319,7 +319,7 @@ def drawn_weights(run: Run) -> DrawnWeights:
 
 
 def run_estimate(run: Run) -> Estimate | None:
-    """What a run's search makes of paths that have not ended, or None."""
+    """The run's estimate of unfinished paths in a search, or None."""
     draw = run.method.draw
     points = run.method.plan.estimate
     if draw.search is None or points is None or run.value is None:
@@ -328,7 +328,7 @@ def run_estimate(run: Run) -> Estimate | None:
 
 
 def value_estimate(run: Run, points: Callable[[Any], Any]) -> Estimate:
-    """What the run's value network says behind the last token, as ``points`` of its number."""
+    """The run's value network at the last token, as ``points`` of its number."""
     value, network = run.value, run.network
     assert value is not None
 

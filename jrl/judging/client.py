@@ -130,7 +130,7 @@ class JudgeClient:
         return batch, names
 
     def verdicts(self, asked: Sequence[Asked]) -> tuple[list[Any], dict[str, float]]:
-        """What the judge says, within ``seconds``; those are counted from here.
+        """The judge's verdicts, within ``seconds`` from now.
 
         Args:
           asked: questions; equal ones are asked once.

@@ -24,7 +24,7 @@ Spoken = Sequence[Sequence[Sequence[Mapping[str, Any]]]]
 
 
 class Verdicts(NamedTuple):
-    """What N groups of G members are judged to be.
+    """Rewards of N groups of G members, from functions on the host.
 
     Attributes:
       rollout: on the host; members to be dropped have ended as ABORTED.
@@ -43,7 +43,7 @@ class Verdicts(NamedTuple):
 
 
 class HostJudge(NamedTuple):
-    """What judges the members of groups on the host.
+    """Computes rewards of members with functions on the host.
 
     Attributes:
       pool: the reward functions.
@@ -152,7 +152,7 @@ class _Share(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """What the members of N groups said, for whatever judges text.
+    """Texts of the members of N groups, for reward functions, judges and models.
 
     Attributes:
       prompts: N of them.
@@ -190,7 +190,7 @@ def make_sample(
     step: int,
     steps: int,
 ) -> Sample:
-    """What judges are given of a member.
+    """The ``Sample`` of a member, for reward functions and judges.
 
     Args:
       prompt: its problem.

@@ -141,7 +141,7 @@ class Likelihood(NamedTuple):
             return []
 
     def _cuts(self, rollout: Rollout, turns: Any, i: int, j: int) -> list[int]:
-        """Where the answer is asked for: tokens of the member that are read before it."""
+        """Cuts at which the answer is scored: tokens of the member before it."""
         length = int(rollout.lengths[i, j])
         if self.table.by == "completion":
             ends = length and int(rollout.tokens[i, j, length - 1]) in self.tokenizer.stop_ids
@@ -175,7 +175,7 @@ class Likelihood(NamedTuple):
 
 
 def _row(rollout: Rollout, i: int, j: int, cut: int) -> list[int]:
-    """What the policy has read of a member up to a token."""
+    """Token ids of a member up to a token, prompt included."""
     opening = np.asarray(rollout.prompt_tokens)[i, : int(rollout.prompt_lengths[i])]
     return [*opening.tolist(), *np.asarray(rollout.tokens)[i, j, :cut].tolist()]
 

@@ -126,7 +126,7 @@ class Batch:
             self._changed.notify_all()
 
     def progress(self, names: Collection[str]) -> str:
-        """How far it is, for people."""
+        """Progress, as text."""
         return f"{sum(name not in self._ended for name in names)} of {len(names)} verdicts left"
 
     def count(self, name: str) -> None:

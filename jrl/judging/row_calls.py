@@ -109,7 +109,7 @@ class RowCalls:
             self._submitted.append(job)
 
     def _of_row(self, row: Transcript) -> Sample:
-        """What an episode is to its judges."""
+        """The ``Sample`` of an episode, for its judges."""
         judge = self._functions or self._judges
         assert judge is not None
         return make_sample(

@@ -26,7 +26,7 @@ from jrl.types import NOTHING, Params, StopReason
 
 
 class TextGiver(Protocol):
-    """What gives a reward part by reading text."""
+    """Giver of a reward part that reads text."""
 
     @property
     def rules(self) -> Rules:
@@ -60,7 +60,7 @@ class TextGiver(Protocol):
 
 
 class Given(NamedTuple):
-    """What one giver says about some groups.
+    """One giver's rewards of some groups.
 
     Attributes:
       points: [n, G] float32, sums of those by token; NaN for no opinion.
@@ -160,7 +160,7 @@ class TextParts(NamedTuple):
         rows: np.ndarray,
         weights: Mapping[str, Params],
     ) -> list[Given]:
-        """What each giver says about the groups in some rows."""
+        """Each giver's rewards of the groups in some rows."""
         jobs: dict[str, Future[Given]] = {}
         done: dict[str, Given] = {}
         asks = dict.fromkeys(self.givers, present)
@@ -203,7 +203,7 @@ def _given(
     asks: np.ndarray,
     rows: np.ndarray,
 ) -> Given:
-    """What one giver says about the groups in some rows, of which ``asks`` [N, G] are read."""
+    """One giver's rewards of the groups in some rows, of which ``asks`` [N, G] are read."""
     points = np.full((len(rows), asks.shape[1]), np.nan, np.float32)
     dropped = np.zeros(points.shape, bool)
     paid: dict[tuple[int, int], np.ndarray] = {}

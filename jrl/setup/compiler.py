@@ -73,7 +73,7 @@ def compiler_options(mesh: Mesh, *, training: bool = False) -> dict[str, Value] 
 
 @functools.cache
 def known(mesh: Mesh, options: tuple[tuple[str, Value], ...]) -> dict[str, Value]:
-    """Those of some options that the XLA of a mesh's devices has; it stops at any other."""
+    """The options that the XLA of a mesh's devices supports; it rejects any other."""
 
     def compiles(some: dict[str, Value]) -> bool:
         where = NamedSharding(mesh, PartitionSpec())

@@ -1,4 +1,4 @@
-"""What of a run does not go together: one table, compared with what the run has.
+"""Conflicts between features of a run: one table, compared with the features that it has.
 
 A feature is something that a configuration, a method, its network or the data bring: ``lora``,
 ``search``, ``several players``. ``features_of`` finds those of a run, each with the words that name
@@ -31,7 +31,7 @@ Features = dict[str, str]
 
 
 class Feature(NamedTuple):
-    """What one feature needs, or does not go together with.
+    """Requirement or conflict of one feature.
 
     Attributes:
       name: of the feature.

@@ -51,7 +51,7 @@ Opened = Callable[..., Rows]
 
 
 class RunData(NamedTuple):
-    """What a run reads from files; empty where a procedural task makes the prompts.
+    """Data read from files; empty for a procedural task.
 
     Attributes:
       prompts: "train" and "eval", prompts in text; empty with pairs.
@@ -68,7 +68,7 @@ class RunData(NamedTuple):
 
 
 class HeldOut(NamedTuple):
-    """How many held-out problems an evaluation takes, and how many of them in a draw."""
+    """Held-out problems of an evaluation, and the number of them per draw."""
 
     problems: int
     at_once: int
@@ -132,7 +132,7 @@ class TextKind:
 
     @property
     def features(self) -> dict[str, str]:
-        """What the data bring to a run, by name as in ``features.TABLE``, and the words for it."""
+        """Features of the data, by name as in ``features.TABLE``, with their words for messages."""
         text = {"text": "data.train"} if type(self) is TextKind else {}
         return {"records": "data.train"} | text
 
@@ -142,7 +142,7 @@ class TextKind:
         return {"decode": self.new_tokens}
 
     def problems(self, data: RunData, pool: int, split: str = "train") -> int:
-        """How many problems a split has; ``pool`` where there is no end of them."""
+        """Number of problems of a split; ``pool`` if they are endless."""
         return len(data.prompts.get(split, ()))
 
     def played(self, plan: Plan) -> Plan:
@@ -208,7 +208,7 @@ class TextKind:
         return next(iter(data.prompts.get("train", ())), None)
 
     def held_out(self, config: Config, data: RunData) -> HeldOut:
-        """What an evaluation takes: as many prompts a draw as a training step."""
+        """Problems of an evaluation: as many prompts per draw as a training step."""
         problems = min(config.eval.problems, len(data.prompts.get("eval", ())))
         return HeldOut(problems, config.train.prompts)
 

@@ -32,7 +32,7 @@ RECORDED_REWARD = "reward"
 
 
 class KeptCounts(NamedTuple):
-    """What became of recorded sessions, or dialogues.
+    """Counts of recorded sessions, or of dialogues.
 
     Attributes:
       read: what was read.
@@ -115,7 +115,7 @@ def recorded_groups(
 def _read(
     config: Config, data: RecordedData, tokenizer: Tokenizer, opened: Callable[..., Source]
 ) -> tuple[Recorded | Dialogues, Callable[[Transcript], str]]:
-    """What is on disk, and what says where a row is from.
+    """Recorded groups on disk, and a function that names a row's origin.
 
     Raises:
       UserError: there is nothing to train on.

@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 
 def run_features(run: Run) -> Features:
-    """What ``check_features`` compares."""
+    """The run's features for ``check_features``."""
     data = run.kind.features
     return features_of(run.config, run.method, network=run.network, model=run.model, data=data)
 

@@ -75,7 +75,7 @@ class Iteration(NamedTuple):
     rollout: Callable[..., Groups]
 
     def begin(self, state: TrainState) -> CollectState:
-        """What drawing carries at the start of a run, from the state at step 0."""
+        """Initial state of sampling, from the training state at step 0."""
         setting, shapes = self.setting, None
         if edits := setting.method.edits:  # whose stores have the shapes of a step's groups
             bare = setting._replace(method=setting.method._replace(edits=()))

@@ -66,7 +66,7 @@ class Drawer(Protocol):
         """(what is to be kept of the groups, their batch on the training mesh)."""
 
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint must hold where nothing is drawn ahead."""
+        """State for a checkpoint without groups sampled ahead."""
 
 
 class Ahead:
@@ -265,7 +265,7 @@ class Ahead:
 
 
 def ages(groups: Groups, step: int, most: int) -> dict[str, float]:
-    """How old the tokens of a batch are when they are trained on: staleness, staleness_max.
+    """Age of a batch's tokens when they are trained on: staleness, staleness_max.
 
     Args:
       groups: of the batch.
@@ -295,7 +295,7 @@ def ages(groups: Groups, step: int, most: int) -> dict[str, float]:
 def draw_ahead(
     run: Run, collector: Collector, cursor: int, carried: Sequence[StepGroups], stopping: Stopping
 ) -> Ahead:
-    """What draws the batches of a run whose rollout has devices of its own.
+    """Batches of a run whose rollout has separate devices.
 
     Args:
       run: with a ``rollout_mesh``.
@@ -484,7 +484,7 @@ def _move(x: Array, to: NamedSharding) -> Array:
 
 
 def _box(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Where a shard lies in its array, as something to look up."""
+    """Position of a shard in its array, as a dict key."""
     return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
 
 

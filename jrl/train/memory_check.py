@@ -1,4 +1,4 @@
-"""What the sizes of a run take of memory at the least, checked before anything is compiled.
+"""Lower bound on a run's memory, checked before anything is compiled.
 
 Counted are arrays that exist in every run of such sizes: weights, also of judges and reward models,
 completions, and the keys and values of those that are decoded at a time. Activations, gradients and

@@ -196,7 +196,7 @@ def _check_disjoint(run: Run, mesh: Mesh) -> None:
 
 
 def state_layout(run: Run) -> tuple[Callable[..., TrainState], TrainState]:
-    """What makes a state from (key, policy params or None, frozen), and where its leaves lie.
+    """Initialiser of a state from (key, policy params or None, frozen), and the state's shardings.
 
     Raises:
       UserError: a weight that the mesh does not divide.
@@ -275,7 +275,7 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
 
 
 def _checkpoint_shardings(run: Run, network: Network) -> Any:
-    """Where the weights of a checkpoint lie that a network's parameters are made of."""
+    """Shardings of the checkpoint's weights that become a network's parameters."""
     while (derived := network.extras.derived) is not None and derived.split is None:
         network = derived.network
     shapes = jax.eval_shape(network.init, jax.random.key(0))
@@ -334,7 +334,7 @@ def policy_layout(run: Run, mesh: Mesh | None = None) -> Params:
 
 
 def policy_shardings(run: Run, mesh: Mesh | None = None) -> Any:
-    """Where the policy's weights lie on the run's mesh or another; see ``policy_layout``."""
+    """Shardings of the policy's weights on the run's mesh or another; see ``policy_layout``."""
     return jax.tree.map(lambda x: x.sharding, policy_layout(run, mesh))
 
 
@@ -439,7 +439,7 @@ def evaluated(run: Run) -> Network:
 
 
 def drawing_mesh(run: Run, split: str = "train") -> Mesh:
-    """Where completions of a split are drawn."""
+    """The mesh that samples completions of a split."""
     apart = run.rollout_mesh if split == "train" else None
     return apart or sampler_mesh(run.config, run.mesh) or run.mesh
 
@@ -465,7 +465,7 @@ def shown_groups(run: Run) -> int:
 
 
 def packer(run: Run) -> Packer | None:
-    """What packs the completions of each batch into rows; None unless ``train.mode`` is packed."""
+    """Packer of completions into rows; None unless ``train.mode`` is packed."""
     if run.config.train.mode != "packed":
         return None
     return Packer(run.config.train.microbatches, batch_shards(run.mesh))

@@ -35,7 +35,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 def training_passes(run: Run) -> float:
-    """What a training step computes over its batch, in forward passes.
+    """Forward passes of a training step over its batch.
 
     A backward pass counts two. Adapters leave out the half of it that frozen weights' gradients
     would be.
