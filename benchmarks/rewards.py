@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.clock import rounded
 from jrl.config.judge import judge_table
-from jrl.judging.cache import Asked
+from jrl.judging.cache import QuestionVote
 from jrl.judging.client import JudgeClient
 from jrl.rewards import make_reward
 from jrl.rewards.base import Sample
@@ -147,7 +147,7 @@ def judge_stage(url: str, seconds: float) -> Stage:
 
     def run(kinds: Sequence[str]) -> tuple[int, dict[str, float]]:
         questions = [
-            Asked(Question(({"role": "user", "content": f"{i} {kind}"},), _score))
+            QuestionVote(Question(({"role": "user", "content": f"{i} {kind}"},), _score))
             for i, kind in enumerate(kinds)
         ]
         verdicts, counts = client.verdicts(questions)

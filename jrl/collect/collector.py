@@ -157,10 +157,10 @@ class Collector:
             request = request.replace(asks=first.asks)
             # The first draw is asked for here, and not in ``_further``, to keep stack traces short.
             groups = self.source.draw(request)
-            drawn = self._further(groups, first, request, now)
-            _, batch = self.assemble(drawn)
+            step_groups = self._further(groups, first, request, now)
+            _, batch = self.assemble(step_groups)
         self.collected = self._next  # what a step that failed had stored would be stored twice
-        return batch, drawn.groups, drawn.cursor
+        return batch, step_groups.groups, step_groups.cursor
 
     def draw(
         self,
@@ -184,9 +184,9 @@ class Collector:
         with self._drawing():
             now, first = self._first(request, cursor)
             request = request.replace(asks=first.asks)
-            drawn = self._further(self.source.draw(request), first, request, now)
+            step_groups = self._further(self.source.draw(request), first, request, now)
         self.collected = self._next
-        return drawn
+        return step_groups
 
     def _first(self, request: DrawRequest, cursor: int) -> tuple[Now, First]:
         """The step, and what it samples first; a round of the curriculum may begin with it."""
@@ -214,17 +214,19 @@ class Collector:
             versions[policy.name] = np.int32(policy.version(step))
         return DrawRequest(key, weights, versions, np.int32(step), (), newer=newer)
 
-    def _further(self, drawn: Groups, first: First, request: DrawRequest, now: Now) -> StepGroups:
-        """The first draw's groups behind the plan's rounds and the edits."""
+    def _further(
+        self, first_groups: Groups, first: First, request: DrawRequest, now: Now
+    ) -> StepGroups:
+        """The step's groups: the first draw's, after the plan's further rounds and the edits."""
         if first.order is not None:
-            drawn = take_groups(to_host(drawn), first.order)
+            first_groups = take_groups(to_host(first_groups), first.order)
         self._next = first.collected
         if self._plain and not (first.origin.use == ASIDE).any():
             cursor = int(first.collected.cursor)
-            return StepGroups(drawn, None, cursor)
+            return StepGroups(first_groups, None, cursor)
 
-        drawn, base = to_host(drawn), int(first.origin.ticket[0])
-        about = _by_ticket(first.origin.ticket, drawn.subject)
+        first_groups, base = to_host(first_groups), int(first.origin.ticket[0])
+        about = _by_ticket(first.origin.ticket, first_groups.subject)
 
         def draw(asks: Asks) -> Groups:
             with jax.default_device(None):  # sampling stays where the weights are
@@ -233,8 +235,9 @@ class Collector:
             return more
 
         with on_host():
-            state = base, now, self.setting, host_rounds
-            groups, collected, counts = rest_of_step(first, drawn, draw, *state)
+            groups, collected, counts = rest_of_step(
+                first, first_groups, draw, base, now, self.setting, rounds=host_rounds
+            )
             trained, more = groups, {}
             if self.setting.method.edits or self.setting.method.plan.next is not None:
                 trained, collected, share = edited(groups, collected, now, self.setting)
@@ -251,11 +254,11 @@ class Collector:
         if isinstance(subject, list):  # a source may have other prompts in its rows by now
             tickets = trained.ticket.tolist()
             subject = [about.get(t, x) for t, x in zip(tickets, subject, strict=True)]
-        made = Groups(
+        final = Groups(
             trained.rollout, trained.rewards, subject, counts, trained.ids, trained.stats or None
         )
         prior = {name: np.asarray(x, np.float32) for name, x in trained.prior.items()}
-        return StepGroups(made, members, int(collected.cursor), None, prior)
+        return StepGroups(final, members, int(collected.cursor), None, prior)
 
     def learn(self, step: int, advantages: Any) -> None:
         """As ``Batches.learn``."""
@@ -282,9 +285,9 @@ class Collector:
             raise
         self.source.finish(complete=True)
 
-    def assemble(self, drawn: StepGroups) -> tuple[StepGroups, Batch]:
+    def assemble(self, step_groups: StepGroups) -> tuple[StepGroups, Batch]:
         """(the groups, their batch on the mesh of training with dropped groups masked out)."""
-        groups, method = drawn.groups, self.setting.method
+        groups, method = step_groups.groups, self.setting.method
         # On a device: one program, where eager lines would be a dispatch each.
         make = to_batch if isinstance(groups.rollout.tokens, np.ndarray) else _batch_on_device
         batch = make(
@@ -293,14 +296,14 @@ class Collector:
             self.setting.weights,
             groups.ids,
             groups.stats,
-            drawn.members,
-            dict(drawn.prior),
-            own=self.sampled and method.draw.own,
+            step_groups.members,
+            dict(step_groups.prior),
+            sampled=self.sampled and method.draw.samples,
         )
         if self.pack is not None:
-            drawn = drawn._replace(packing=self.pack.notes())
+            step_groups = step_groups._replace(packing=self.pack.notes())
             batch = self.pack(batch)
-        return drawn, place_batch(batch, self.mesh)
+        return step_groups, place_batch(batch, self.mesh)
 
     def notes(self) -> dict[str, Any]:
         """As ``Batches.notes``."""

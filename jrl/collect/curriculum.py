@@ -52,8 +52,8 @@ class Problems(Sequence[Prompt]):
         if rows == self._rows:
             return
         first = 1 + max(prompt.id for prompt in self._data)
-        made = [prompt for row in rows if (prompt := self.make(row)) is not None]
-        self._added = [dataclasses.replace(p, id=first + i) for i, p in enumerate(made)]
+        prompts = [prompt for row in rows if (prompt := self.make(row)) is not None]
+        self._added = [dataclasses.replace(p, id=first + i) for i, p in enumerate(prompts)]
         self._rows = rows
 
     def __len__(self) -> int:
@@ -248,14 +248,14 @@ def host_tools(run: Run, source: Source) -> HostTools:
     opened = _as_they_are if episodes is None else episodes.openings
 
     def numbers_of(
-        params: Mapping[str, Any], asked: Sequence[Prompt], seeds: Sequence[int]
+        params: Mapping[str, Any], prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> np.ndarray:
-        openings = opened(asked, seeds)
-        there = [i for i, ids in enumerate(openings) if ids is not None]
-        values = np.full(len(asked), np.nan)
-        if there:
+        openings = opened(prompts, seeds)
+        with_opening = [i for i, ids in enumerate(openings) if ids is not None]
+        values = np.full(len(prompts), np.nan)
+        if with_opening:
             whole = [ids for ids in openings if ids is not None]
-            values[there] = estimates(partial(estimate, params), run.width, whole)
+            values[with_opening] = estimates(partial(estimate, params), run.width, whole)
         return values
 
     return HostTools(write, numbers_of)
@@ -270,11 +270,11 @@ def _prompt_of(run: Run, row: Any) -> Prompt | None:
     """The prompt of a row or text, as those of the data are made; None where it cannot be."""
     data: Any = run.config.data
     question, answer = (data.fields.get(name, name) for name in ("question", "answer"))
-    known = dict(row) if isinstance(row, Mapping) else {question: row}
-    answer_text = known.pop(answer, "")
+    fields = dict(row) if isinstance(row, Mapping) else {question: row}
+    answer_text = fields.pop(answer, "")
     try:
-        (made,), _ = build_prompts(
-            MemoryRows([known], "written problem"),
+        (prompt,), _ = build_prompts(
+            MemoryRows([fields], "written problem"),
             run.tokenizer,
             question_key=question,
             answer_key=None,
@@ -283,4 +283,4 @@ def _prompt_of(run: Run, row: Any) -> Prompt | None:
         )
     except UserError:  # it has no question, or one that is too long
         return None
-    return dataclasses.replace(made, answer=str(answer_text))
+    return dataclasses.replace(prompt, answer=str(answer_text))

@@ -149,8 +149,8 @@ def scripted_batch(key: Array, *, env: Env, count: int) -> Batch:
         of_start, of_steps = jax.random.split(key)
         start = env.generate(of_start, "train")
         tokens, length, log = scripted(of_steps, start, env=env)
-        drawn = log.by_token(env.completion_tokens)["drawn"][0]
-        return start, tokens, length, drawn
+        sampled = log.by_token(env.completion_tokens)["drawn"][0]
+        return start, tokens, length, sampled
 
     starts, tokens, lengths, drawn = jax.vmap(one)(jax.random.split(key, count))
     mask = drawn & (jnp.arange(tokens.shape[1])[None] < lengths[:, None])

@@ -147,13 +147,19 @@ def first_asks(collected: CollectState, now: Now, setting: Setting) -> First:
 
 
 def rest_of_step(
-    first: First, drawn: Any, draw: Draw, base: Any, now: Now, setting: Setting, rounds: Rounds
+    first: First,
+    first_groups: Any,
+    draw: Draw,
+    base: Any,
+    now: Now,
+    setting: Setting,
+    rounds: Rounds,
 ) -> tuple[PlacedGroups, CollectState, dict[str, Any]]:
     """The groups of a step at their places, before the edits.
 
     Args:
       first: asks of the first draw.
-      drawn: what it gave.
+      first_groups: the source's groups for them.
       draw: the source, for this step.
       base: [] int32, the step's first ticket.
       now: the step.
@@ -164,11 +170,11 @@ def rest_of_step(
       (groups with the method's rewards, what is carried, counts). With ``Plan.next`` the places and
       columns are the bounds in a compiled run, and what was asked for on the host.
     """
-    groups = place(drawn, first.origin, setting.weights, setting.judge)
+    groups = place(first_groups, first.origin, setting.weights, setting.judge)
     if setting.method.plan.next is None:
         view = view_of(0, first.collected, now, setting)
-        return setting.method.rewards(groups, view), first.collected, drawn.counts
-    state = drawn.counts, first.collected, base, first.used, now, setting
+        return setting.method.rewards(groups, view), first.collected, first_groups.counts
+    state = first_groups.counts, first.collected, base, first.used, now, setting
     groups, collected, counts, done = rounds(draw, groups, *state)
     groups = setting.method.rewards(groups, view_of(jnp.int32(done), collected, now, setting))
     return groups, collected, counts | {"rounds": done + 1.0}
@@ -179,8 +185,8 @@ def sample_step(
 ) -> tuple[PlacedGroups, CollectState, dict[str, Any]]:
     """``first_asks``, their draw, and ``rest_of_step``."""
     first = first_asks(collected, now, setting)
-    state = collected.cursor, now, setting, rounds
-    return rest_of_step(first, draw(first.asks), draw, *state)
+    groups, base = draw(first.asks), collected.cursor
+    return rest_of_step(first, groups, draw, base, now, setting, rounds)
 
 
 # ---------------------------------------------------------------- tickets
@@ -258,7 +264,7 @@ def requests(asks: Asks) -> list[Asks]:
     return together
 
 
-def asked(asks: Asks) -> Any:
+def any_members(asks: Asks) -> Any:
     """[] bool: whether any members are asked for."""
     return jnp.any(jnp.stack([jnp.any(ask.count > 0) for ask in asks])) if asks else False
 
@@ -294,11 +300,11 @@ def _numbered(
 
 
 def _put(
-    groups: PlacedGroups, drawn: Any, asks: Asks, prior: Any, number: Any, base: Any
+    groups: PlacedGroups, sampled: Any, asks: Asks, prior: Any, number: Any, base: Any
 ) -> PlacedGroups:
     """The groups with what one request of a round gave."""
     origin = Origin(asks[0].ticket, asks[0].row, numbers(asks), uses(asks), number, prior)
-    new = place(drawn, origin, groups.weights, groups.judge)
+    new = place(sampled, origin, groups.weights, groups.judge)
     return put_members(groups, new, origin, base)
 
 
@@ -325,26 +331,26 @@ def traced_rounds(
         number, _, groups, counts, collected, used = carry
         view = view_of(number, collected, now, setting)
         asks = plan.next(setting.method.rewards(groups, view), view)
-        goes = asked(asks)
+        continues = any_members(asks)
 
         # A round that asks for nothing costs a test and no prefill; under ``vmap`` both are paid.
-        def sampled(inner: Any) -> Any:
+        def play_round(inner: Any) -> Any:
             groups, counts, collected, used = inner
             for part in requests(asks):
                 state = base, now, setting, columns
                 part, prior, collected, used = _numbered(part, groups, collected, used, state)
-                drawn = draw(part)
-                groups = _put(groups, drawn, part, prior, number, base)
-                counts = {n: x + drawn.counts[n] for n, x in counts.items()}
+                sampled = draw(part)
+                groups = _put(groups, sampled, part, prior, number, base)
+                counts = {n: x + sampled.counts[n] for n, x in counts.items()}
             return groups, counts, collected, used
 
         inner = groups, counts, collected, used
-        after = jax.lax.cond(goes, sampled, lambda inner: inner, inner)
-        return number + goes, goes, *after
+        after = jax.lax.cond(continues, play_round, lambda inner: inner, inner)
+        return number + continues, continues, *after
 
     def more(carry: Any) -> Any:
-        number, goes = carry[:2]
-        return goes & (number <= plan.rounds)
+        number, continues = carry[:2]
+        return continues & (number <= plan.rounds)
 
     # Weak types and NumPy scalars would change in the first turn of the loop.
     first = (jnp.int32(1), jnp.bool_(True), groups, dict(counts), collected, used)
@@ -389,7 +395,7 @@ def host_rounds(
     for number in range(1, plan.rounds + 1):
         view = view_of(number, collected, now, setting)
         asks = plan.next(setting.method.rewards(groups, view), view)
-        if not asks or not bool(asked(asks)):
+        if not asks or not bool(any_members(asks)):
             return groups, _without(again, collected), counts, number - 1
         for part in requests(asks):
             state = base, now, setting, columns
@@ -398,15 +404,17 @@ def host_rounds(
             part, prior = _live_entries(*jax.device_get((part, prior)))
             if not part[0].entries:
                 continue
-            drawn = jax.device_get(draw(part)._replace(subject=None))
+            sampled = jax.device_get(draw(part)._replace(subject=None))
             if names:
                 again += int((np.asarray(part[0].count) > 0).sum())
             issued = int(np.asarray(collected.cursor)) - int(base)
             groups = widened(groups, max(issued, groups.use.shape[0]), columns)
             if part[0].keep and part[0].context is not None:
-                groups, drawn = in_common(groups, drawn, part, int(base))
-            groups = _put(groups, drawn, part, prior, np.int32(number), int(base))
-            counts = {n: counts.get(n, 0) + drawn.counts.get(n, 0) for n in counts | drawn.counts}
+                groups, sampled = in_common(groups, sampled, part, int(base))
+            groups = _put(groups, sampled, part, prior, np.int32(number), int(base))
+            counts = {
+                n: counts.get(n, 0) + sampled.counts.get(n, 0) for n in counts | sampled.counts
+            }
     return groups, _without(again, collected), counts, plan.rounds
 
 
@@ -464,8 +472,8 @@ def unpacked(like: CollectState, notes: Mapping[str, Any]) -> CollectState:
     """Inverse of ``packed``; ``like`` is the initial state of the run."""
     leaves, structure = jax.tree.flatten(like, is_leaf=_is_store)
     values = [notes[str(i)] for i in range(len(leaves))]
-    made = [_like(x, v) for x, v in zip(leaves, values, strict=True)]
-    collected: CollectState = jax.tree.unflatten(structure, made)
+    restored = [_like(x, v) for x, v in zip(leaves, values, strict=True)]
+    collected: CollectState = jax.tree.unflatten(structure, restored)
     return collected.replace(added=tuple(notes.get("added", ())))
 
 

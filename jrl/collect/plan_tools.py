@@ -191,9 +191,9 @@ class TextTools(NamedTuple):
           UserError: a prompt has no hints.
         """
         rows = np.asarray(groups.row)
-        wanted = np.broadcast_to(np.asarray(level), rows.shape).tolist()
+        numbers = np.broadcast_to(np.asarray(level), rows.shape).tolist()
         contexts = []
-        for row, number in zip(rows.tolist(), wanted, strict=True):
+        for row, number in zip(rows.tolist(), numbers, strict=True):
             prompt = self.prompts[row]
             texts = prompt.meta.get(self.key_of_hints)
             if not texts or self.hinted is None:
@@ -247,8 +247,10 @@ class Hinter:
                 " data.max_prompt_tokens, or set data.overlong to 'drop'"
             )
         limit = self._run.network.max_length - self._run.config.sampling.max_new_tokens
-        asked = text[begin:end]
-        plain, made = question_prompts(self._run, [asked, f"{asked}\n\nHint: {hint}"], limit)
+        question = text[begin:end]
+        plain, hinted = question_prompts(
+            self._run, [question, f"{question}\n\nHint: {hint}"], limit
+        )
         # What a conversation has between its messages would be read as the words of a user.
         if not np.array_equal(plain.tokens, prompt.tokens):
             raise UserError(
@@ -256,7 +258,7 @@ class Hinter:
                 " tools or template variables of its own), and a hint has no place in it; write"
                 " such rows as one question"
             )
-        return made.tokens
+        return hinted.tokens
 
 
 def padded(texts: Sequence[np.ndarray], most: int = 0) -> Tokens:

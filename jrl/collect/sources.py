@@ -139,9 +139,9 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
     if not isinstance(groups, Groups):
         raise UserError(f"{name}.draw returned {groups!r:.60}; return jrl.train.Groups")
     tickets, _ = entries(request)
-    n, (drawn, g) = len(tickets), groups.rollout.lengths.shape
-    if drawn != n:
-        raise UserError(f"{name}.draw returned {drawn} groups for the {n} entries of the request")
+    n, (count, g) = len(tickets), groups.rollout.lengths.shape
+    if count != n:
+        raise UserError(f"{name}.draw returned {count} groups for the {n} entries of the request")
     if np.shape(groups.rewards) != (n, g, parts):
         raise UserError(
             f"{name}.draw returned rewards of shape {np.shape(groups.rewards)}; {n} groups of {g} "
@@ -321,9 +321,9 @@ def take_groups(groups: Groups, places: Any) -> Groups:
     )
 
 
-def counted_draw(drawn: tuple[Any, ...]) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
+def counted_draw(result: tuple[Any, ...]) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
     """The result of ``generate`` or ``generate_tree`` as (rollout, labels of tokens, counts)."""
-    rollout, slot_steps, *node = drawn
+    rollout, slot_steps, *node = result
     counts = {"slot_tokens": rollout.mask.sum(), "slot_steps": slot_steps}
     if not node:
         return rollout, {}, counts

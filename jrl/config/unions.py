@@ -41,7 +41,7 @@ class DataTable(Table):
     """Properties of every kind of data, so that no reader has to ask for the kind."""
 
     @property
-    def given(self) -> str | None:
+    def completions_key(self) -> str | None:
         """The key that holds the completions; None where the policy draws them."""
         return None
 
@@ -78,8 +78,8 @@ class DataTable(Table):
     @property
     def branches(self) -> str:
         """The reason that members of a group cannot branch; "" if they can."""
-        return f"{self.given} holds the completions, and none is drawn; remove it" * bool(
-            self.given
+        return f"{self.completions_key} holds the completions, and none is drawn; remove it" * bool(
+            self.completions_key
         )
 
     @property
@@ -385,7 +385,7 @@ class ScoredTable(DataTable):
     """Shared keys of data with scored completions."""
 
     @property
-    def given(self) -> str | None:
+    def completions_key(self) -> str | None:
         """The key that holds the completions."""
         return "data.pairs"
 
@@ -485,7 +485,7 @@ class RecordedData(ChatTable):
         return RECORDED_KIND
 
     @property
-    def given(self) -> str | None:
+    def completions_key(self) -> str | None:
         """The key that holds the completions."""
         return self.kind
 

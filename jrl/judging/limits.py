@@ -16,12 +16,12 @@ class Question(NamedTuple):
 
     Attributes:
       name: of its verdict.
-      asked: what is asked.
+      entry: the question and the number of its vote.
       attempt: number of the request.
     """
 
     name: str
-    asked: Any
+    entry: Any
     attempt: int = 0
 
 

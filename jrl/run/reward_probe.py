@@ -58,7 +58,7 @@ def reward_text(run: Run) -> str:
 def missing_math(config: Config) -> str:
     """A line where rewards.math has no math-verify to compare by; "" elsewhere."""
     used = "math" in [function_of(n, table) for n, table in reward_tables(config).items()]
-    if not used or config.data.given or not missing(["math-verify"]):
+    if not used or config.data.completions_key or not missing(["math-verify"]):
         return ""
     return (
         "rewards.math compares numbers, and anything else as text, because math-verify is not"

@@ -194,7 +194,7 @@ def _run(training: Training, state: TrainState) -> Trained:
     run, records, stopping = training.run, training.records, training.stopping
     with stopping.interruptible():
         state, notes = _begin(training, state)
-    if sampler_differs(run.config) and run.method.draw.own:
+    if sampler_differs(run.config) and run.method.draw.samples:
         training.echo(difference_text(run, state))
     if run.config.train.mode == "compiled":
         state = train_compiled(training, state, notes)
@@ -250,7 +250,9 @@ def _warmed_up(run: Run, state: TrainState, echo: Callable[[str], object]) -> Tr
     )
     policy, losses = warm(state.key, policy)
     echo(f"warm start: {warmup.steps} supervised steps, loss {float(losses[-1]):.3f}")
-    return with_policy(state, policy, run.optimizer, network=run.network, given=run.networks)
+    return with_policy(
+        state, policy, run.optimizer, network=run.network, unchanged_policies=run.networks
+    )
 
 
 def _report(directory: str, echo: Callable[[str], object]) -> str | None:

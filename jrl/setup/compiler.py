@@ -77,9 +77,9 @@ def known(mesh: Mesh, options: tuple[tuple[str, Value], ...]) -> dict[str, Value
 
     def compiles(some: dict[str, Value]) -> bool:
         where = NamedSharding(mesh, PartitionSpec())
-        made = jax.jit(lambda: jnp.zeros(()), out_shardings=where, compiler_options=some)
+        program = jax.jit(lambda: jnp.zeros(()), out_shardings=where, compiler_options=some)
         try:
-            made.lower().compile()
+            program.lower().compile()
         except jax.errors.JaxRuntimeError as error:
             if "No such compile option" not in str(error):
                 raise

@@ -245,7 +245,7 @@ class GivenKind(TextKind):
     @property
     def features(self) -> dict[str, str]:
         """Given completions."""
-        return super().features | {"given completions": self.config.data.given or ""}
+        return super().features | {"given completions": self.config.data.completions_key or ""}
 
     def played(self, plan: Plan) -> Plan:
         """No plan: what is trained on is there already."""
@@ -258,7 +258,7 @@ class RecordedKind(GivenKind):
     @property
     def features(self) -> dict[str, str]:
         """Given completions in rows of several turns."""
-        return super().features | {"recorded": self.config.data.given or ""}
+        return super().features | {"recorded": self.config.data.completions_key or ""}
 
     def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
         """The groups of recorded rows, each with its prompt."""
@@ -273,7 +273,7 @@ class DialogueKind(RecordedKind):
     @property
     def features(self) -> dict[str, str]:
         """Recorded completions without the log-probabilities of who sampled them."""
-        return super().features | {"dialogues": self.config.data.given or ""}
+        return super().features | {"dialogues": self.config.data.completions_key or ""}
 
 
 class PairKind(GivenKind):
@@ -427,17 +427,17 @@ class AskedKind(TextKind):
 
     def __init__(self, config: Config, task: Task) -> None:
         super().__init__(config)
-        self._asked = task
+        self._task = task
 
     @property
     def tokenizer(self) -> Any:
         """The task's."""
-        return self._asked.tokenizer
+        return self._task.tokenizer
 
     @property
     def new_tokens(self) -> int:
         """T, the task's."""
-        return self._asked.completion_tokens
+        return self._task.completion_tokens
 
 
 def read_pairs(

@@ -357,14 +357,14 @@ class Handover:
     """
 
     def __init__(self, where: Any, mesh: Mesh, rollout_mesh: Mesh) -> None:
-        def lies(on: Mesh) -> Any:
+        def shardings_on(on: Mesh) -> Any:
             return jax.tree.map(lambda sharding: NamedSharding(on, sharding.spec), where)
 
         self.rollout_mesh = rollout_mesh
         # What leaves the one mesh is divided into the very shards that the other one takes in.
         narrowed = mesh.size % rollout_mesh.size == 0
-        leaves = lies(_like(rollout_mesh, mesh) if narrowed else mesh)
-        self._lands = lies(rollout_mesh if narrowed else _like(mesh, rollout_mesh))
+        leaves = shardings_on(_like(rollout_mesh, mesh) if narrowed else mesh)
+        self._lands = shardings_on(rollout_mesh if narrowed else _like(mesh, rollout_mesh))
         self._spread = self._settle = _untouched
         if narrowed and mesh.devices.shape != rollout_mesh.devices.shape:
             self._spread = jax.jit(_untouched, out_shardings=leaves)

@@ -42,7 +42,7 @@ def check_training(run: Any) -> None:
     config, draw = run.config, run.method.draw
     check_weights(run)
     check_held_models(run)
-    draws = draw.own and config.data.given is None
+    draws = draw.samples and config.data.completions_key is None
     group = config.sampling.group + draw.baseline_members if draws else 1
     setting = f"train.prompts = {config.train.prompts}"
     if draws:

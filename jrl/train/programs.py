@@ -105,7 +105,7 @@ def _check_group(run: Run) -> None:
     """Raises UserError when a method that compares members is given groups too small for it."""
     name, method, group = run.config.method, run.method, run.config.sampling.group
     draw = method.draw
-    members = (group if draw.own else 0) + draw.demonstrations
+    members = (group if draw.samples else 0) + draw.demonstrations
     needed = max(method.least_group, 2 if method.objective.surrogate.over == "group" else 1)
     if members < needed:
         raise UserError(
@@ -347,21 +347,21 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     def make(seed: Any, params: Params) -> Any:
         return init_policy(jax.random.key(seed), params, network=run.network)
 
-    made = jax.jit(
+    program = jax.jit(
         make,
         out_shardings=(replicated(run.mesh), where),
         donate_argnums=() if run.network.extras.own_layout else 1,
         compiler_options=compiler_options(run.mesh),
     )
-    return made(np.uint32(run.config.seed), params)
+    return program(np.uint32(run.config.seed), params)
 
 
 def train_sampler(run: Run) -> Any:
     """Program 1 of a training step, compiled; None where the method draws nothing from text."""
     draw = run.method.draw
-    group = run.config.sampling.group if draw.own else 0
+    group = run.config.sampling.group if draw.samples else 0
     data = run.config.data
-    if (data.given and not data.scored) or not (group or data.has_solutions):
+    if (data.completions_key and not data.scored) or not (group or data.has_solutions):
         return None
     return sampler_program(run, split="train", group=group, tree=draw.tree)
 
@@ -374,8 +374,10 @@ def sampler_program(
     tree: Branching | None = None,
 ) -> Any:
     """Program 1, compiled: ``task_rollout`` for a task, episodes, or ``generate`` for text."""
-    sampling, own = run.config.sampling, sampler_mesh(run.config, run.mesh)
-    network = sampler_of(run, network_on(run, own)) if split == "train" else evaluated(run)
+    sampling, sampling_mesh = run.config.sampling, sampler_mesh(run.config, run.mesh)
+    network = (
+        sampler_of(run, network_on(run, sampling_mesh)) if split == "train" else evaluated(run)
+    )
     if (task := run.kind.task) is not None:
         weights = run.rewards.weights
         named = {name: weights[name] for name in run.rewards.given_by("data")}
@@ -440,8 +442,8 @@ def evaluated(run: Run) -> Network:
 
 def drawing_mesh(run: Run, split: str = "train") -> Mesh:
     """The mesh that samples completions of a split."""
-    apart = run.rollout_mesh if split == "train" else None
-    return apart or sampler_mesh(run.config, run.mesh) or run.mesh
+    rollout_mesh = run.rollout_mesh if split == "train" else None
+    return rollout_mesh or sampler_mesh(run.config, run.mesh) or run.mesh
 
 
 def train_program(run: Run, shardings: TrainState) -> Step:
@@ -460,7 +462,7 @@ def shown_groups(run: Run) -> int:
         return run.config.train.prompts + extra
     if not run.config.log.samples_every:
         return 0
-    members = (group if draw.own else 0) + draw.baseline_members + draw.demonstrations
+    members = (group if draw.samples else 0) + draw.baseline_members + draw.demonstrations
     return min(-(-run.config.log.MIN_MEMBERS // members), run.config.train.prompts)
 
 

@@ -86,9 +86,9 @@ def measure_run(run: Run, state: TrainState) -> dict[str, float]:
 def difference_text(run: Run, state: TrainState) -> str:
     """Message about a sampler whose distribution is not the policy's."""
     drift = measure_run(run, state)
-    what = " and ".join(run.config.sampling.in_8_bits)
+    parts = " and ".join(run.config.sampling.in_8_bits)
     return (
-        f"sampling with {what} in 8 bits draws from another distribution than the policy's: over "
+        f"sampling with {parts} in 8 bits draws from another distribution than the policy's: over "
         f"{drift['tokens']:.0f} tokens log-probabilities differ by {drift['mean_difference']:.2g} "
         f"nats on average and {drift['max_difference']:.2g} at most, and KL(sampler, policy) is "
         f"{drift['kl']:.2g} nats a token; {correction_text(run)}"

@@ -80,7 +80,7 @@ def test_sequence_kd_is_sft_on_the_same_completions():
 @pytest.mark.parametrize("name", EVERY)
 def test_supervised_methods_draw_nothing_and_need_nothing_recorded(name):
     method = get_method(name)
-    assert (method.draw.own, method.draw.demonstrations) == (False, 1)
+    assert (method.draw.samples, method.draw.demonstrations) == (False, 1)
     assert method.objective.frozen == frozenset()
     assert not method.objective.needs & {"sampler_logprobs", "ref_logprobs", "values"}
     assert method.least_group == 1

@@ -146,5 +146,5 @@ def test_the_key_makes_a_part_by_token_with_its_weight():
 
 
 def test_a_search_says_that_it_has_no_tokens_to_pay():
-    with pytest.raises(UserError, match=r"rewards.a.by_token.*goes by one number for a path"):
+    with pytest.raises(UserError, match=r"rewards.a.by_token.*needs one number per path"):
         check_features({"search": "tree.kind = 'puct'", "token rewards": "rewards.a.by_token"})

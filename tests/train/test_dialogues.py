@@ -153,7 +153,9 @@ def test_what_a_run_lacks(model, talks, tmp_path):
 
 def test_a_correction_needs_who_drew(model, talks):
     config = config_of(model, talks, "method=filtered_bc", "objective.correction=tis")
-    with pytest.raises(UserError, match="were drawn by nobody, .*; choose a method that learns"):
+    with pytest.raises(
+        UserError, match="were not sampled by a policy, .*; choose a method that learns"
+    ):
         build.setup(config)
 
 

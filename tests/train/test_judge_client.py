@@ -10,7 +10,7 @@ from judge_server import judge_server, reply_body
 from jrl.config.judge import judge_table
 from jrl.errors import UserError
 from jrl.judging import client as judge_client
-from jrl.judging.cache import Asked
+from jrl.judging.cache import QuestionVote
 from jrl.judging.client import JudgeClient
 from jrl.judging.limits import COUNTS
 from jrl.rewards.replies import read_score
@@ -21,7 +21,7 @@ def questions(*texts, vote=0):
     def read(reply):
         return read_score(reply, 0, 10)
 
-    return [Asked(Question(({"role": "user", "content": t},), read), vote) for t in texts]
+    return [QuestionVote(Question(({"role": "user", "content": t},), read), vote) for t in texts]
 
 
 def client(url, cache=None, **options):

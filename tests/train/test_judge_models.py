@@ -14,7 +14,7 @@ from jrl.config.judge import judge_table
 from jrl.episodes.search import Path
 from jrl.errors import UserError
 from jrl.evaluate.verifiers import verifier_of
-from jrl.judging.cache import Asked
+from jrl.judging.cache import QuestionVote
 from jrl.judging.host import Texts
 from jrl.judging.judges import check_judges, judges_of
 from jrl.judging.models import judge_directory, model_judge
@@ -68,7 +68,7 @@ def greedy():
 
 
 def asked(*texts, vote=0, read=read_yes_no):
-    return [Asked(Question(({"role": "user", "content": t},), read), vote) for t in texts]
+    return [QuestionVote(Question(({"role": "user", "content": t},), read), vote) for t in texts]
 
 
 def counted(counts, **expected):
@@ -199,7 +199,7 @@ def test_who_can_judge_here_is_said_before_anything_compiles(checkpoint):
         check_judges(settings(f"{long}, model='{checkpoint}'"), [])
     with pytest.raises(UserError, match=r"good.max_prompt_tokens = 8 and .* reads 48 tokens"):
         build.setup(settings(f"{long}, model='policy'"))
-    with pytest.raises(UserError, match=r"rewards.good.model.* the mesh of training, in one proc"):
+    with pytest.raises(UserError, match=r"rewards.good.model.* the training mesh, in one proc"):
         build.setup(settings(f"{ONE}, model='policy'", "sampling.mesh={fsdp=1}"))
 
 

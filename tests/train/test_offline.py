@@ -52,7 +52,7 @@ def test_values_learned_from_random_episodes_lean_the_policy_to_better_ones(name
     asked = simple_request(key, policy_weights(state), jnp.int32(0), ids, GROUP)
     groups = jax.jit(draw)(asked)
     rows = groups.rollout, groups.rewards, jnp.ones(1), groups.ids, groups.stats
-    given = to_batch(*rows, own=True)
+    given = to_batch(*rows, sampled=True)
     step = make_step(**parts, schedule=method.schedule)
 
     def one(state, number):

@@ -75,7 +75,7 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
         asked = simple_request(state.key, policy_weights(state), state.step, ids, 6)
         drawn = draw(asked, sampling_params=sampling_params)
         rows = drawn.rollout, drawn.rewards, weights, drawn.ids, drawn.stats
-        batch = to_batch(*rows, own=True)
+        batch = to_batch(*rows, sampled=True)
         after, metrics = step(state, batch, sampling_params)
         assert metrics["logprob_diff"] < 1e-5
         divided, found = divided_batch(batch, policies, number), []
@@ -118,7 +118,7 @@ def test_a_frozen_copy_plays_and_is_renewed_in_time():
         asked = simple_request(state.key, policy_weights(state), state.step, ids, 6)
         drawn = draw(asked, sampling_params=sampling_params)
         rows = drawn.rollout, drawn.rewards, jnp.ones(1), drawn.ids, drawn.stats
-        batch = to_batch(*rows, own=True)
+        batch = to_batch(*rows, sampled=True)
         return *step(state, batch, sampling_params), batch
 
     equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)

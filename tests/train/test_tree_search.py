@@ -552,7 +552,7 @@ def test_a_search_on_a_task_goes_by_the_tasks_own_rewards(tmp_path):
     (tmp_path / "own.py").write_text("def some(samples):\n    return [1.0 for _ in samples]\n")
     reward = json.dumps(f"{tmp_path}/own.py:some")
     run = (f"rewards={{{reward}={{}}}}", f"run.dir={json.dumps(str(tmp_path / 'run'))}")
-    with pytest.raises(UserError, match="a search on a task goes by verify and partial"):
+    with pytest.raises(UserError, match="a search on a task uses verify and partial"):
         train(load_config(None, [*TASK, "method=deepsearch", *run]), echo=lambda line: None)
     assert not (tmp_path / "run").exists()
 
