@@ -11,7 +11,7 @@ import numpy as np
 from jrl.collect.members import join_drawn, plain_ask
 from jrl.collect.sources import Groups, counted_draw, divided, entries, epoch_order, join_groups
 from jrl.data.prompts import pad_prompts
-from jrl.judging.host import HostJudge, without_silent
+from jrl.judging.host import HostScorer, without_silent
 from jrl.judging.row_calls import RowCalls
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool
@@ -149,13 +149,13 @@ class TextSource(NamedTuple):
         ids = {"prompt": np.array([prompt.id for prompt in prompts], np.int32)}
         if self.pool is None:
             return Groups(rollout, np.zeros((n, g, 1), np.float32), prompts, {}, ids)
-        judge = HostJudge(self.pool, self.tokenizer, self.name, self.steps)
+        scorer = HostScorer(self.pool, self.tokenizer, self.name, self.steps)
         begun = None if self.calls is None else self.calls.begun
-        verdicts = judge(prompts, rollout, step, begun=begun)
-        rewards, silent = without_silent(verdicts.points)
-        ids |= {"answer": verdicts.answers, SILENT: silent}
-        stats = None if verdicts.paid is None else {"paid": verdicts.paid}
-        return Groups(verdicts.rollout, rewards, prompts, verdicts.counts, ids, stats)
+        scores = scorer(prompts, rollout, step, begun=begun)
+        rewards, silent = without_silent(scores.points)
+        ids |= {"answer": scores.answers, SILENT: silent}
+        stats = None if scores.paid is None else {"paid": scores.paid}
+        return Groups(scores.rollout, rewards, prompts, scores.counts, ids, stats)
 
     def finish(self, complete: bool) -> None:
         """As ``Source.finish``."""

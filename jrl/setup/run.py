@@ -1,4 +1,4 @@
-"""What a run is made of: the record that its programs, its sources and its judges read."""
+"""The record of a run's parts, which its programs, sources and judges read."""
 
 from __future__ import annotations
 

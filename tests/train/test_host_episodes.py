@@ -20,7 +20,7 @@ from jrl.config import load_config
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.host import Feedback, HostEnv, Lifecycle, Limits
 from jrl.errors import UserError
-from jrl.judging.host import HostJudge
+from jrl.judging.host import HostScorer
 from jrl.judging.judges import endpoint_judges, judge_parts
 from jrl.judging.row_calls import RowCalls
 from jrl.mesh import make_mesh
@@ -267,7 +267,7 @@ def test_rewards_and_judges_are_called_as_rows_end(made, params, tmp_path):
         inner = made(waits_for(called, digits_env()) if early else digits_env(), reward=1.0)
         inner._speaks = True
         with RewardPool({"said": reward}, workers=1, timeout_seconds=20.0) as pool:
-            on_host = HostJudge(pool, TOKENIZER, "train", 9)
+            on_host = HostScorer(pool, TOKENIZER, "train", 9)
             calls = RowCalls(on_host, judges) if early else None
             if calls is not None:
                 inner.ended = calls.submit
