@@ -40,7 +40,7 @@ class Program(NamedTuple):
     call: Any
     lower_s: float
     compile_s: float
-    held: int
+    held_bytes: int
 
 
 def memory_limit(args: argparse.Namespace) -> float:

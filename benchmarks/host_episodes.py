@@ -170,7 +170,7 @@ def lockstep(work: Work, env: HostEnv, group: int) -> Outcome:
             live = dict(enumerate(wave))
             while live:
                 _draw(work, live, wave, totals)
-                turns = {row: _said(work, e) for row, e in live.items()}
+                turns = {row: _step_arguments(work, e) for row, e in live.items()}
                 answers = {}
                 for row, (state, feedback, ids, state_id) in ask(call_step, turns).items():
                     episode = live[row]
@@ -208,7 +208,7 @@ def _draw(
             episode.turn.stop = StopReason(int(out.stop[row]))
 
 
-def _said(work: Work, episode: Episode) -> tuple[Any, ...]:
+def _step_arguments(work: Work, episode: Episode) -> tuple[Any, ...]:
     """What an environment is told of a turn, ``call_step``'s arguments."""
     cut = episode.turn.stop == StopReason.LENGTH
     return work.tokenizer, episode.state, episode.at.turn, episode.end_turn(), cut
@@ -323,20 +323,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    asked = parser(__doc__ or "")
-    asked.add_argument(
+    options = parser(__doc__ or "")
+    options.add_argument(
         "--latency", type=float, default=10.0, help="mean of an answer, decode steps"
     )
-    asked.add_argument("--turn-tokens", type=int, default=32, help="of a turn, mean")
-    asked.add_argument("--answer-tokens", type=int, default=16)
-    asked.add_argument("--parked", type=int, default=None, help="rows that may be parked")
-    asked.add_argument("--rounds", type=int, default=3, help="of both loops")
-    asked.set_defaults(slots=8, chunk=16, group=4, turns=4, gen_len=384)
-    args = asked.parse_args(argv)
+    options.add_argument("--turn-tokens", type=int, default=32, help="of a turn, mean")
+    options.add_argument("--answer-tokens", type=int, default=16)
+    options.add_argument("--parked", type=int, default=None, help="rows that may be parked")
+    options.add_argument("--rounds", type=int, default=3, help="of both loops")
+    options.set_defaults(slots=8, chunk=16, group=4, turns=4, gen_len=384)
+    args = options.parse_args(argv)
     if args.group < 1 or args.slots < 1 or QUEUED * args.slots % args.group:
-        asked.error(f"--group {args.group}: must divide {QUEUED} times --slots {args.slots}")
+        options.error(f"--group {args.group}: must divide {QUEUED} times --slots {args.slots}")
     if not math.isfinite(args.latency) or args.latency < 0:
-        asked.error(f"--latency {args.latency}: must be 0 or more")
+        options.error(f"--latency {args.latency}: must be 0 or more")
     place(args)
     flags.write(measure(args), args.json)
 

@@ -202,8 +202,8 @@ def faulty_judge(latency: float) -> Iterator[str]:
 
 def processor_seconds() -> float:
     """Of this process, of its children, and of what those waited for."""
-    ticks, own = os.sysconf("SC_CLK_TCK"), resource.getrusage(resource.RUSAGE_CHILDREN)
-    total = time.process_time() + own.ru_utime + own.ru_stime
+    ticks, of_children = os.sysconf("SC_CLK_TCK"), resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = time.process_time() + of_children.ru_utime + of_children.ru_stime
     children: list[str] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # a thread that has ended

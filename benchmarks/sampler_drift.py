@@ -97,12 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lengths = np.array([len(prompt) for prompt in first], np.int32)
     sampling_params = make_sampling_params(args.temperature, args.top_k, args.top_p)
     sizes = {"group": args.group, "max_new_tokens": args.gen_len}
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "trainer": config.dtype,
         "parameters": int(sum(np.prod(x.shape) for x in jax.tree.leaves(params))),
         "samplers": measure(params, config, (tokens, lengths), sampling_params, **sizes),
     }
-    text = json.dumps(found, indent=2)
+    text = json.dumps(record, indent=2)
     print(text)
     if args.json:
         Path(args.json).write_text(text + "\n")

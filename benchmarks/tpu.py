@@ -201,14 +201,14 @@ def figures(
     """
     chips, sizes = run.mesh.size, lengths_of(run)
     tokens = sizes.prompts * sizes.group * sizes.new
-    found = {name: times.get(name) for name in ("step_s", *PROGRAMS.values())}
-    found["tokens_s_chip"] = tokens / times["step_s"] / chips
+    row = {name: times.get(name) for name in ("step_s", *PROGRAMS.values())}
+    row["tokens_s_chip"] = tokens / times["step_s"] / chips
     for program in ("sampler", "train_step"):
-        seconds, used = found[PROGRAMS[program]], None
+        seconds, used = row[PROGRAMS[program]], None
         if topology is not None and seconds:
             used = model_flops(run, program) / chips / topology.chip.flops / seconds
-        found[f"{program}_mfu"] = used
-    return found | {"bytes_per_chip": times["bytes_per_chip"]}
+        row[f"{program}_mfu"] = used
+    return row | {"bytes_per_chip": times["bytes_per_chip"]}
 
 
 def predicted(plan: Mapping[str, Any], run: Run, topology: Topology | None) -> dict[str, Any]:
@@ -218,14 +218,14 @@ def predicted(plan: Mapping[str, Any], run: Run, topology: Topology | None) -> d
       UserError: the plan is of another mesh, slice or number of tokens.
     """
     axes = run.config.sampling.mesh_axes if run.config.sampling.mesh else None
-    for what, planned, here in (
+    for field, planned, here in (
         ("topology", plan["topology"], topology and topology.name),
         ("mesh", plan["mesh"], dict(run.mesh.shape)),
         ("sampling.mesh", plan["sampling_mesh"], axes and dict(programs.drawing_mesh(run).shape)),
     ):
-        if planned != here and not (what == "sampling.mesh" and here == dict(run.mesh.shape)):
+        if planned != here and not (field == "sampling.mesh" and here == dict(run.mesh.shape)):
             raise UserError(
-                f"--plan is of {what} {planned}, and this run has {here}; make it again with"
+                f"--plan is of {field} {planned}, and this run has {here}; make it again with"
                 " jrl plan CONFIG KEY=VALUE --topology SLICE --json"
             )
     times = {

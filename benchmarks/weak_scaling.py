@@ -138,7 +138,7 @@ def main() -> None:
     most = rows[-1]
     gigabytes = [sum(row["sampler"]["collective_bytes"].values()) / 1e9 for row in (rows[0], most)]
     longer = most["step_seconds"] / rows[0]["step_seconds"]
-    found = (
+    sentence = (
         f"On {most['chips']:,} chips {limits(most)}. A step takes {longer:.2f} times as long as on "
         f"{rows[0]['chips']} chips. What grows with the chips in sampling is the rollout itself, "
         f"which every chip gets complete: {gigabytes[0]:.1f} GB sent become {gigabytes[1]:.1f} GB."
@@ -146,7 +146,7 @@ def main() -> None:
     notes = (
         "What goes over both axes at once counts in both columns. Made by\n"
         f"`python -m benchmarks.weak_scaling`, which resumes where its JSON ends.\n\n"
-        f"{textwrap.fill(found, 100)}"
+        f"{textwrap.fill(sentence, 100)}"
     )
     if len(rows) < len(SLICES):
         notes += f"\n\nHere are {len(rows)} of the {len(SLICES)} slices that it compiles for."

@@ -89,13 +89,13 @@ def report(
     text: str, argv: Sequence[str] | None, measure: Callable[[argparse.Namespace], dict[str, Any]]
 ) -> None:
     """Measures what the flags say and prints it; a setting that cannot be is an error of theirs."""
-    asked = parser(text)
-    args = asked.parse_args(argv)
+    options = parser(text)
+    args = options.parse_args(argv)
     place(args)
     try:
         result = measure(args)
     except UserError as error:
-        asked.error(str(error))
+        options.error(str(error))
     flags.write(result, args.json)
 
 

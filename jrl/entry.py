@@ -339,8 +339,8 @@ def _is_of_a_module(function: Callable[..., Any]) -> bool:
     script = getattr(sys.modules["__main__"], "__file__", None)
     try:
         guarded = script is None or "__main__" in Path(script).read_text(encoding="utf-8")
-        found = importlib.util.find_spec(str(module))
-        return guarded and found is not None and bool(pickle.dumps(function))
+        module_spec = importlib.util.find_spec(str(module))
+        return guarded and module_spec is not None and bool(pickle.dumps(function))
     except Exception:  # whatever a module's own finder, or pickling, raises
         return False
 

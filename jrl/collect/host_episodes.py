@@ -176,7 +176,7 @@ class HostEpisodes:
         stream = "eval" if self._split == "eval" else request.stream
         _check_group(self._env, group := group_of(request))
         problems, _ = self.prompts(request.key, order)
-        chosen = [self._asked(prompt, k) for prompt in problems for k in range(self._asks)]
+        chosen = [self._with_ask(prompt, k) for prompt in problems for k in range(self._asks)]
         score = self._scorer(request.weights)
         with self._rows.loaded(root_key(request), request.weights[name], version) as key:
             seeds = partial(
@@ -266,7 +266,7 @@ class HostEpisodes:
             raise EnvError(f"the writer returned {answer.value!r:.60}, not a list")
         return list(answer.value)
 
-    def _asked(self, prompt: Prompt, ask: int) -> Prompt:
+    def _with_ask(self, prompt: Prompt, ask: int) -> Prompt:
         """The problem as one of its groups begins with it."""
         if self._env.extras.asks == 1:
             return prompt

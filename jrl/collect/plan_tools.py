@@ -114,7 +114,7 @@ class TextTools(NamedTuple):
     hinted: Callable[[Prompt, str], np.ndarray] | None = None
     key_of_hints: str = "hints"
     tokenizer: Tokenizer | None = None
-    asked: Callable[[str], np.ndarray] | None = None
+    tokens_of: Callable[[str], np.ndarray] | None = None
     longest: int = 0
 
     def samples(self, groups: Any) -> list[list[Sample | None]]:
@@ -148,7 +148,7 @@ class TextTools(NamedTuple):
         width, ids, usable = min(most, self.longest), [], []
         for question in questions:
             try:
-                tokens = self.asked(question)
+                tokens = self.tokens_of(question)
             except UserError:  # a completion with characters that the tokenizer does not have
                 tokens = np.zeros(0, np.int32)
             usable.append(0 < len(tokens) <= width)

@@ -167,7 +167,7 @@ class Pace:
 
     def __init__(self, per_minute: float) -> None:
         self._gap = 60 / per_minute if per_minute else 0.0
-        self._lock, self._next, self._held = threading.Lock(), 0.0, 0.0
+        self._lock, self._next, self._paused_until = threading.Lock(), 0.0, 0.0
         self._serves = False  # since it last refused
 
     def served(self) -> None:
@@ -182,7 +182,7 @@ class Pace:
         """
         with self._lock:
             if not self._serves:
-                self._held = max(self._held, time.monotonic() + seconds)
+                self._paused_until = max(self._paused_until, time.monotonic() + seconds)
             self._serves = False
 
     def wait(self, batch: Batch) -> bool:
@@ -190,7 +190,7 @@ class Pace:
         while True:
             with self._lock:
                 now = time.monotonic()
-                turn = max(self._next, self._held, now)
+                turn = max(self._next, self._paused_until, now)
                 if turn - now >= batch.left():
                     return False
                 if turn <= now:

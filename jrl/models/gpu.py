@@ -390,11 +390,11 @@ def reaches(
     # The earliest row of a prompt decides where reading begins.
     earliest = jnp.where(lives, at, jnp.iinfo(jnp.int32).max).reshape(lengths.shape[0], -1).min(1)
 
-    def seen(window: int | None) -> Any:
+    def reach_of(window: int | None) -> Any:
         begin = None if window is None else jnp.clip(earliest - (window - 1), 0, lengths)
         return Reach(columns, at, begin, lengths)
 
-    return {window: seen(window) for window in set(config.windows)}
+    return {window: reach_of(window) for window in set(config.windows)}
 
 
 # ---------------------------------------------------------------- the draw

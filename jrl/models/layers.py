@@ -25,7 +25,7 @@ from jrl.models.attention.choice import Owners, is_cudnn, row_attention, shared_
 from jrl.models.attention.dense import NO_WINDOW
 from jrl.models.config import ModelConfig, Rope
 from jrl.models.gpu import Fused
-from jrl.models.matmul import PRODUCT, SEEN, WIDE, project
+from jrl.models.matmul import ATTENDED, PRODUCT, WIDE, project
 from jrl.models.weights import WeightSpec, weights
 from jrl.types import NOTHING, Array, Head, Params, RoutingRecord, SharedRows
 
@@ -441,10 +441,10 @@ def block(
 # ---------------------------------------------------------------- complete sequences
 
 _SAVED = {
-    "scores": (PRODUCT, WIDE, SEEN),
-    "elementwise": (PRODUCT, WIDE, SEEN),
+    "scores": (PRODUCT, WIDE, ATTENDED),
+    "elementwise": (PRODUCT, WIDE, ATTENDED),
     "dots": (PRODUCT, WIDE),
-    "mlp": (PRODUCT, SEEN),
+    "mlp": (PRODUCT, ATTENDED),
     "full": (),
 }
 REMAT = (*_SAVED, "none")
@@ -595,7 +595,7 @@ def _through_layers(
     """
     if remat in _SAVED:
         policy = jax.checkpoint_policies.save_only_these_names(*_SAVED[remat])
-        if SEEN in _SAVED[remat]:
+        if ATTENDED in _SAVED[remat]:
             policy = jax.checkpoint_policies.save_from_both_policies(policy, is_cudnn)
         # Inside a scan nothing is shared across the loop's boundary, so the barriers of prevent_cse
         # would only block fusions.

@@ -31,7 +31,7 @@ PRODUCT = "product"
 WIDE = "wide"
 """The same of those that are as wide as a layer's feed-forward part, which are half of all."""
 
-SEEN = "seen"
+ATTENDED = "attended"
 """The same for what attention's backward pass starts from: weights, outputs, log sums."""
 
 

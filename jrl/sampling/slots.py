@@ -75,16 +75,16 @@ class IdleLimit(NamedTuple):
     """Limit of idle slot-steps in one call of ``decode``.
 
     Attributes:
-      wanted: [] int32, slots for which there is work; each of them that does not run is idle.
+      needed: [] int32, slots for which there is work; each of them that does not run is idle.
       steps: [] int32, slot-steps. The first decode step is taken however many slots are idle.
     """
 
-    wanted: Array
+    needed: Array
     steps: Array
 
     def of(self, runs: Array) -> Array:
         """[] int32: slots that are idle while ``runs`` [] int32 of them run."""
-        return jnp.maximum(self.wanted - runs, 0)
+        return jnp.maximum(self.needed - runs, 0)
 
 
 class Members(struct.PyTreeNode):

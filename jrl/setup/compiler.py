@@ -66,13 +66,13 @@ def compiler_options(mesh: Mesh, *, training: bool = False) -> dict[str, Value] 
     """
     platform = named_platform(mesh.devices.flat[0].platform)
     more = TRAINING.get(platform, {}) if training else {}
-    options = {**OPTIONS.get(platform, {}), **known(mesh, tuple(more.items()))}
+    options = {**OPTIONS.get(platform, {}), **supported_options(mesh, tuple(more.items()))}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if f"--{name}=" not in flags} or None
 
 
 @functools.cache
-def known(mesh: Mesh, options: tuple[tuple[str, Value], ...]) -> dict[str, Value]:
+def supported_options(mesh: Mesh, options: tuple[tuple[str, Value], ...]) -> dict[str, Value]:
     """The options that the XLA of a mesh's devices supports; it rejects any other."""
 
     def compiles(some: dict[str, Value]) -> bool:

@@ -120,7 +120,7 @@ class Checkpoints:
                 f"checkpoint step {step} is older than step {max(later)} in {self.directory}, which"
                 " another continuation wrote; delete the later steps or use another run.dir"
             )
-        arrays, meta = contents(state, extra or {}, step=step, what=f"checkpoint step {step}")
+        arrays, meta = contents(state, extra or {}, step=step, label=f"checkpoint step {step}")
         self._best = best
         try:
             writer = self._open_writer()
@@ -266,7 +266,7 @@ class Checkpoints:
                 raise fault or OSError("another process could not read it")
             step_text = f"checkpoint step {step} in {self.directory}"
             with waiting(f"reading of step {step}", io_progress):
-                result = read_contents(path, template, step=step, subset=subset, what=step_text)
+                result = read_contents(path, template, step=step, subset=subset, label=step_text)
         if repaired:
             warnings.warn(
                 f"{step_text}: {', '.join(repaired)} damaged, and read from a copy", stacklevel=3

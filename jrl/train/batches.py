@@ -360,7 +360,7 @@ def _of_text(run: Run, hinted: Hinter | None) -> Callable[[Any], Any]:
         new,
         hinted,
         tokenizer=run.tokenizer,
-        asked=lambda question: question_prompts(run, [question], 1 << 30)[0].tokens,
+        tokens_of=lambda question: question_prompts(run, [question], 1 << 30)[0].tokens,
         longest=run.network.max_length - new,
     )
     return lambda key: tools

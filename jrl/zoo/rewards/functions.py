@@ -74,7 +74,11 @@ def _toolrl_form(sample: Sample, calls: bool) -> bool:
         blocks += r"\n<tool_call>\n.*?\n</tool_call>"
     if answers:
         blocks += r"\n<response>.*?</response>"
-    once = [name for name, there in (("tool_call", calls), ("response", answers)) if there]
+    once = [
+        name
+        for name, expected_once in (("tool_call", calls), ("response", answers))
+        if expected_once
+    ]
     counts = all(text.count(f"<{n}>") == text.count(f"</{n}>") == 1 for n in once)
     return counts and re.search(rf"^<think>.*?</think>{blocks}$", text, re.DOTALL) is not None
 

@@ -310,12 +310,12 @@ class _Problems:
         rows = np.arange(min(count, run.kind.problems(run.data, count, "eval")))
         if not len(rows):
             raise UserError("data.eval is missing; name a file of held-out prompts")
-        self._about, self._asked = undrawn_source(run, None, "eval").prompts(key, rows)
-        self.prompts = [prompt.tokens.tolist() for prompt in self._asked]
+        self._about, self._prompts = undrawn_source(run, None, "eval").prompts(key, rows)
+        self.prompts = [prompt.tokens.tolist() for prompt in self._prompts]
 
     def points(self, completions: Sequence[tuple[Completion, Any]]) -> np.ndarray:
         """[M] the rewards of the part that defines accuracy."""
         paths = [np.asarray(completion.tokens, np.int32) for completion, _ in completions]
         ended = [StopReason(c.stop) == StopReason.STOP_TOKEN for c, _ in completions]
-        state = self._run, self._about, self._asked, np.arange(len(paths)), paths
+        state = self._run, self._about, self._prompts, np.arange(len(paths)), paths
         return points_of(*state, np.array(ended))
