@@ -30,7 +30,7 @@ class Wait:
     """One wait of one thread.
 
     Attributes:
-      what: the object waited for, after "waiting for the".
+      subject: the object waited for, after "waiting for the".
       of: its owner, such as "step 12"; None inherits the surrounding wait's.
       detail: progress text; called from another thread.
       seconds: minimum time before the wait may be ended, whatever the limit.
