@@ -2,9 +2,9 @@
 
     batch, groups, cursor = collector.collect(key, weights, step=step, cursor=cursor)
 
-A ``Collector`` asks a source for groups (``sources.Source``: a task whose rewards the device
-computes, prompts in text whose rewards are functions on the host, ...). A method may drop groups;
-then further prompts are drawn until the batch is full: the dynamic sampling of ``dapo``.
+A ``Collector`` gets groups from a source (``sources.Source``: a task with rewards on the device,
+prompts in text with reward functions on the host, ...). A method may drop groups; further prompts
+are then sampled until the batch is full, as in the dynamic sampling of ``dapo``.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ class StepGroups(NamedTuple):
 
     Attributes:
       groups: N of them.
-      members: [N, G] bool, those trained on; None for all that count in their group.
-      cursor: tickets issued so far, these included.
-      packing: ``Packer.notes`` before their completions were packed; None if they are not packed,
-        or not yet.
-      prior: [N] float32 by name, what a curriculum knew of each problem.
+      members: [N, G] bool, members to train on; None for all that count in their group.
+      cursor: tickets issued so far, including these.
+      packing: ``Packer.notes`` before the completions were packed; None if they are not packed yet.
+      prior: [N] float32 by name, the curriculum's estimates of each problem.
     """
 
     groups: Groups
@@ -59,7 +58,7 @@ class StepGroups(NamedTuple):
 
 
 class Batches(Protocol):
-    """Hops 1 to 4 of a run: what the training loop gets its batches from."""
+    """Hops 1 to 4 of a run: the source of the training loop's batches."""
 
     def collect(
         self, key: Array, weights: Mapping[str, Params], *, step: int, cursor: int
@@ -80,19 +79,19 @@ class Batches(Protocol):
 
 
 class Collector:
-    """Batches whose groups are drawn when they are asked for.
+    """Batches whose groups are sampled on demand, step by step.
 
     Args:
-      source: of groups.
+      source: source of groups, with its wrappers (see ``train.batches.training_batches``).
       prompts: N, groups of a batch.
       reward_weights: [R] float32.
-      method: its curriculum, plan, rewards and edits are used here.
-      mesh: where batches go.
-      pack: packs completions into rows; None to leave them.
-      sampled: whether a policy drew the completions, so that ``sampler_logprobs`` are known.
-      group: G, members that a group has by sampling.
-      judge: the column of the reward part that says what is right; None for the score.
-      tools: (root key) -> what the data offers to plans; None where it offers nothing.
+      method: its curriculum, plan, rewards and edits act here.
+      mesh: devices of the batches.
+      pack: packs completions into rows; None for none.
+      sampled: whether a policy sampled the completions, so that there are ``sampler_logprobs``.
+      group: G, sampled members of a group.
+      judge: column of the reward part that defines success; None for the score.
+      tools: (root key) -> tools of the data for plans; None without any.
       table: the problems, for a curriculum.
       contexts: whether asks may have contexts that are trained under.
       in_order: as in ``Setting``.

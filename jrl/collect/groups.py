@@ -1,11 +1,11 @@
-"""The groups of a training step at their places, as plans, reward edits and edits see them.
+"""Groups of a training step at fixed places, for plans, reward edits and edits.
 
-    groups = empty_groups(like, places, members)      # or ``placed`` of the first draw
-    groups = put_members(groups, rollout, ...)        # what a further round sampled
+    groups = place(source_groups, origin, ...)        # the first draw
+    groups = put_members(groups, more, origin, base)  # a further round
     batch = batch_of(groups)
 
-A place is a ticket of the step and a column is a member's number, so the same members stand in the
-same places however many rounds there were, on the host and in a compiled run.
+A place is a ticket of the step and a column is a member's number, so a member's place does not
+depend on the rounds, on the host and in a compiled run.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class PlacedGroups(struct.PyTreeNode):
       rewards: [m, M, R] float32, points.
       weights: [R] float32, of the reward parts.
       ids: labels by name, [m], [m, M] or [m, M, T] int32; "prompt" [m] at least.
-      stats: [m, M, T] float32 by name, of what an environment recorded.
-      prior: [m] float32 by name, what the curriculum and ``rewards`` say of a group.
+      stats: [m, M, T] float32 by name, recorded by an environment.
+      prior: [m] float32 by name, estimates of the curriculum and of ``rewards`` for a group.
       ticket: [m] int32, ``EMPTY`` for a place without a group.
       row: [m] int32, the problem in the data.
       use: [m, M] int32, ``TRAIN``, ``BASELINE`` or ``ASIDE``.
-      selected: [m, M] bool, False for members that an edit left out.
+      selected: [m, M] bool, False for members that an edit removed.
       round: [m, M] int32, the round of the plan that asked for the member; 0 for the first.
-      judge: static, the column of the reward part that says what is right; None for the score.
+      judge: static, column of the reward part that defines success; None for the score.
     """
 
     rollout: Rollout

@@ -72,9 +72,9 @@ class Setting(NamedTuple):
       prompts: N.
       group: G.
       weights: [R] float32, of the reward parts.
-      judge: the column of the reward part that says what is right; None for the score.
-      order: tickets [n] -> rows [n], the data's own order, where there is no curriculum.
-      tools: (root key) -> what the data offers to plans; None where it offers nothing.
+      judge: column of the reward part that defines success; None for the score.
+      order: tickets [n] -> rows [n], the data's own order, without a curriculum.
+      tools: (root key) -> tools of the data for plans; None without any.
       table: the problems, for a curriculum.
       contexts: whether asks may have contexts that are trained under, which takes a host.
       in_order: (tickets [n], size) -> [n] int32 in [0, size): the data's own order of so many
@@ -114,12 +114,12 @@ class First(NamedTuple):
     """The first draw of a step.
 
     Attributes:
-      asks: all of the same N tickets.
-      origin: where their members belong.
-      collected: what is carried behind it.
-      used: [rows] bool, problems that a curriculum chose; None without one.
-      order: [N] int, where each ticket's group stands among those that asks for different tickets
-        give; None where all asks name the same ones.
+      asks: asks for the same N tickets.
+      origin: tickets, rows and numbers of their members.
+      collected: the collector's state after it.
+      used: [rows] bool, problems chosen by a curriculum; None without one.
+      order: [N] int, index of each ticket's group among the groups of asks with different tickets;
+        None if all asks have the same tickets.
     """
 
     asks: Asks
