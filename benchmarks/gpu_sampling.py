@@ -134,7 +134,7 @@ def sampling_row(model: Policy, work: Work, args: argparse.Namespace) -> Measure
         "lower_s": program.lower_s,
         "compile_s": program.compile_s,
         "prefill_compile_s": before.compile_s,
-        "held_bytes": program.held,
+        "held_bytes": program.held_bytes,
     }
 
     def profile() -> dict[str, Any]:
