@@ -76,7 +76,7 @@ class Parser(NamedTuple):
       begin: (text, schemas) -> the character at which the first call begins, the length of the text
         for none; None for a parser of one's own.
       channels: (text without calls) -> (what was thought, what was said), where a format writes
-        them as messages of their own; None for one text.
+        them as messages of their own; None for a text without such messages.
       name: of the family; "" for a parser of one's own.
     """
 
@@ -89,7 +89,7 @@ class Parser(NamedTuple):
     list_tags: tuple[str, str] = ("", "")
     ends_turn: bool = False
     begin: Callable[[str, Schemas], int] | None = None
-    channels: Callable[[str], tuple[str, str]] | None = None
+    channels: Callable[[str], tuple[str, str] | None] | None = None
     name: str = ""
 
     def fits(self, template: str) -> bool:
@@ -660,7 +660,7 @@ def _scan_harmony(text: str, schemas: Schemas) -> Iterator[_Part]:
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-def _harmony_channels(text: str) -> tuple[str, str]:
+def _harmony_channels(text: str) -> tuple[str, str] | None:
     """What was thought on the channel "analysis", and what was said on others."""
     texts: dict[bool, list[str]] = {True: [], False: []}
     at = 0
@@ -670,8 +670,8 @@ def _harmony_channels(text: str) -> tuple[str, str]:
         channel = _CHANNEL.search(head[0])
         message = text[head.end() : end.start() if end else at].strip()
         texts[channel is not None and channel[1] == "analysis"].append(message)
-    if not at and _CHANNEL.match(text) is None:  # no message has begun
-        return "", _HARMONY_END.split(text)[0].strip()
+    if not at and _CHANNEL.match(text) is None:
+        return None
     thought, said = ("\n".join(filter(None, texts[key])) for key in (True, False))
     return thought, said
 
