@@ -112,6 +112,7 @@ class ApiRequest:
       stream: whether to reply in pieces.
       usage: whether the last piece counts the tokens.
       tools: of a chat completion; None for none.
+      parser: of the model's family, for a chat completion; None where nothing says so.
       thinking: whether the reply follows a grammar and begins inside a thought.
     """
 
@@ -122,6 +123,7 @@ class ApiRequest:
     stream: bool
     usage: bool
     tools: Tools | None = None
+    parser: Parser | None = None
     thinking: bool = False
 
     @property
@@ -217,6 +219,7 @@ def parse(
         stream=stream,
         usage=bool(_get(options, "include_usage", bool, None)),
         tools=tools,
+        parser=parser if chat else None,
         thinking=thinking and grammar is not None,
     )
 

@@ -212,15 +212,8 @@ def calls_of(raw: str, tools: Tools) -> tuple[str | None, list[Json]]:
     calls = [call for call in parsed if isinstance(call, Call)]
     if not parsed or len(calls) < len(parsed):
         return None, []
-    begin = raw.find(_mark(tools.parser))
-    before = raw[:begin].strip() if begin > 0 else ""
-    return before or None, [_written(call) for call in calls]
-
-
-def _mark(parser: Parser) -> str:
-    """The opening mark of the family's calls."""
-    before, _, _ = parser.render(Call("NAME", {})).partition("NAME")
-    return before.split("\n")[0].split('"')[0].rstrip(" {[") or "{"
+    begin = 0 if tools.parser.begin is None else tools.parser.begin(raw, tools.schemas)
+    return raw[:begin].strip() or None, [_written(call) for call in calls]
 
 
 def _written(call: Call) -> Json:
