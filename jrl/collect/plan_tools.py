@@ -105,7 +105,7 @@ class TextTools(NamedTuple):
         has none.
       key_of_hints: the field of a prompt's ``meta`` that holds its hints, a list of texts.
       tokenizer: turns completions into text.
-      asked: (question) -> the token ids of a prompt with it; None where the data has none.
+      tokens_of: (question) -> the token ids of a prompt with it; None where the data has none.
       longest: tokens of the longest prompt.
     """
 
@@ -144,7 +144,7 @@ class TextTools(NamedTuple):
           (prompts [A, W], W the least of ``most`` and ``longest``; [A] bool, False for those that
           are longer or that the tokenizer cannot write).
         """
-        assert self.asked is not None
+        assert self.tokens_of is not None
         width, ids, usable = min(most, self.longest), [], []
         for question in questions:
             try:

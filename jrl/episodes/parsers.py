@@ -642,8 +642,8 @@ def _scan_harmony(text: str, schemas: Schemas) -> Iterator[_Part]:
         at = head.end()
         recipient = _RECIPIENT.search(head[1])
         if recipient is None:  # words, up to the mark that ends a message
-            end = _HARMONY_END.search(text, at)
-            at = end.end() if end else at
+            closing = _HARMONY_END.search(text, at)
+            at = closing.end() if closing else at
             continue
         name = recipient[1]
         value, end = _json_at(text, at)
