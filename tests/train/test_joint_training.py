@@ -70,7 +70,7 @@ def agreement_of(method, network):
         jax.jit(functools.partial(generate, network=network, max_new_tokens=1, stop_tokens=(1,))),
         *(SAMPLING, Words(), Words(), 1),
     )
-    tools = TextTools(PROMPTS, 1, tokenizer=Words(), asked=shown_in, longest=15)
+    tools = TextTools(PROMPTS, 1, tokenizer=Words(), tokens_of=shown_in, longest=15)
     collector = Collector(
         source=source,
         prompts=N,

@@ -142,7 +142,7 @@ def draw(asks):
 
 
 def step_of(method, cursor=0):
-    tools = TextTools(PROMPTS, T, tokenizer=Words(), asked=recycled_prompt, longest=64)
+    tools = TextTools(PROMPTS, T, tokenizer=Words(), tokens_of=recycled_prompt, longest=64)
     order = lambda tickets: np.asarray(tickets) % 10  # noqa: E731
     ones = np.ones(2, np.float32)
     setting = Setting(method, N, G, ones, 0, order, lambda key: tools, contexts=True)
