@@ -320,7 +320,7 @@ class Collector:
 
 # ---------------------------------------------------------------- groups to batch
 
-_batch_on_device = jax.jit(to_batch, static_argnames="own")
+_batch_on_device = jax.jit(to_batch, static_argnames="sampled")
 
 
 def on_host() -> Any:
