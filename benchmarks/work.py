@@ -90,13 +90,13 @@ def report(
     text: str, argv: Sequence[str] | None, measure: Callable[[argparse.Namespace], dict[str, Any]]
 ) -> None:
     """Measures what the flags say and prints it; a setting that cannot be is an error of theirs."""
-    asked = parser(text)
-    args = asked.parse_args(argv)
+    options = parser(text)
+    args = options.parse_args(argv)
     place(args)
     try:
         result = measure(args)
     except UserError as error:
-        asked.error(str(error))
+        options.error(str(error))
     flags.write(result, args.json)
 
 
@@ -192,8 +192,8 @@ def new_state(work: Work) -> tuple[TrainState, TrainState]:
     seed = np.uint32(work.args.seed)
     shardings = state_shardings(jax.eval_shape(make, seed), work.mesh, network=work.network)
     options = compiler_options(work.mesh)
-    made = jax.jit(make, out_shardings=shardings, compiler_options=options)(seed)
-    return made, shardings
+    state = jax.jit(make, out_shardings=shardings, compiler_options=options)(seed)
+    return state, shardings
 
 
 def sampler(work: Work) -> Any:

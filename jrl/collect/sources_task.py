@@ -65,7 +65,7 @@ def task_rollout(
     how |= {"max_new_tokens": task.completion_tokens}
     plan = SlotPlan(slots, chunk=chunk)
 
-    def given(prompts: Tokens, ask: Ask, *members: Members) -> Any:
+    def arguments(prompts: Tokens, ask: Ask, *members: Members) -> Any:
         weights, version = request.weights[ask.policy], request.versions[ask.policy]
         return (
             key,
@@ -79,18 +79,18 @@ def task_rollout(
         )
 
     def sample(prompts: Tokens, members: Members, ask: Ask) -> Drawn:
-        return counted_draw(generate(*given(prompts, ask, members), slots=plan, **how))
+        return counted_draw(generate(*arguments(prompts, ask, members), slots=plan, **how))
 
     prompts, together = Tokens(problems.tokens, problems.length), None
     if (plain := plain_ask(request.asks, sampling_params.temperature)) is not None:
         ask, members = plain
-        drawn: Any
+        result: Any
         if not isinstance(ask.tree, Branching):
-            drawn = generate(*given(prompts, ask, members), slots=plan, **how)
+            result = generate(*arguments(prompts, ask, members), slots=plan, **how)
         else:
             tree = TreeShape(ask.tree, ask.width)
-            drawn = generate_tree(*given(prompts, ask), tree=tree, slots=slots, **how)
-        together = counted_draw(drawn)
+            result = generate_tree(*arguments(prompts, ask), tree=tree, slots=slots, **how)
+        together = counted_draw(result)
     rollout, labels, counts = join_drawn(
         request.asks,
         together,
@@ -198,9 +198,9 @@ class TaskSource:
 
     def prompts(self, key: Any, rows: np.ndarray) -> tuple[Any, list[Prompt]]:
         """As ``Source.prompts``; the problems are on the host, and prompts have no text."""
-        made = jax.device_get(self._make(key, np.asarray(rows, np.int32)))
-        parts = zip(np.asarray(rows).tolist(), made.tokens, made.length, strict=True)
-        return made, [Prompt(i, "", np.asarray(ids[:n], np.int32), "") for i, ids, n in parts]
+        problems = jax.device_get(self._make(key, np.asarray(rows, np.int32)))
+        parts = zip(np.asarray(rows).tolist(), problems.tokens, problems.length, strict=True)
+        return problems, [Prompt(i, "", np.asarray(ids[:n], np.int32), "") for i, ids, n in parts]
 
     def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
         """As ``Source.judge``, by the task's own judges."""

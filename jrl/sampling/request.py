@@ -415,7 +415,7 @@ def _check_bias(request: Request, limits: RequestLimits) -> None:
     if not request.biased:
         return
     if not limits.biases:
-        raise UserError("logit_bias, allowed need an engine built with RequestFeatures(biases=True)")
+        raise UserError("logit_bias and allowed need RequestFeatures(biases=True) of the engine")
     _check_ids("logit_bias", request.logit_bias, limits.vocab_size)
     _check_ids("allowed", request.allowed or (), limits.vocab_size)
     bad = [t for t, x in request.logit_bias.items() if not x < np.inf]

@@ -1,4 +1,4 @@
-"""From a run or a checkpoint to a server of its policy."""
+"""Starts a server of the policy of a run or a checkpoint."""
 
 from __future__ import annotations
 

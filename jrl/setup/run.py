@@ -1,4 +1,4 @@
-"""What a run is made of: the record that its programs, its sources and its judges read."""
+"""The record of a run's parts, which its programs, sources and judges read."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Run(NamedTuple):
     """Everything a run is made of, before its state.
 
     Attributes:
-      config: what was asked for.
-      mesh: where it trains.
-      rollout_mesh: where completions to train on are drawn; None for ``mesh``.
-      model: the policy's shape, or None for a network of one's own.
+      config: the configuration.
+      mesh: devices of training.
+      rollout_mesh: devices that sample completions to train on; None for ``mesh``.
+      model: the policy's shape, or None for a user's network.
       network: the policy.
       value: the value network, or None.
       networks: the frozen policies that the configuration names and the method reads, by name.
-      params: the checkpoint's weights, on the host or in their files, or None to draw them.
+      params: the checkpoint's weights, on the host or in their files; None to initialise them.
       tokenizer: the model's, or the task's.
-      kind: of its data.
-      data: what was read from files.
-      width: P, tokens.
-      sampling_params: the distribution that is drawn from and trained.
-      rewards: what completions are judged by.
-      method: what to train with, its schedule that of this run.
+      kind: the kind of data.
+      data: prompts, pairs and recordings read from files.
+      width: P, tokens of a prompt.
+      sampling_params: of the distribution that is sampled and trained.
+      rewards: the reward parts, their weights and givers.
+      method: the method, with the schedule of this run.
       optimizer: from optax.
     """
 
@@ -79,7 +79,7 @@ class Run(NamedTuple):
 
 
 def run_features(run: Run) -> Features:
-    """What ``check_features`` compares."""
+    """The run's features for ``check_features``."""
     data = run.kind.features
     return features_of(run.config, run.method, network=run.network, model=run.model, data=data)
 

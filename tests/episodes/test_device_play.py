@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
+from tiny import jit
 
 from jrl.collect.episodes import episode_rollout
 from jrl.collect.groups import to_batch
@@ -25,7 +26,6 @@ from jrl.sampling.slot_sizes import SlotPlan
 from jrl.train.score import score
 from jrl.types import StopReason
 
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 KEY, SAMPLING = jax.random.key(3), make_sampling_params(0.9)
 N, G, VOCAB, STOP = 3, 4, 12, 1
 A, Q, K, P = 3, 4, 5, 5

@@ -87,7 +87,7 @@ class Trims(Exact):
         return super().chat(cut)
 
 
-class Kept(EngineWorker):
+class Recording(EngineWorker):
     """Keeps what the engine drew, as (prompt, completion)."""
 
     def __init__(self, engine, **more):
@@ -161,7 +161,7 @@ def recording(directory, tokenizer=None):
     tokenizer = tokenizer or Exact()
     recorder = Recorder(directory)
     recorder.begin({"model": "tiny", "version": VERSION})
-    worker = Kept(engine(), tokenizer=tokenizer, mesh=make_mesh())
+    worker = Recording(engine(), tokenizer=tokenizer, mesh=make_mesh())
     service = Service(
         worker,
         tokenizer,

@@ -76,7 +76,7 @@ class Script:
         return Groups(rollout, rewards, subject, counts, {"prompt": positions})
 
 
-def asked(prompts):
+def request_for(prompts):
     """A request for the first prompts, at step 0."""
     tickets = np.arange(prompts, dtype=np.int32)
     return simple_request(KEY, {"policy": None}, np.int32(0), tickets, G)
@@ -274,7 +274,7 @@ class Letters:
 def test_completions_without_points_leave_their_group(baseline):
     """And the advantages are those of the group without them; a lost baseline takes the group."""
     nan = np.nan
-    drawn = jax.device_get(Script([], baseline=baseline).draw(asked(2)))
+    drawn = jax.device_get(Script([], baseline=baseline).draw(request_for(2)))
     prompts = [Prompt(i, "?", np.zeros(P, np.int32), "1", {}) for i in range(2)]
     pool = Pool([1.0, nan, 0.5, 0.0, 1.0, nan])
     source = TextSource(prompts, P, None, None, None, pool, Letters())
@@ -316,12 +316,12 @@ def test_completions_of_tasks_are_told_apart_by_their_tokens():
 def test_lines_of_a_text_are_steps_where_a_method_wants_it(lines):
     """By hand, with two ids that end a line; each belongs to the line that it ends."""
     prompts = [Prompt(0, "?", np.zeros(P, np.int32), "1", {})]
-    drawn = jax.device_get(Script([]).draw(asked(1))).rollout
+    drawn = jax.device_get(Script([]).draw(request_for(1))).rollout
     tokens = np.array([[[5, 4, 4, 6, 7, 5][: drawn.tokens.shape[2]]] * drawn.tokens.shape[1]])
     drawn = drawn.replace(tokens=tokens)
     program = lambda *asked: (drawn, np.int32(1))  # noqa: E731
     source = TextSource(prompts, P, None, program, None, None, Letters(), lines=lines)
-    ids = source.draw(asked(1)).ids
+    ids = source.draw(request_for(1)).ids
     wanted = [0, 0, 1, 2, 2, 3][: tokens.shape[2]]
     assert ("step" in ids) == bool(lines)
     assert not lines or ids["step"].tolist() == [[wanted] * tokens.shape[1]]

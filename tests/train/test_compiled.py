@@ -251,7 +251,7 @@ def test_with_policy_starts_afresh(network):
     held = Schedule(after=(copies("expert", every(2)), restart("first", every(4))))
     common = {"objective": method.objective, "optimizer": optimizer, "schedule": held}
     state = init_state(KEY, network=network, **common)
-    warm = with_policy(state, policy, optimizer, given=("expert",)).frozen
+    warm = with_policy(state, policy, optimizer, unchanged_policies=("expert",)).frozen
     assert_close(warm["first"], policy, 0)
     assert_close(warm["expert"], state.frozen["expert"], 0)
 

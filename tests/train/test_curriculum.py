@@ -340,7 +340,7 @@ def test_rounds_take_a_host_and_branches_take_no_tests():
     )
     for more, message in {
         ("train.mode=compiled", "tree.kind=none"): "in rounds: .*or set train.mode to 'host'",
-        ("tree={kind='branch', at='even', roots=2}",): "tests problems .* members drawn apart",
+        ("tree={kind='branch', at='even', roots=2}",): "tests problems .* independent members",
     }.items():
         with pytest.raises(UserError, match=message):
             check_trainable(setup(load_config(None, [small, *rounds, *more])))

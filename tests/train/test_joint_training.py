@@ -55,7 +55,7 @@ class Words:
         return Scores(np.array(right, np.float32)[:, None], np.zeros(len(right), bool), {})
 
 
-def asked(question):
+def shown_in(question):
     """The kind of the question, the problem and the answers that it shows, a token each."""
     kinds = {"Proposed answer:": 14, "Answer A:": 15, "attempt at it:": 16}
     (kind,) = [token for text, token in kinds.items() if text in question]
@@ -71,7 +71,7 @@ def agreement_of(method, network):
         jax.jit(functools.partial(generate, network=network, max_new_tokens=1, stop_tokens=(1,))),
         *(SAMPLING, Words(), Words(), 1),
     )
-    tools = TextTools(PROMPTS, 1, tokenizer=Words(), asked=asked, longest=15)
+    tools = TextTools(PROMPTS, 1, tokenizer=Words(), tokens_of=shown_in, longest=15)
     collector = Collector(
         source=source,
         setting=Setting(method, N, G, np.ones(1), tools=lambda key: tools, contexts=True),
