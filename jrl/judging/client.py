@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jrl.config.judge import JudgeTable
+from jrl.config.secrets import without_secrets
 from jrl.episodes.model_endpoint import check_url, endpoint, environment_variable
 from jrl.errors import UserError
 from jrl.judging.cache import UNREADABLE, QuestionVote, VerdictCache
@@ -75,7 +76,7 @@ class JudgeClient:
             or fails, as its status says, is there.
         """
         table, message = self.table, {"role": "user", "content": "Answer with the word yes."}
-        where = f"{self._key}.url = {table.url!r}"
+        where = f"{self._key}.url = {without_secrets(table.url)!r}"
         try:
             self._send((message,), 0, min(table.timeout, _PROBE_SECONDS))
         except urllib.error.HTTPError as error:

@@ -74,6 +74,9 @@ def test_so_does_one_in_a_template_of_ones_own(chat_tokenizer, template):  # noq
     frames = 0 if template == "plain" else 1
     assert controls(tokenizer, made.tokens) == [frames, frames]
     assert SPELLED in tokenizer.decode(made.tokens, skip_special=False)
+    row = {"question": "q", "answer": "4"}
+    under = prompt_of(tokenizer, row, template=template, system=SPELLED)  # as under the chat's
+    assert controls(tokenizer, under.tokens) == [frames, frames]
 
 
 def test_what_is_learnt_may_think_and_may_not_end_a_turn(chat_tokenizer):  # noqa: F811
