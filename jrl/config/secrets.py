@@ -205,8 +205,9 @@ def _is_name(value: object) -> bool:
 
 def _is_header(value: object) -> bool:
     """Whether an item of a list is a name with a secret, as ["x-api-key", ...] is."""
-    pair = isinstance(value, list | tuple) and len(value) == 2
-    if not pair or not all(isinstance(x, str) for x in value):
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    if not all(isinstance(x, str) for x in value):
         return False
     return _is_name(value[0]) and not value[1].startswith(_ENVIRONMENT)
 
