@@ -31,7 +31,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.slots import prefill
-from jrl.train.compiler import compiler_options
+from jrl.setup.compiler import compiler_options
 from jrl.types import Network
 
 

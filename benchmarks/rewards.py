@@ -30,13 +30,13 @@ import numpy as np
 
 from benchmarks.clock import rounded
 from jrl.config.judge import judge_table
+from jrl.judging.cache import Asked
+from jrl.judging.client import JudgeClient
 from jrl.rewards import make_reward
 from jrl.rewards.base import Sample
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.replies import read_score
 from jrl.rewards.verdicts import Question
-from jrl.train.judge_cache import Asked
-from jrl.train.judge_client import JudgeClient
 from jrl.types import Prompt
 
 GOOD = "```python\nn = int(input())\nprint(sum(range(n)) * 2)\n```"

@@ -17,8 +17,8 @@ from benchmarks import phases
 from benchmarks.clock import peak_memory_mb, rounded, steady
 from benchmarks.flags import WARMUP, progress
 from benchmarks.work import Source, Work, build, new_state, report
+from jrl.collect.sources import simple_request
 from jrl.system.compile_cache import CompileCounter
-from jrl.train.sources import simple_request
 from jrl.types import Params, TrainState
 
 

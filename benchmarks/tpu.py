@@ -26,23 +26,24 @@ import numpy as np
 
 from benchmarks.clock import rounded, steady
 from benchmarks.flags import write
+from jrl.collect.collector import Collector
+from jrl.collect.resharding import ReshardedSampler
+from jrl.collect.sources import Around, Groups, Source
 from jrl.config import Config, load_config
 from jrl.errors import UserError
 from jrl.mesh import replicated
 from jrl.plan.lower import run_model
 from jrl.plan.topology import Topology, parse_topology
 from jrl.plan.useful import lengths_of, model_flops
+from jrl.setup.adapters import policy_of
+from jrl.setup.kinds import kind_of
+from jrl.setup.placement import make_meshes
+from jrl.setup.run import Run
 from jrl.system import processes
 from jrl.system.compile_cache import enable_compile_cache
 from jrl.system.devices import find_devices
 from jrl.train import build, programs
 from jrl.train.batches import text_source
-from jrl.train.collect import Collector
-from jrl.train.kinds import kind_of
-from jrl.train.placement import make_meshes
-from jrl.train.resharding import ReshardedSampler
-from jrl.train.score import policy_of
-from jrl.train.sources import Around, Groups, Source
 from jrl.types import Prompt
 from jrl.types.asks import DrawRequest
 
@@ -72,7 +73,7 @@ class _Endless(NamedTuple):
     stop_ids: tuple[int, ...] = ()
 
 
-def synthetic_run(config: Config) -> build.Run:
+def synthetic_run(config: Config) -> Run:
     """A run on the devices that there are, with random weights and prompts.
 
     Raises:
@@ -141,7 +142,7 @@ class Timed(Around):
         return with_points(self._draw(request), self._seed)
 
 
-def measure(run: build.Run, steps: int) -> dict[str, Any]:
+def measure(run: Run, steps: int) -> dict[str, Any]:
     """Median seconds of a step and of its programs, and the most memory of a chip."""
     clock, config = Clock(), run.config
     with jax.set_mesh(run.mesh):
@@ -189,7 +190,7 @@ def with_points(groups: Groups, seed: int) -> Groups:
 
 
 def figures(
-    times: Mapping[str, Any], run: build.Run, topology: Topology | None
+    times: Mapping[str, Any], run: Run, topology: Topology | None
 ) -> dict[str, float | None]:
     """Seconds, and tokens a second and model FLOP utilisation that follow from them.
 
@@ -210,7 +211,7 @@ def figures(
     return found | {"bytes_per_chip": times["bytes_per_chip"]}
 
 
-def predicted(plan: Mapping[str, Any], run: build.Run, topology: Topology | None) -> dict[str, Any]:
+def predicted(plan: Mapping[str, Any], run: Run, topology: Topology | None) -> dict[str, Any]:
     """The figures of a plan's JSON.
 
     Raises:

@@ -142,7 +142,7 @@ def fit(
       KeyboardInterrupt: after SIGINT or SIGTERM, when the state has been saved.
     """
     from jrl.run.run import run_config
-    from jrl.train.score import policy_of
+    from jrl.setup.adapters import policy_of
 
     values: dict[str, Any] = {}
     tree = _tree(config)

@@ -23,6 +23,8 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.collect.groups import to_batch
+from jrl.collect.sources_text import TextSource
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.models import hf
@@ -31,8 +33,6 @@ from jrl.models.transformer import transformer
 from jrl.rewards.pool import Scores
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.groups import to_batch
-from jrl.train.sources_text import TextSource
 from jrl.train.state import init_state
 from jrl.train.step import check_split, make_step
 from jrl.types import Prompt, Rollout, StopReason

@@ -15,10 +15,10 @@ from jrl.methods import find_method, get_method
 from jrl.rewards import make_reward
 from jrl.run import run as running
 from jrl.run.run import train
+from jrl.setup.kinds import kind_of
+from jrl.setup.objective import method_of
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build
-from jrl.train.kinds import kind_of
-from jrl.train.objective import method_of
 from jrl.user_code import check_options, given_value, keep_rows, load, remember
 
 MINE = '''

@@ -106,7 +106,7 @@ def show_config(
     if (
         settings.objective or settings.method != Config().method
     ):  # else there is nothing to be wrong
-        from jrl.train.objective import method_of
+        from jrl.setup.objective import method_of
 
         method_of(settings, None)
     if as_json:

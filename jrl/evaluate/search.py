@@ -21,6 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jrl.collect.members import demonstration_rollout
+from jrl.collect.run_rows import prompt_seeds
 from jrl.config import Config
 from jrl.config.judge import POLICY
 from jrl.data.prompts import pad_prompts
@@ -32,11 +34,9 @@ from jrl.evaluate import load_policy, right_part
 from jrl.evaluate.searcher import opened, searched_run, searcher_of
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
+from jrl.setup.reward_parts import judge_of, reward_pool
+from jrl.setup.run import Run
 from jrl.train.batches import undrawn_source
-from jrl.train.build import Run
-from jrl.train.members import demonstration_rollout
-from jrl.train.reward_parts import judge_of, reward_pool
-from jrl.train.run_rows import prompt_seeds
 from jrl.types import Array, Prompt
 
 

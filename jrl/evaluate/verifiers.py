@@ -12,25 +12,25 @@ from functools import partial
 import jax
 import numpy as np
 
+from jrl.collect.groups import to_batch
+from jrl.collect.members import demonstration_rollout
 from jrl.config import Config
 from jrl.config.judge import PUBLISHED_FORMS
 from jrl.data.prompts import pad_prompts
 from jrl.episodes.search import Path, Scorer, by_likelihood
 from jrl.errors import UserError, unknown_choice
+from jrl.judging.host import Texts
+from jrl.judging.judges import judges_of
+from jrl.judging.text_parts import TextParts
 from jrl.rewards.model import ModelReward
 from jrl.sampling.params import make_sampling_params
+from jrl.setup.kinds import kind_of
+from jrl.setup.objective import method_of
+from jrl.setup.reward_parts import judge_of, parts_of
+from jrl.setup.run import Run
 from jrl.train import programs
-from jrl.train.build import Run
-from jrl.train.groups import to_batch
-from jrl.train.judges import judges_of
-from jrl.train.judging import Texts
-from jrl.train.kinds import kind_of
-from jrl.train.members import demonstration_rollout
-from jrl.train.objective import method_of
 from jrl.train.reward_model import model_of, trains_reward
-from jrl.train.reward_parts import judge_of, parts_of
 from jrl.train.score import score
-from jrl.train.text_parts import TextParts
 from jrl.types import Array, Params, Prompt, Rollout, StopReason
 
 Verifier = Callable[[Run, Params, int | None], tuple[Params, Scorer]]

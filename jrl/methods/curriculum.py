@@ -127,7 +127,7 @@ class RoundTools(Protocol):
         """How many problems there are, those that were added included."""
 
     def draw(self, rows: np.ndarray, count: int) -> Any:
-        """``count`` members of each problem, judged: ``train.groups.PlacedGroups`` on the host."""
+        """``count`` members of each problem, judged: ``collect.groups.PlacedGroups`` on host."""
 
     def write(self, rows: np.ndarray, count: int) -> list[Any]:
         """Problems that another model, asked for ``count``, writes after these; none if it fails.

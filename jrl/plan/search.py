@@ -30,9 +30,9 @@ from jrl.plan.estimate import Training, resharding_seconds, sampling_seconds, tr
 from jrl.plan.isolate import EndedError, Isolated
 from jrl.plan.lower import run_model
 from jrl.plan.topology import Topology
-from jrl.train.build import remat_of
-from jrl.train.gather import slots_on_chip
-from jrl.train.kinds import kind_of
+from jrl.setup.gather import slots_on_chip
+from jrl.setup.kinds import kind_of
+from jrl.setup.run import remat_of
 
 Sizes = tuple[tuple[str, int], ...]
 

@@ -23,7 +23,7 @@ from jrl.config.stored import stored_contents
 from jrl.errors import UserError
 from jrl.hub import hub_name
 from jrl.models.tokenizer import FileTokenizer
-from jrl.train.build import Run
+from jrl.setup.run import Run
 
 Contents = dict[str, str]
 """Key or file -> a hash; of rows their number stands before it, "16:9f86d081884c7d65"."""

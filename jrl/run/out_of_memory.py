@@ -15,8 +15,8 @@ import jax
 from jrl.config import Config
 from jrl.errors import UserError
 from jrl.mesh import batch_shards
+from jrl.setup.run import Run, remat_of
 from jrl.system.memory import in_units, is_exhausted
-from jrl.train.build import Run, remat_of
 from jrl.train.remat import ORDER
 
 FUNCTIONS = {

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
+from jrl.collect.pairs import sizes_of
+from jrl.collect.sources import Groups
 from jrl.errors import Overdue, RunStopped, StorageError, UserError, unknown_choice
 from jrl.evaluate import Evaluator
 from jrl.evaluate.pairs import JudgedEvaluator
@@ -21,6 +23,15 @@ from jrl.run.contents import check_contents, contents_of
 from jrl.run.metric_names import asked_of_evaluations
 from jrl.run.out_of_memory import memory_of
 from jrl.run.reward_metrics import rewards_by
+from jrl.setup.adapters import (
+    check_base,
+    keep_base,
+    policy_of,
+    with_base,
+    with_kept_base,
+    without_base,
+)
+from jrl.setup.run import Run
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.integrity import first_nonfinite
 from jrl.storage.lock import is_replaced, moved_to, run_lock
@@ -30,12 +41,7 @@ from jrl.system.compile_cache import CompileCounter
 from jrl.system.processes import check_same, first_says
 from jrl.system.signals import Stopping
 from jrl.system.wait_reports import waiting
-from jrl.train.adapters import check_base, keep_base, with_base, with_kept_base, without_base
-from jrl.train.build import Run
-from jrl.train.pairs import sizes_of
 from jrl.train.reward_model import trains_reward
-from jrl.train.score import policy_of
-from jrl.train.sources import Groups
 from jrl.train.state import free_memory, rolled_back
 from jrl.train.step import with_slot_use
 from jrl.train.utilisation import utilisation

@@ -11,9 +11,9 @@ from jrl.config import Config
 from jrl.config.secrets import reveal
 from jrl.errors import UserError
 from jrl.rewards.rules import Rules
+from jrl.setup.reward_parts import function_of, parts_of, reward_tables
 from jrl.system.processes import all_say
 from jrl.system.wait_reports import waiting
-from jrl.train.reward_parts import function_of, parts_of, reward_tables
 from jrl.types import Prompt
 from jrl.verifiers import code, sql
 from jrl.verifiers.references import Reference, broken_rows, message_of

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jrl.collect.groups import counted
+from jrl.collect.sources import Groups
 from jrl.errors import UserError
-from jrl.train.groups import counted
-from jrl.train.sources import Groups
 from jrl.types import Prompt, opinions
 
 MOST_VALUES = 64

@@ -11,14 +11,14 @@ import numpy as np
 from jrl.config import Config
 from jrl.config.tables import RewardTable
 from jrl.errors import UserError
+from jrl.judging.host import with_ends
 from jrl.rewards.base import Sample
 from jrl.rewards.columns import check_columns
 from jrl.rewards.pool import RewardPool
 from jrl.run.reward_metrics import check_column
+from jrl.setup.reward_parts import function_of, reward_tables
+from jrl.setup.run import Run
 from jrl.system.extras import install_line, missing
-from jrl.train.build import Run
-from jrl.train.judging import with_ends
-from jrl.train.reward_parts import function_of, reward_tables
 from jrl.types import Prompt
 from jrl.user_code import load
 

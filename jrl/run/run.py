@@ -14,6 +14,7 @@ import jax
 
 from jrl.config import Config, flatten
 from jrl.errors import Overdue, UserError
+from jrl.judging.judges import check_judges, probe_judges
 from jrl.models.tokenizer import FileTokenizer
 from jrl.report.page import write_report
 from jrl.rewards.pool import RewardPool
@@ -27,6 +28,11 @@ from jrl.run.records import Moved, RunRecords
 from jrl.run.reference_check import check_references
 from jrl.run.revisions import pinned
 from jrl.run.reward_probe import check_reward_columns, missing_math, probe_rewards, reward_text
+from jrl.setup.adapters import has_base, policy_of, with_kept_base
+from jrl.setup.kinds import EpisodeKind
+from jrl.setup.objective import sampler_differs
+from jrl.setup.reward_parts import reward_pool
+from jrl.setup.run import Run
 from jrl.storage.step_files import what_is_saved
 from jrl.system.compile_cache import enable_compile_cache, return_compiler_memory
 from jrl.system.compile_reports import CompileNotes
@@ -35,19 +41,12 @@ from jrl.system.processes import check_same
 from jrl.system.signals import Stopping
 from jrl.system.wait_reports import Waits, moved, waiting
 from jrl.train import build, programs
-from jrl.train.adapters import has_base, with_kept_base
 from jrl.train.ahead import StepAhead
 from jrl.train.batches import check_sources
-from jrl.train.build import Run
 from jrl.train.compiled import warm_start, with_policy
-from jrl.train.judges import check_judges, probe_judges
-from jrl.train.kinds import EpisodeKind
-from jrl.train.objective import sampler_differs
 from jrl.train.remat import settled
 from jrl.train.reward_model import check_text_models
-from jrl.train.reward_parts import reward_pool
 from jrl.train.sampler_difference import difference_text
-from jrl.train.score import policy_of
 from jrl.types import TrainState
 
 

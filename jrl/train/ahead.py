@@ -15,8 +15,8 @@ from typing import Any, Self
 import jax
 
 from jrl.mesh import named_platform
+from jrl.setup.run import Run
 from jrl.train import programs
-from jrl.train.build import Run
 from jrl.train.shapes import abstract_batch, abstract_parameters
 
 

@@ -15,19 +15,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrl.collect.collector import Batches, Collector
+from jrl.collect.curriculum import HostRounds, host_tools, with_problems
+from jrl.collect.host_episodes import HostEpisodes, host_source
+from jrl.collect.pairs import JudgedSource, sizes_of
+from jrl.collect.plan_tools import Hinter, TaskTools, TextTools
+from jrl.collect.recorded import RecordedSource
+from jrl.collect.resharding import ReshardedSampler
+from jrl.collect.reward_stages import JudgedParts, judged_parts
+from jrl.collect.reward_sums import FiniteSums
+from jrl.collect.run_rows import line_ends
+from jrl.collect.sources import Source, epoch_order
+from jrl.collect.sources_own import Sampler, make_own_source
+from jrl.collect.sources_task import EnvSource, TaskSource
+from jrl.collect.sources_text import TextSampler, TextSource
+from jrl.collect.tree_search import search_source, undrawn_text
 from jrl.episodes.transcript import RowShape
 from jrl.mesh import replicated
 from jrl.methods.curriculum import Curriculum, Table
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
-from jrl.system.signals import Stopping
-from jrl.train import programs
-from jrl.train.build import Run, question_prompts
-from jrl.train.collect import Batches, Collector
-from jrl.train.curriculum import HostRounds, host_tools, with_problems
-from jrl.train.disjoint import draw_ahead, restored
-from jrl.train.host_episodes import HostEpisodes, host_source
-from jrl.train.kinds import (
+from jrl.setup.kinds import (
     AskedKind,
     DialogueKind,
     EnvKind,
@@ -39,19 +47,12 @@ from jrl.train.kinds import (
     TaskPairKind,
     TextKind,
 )
-from jrl.train.pairs import JudgedSource, sizes_of
-from jrl.train.plan_tools import Hinter, TaskTools, TextTools
-from jrl.train.recorded import RECORDED_REWARD, RecordedSource
-from jrl.train.resharding import ReshardedSampler
-from jrl.train.reward_parts import parts_by_progress
-from jrl.train.reward_stages import JudgedParts, judged_parts
-from jrl.train.reward_sums import FiniteSums
-from jrl.train.run_rows import line_ends
-from jrl.train.sources import Source, epoch_order
-from jrl.train.sources_own import Sampler, make_own_source
-from jrl.train.sources_task import EnvSource, TaskSource
-from jrl.train.sources_text import TextSampler, TextSource
-from jrl.train.tree_search import search_source, undrawn_text
+from jrl.setup.recorded import RECORDED_REWARD
+from jrl.setup.reward_parts import parts_by_progress
+from jrl.setup.run import Run, question_prompts
+from jrl.system.signals import Stopping
+from jrl.train import programs
+from jrl.train.disjoint import draw_ahead, restored
 from jrl.types import Prompt
 
 

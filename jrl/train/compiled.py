@@ -20,6 +20,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jrl.collect.edit import edit_counts, edited, learned, mean_sizes, outcome_of
+from jrl.collect.episodes import on_device, solution_batch
+from jrl.collect.groups import PlacedGroups, batch_of, counted, widened
+from jrl.collect.plan import (
+    CollectState,
+    Now,
+    Setting,
+    new_collected,
+    sample_step,
+    traced_rounds,
+)
+from jrl.collect.sources import Groups, simple_request
 from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.methods import get_method
@@ -29,22 +41,10 @@ from jrl.rewards.combine import Combined
 from jrl.rewards.combine import combined as combined_points
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
+from jrl.setup.adapters import drawn_trees, policy_of
+from jrl.setup.features import check_features, method_features
 from jrl.system.compile_reports import report_traced_run
-from jrl.train.edit import edit_counts, edited, learned, mean_sizes, outcome_of
-from jrl.train.episodes import on_device, solution_batch
-from jrl.train.features import check_features, method_features
-from jrl.train.groups import PlacedGroups, batch_of, counted, widened
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
-from jrl.train.plan import (
-    CollectState,
-    Now,
-    Setting,
-    new_collected,
-    sample_step,
-    traced_rounds,
-)
-from jrl.train.score import drawn_trees, policy_of
-from jrl.train.sources import Groups, simple_request
 from jrl.train.state import init_state
 from jrl.train.step import Metrics, Step, check_value, make_step, with_slot_use
 from jrl.types import (

@@ -33,17 +33,17 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jrl.collect.collector import Collector, StepGroups
+from jrl.collect.sources import Groups, to_host
 from jrl.config.tables import PlacementTable
 from jrl.episodes.play import Newer
 from jrl.errors import UserError
 from jrl.mesh import AXES, replicated
+from jrl.setup.run import Run
 from jrl.storage.integrity import checksum
 from jrl.system.signals import STEP_SECONDS, Stopping
 from jrl.system.wait_reports import waiting
 from jrl.train import programs
-from jrl.train.build import Run
-from jrl.train.collect import Collector, StepGroups
-from jrl.train.sources import Groups, to_host
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord, Split
 
 

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jrl.config import Config
 from jrl.errors import UserError
 from jrl.hub import model_directory
+from jrl.judging.models import judge_directory, judge_shape
 from jrl.mesh import RULES
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.train.frozen import run_shape
-from jrl.train.gather import token_bytes, weight_numbers
-from jrl.train.judge_models import judge_directory, judge_shape
-from jrl.train.kinds import kind_of
-from jrl.train.reward_parts import RunRewards, judge_of, model_of_part
+from jrl.setup.frozen import run_shape
+from jrl.setup.gather import token_bytes, weight_numbers
+from jrl.setup.kinds import kind_of
+from jrl.setup.reward_parts import RunRewards, judge_of, model_of_part
 from jrl.train.reward_runs import is_reward_run, reward_run, value_shape
 
 UNDIVIDED: Mapping[str, int] = {axis: 1 for axes in RULES.values() for axis in axes}

@@ -16,8 +16,8 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.models.config import ModelConfig
+from jrl.setup.gather import cached_tokens
 from jrl.system.memory import check_fits, host_bytes
-from jrl.train.gather import cached_tokens
 from jrl.train.held_models import held_models
 
 _TOKEN_BYTES = 4 + 4 + 4 + 1

@@ -12,22 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jrl.collect.episodes import held_out_rollout, on_device
+from jrl.collect.host_episodes import check_host
+from jrl.collect.packing import Packer
+from jrl.collect.resharding import (
+    ReshardedSampler,
+    drawn_from_prepared,
+    network_on,
+    weights_program,
+)
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.curriculum import unchanged
 from jrl.models import hf
 from jrl.sampling.generate import generate
 from jrl.sampling.tree import generate_tree
-from jrl.train.adapters import put_policy, trained_network
-from jrl.train.build import Run, policy_network, run_features, sampler_of
-from jrl.train.compiled import Iteration, make_iteration, shown_in_compiled
-from jrl.train.compiler import compiler_options
-from jrl.train.episodes import held_out_rollout, on_device
-from jrl.train.features import check_features
-from jrl.train.frozen import check_named, frozen_params
-from jrl.train.gather import GIB, device_memory, prepared_bytes
-from jrl.train.host_episodes import check_host
-from jrl.train.kinds import (
+from jrl.setup.adapters import put_policy, trained_network
+from jrl.setup.compiler import compiler_options
+from jrl.setup.features import check_division, check_features
+from jrl.setup.frozen import check_named, frozen_params
+from jrl.setup.gather import GIB, device_memory, prepared_bytes
+from jrl.setup.kinds import (
     DialogueKind,
     EnvKind,
     EpisodeKind,
@@ -38,23 +43,11 @@ from jrl.train.kinds import (
     TaskPairKind,
     TextKind,
 )
-from jrl.train.objective import router_training
-from jrl.train.packing import Packer
-from jrl.train.placement import sampler_mesh
-from jrl.train.resharding import (
-    ReshardedSampler,
-    drawn_from_prepared,
-    network_on,
-    weights_program,
-)
-from jrl.train.state import (
-    check_division,
-    check_frozen,
-    frozen_names,
-    init_policy,
-    init_state,
-    state_shardings,
-)
+from jrl.setup.placement import sampler_mesh
+from jrl.setup.run import Run, policy_network, run_features, sampler_of
+from jrl.train.compiled import Iteration, make_iteration, shown_in_compiled
+from jrl.train.router import router_training
+from jrl.train.state import check_frozen, frozen_names, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.value_start import value_start
 from jrl.train.watch import skip_rule

@@ -13,8 +13,8 @@ from jrl.hub import hub_name, model_directory
 from jrl.methods import get_method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.train.frozen import run_shape
-from jrl.train.kinds import kind_of
+from jrl.setup.frozen import run_shape
+from jrl.setup.kinds import kind_of
 
 
 def is_reward_run(path: str) -> bool:

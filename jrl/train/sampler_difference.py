@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrl.collect.groups import to_batch
+from jrl.collect.sources import simple_request
 from jrl.objectives.kl import k3
+from jrl.setup.adapters import policy_of
+from jrl.setup.run import Run
 from jrl.train.batches import SOURCES
-from jrl.train.build import Run
-from jrl.train.groups import to_batch
-from jrl.train.score import policy_of, score
-from jrl.train.sources import simple_request
+from jrl.train.score import score
 from jrl.types import Array, Batch, Network, Params, Rollout, TrainState
 
 

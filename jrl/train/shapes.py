@@ -12,13 +12,13 @@ from jrl.mesh import batch_sharding, replicated
 from jrl.models.config import ModelConfig
 from jrl.models.routing import record_dtype
 from jrl.sampling.params import SamplingParams
-from jrl.train import build
-from jrl.train.kinds import TextKind
-from jrl.train.reward_parts import parts_by_token
+from jrl.setup.kinds import TextKind
+from jrl.setup.reward_parts import parts_by_token
+from jrl.setup.run import Run
 from jrl.types import SILENT, Batch, RoutingRecord
 
 
-def abstract_batch(run: build.Run) -> Batch:
+def abstract_batch(run: Run) -> Batch:
     """The shapes of a training batch: complete groups, completions of full length."""
     config, method = run.config, run.method
     draw = method.draw
@@ -70,7 +70,7 @@ def abstract_batch(run: build.Run) -> Batch:
     )
 
 
-def abstract_parameters(run: build.Run) -> SamplingParams:
+def abstract_parameters(run: Run) -> SamplingParams:
     """The shapes of the run's sampling parameters, as the training step is given them."""
     where = replicated(run.mesh)
     return jax.tree.map(

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jrl.errors import UserError
-from jrl.mesh import batch_sharding, replicated, spec
+from jrl.mesh import replicated
 from jrl.methods.schedule import ONCE, AfterView, Ahead, Schedule, run_due
 from jrl.objectives.kl import k3
 from jrl.objectives.policy import (
@@ -31,8 +31,8 @@ from jrl.objectives.policy import (
     update_state,
 )
 from jrl.sampling.params import SamplingParams
-from jrl.train.compiler import compiler_options
-from jrl.train.features import check_features, schedule_features
+from jrl.setup.compiler import compiler_options
+from jrl.setup.features import check_features, schedule_features
 from jrl.train.router import ROUTER, RouterTraining, routed_tokens, router_loss, router_pairs
 from jrl.train.score import in_parts, policies_of, score, split, undivided
 from jrl.types import (
@@ -475,30 +475,6 @@ def check_split(prompts: int, minibatches: int, microbatches: int) -> None:
             f"minibatches = {minibatches} times microbatches = {microbatches} does not divide a "
             f"batch of {prompts} prompts; choose divisors of it"
         )
-
-
-def place_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """The batch on the mesh, prompts divided over the data axes."""
-    # A packing has an axis of microbatches before that of rows.
-    packing = _place(batch.packing, NamedSharding(mesh, spec((None, "batch"))))
-    batch = batch.replace(packing=None)
-    weights = _place(batch.reward_weights, replicated(mesh))
-    rows = _place(batch.replace(reward_weights=None), batch_sharding(mesh))
-    return rows.replace(reward_weights=weights, packing=packing)
-
-
-def _place(tree: Any, where: NamedSharding) -> Any:
-    """Arrays put where they belong, without waiting for other processes."""
-    if jax.process_count() == 1:
-        return jax.device_put(tree, where)
-
-    def put(x: Any) -> Array:
-        if isinstance(x, jax.Array):
-            return jax.device_put(x, where)
-        # Every process holds the whole host array and puts its own shards.
-        return jax.make_array_from_callback(x.shape, where, lambda part: x[part])
-
-    return jax.tree.map(put, tree)
 
 
 def batch_metrics(batch: Batch) -> Metrics:

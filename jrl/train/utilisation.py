@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jax
 
 from jrl.models.flops import Lengths, forward_flops
-from jrl.train.build import Run
+from jrl.setup.run import Run
 
 PEAKS: Mapping[str, float] = {
     "TPU v4": 275e12,

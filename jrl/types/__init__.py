@@ -184,7 +184,7 @@ class Rollout(struct.PyTreeNode):
 
 
 class Packing(struct.PyTreeNode):
-    """Layout of a batch's completions packed end to end in rows; see ``train/packing.py``.
+    """Layout of a batch's completions packed end to end in rows; see ``collect/packing.py``.
 
     In a batch every array has a leading axis of the parts that the batch is split into, and
     prompts and members are counted in their part.
@@ -379,7 +379,7 @@ class Branching(NamedTuple):
 class Search(NamedTuple):
     """Search settings. The leaves of the tree are the group's members.
 
-    See ``train.tree_search``.
+    See ``collect.tree_search``.
 
     In a round a node of each tree is chosen, and ``width`` steps are drawn to follow it. A path
     that ends is a leaf; its score is backed up to the nodes before it.

@@ -15,7 +15,7 @@ from jrl.data.sources import MemoryRows, open_source
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.models.tokenizer import ALPHABET, CharTokenizer
-from jrl.train.kinds import kind_of
+from jrl.setup.kinds import kind_of
 
 STOP = 1
 LIMITS = {"max_prompt_tokens": 40, "max_completion_tokens": 12}

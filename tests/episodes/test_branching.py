@@ -10,6 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.collect.groups import to_batch
+from jrl.collect.host_episodes import HostEpisodes
+from jrl.collect.run_rows import RunRows
+from jrl.collect.sources import simple_request
 from jrl.episodes.branching import MEASURED_TOKENS, EpisodeBranches
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
@@ -28,10 +32,6 @@ from jrl.objectives.policy import compute_advantages
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.row_costs import WaitingPlace
 from jrl.sampling.rows import Rows
-from jrl.train.groups import to_batch
-from jrl.train.host_episodes import HostEpisodes
-from jrl.train.run_rows import RunRows
-from jrl.train.sources import simple_request
 from jrl.types import Branching, Prompt, StopReason
 
 TOKENIZER = char_tokenizer()

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.collect.episodes import episode_rollout
+from jrl.collect.groups import counted, to_batch
+from jrl.collect.sources import simple_request
 from jrl.episodes import get_env
 from jrl.episodes.device import paid_points
 from jrl.episodes.device_play import play, scripted
@@ -16,10 +19,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
 from jrl.train.compiled import held_out
-from jrl.train.episodes import episode_rollout
-from jrl.train.groups import counted, to_batch
 from jrl.train.score import score
-from jrl.train.sources import simple_request
 from jrl.types import StopReason
 
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.collect.groups import to_batch
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.groups import play_episodes
@@ -26,7 +27,6 @@ from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.row_costs import WaitingPlace
 from jrl.sampling.rows import Rows
-from jrl.train.groups import to_batch
 from jrl.train.score import score
 from jrl.types import Prompt, StopReason
 

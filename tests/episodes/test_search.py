@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect.host_episodes import episode_scorer, leaves_played
+from jrl.collect.tree_search import plan_of
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.host import ChatOptions, EnvExtras, Feedback, HostEnv, Limits, Reply
@@ -22,8 +24,6 @@ from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.rows import Rows
-from jrl.train.host_episodes import episode_scorer, leaves_played
-from jrl.train.tree_search import plan_of
 from jrl.types import Prompt, Search, StopReason
 
 TOKENIZER = char_tokenizer()

@@ -51,8 +51,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrl.collect.groups import PlacedGroups
 from jrl.objectives import combine_terms, compute_advantages, policy_loss
-from jrl.train.groups import PlacedGroups
 from jrl.types import Batch
 
 LIVE = ("logprobs", "entropy", "values")

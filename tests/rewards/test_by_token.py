@@ -6,20 +6,20 @@ import re
 import numpy as np
 import pytest
 
+from jrl.collect.groups import to_batch
+from jrl.collect.reward_stages import function_stage
+from jrl.collect.sources import Groups
+from jrl.collect.sources_text import TextSource
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.judging.host import HostJudge
 from jrl.models.tokenizer import char_tokenizer
 from jrl.objectives.transforms import paid_rewards
 from jrl.rewards import Sample, make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.rules import Rules
-from jrl.train.features import check_features
-from jrl.train.groups import to_batch
-from jrl.train.judging import HostJudge
-from jrl.train.reward_parts import parts_of, reward_pool
-from jrl.train.reward_stages import function_stage
-from jrl.train.sources import Groups
-from jrl.train.sources_text import TextSource
+from jrl.setup.features import check_features
+from jrl.setup.reward_parts import parts_of, reward_pool
 from jrl.types import Prompt, Rollout, StopReason
 
 JUDGES = pathlib.Path(__file__).parent / "judges.py"

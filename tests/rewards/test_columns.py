@@ -16,7 +16,7 @@ from jrl.rewards import Sample, make_reward
 from jrl.rewards.call import call
 from jrl.rewards.columns import adapted, check_columns, form_of
 from jrl.rewards.pool import RewardPool
-from jrl.train.reward_parts import parts_of, reward_pool
+from jrl.setup.reward_parts import parts_of, reward_pool
 from jrl.user_code import given
 
 

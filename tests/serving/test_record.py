@@ -461,9 +461,9 @@ def test_other_distributions_are_context_where_one_is_asked_for(tmp_path):
 def test_a_step_on_what_was_recorded_begins_at_a_ratio_of_one(tmp_path):
     import optax
 
+    from jrl.collect.groups import to_batch
     from jrl.methods.group_relative import grpo
     from jrl.sampling.params import make_sampling_params
-    from jrl.train.groups import to_batch
     from jrl.train.state import init_state
     from jrl.train.step import make_step
 

@@ -4,18 +4,18 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.groups import to_batch
+from jrl.collect.sources import Groups, entries, simple_request
+from jrl.collect.sources_task import completion_number
+from jrl.collect.sources_text import TextSource
+from jrl.judging.host import answer_number
 from jrl.mesh import make_mesh
 from jrl.methods import get_method, refill
 from jrl.methods.curriculum import Curriculum, Selection, Table
 from jrl.methods.edit import edit_of
 from jrl.objectives.advantages import mean_centred
 from jrl.rewards.pool import Scores
-from jrl.train.collect import Collector
-from jrl.train.groups import to_batch
-from jrl.train.judging import answer_number
-from jrl.train.sources import Groups, entries, simple_request
-from jrl.train.sources_task import completion_number
-from jrl.train.sources_text import TextSource
 from jrl.train.step import with_slot_use
 from jrl.types import Prompt, Rollout, StopReason
 

@@ -6,9 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect import resharding
 from jrl.mesh import make_mesh
-from jrl.train import compiler, programs, resharding, step
-from jrl.train.compiler import OPTIONS, TRAINING, compiler_options, known
+from jrl.setup import compiler
+from jrl.setup.compiler import OPTIONS, TRAINING, compiler_options, known
+from jrl.train import programs, step
 
 
 def test_options_of_another_release_are_left_out():

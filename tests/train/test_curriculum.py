@@ -7,6 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.curriculum import HostRounds, HostTools, Problems
+from jrl.collect.sources import Groups, entries
 from jrl.config import load_config
 from jrl.episodes.host import EnvError
 from jrl.episodes.play import BY_TIMING
@@ -18,10 +21,7 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train.build import setup
-from jrl.train.collect import Collector
-from jrl.train.curriculum import HostRounds, HostTools, Problems
 from jrl.train.programs import check_trainable
-from jrl.train.sources import Groups, entries
 from jrl.types import Prompt, Rollout, StopReason
 from jrl.zoo.methods.rounds import hard_problems, written_problems
 

@@ -10,10 +10,18 @@ import optax
 import pytest
 from judge_server import judge_server
 
+from jrl.collect.collector import Collector
+from jrl.collect.host_episodes import HostEpisodes
+from jrl.collect.reward_stages import JudgedParts, function_stage, judge_stage
+from jrl.collect.run_rows import RunRows
+from jrl.collect.sources import simple_request
 from jrl.config import load_config
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.host import Feedback, HostEnv, Lifecycle, Limits
 from jrl.errors import UserError
+from jrl.judging.host import HostJudge
+from jrl.judging.judges import endpoint_judges, judge_parts
+from jrl.judging.row_calls import RowCalls
 from jrl.mesh import make_mesh
 from jrl.methods.group_relative import grpo
 from jrl.models.config import ModelConfig
@@ -24,15 +32,7 @@ from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.rows import Rows
-from jrl.train.collect import Collector
-from jrl.train.host_episodes import HostEpisodes
-from jrl.train.judges import endpoint_judges, judge_parts
-from jrl.train.judging import HostJudge
 from jrl.train.loop import policy_weights
-from jrl.train.reward_stages import JudgedParts, function_stage, judge_stage
-from jrl.train.row_calls import RowCalls
-from jrl.train.run_rows import RunRows
-from jrl.train.sources import simple_request
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Prompt, StopReason

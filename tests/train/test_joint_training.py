@@ -11,6 +11,9 @@ import pytest
 import tokenizers
 from tokenizers import models
 
+from jrl.collect.collector import Collector
+from jrl.collect.plan_tools import TextTools
+from jrl.collect.sources_text import TextSource
 from jrl.config import load_config
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
@@ -24,10 +27,7 @@ from jrl.run.run import train
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.storage.metrics import read_jsonl
-from jrl.train.collect import Collector
 from jrl.train.loop import policy_weights
-from jrl.train.plan_tools import TextTools
-from jrl.train.sources_text import TextSource
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Prompt

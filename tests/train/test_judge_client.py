@@ -9,12 +9,12 @@ from judge_server import judge_server, said
 
 from jrl.config.judge import judge_table
 from jrl.errors import UserError
+from jrl.judging import client as judge_client
+from jrl.judging.cache import Asked
+from jrl.judging.client import JudgeClient
+from jrl.judging.limits import COUNTS
 from jrl.rewards.replies import read_score
 from jrl.rewards.verdicts import Question
-from jrl.train import judge_client
-from jrl.train.judge_cache import Asked
-from jrl.train.judge_client import JudgeClient
-from jrl.train.judge_limits import COUNTS
 
 
 def asked(*texts, vote=0):

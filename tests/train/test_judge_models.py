@@ -14,6 +14,10 @@ from jrl.config.judge import judge_table
 from jrl.episodes.search import Path
 from jrl.errors import UserError
 from jrl.evaluate.verifiers import verifier_of
+from jrl.judging.cache import Asked
+from jrl.judging.host import Texts
+from jrl.judging.judges import check_judges, judges_of
+from jrl.judging.models import judge_directory, model_judge
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import CharTokenizer
@@ -22,13 +26,9 @@ from jrl.rewards.model import JudgeModel
 from jrl.rewards.replies import read_yes_no
 from jrl.rewards.verdicts import Question
 from jrl.run.run import train
+from jrl.setup.reward_parts import judge_of
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build
-from jrl.train.judge_cache import Asked
-from jrl.train.judge_models import judge_directory, model_judge
-from jrl.train.judges import check_judges, judges_of
-from jrl.train.judging import Texts
-from jrl.train.reward_parts import judge_of
 from jrl.types import Prompt, StopReason
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from judge_server import judge_server
 
+from jrl.collect.reward_stages import judge_stage
+from jrl.collect.sources import Groups
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.judging.host import Texts
+from jrl.judging.judges import check_judges, endpoint_judges, judge_parts
 from jrl.models.tokenizer import CharTokenizer
-from jrl.train.judges import check_judges, endpoint_judges, judge_parts
-from jrl.train.judging import Texts
-from jrl.train.reward_parts import accuracy_part, parts_by_token, parts_of
-from jrl.train.reward_stages import judge_stage
-from jrl.train.sources import Groups
+from jrl.setup.reward_parts import accuracy_part, parts_by_token, parts_of
 from jrl.types import Prompt, StopReason
 
 END, LEFT, FAILED, ABSENT = (

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from jrl.collect.episodes import episode_rollout
+from jrl.collect.groups import to_batch
+from jrl.collect.sources import simple_request
 from jrl.config import load_config
 from jrl.episodes import get_env
 from jrl.errors import UserError
@@ -17,10 +20,7 @@ from jrl.run.export import export_run
 from jrl.sampling.params import make_sampling_params
 from jrl.train import build
 from jrl.train.compiled import held_out
-from jrl.train.episodes import episode_rollout
-from jrl.train.groups import to_batch
 from jrl.train.loop import policy_weights
-from jrl.train.sources import simple_request
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hub_mirror import byte_tokenizer
 
+from jrl.collect.sources import simple_request
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.models import hf
@@ -21,7 +22,6 @@ from jrl.serving.openai_requests import parse
 from jrl.serving.record import Recorder
 from jrl.train import build, programs
 from jrl.train.batches import run_source
-from jrl.train.sources import simple_request
 
 SHAPE = ModelConfig(
     vocab_size=257, layers=1, embed_dim=16, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,

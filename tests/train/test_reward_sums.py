@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
+from jrl.collect.reward_sums import FiniteSums
+from jrl.collect.sources import Groups
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.setup.reward_parts import reward_pool
 from jrl.system.float32 import sum_overflows
 from jrl.system.signals import Stopping
 from jrl.train import build
 from jrl.train.batches import training_batches
-from jrl.train.reward_parts import reward_pool
-from jrl.train.reward_sums import FiniteSums
-from jrl.train.sources import Groups
 from jrl.types import Rollout, StopReason
 
 PARTS = {"a": 1.0, "b": 2.0}

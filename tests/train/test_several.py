@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.collect.episodes import episode_rollout
+from jrl.collect.groups import to_batch
+from jrl.collect.sources import simple_request
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import load_policy
@@ -15,13 +18,10 @@ from jrl.models import hf
 from jrl.run.export import export_run
 from jrl.run.run import train
 from jrl.serving.launch import served_policy
+from jrl.setup.frozen import frozen_params
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, programs
-from jrl.train.episodes import episode_rollout
-from jrl.train.frozen import frozen_params
-from jrl.train.groups import to_batch
 from jrl.train.loop import policy_weights
-from jrl.train.sources import simple_request
 from jrl.train.step import make_step
 from jrl.zoo.networks.policies import SUMMED, Policies, divided_batch, one_of
 

@@ -10,6 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.groups import to_batch
+from jrl.collect.plan_tools import TextTools
+from jrl.collect.run_rows import RunRows, prompt_seeds
+from jrl.collect.sources import Groups, simple_request
+from jrl.collect.tree_search import TreeSearch, plan_of, run_estimate
 from jrl.config import load_config
 from jrl.config.unions import SearchTree
 from jrl.episodes.search import by_likelihood, by_path
@@ -30,17 +36,11 @@ from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.places import entropy
 from jrl.sampling.rows import Rows
+from jrl.setup.kinds import kind_of
+from jrl.setup.objective import method_of
 from jrl.storage.metrics import read_jsonl
 from jrl.train.batches import task_source
 from jrl.train.build import setup
-from jrl.train.collect import Collector
-from jrl.train.groups import to_batch
-from jrl.train.kinds import kind_of
-from jrl.train.objective import method_of
-from jrl.train.plan_tools import TextTools
-from jrl.train.run_rows import RunRows, prompt_seeds
-from jrl.train.sources import Groups, simple_request
-from jrl.train.tree_search import TreeSearch, plan_of, run_estimate
 from jrl.types import Branching, Prompt, Search, StopReason
 
 P, T, G, END, LINE = 6, 14, 4, 1, 2

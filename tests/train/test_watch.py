@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.collect.sources import Around
 from jrl.config import load_config
 from jrl.config.tables import WatchTable
 from jrl.errors import RunStopped, UserError
@@ -20,7 +21,6 @@ from jrl.sampling.params import make_sampling_params
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import read_jsonl
 from jrl.train import batches
-from jrl.train.sources import Around
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.train.watch import COMPILED, LIMITS, MEMORY, Watch, resident_bytes, skip_rule

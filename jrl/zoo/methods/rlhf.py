@@ -25,7 +25,6 @@ from jrl.objectives.members import Members, over_group
 from jrl.objectives.pairs import preference_metrics, softplus
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Stats, Surrogate, Transform, opinions
-from jrl.zoo.methods.reward_model import ml_irl  # noqa: F401 - its paper is dr_irl's
 
 
 @variant(ppo, kl_coef=0.05, value_coef=0.1, epochs=4)

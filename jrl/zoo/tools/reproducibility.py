@@ -23,9 +23,9 @@ from jrl.models.config import DTYPES
 from jrl.sampling.engine import Engine
 from jrl.sampling.request import Completion, Request
 from jrl.serving.launch import ServedPolicy, served_policy
+from jrl.setup.run import Run
 from jrl.train import build
 from jrl.train.batches import undrawn_source
-from jrl.train.build import Run
 from jrl.train.memory_check import check_problems, check_slots
 from jrl.types import StopReason
 

@@ -3,7 +3,7 @@
     scored = with_strengths(rows, models)            # for method = "preference_strength"
     contrast_consistency(points)                     # of Contrast Instructions
 
-A model here is anything that scores samples: ``train.text_models.TextModel`` is one.
+A model here is anything that scores samples: ``rewards.text_models.TextModel`` is one.
 """
 
 from __future__ import annotations

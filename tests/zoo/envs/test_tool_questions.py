@@ -16,7 +16,7 @@ from jrl.episodes.parsers import Call, get_parser
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.rewards import Sample, make_reward
-from jrl.train.reward_parts import parts_of
+from jrl.setup.reward_parts import parts_of
 from jrl.types import Prompt
 from jrl.zoo.envs.answer_rewards import answer_f1, last_answer
 from jrl.zoo.envs.tool_questions import multi_hop, python_math

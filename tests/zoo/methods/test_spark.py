@@ -4,14 +4,14 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect.edit import edited
+from jrl.collect.plan import Now, Setting, host_rounds, new_collected, sample_step
+from jrl.collect.plan_tools import TextTools
+from jrl.collect.sources import Groups
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.rewards.base import Sample
-from jrl.train.edit import edited
-from jrl.train.features import check_features, method_features
-from jrl.train.plan import Now, Setting, host_rounds, new_collected, sample_step
-from jrl.train.plan_tools import TextTools
-from jrl.train.sources import Groups
+from jrl.setup.features import check_features, method_features
 from jrl.types import SILENT, Prompt, Rollout, StopReason
 from jrl.types.asks import Tokens
 from jrl.zoo.methods.spark import recycled, spark
