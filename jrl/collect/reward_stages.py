@@ -13,7 +13,7 @@ from jrl.collect.sources import Around, Groups, Source
 from jrl.collect.sources_text import TextSource
 from jrl.data.tasks import Task
 from jrl.errors import UserError
-from jrl.judging.host import HostJudge, Texts, without_dropped, without_silent
+from jrl.judging.host import HostScorer, Texts, without_dropped, without_silent
 from jrl.judging.judges import judges_of
 from jrl.judging.likelihood import Likelihood, make_likelihood
 from jrl.judging.row_calls import EndsRows, RowCalls
@@ -120,14 +120,14 @@ def step_of(request: DrawRequest | None) -> int:
 
 
 def function_stage(
-    judge: HostJudge,
+    scorer: HostScorer,
     prompts_of: Callable[[Groups], Sequence[Prompt]],
     calls: RowCalls | None = None,
 ) -> Stage:
     """The reward functions on the host, beside what the source pays itself.
 
     Args:
-      judge: that calls them.
+      scorer: that calls them.
       prompts_of: (groups) -> their N prompts, as the functions are to see them.
       calls: that began while members were drawn; None for none.
     """
@@ -136,16 +136,16 @@ def function_stage(
         rollout = jax.device_get(groups.rollout)
         spoken = groups.spoken or ()
         begun = None if calls is None else calls.begun
-        verdicts = judge(prompts_of(groups), rollout, step_of(request), spoken, begun)
-        answers = {} if "answer" in groups.ids else {"answer": verdicts.answers}
-        points_of = np.moveaxis(verdicts.points, -1, 0)
-        groups = with_paid(groups, verdicts.paid)
+        scores = scorer(prompts_of(groups), rollout, step_of(request), spoken, begun)
+        answers = {} if "answer" in groups.ids else {"answer": scores.answers}
+        points_of = np.moveaxis(scores.points, -1, 0)
+        groups = with_paid(groups, scores.paid)
         groups = groups._replace(
-            rollout=verdicts.rollout,
+            rollout=scores.rollout,
             ids=groups.ids | answers,
-            counts={**groups.counts, **verdicts.counts},
+            counts={**groups.counts, **scores.counts},
         )
-        return groups, dict(zip(judge.pool.functions, points_of, strict=True))
+        return groups, dict(zip(scorer.pool.functions, points_of, strict=True))
 
     return stage
 
@@ -188,7 +188,7 @@ def model_stage(rewards: RunRewards) -> Stage:
 
 
 def judge_stage(judges: TextParts, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
-    """What reads the text of members: judges, which may read the points so far, and models."""
+    """A stage of judges, which may read the rewards so far, and models that read text."""
 
     def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
         rollout = jax.device_get(groups.rollout)
@@ -250,7 +250,7 @@ def judged_parts(
     gives = getattr(source, "parts", gives)  # an environment's go before functions of their name
     on_host, judges, calls = None, None, None
     if functions and pool is not None:
-        on_host = HostJudge(pool, run.tokenizer, split, run.config.train.steps)
+        on_host = HostScorer(pool, run.tokenizer, split, run.config.train.steps)
     if rewards.given_by("judge"):
         judges = judges_of(run, split)
     if episodes is not None and (on_host or judges):

@@ -44,8 +44,8 @@ class FiniteSums(Around):
     def _checked(self, groups: Groups) -> Groups:
         """The groups, and ``reward_errors`` counted; UserError where an error stops the run."""
         rewards, stop = map(np.asarray, jax.device_get((groups.rewards, groups.rollout.stop)))
-        there = (stop < StopReason.FAILED) & (stop != StopReason.ABORTED)
-        over = there & sum_overflows(rewards, list(self._weights.values()))
+        counted = (stop < StopReason.FAILED) & (stop != StopReason.ABORTED)
+        over = counted & sum_overflows(rewards, list(self._weights.values()))
         if not over.any():
             return groups
         if self._on_error == "stop":

@@ -46,17 +46,17 @@ def with_dropout(
       seed: of the masks.
       axis: of the head's inputs in its weight: 1 behind that of several networks.
     """
-    own = model.params["value"]
-    head = own.get("head", own)
+    one = model.params["value"]
+    head = one.get("head", one)
     fixed = table.dropout, table.passes, table.single_pass, seed
     weight = dropout_passes(head["weight"], axis, *fixed)
     params = {"head": weight, "rest": model.params}
 
     def values(params: Params, rollout: Rollout) -> Array:
         def one(weight: Array) -> Array:
-            own = params["rest"]["value"]
-            head = own.get("head", own) | {"weight": weight}
-            value = own | {"head": head} if "head" in own else head
+            one = params["rest"]["value"]
+            head = one.get("head", one) | {"weight": weight}
+            value = one | {"head": head} if "head" in one else head
             return model.values(params["rest"] | {"value": value}, rollout)
 
         return reduced(jax.vmap(one)(params["head"]), table)

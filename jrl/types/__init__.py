@@ -645,14 +645,14 @@ class Head(NamedTuple):
       weight: [V, D] or [D, V].
       axis: the vocabulary's, of the weight.
       softcap: scores become cap * tanh(score / cap); None for none.
-      kept: whether a backward pass gets the scores, four bytes each, in place of the product that
-        makes them again.
+      saves_scores: whether a backward pass gets the scores, four bytes each, in place of the
+        product that makes them again.
     """
 
     weight: Array
     axis: int
     softcap: float | None = None
-    kept: bool = False
+    saves_scores: bool = False
 
 
 class Split(NamedTuple):
