@@ -25,6 +25,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams, make_sampling_params
+from jrl.sampling.slot_sizes import SlotPlan
 from jrl.setup.compiler import compiler_options
 from jrl.system.compile_cache import return_compiler_memory
 from jrl.train.state import init_state, state_shardings
@@ -89,13 +90,13 @@ def report(
     text: str, argv: Sequence[str] | None, measure: Callable[[argparse.Namespace], dict[str, Any]]
 ) -> None:
     """Measures what the flags say and prints it; a setting that cannot be is an error of theirs."""
-    asked = parser(text)
-    args = asked.parse_args(argv)
+    options = parser(text)
+    args = options.parse_args(argv)
     place(args)
     try:
         result = measure(args)
     except UserError as error:
-        asked.error(str(error))
+        options.error(str(error))
     flags.write(result, args.json)
 
 
@@ -191,8 +192,8 @@ def new_state(work: Work) -> tuple[TrainState, TrainState]:
     seed = np.uint32(work.args.seed)
     shardings = state_shardings(jax.eval_shape(make, seed), work.mesh, network=work.network)
     options = compiler_options(work.mesh)
-    made = jax.jit(make, out_shardings=shardings, compiler_options=options)(seed)
-    return made, shardings
+    state = jax.jit(make, out_shardings=shardings, compiler_options=options)(seed)
+    return state, shardings
 
 
 def sampler(work: Work) -> Any:
@@ -203,8 +204,7 @@ def sampler(work: Work) -> Any:
         group=work.args.group,
         max_new_tokens=work.args.gen_len,
         stop_tokens=(flags.EOS,) if work.args.eos == "natural" else (),
-        slots=work.args.slots,
-        chunk=work.args.chunk,
+        slots=SlotPlan(work.args.slots, chunk=work.args.chunk),
     )
     options = compiler_options(work.mesh)
     return jax.jit(program, out_shardings=replicated(work.mesh), compiler_options=options)

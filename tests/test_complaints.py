@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny import jit
 
 from jrl.collect.groups import to_batch
 from jrl.collect.sources_text import TextSource
@@ -307,8 +308,6 @@ CONFIG = ModelConfig(
 )
 STOP = PAD = 0
 N, G, P, T = 4, 4, 4, 8
-# Programs of tests take longer to compile than to run.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(scope="module")

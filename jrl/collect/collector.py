@@ -2,9 +2,9 @@
 
     batch, groups, cursor = collector.collect(key, weights, step=step, cursor=cursor)
 
-A ``Collector`` asks a source for groups (``sources.Source``: a task whose rewards the device
-computes, prompts in text whose rewards are functions on the host, ...). A method may drop groups;
-then further prompts are drawn until the batch is full: the dynamic sampling of ``dapo``.
+A ``Collector`` gets groups from a source (``sources.Source``: a task with rewards on the device,
+prompts in text with reward functions on the host, ...). A method may drop groups; further prompts
+are then sampled until the batch is full, as in the dynamic sampling of ``dapo``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from jrl.collect.plan import (
     unpacked,
 )
 from jrl.collect.sources import Groups, Source, take_groups, to_host
-from jrl.methods.base import Method
-from jrl.methods.curriculum import Table, unchanged
+from jrl.methods.curriculum import unchanged
 from jrl.types import NOTHING, Array, Batch, Params
 from jrl.types.asks import ASIDE, Asks, DrawRequest
 
@@ -44,11 +43,10 @@ class StepGroups(NamedTuple):
 
     Attributes:
       groups: N of them.
-      members: [N, G] bool, those trained on; None for all that count in their group.
-      cursor: tickets issued so far, these included.
-      packing: ``Packer.notes`` before their completions were packed; None if they are not packed,
-        or not yet.
-      prior: [N] float32 by name, what a curriculum knew of each problem.
+      members: [N, G] bool, members to train on; None for all that count in their group.
+      cursor: tickets issued so far, including these.
+      packing: ``Packer.notes`` before the completions were packed; None if they are not packed yet.
+      prior: [N] float32 by name, the curriculum's estimates of each problem.
     """
 
     groups: Groups
@@ -59,7 +57,7 @@ class StepGroups(NamedTuple):
 
 
 class Batches(Protocol):
-    """Hops 1 to 4 of a run: what the training loop gets its batches from."""
+    """Hops 1 to 4 of a run: the source of the training loop's batches."""
 
     def collect(
         self, key: Array, weights: Mapping[str, Params], *, step: int, cursor: int
@@ -67,7 +65,7 @@ class Batches(Protocol):
         """(batch of a step on the mesh of training, the groups in it, tickets issued so far)."""
 
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint must hold for the next batch to be the same."""
+        """State of the batches for a checkpoint, so that the next batch is the same."""
 
     def wait(self) -> None:
         """Returns when no device is drawing."""
@@ -80,22 +78,14 @@ class Batches(Protocol):
 
 
 class Collector:
-    """Batches whose groups are drawn when they are asked for.
+    """Batches whose groups are sampled on demand, step by step.
 
     Args:
-      source: of groups.
-      prompts: N, groups of a batch.
-      reward_weights: [R] float32.
-      method: its curriculum, plan, rewards and edits are used here.
-      mesh: where batches go.
-      pack: packs completions into rows; None to leave them.
-      sampled: whether a policy drew the completions, so that ``sampler_logprobs`` are known.
-      group: G, members that a group has by sampling.
-      judge: the column of the reward part that says what is right; None for the score.
-      tools: (root key) -> what the data offers to plans; None where it offers nothing.
-      table: the problems, for a curriculum.
-      contexts: whether asks may have contexts that are trained under.
-      in_order: as in ``Setting``.
+      source: source of groups, with its wrappers (see ``train.batches.training_batches``).
+      setting: constants of the run's steps; the order is that of the source.
+      mesh: devices of the batches.
+      pack: packs completions into rows; None for none.
+      sampled: whether a policy sampled the completions, so that there are ``sampler_logprobs``.
       rounds: begins the rounds of the curriculum; None for what needs nothing but the source.
       notes: of a checkpoint; {} for a new run.
     """
@@ -103,24 +93,16 @@ class Collector:
     def __init__(
         self,
         source: Source,
-        prompts: int,
-        reward_weights: Any,
-        method: Method,
+        setting: Setting,
         mesh: Mesh,
         pack: Packer | None = None,
         sampled: bool = True,
-        group: int = 1,
         *,
-        judge: int | None = None,
-        tools: Callable[[Any], Any] | None = None,
-        table: Table | None = None,
-        contexts: bool = False,
-        in_order: Callable[[Any, int], Any] | None = None,
         rounds: HostRounds | None = None,
         notes: Mapping[str, Any] = NOTHING,
     ) -> None:
-        sizes = prompts, group, np.asarray(reward_weights, np.float32)
-        setting = Setting(method, *sizes, judge, source.order, tools, table, contexts, in_order)
+        weights = np.asarray(setting.weights, np.float32)
+        setting, method = setting._replace(weights=weights, order=source.order), setting.method
         self.source, self.mesh = source, mesh
         self.pack, self.sampled = pack, sampled
         self.collected = new_collected(setting)
@@ -157,10 +139,10 @@ class Collector:
             request = request.replace(asks=first.asks)
             # The first draw is asked for here, and not in ``_further``, to keep stack traces short.
             groups = self.source.draw(request)
-            drawn = self._further(groups, first, request, now)
-            _, batch = self.assemble(drawn)
+            step_groups = self._further(groups, first, request, now)
+            _, batch = self.assemble(step_groups)
         self.collected = self._next  # what a step that failed had stored would be stored twice
-        return batch, drawn.groups, drawn.cursor
+        return batch, step_groups.groups, step_groups.cursor
 
     def draw(
         self,
@@ -184,9 +166,9 @@ class Collector:
         with self._drawing():
             now, first = self._first(request, cursor)
             request = request.replace(asks=first.asks)
-            drawn = self._further(self.source.draw(request), first, request, now)
+            step_groups = self._further(self.source.draw(request), first, request, now)
         self.collected = self._next
-        return drawn
+        return step_groups
 
     def _first(self, request: DrawRequest, cursor: int) -> tuple[Now, First]:
         """The step, and what it samples first; a round of the curriculum may begin with it."""
@@ -214,17 +196,19 @@ class Collector:
             versions[policy.name] = np.int32(policy.version(step))
         return DrawRequest(key, weights, versions, np.int32(step), (), newer=newer)
 
-    def _further(self, drawn: Groups, first: First, request: DrawRequest, now: Now) -> StepGroups:
-        """The first draw's groups behind the plan's rounds and the edits."""
+    def _further(
+        self, first_groups: Groups, first: First, request: DrawRequest, now: Now
+    ) -> StepGroups:
+        """The step's groups: the first draw's, after the plan's further rounds and the edits."""
         if first.order is not None:
-            drawn = take_groups(to_host(drawn), first.order)
+            first_groups = take_groups(to_host(first_groups), first.order)
         self._next = first.collected
         if self._plain and not (first.origin.use == ASIDE).any():
             cursor = int(first.collected.cursor)
-            return StepGroups(drawn, None, cursor)
+            return StepGroups(first_groups, None, cursor)
 
-        drawn, base = to_host(drawn), int(first.origin.ticket[0])
-        about = _by_ticket(first.origin.ticket, drawn.subject)
+        first_groups, base = to_host(first_groups), int(first.origin.ticket[0])
+        about = _by_ticket(first.origin.ticket, first_groups.subject)
 
         def draw(asks: Asks) -> Groups:
             with jax.default_device(None):  # sampling stays where the weights are
@@ -233,8 +217,9 @@ class Collector:
             return more
 
         with on_host():
-            state = base, now, self.setting, host_rounds
-            groups, collected, counts = rest_of_step(first, drawn, draw, *state)
+            groups, collected, counts = rest_of_step(
+                first, first_groups, draw, base, now, self.setting, rounds=host_rounds
+            )
             trained, more = groups, {}
             if self.setting.method.edits or self.setting.method.plan.next is not None:
                 trained, collected, share = edited(groups, collected, now, self.setting)
@@ -251,11 +236,11 @@ class Collector:
         if isinstance(subject, list):  # a source may have other prompts in its rows by now
             tickets = trained.ticket.tolist()
             subject = [about.get(t, x) for t, x in zip(tickets, subject, strict=True)]
-        made = Groups(
+        final = Groups(
             trained.rollout, trained.rewards, subject, counts, trained.ids, trained.stats or None
         )
         prior = {name: np.asarray(x, np.float32) for name, x in trained.prior.items()}
-        return StepGroups(made, members, int(collected.cursor), None, prior)
+        return StepGroups(final, members, int(collected.cursor), None, prior)
 
     def learn(self, step: int, advantages: Any) -> None:
         """As ``Batches.learn``."""
@@ -282,9 +267,9 @@ class Collector:
             raise
         self.source.finish(complete=True)
 
-    def assemble(self, drawn: StepGroups) -> tuple[StepGroups, Batch]:
+    def assemble(self, step_groups: StepGroups) -> tuple[StepGroups, Batch]:
         """(the groups, their batch on the mesh of training with dropped groups masked out)."""
-        groups, method = drawn.groups, self.setting.method
+        groups, method = step_groups.groups, self.setting.method
         # On a device: one program, where eager lines would be a dispatch each.
         make = to_batch if isinstance(groups.rollout.tokens, np.ndarray) else _batch_on_device
         batch = make(
@@ -293,14 +278,14 @@ class Collector:
             self.setting.weights,
             groups.ids,
             groups.stats,
-            drawn.members,
-            dict(drawn.prior),
-            own=self.sampled and method.draw.own,
+            step_groups.members,
+            dict(step_groups.prior),
+            sampled=self.sampled and method.draw.samples,
         )
         if self.pack is not None:
-            drawn = drawn._replace(packing=self.pack.notes())
+            step_groups = step_groups._replace(packing=self.pack.notes())
             batch = self.pack(batch)
-        return drawn, place_batch(batch, self.mesh)
+        return step_groups, place_batch(batch, self.mesh)
 
     def notes(self) -> dict[str, Any]:
         """As ``Batches.notes``."""
@@ -318,11 +303,11 @@ class Collector:
 
 # ---------------------------------------------------------------- groups to batch
 
-_batch_on_device = jax.jit(to_batch, static_argnames="own")
+_batch_on_device = jax.jit(to_batch, static_argnames="sampled")
 
 
 def on_host() -> Any:
-    """Where plans, edits and curricula are computed between two programs: on the CPU."""
+    """The device for plans, edits and curricula between two programs: the CPU."""
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX_PLATFORMS leaves the CPU out

@@ -70,7 +70,7 @@ def in_common(
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens both begin with, at least 1 and fewer than either has."""
+    """Length of the common prefix, at least 1 and less than either length."""
     size = min(len(one), len(other))
     differ = np.flatnonzero(one[:size] != other[:size])
     return max(int(differ[0]) if len(differ) else size, 1)

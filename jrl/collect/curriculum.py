@@ -1,4 +1,4 @@
-"""What a run offers to the host part of a curriculum: ``Curriculum.between``.
+"""Tools of a run for the host part of a curriculum, ``Curriculum.between``.
 
     rounds = HostRounds(problems, source, host_tools(run, source))
     collected = rounds.begun(collected, request, setting)   # before a step's first draw
@@ -24,6 +24,7 @@ from jrl.collect.plan import CollectState, Setting
 from jrl.collect.run_rows import prompt_seeds
 from jrl.collect.sources import Source, innermost, join_groups, to_host
 from jrl.collect.tree_search import estimates, value_estimate
+from jrl.data.messages import Wording
 from jrl.data.prompts import build_prompts
 from jrl.data.sources import MemoryRows
 from jrl.episodes.host import EnvError
@@ -52,12 +53,12 @@ class Problems(Sequence[Prompt]):
         if rows == self._rows:
             return
         first = 1 + max(prompt.id for prompt in self._data)
-        made = [prompt for row in rows if (prompt := self.make(row)) is not None]
-        self._added = [dataclasses.replace(p, id=first + i) for i, p in enumerate(made)]
+        prompts = [prompt for row in rows if (prompt := self.make(row)) is not None]
+        self._added = [dataclasses.replace(p, id=first + i) for i, p in enumerate(prompts)]
         self._rows = rows
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Their number."""
         return len(self._data) + len(self._added)
 
     @overload
@@ -73,7 +74,7 @@ class Problems(Sequence[Prompt]):
 
 
 class HostTools(NamedTuple):
-    """What the environment and the value network of a run do between rounds.
+    """Calls of a run's environment and value network between rounds.
 
     Attributes:
       write: (texts of problems, how many, seed) -> texts or rows; None where nobody writes.
@@ -122,7 +123,7 @@ class Tools:
 
     @property
     def rows(self) -> int:
-        """How many problems there are."""
+        """Number of problems."""
         assert self._setting.table is not None
         return self._setting.table.rows if self._problems is None else len(self._problems)
 
@@ -182,7 +183,7 @@ class Tools:
         return prompt_seeds(self._request.key, "curriculum", self._request.step, places)
 
     def progress(self) -> str:
-        """How far the round is; read by another thread."""
+        """Progress of the round, as text; read by another thread."""
         return self._progress
 
 
@@ -202,7 +203,7 @@ class HostRounds(NamedTuple):
     def begun(
         self, collected: CollectState, request: DrawRequest, setting: Setting
     ) -> CollectState:
-        """What is carried into the request's step: after ``between`` where a round begins."""
+        """The collector's state for the request's step: after ``between`` if a round begins."""
         if self.problems is not None:  # a step that failed may have left others
             self.problems.set_added(collected.added)
         curriculum = setting.method.curriculum
@@ -231,7 +232,7 @@ def with_problems(run: Run) -> tuple[Run, Problems | None]:
 
 
 def host_tools(run: Run, source: Source) -> HostTools:
-    """What the environment and the value network of a run do between rounds.
+    """Calls of a run's environment and value network between rounds.
 
     Args:
       run: whose curriculum is asked what it uses.
@@ -248,21 +249,21 @@ def host_tools(run: Run, source: Source) -> HostTools:
     opened = _as_they_are if episodes is None else episodes.openings
 
     def numbers_of(
-        params: Mapping[str, Any], asked: Sequence[Prompt], seeds: Sequence[int]
+        params: Mapping[str, Any], prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> np.ndarray:
-        openings = opened(asked, seeds)
-        there = [i for i, ids in enumerate(openings) if ids is not None]
-        values = np.full(len(asked), np.nan)
-        if there:
+        openings = opened(prompts, seeds)
+        with_opening = [i for i, ids in enumerate(openings) if ids is not None]
+        values = np.full(len(prompts), np.nan)
+        if with_opening:
             whole = [ids for ids in openings if ids is not None]
-            values[there] = estimates(partial(estimate, params), run.width, whole)
+            values[with_opening] = estimates(partial(estimate, params), run.width, whole)
         return values
 
     return HostTools(write, numbers_of)
 
 
 def _as_they_are(prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[np.ndarray | None]:
-    """What the policy sees first of prompts that no environment opens."""
+    """Openings of prompts without an environment."""
     return [np.asarray(prompt.tokens) for prompt in prompts]
 
 
@@ -270,17 +271,16 @@ def _prompt_of(run: Run, row: Any) -> Prompt | None:
     """The prompt of a row or text, as those of the data are made; None where it cannot be."""
     data: Any = run.config.data
     question, answer = (data.fields.get(name, name) for name in ("question", "answer"))
-    known = dict(row) if isinstance(row, Mapping) else {question: row}
-    answer_text = known.pop(answer, "")
+    fields = dict(row) if isinstance(row, Mapping) else {question: row}
+    answer_text = fields.pop(answer, "")
     try:
-        (made,), _ = build_prompts(
-            MemoryRows([known], "written problem"),
-            run.tokenizer,
+        (prompt,), _ = build_prompts(
+            MemoryRows([fields], "written problem"),
+            Wording(run.tokenizer, **data.wording),
             question_key=question,
             answer_key=None,
-            **data.wording,
             max_prompt_tokens=run.width,
         )
     except UserError:  # it has no question, or one that is too long
         return None
-    return dataclasses.replace(made, answer=str(answer_text))
+    return dataclasses.replace(prompt, answer=str(answer_text))

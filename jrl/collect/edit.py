@@ -53,7 +53,7 @@ def edited(
 def edit_counts(
     groups: PlacedGroups, trained: PlacedGroups, share: Any, setting: Setting
 ) -> dict[str, Any]:
-    """What a step reports of its rounds and edits, [] float32 by name.
+    """Metrics of a step's rounds and edits, [] float32 by name.
 
     Args:
       groups: all of them, before the edits.
@@ -90,7 +90,7 @@ def _trimmed(groups: PlacedGroups, prompts: int, places: int, extra: int) -> Pla
 def outcome_of(
     groups: PlacedGroups, trained: PlacedGroups, advantages: Any, step: Any, table: Table
 ) -> Outcome:
-    """What a step made of its problems, for the curriculum.
+    """Outcome of a step's problems, for the curriculum.
 
     Args:
       groups: all of them, before the edits.
@@ -120,7 +120,7 @@ def outcome_of(
 
 
 def learned(curriculum: Curriculum, collected: CollectState, outcome: Outcome) -> CollectState:
-    """What is carried after a step, the curriculum updated."""
+    """The collector's state after a step, with the curriculum updated."""
     return collected.replace(curriculum=curriculum.update(collected.curriculum, outcome))
 
 

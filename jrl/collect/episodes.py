@@ -22,6 +22,7 @@ from jrl.episodes.device_play import Episodes, play, scripted
 from jrl.episodes.device_self_play import rows_of_players
 from jrl.errors import UserError, unknown_choice
 from jrl.sampling.params import SamplingParams
+from jrl.sampling.slot_sizes import SlotPlan
 from jrl.types import Array, Batch, Network, stream
 from jrl.types.asks import Asks, DrawRequest
 
@@ -74,8 +75,7 @@ def episode_rollout(
         members_of(request.asks, sampling_params.temperature),
         env=task,
         network=network,
-        slots=slots,
-        chunk=chunk,
+        slots=SlotPlan(slots, chunk=chunk),
         step=request.step if own_policies else None,
     )
     played = played._replace(rollout=flagged(played.rollout, request.asks))
@@ -149,8 +149,8 @@ def scripted_batch(key: Array, *, env: Env, count: int) -> Batch:
         of_start, of_steps = jax.random.split(key)
         start = env.generate(of_start, "train")
         tokens, length, log = scripted(of_steps, start, env=env)
-        drawn = log.by_token(env.completion_tokens)["drawn"][0]
-        return start, tokens, length, drawn
+        sampled = log.by_token(env.completion_tokens)["drawn"][0]
+        return start, tokens, length, sampled
 
     starts, tokens, lengths, drawn = jax.vmap(one)(jax.random.split(key, count))
     mask = drawn & (jnp.arange(tokens.shape[1])[None] < lengths[:, None])
@@ -161,7 +161,7 @@ def scripted_batch(key: Array, *, env: Env, count: int) -> Batch:
 
 
 class OnDevice(NamedTuple):
-    """What a run on the device alone needs of a task, or of an environment.
+    """Functions of a task or an environment for a run on the device.
 
     Attributes:
       rollout: (request, ...) -> groups.
@@ -184,7 +184,7 @@ def on_device(task: Task | Env) -> OnDevice:
 
 
 def held_out_rollout(request: DrawRequest, *, task: Task | Env, **how: Any) -> Groups:
-    """What ``on_device(task).rollout`` draws for an evaluation: a program of its own name."""
+    """``on_device(task).rollout`` for an evaluation, as a program with its own name."""
     return on_device(task).rollout(request, task=task, **how)
 
 

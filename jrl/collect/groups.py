@@ -1,11 +1,11 @@
-"""The groups of a training step at their places, as plans, reward edits and edits see them.
+"""Groups of a training step at fixed places, for plans, reward edits and edits.
 
-    groups = empty_groups(like, places, members)      # or ``placed`` of the first draw
-    groups = put_members(groups, rollout, ...)        # what a further round sampled
+    groups = place(source_groups, origin, ...)        # the first draw
+    groups = put_members(groups, more, origin, base)  # a further round
     batch = batch_of(groups)
 
-A place is a ticket of the step and a column is a member's number, so the same members stand in the
-same places however many rounds there were, on the host and in a compiled run.
+A place is a ticket of the step and a column is a member's number, so a member's place does not
+depend on the rounds, on the host and in a compiled run.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class PlacedGroups(struct.PyTreeNode):
       rewards: [m, M, R] float32, points.
       weights: [R] float32, of the reward parts.
       ids: labels by name, [m], [m, M] or [m, M, T] int32; "prompt" [m] at least.
-      stats: [m, M, T] float32 by name, of what an environment recorded.
-      prior: [m] float32 by name, what the curriculum and ``rewards`` say of a group.
+      stats: [m, M, T] float32 by name, recorded by an environment.
+      prior: [m] float32 by name, estimates of the curriculum and of ``rewards`` for a group.
       ticket: [m] int32, ``EMPTY`` for a place without a group.
       row: [m] int32, the problem in the data.
       use: [m, M] int32, ``TRAIN``, ``BASELINE`` or ``ASIDE``.
-      kept: [m, M] bool, False for members that an edit left out.
+      selected: [m, M] bool, False for members that an edit removed.
       round: [m, M] int32, the round of the plan that asked for the member; 0 for the first.
-      judge: static, the column of the reward part that says what is right; None for the score.
+      judge: static, column of the reward part that defines success; None for the score.
     """
 
     rollout: Rollout
@@ -60,7 +60,7 @@ class PlacedGroups(struct.PyTreeNode):
     ticket: Array
     row: Array
     use: Array
-    kept: Array
+    selected: Array
     round: Array
     judge: int | None = struct.field(pytree_node=False, default=None)
 
@@ -74,7 +74,7 @@ class PlacedGroups(struct.PyTreeNode):
 
     def members(self) -> Array:
         """[m, M] bool: members that are trained on."""
-        return self.drawn() & self.kept
+        return self.drawn() & self.selected
 
     def score(self) -> Array:
         """[m, M] float32, points: the weighted sum of the reward parts."""
@@ -111,7 +111,7 @@ def counted(rollout: Rollout) -> Any:
 
 
 class Origin(NamedTuple):
-    """Where members that were drawn belong.
+    """Tickets, rows and member numbers of sampled groups.
 
     Attributes:
       ticket: [A] int32, of each group drawn.
@@ -153,7 +153,7 @@ def place(sampled: Any, origin: Origin, weights: Any, judge: int | None) -> Plac
         ticket=each(origin.ticket),
         row=each(origin.row),
         use=xp.broadcast_to(xp.asarray(origin.use)[None], shape).astype(np.int32),
-        kept=xp.ones(shape, bool),
+        selected=xp.ones(shape, bool),
         round=xp.zeros(shape, np.int32) + xp.asarray(origin.round, np.int32),
         judge=judge,
     )
@@ -201,7 +201,7 @@ def widened(groups: PlacedGroups, places: int, members: int, tokens: int = 0) ->
         ticket=pad(groups.ticket, EMPTY, by_member=False),
         row=pad(groups.row, by_member=False),
         use=pad(groups.use, by_member=True),
-        kept=pad(groups.kept, True, by_member=True),
+        selected=pad(groups.selected, True, by_member=True),
         round=pad(groups.round, by_member=True),
     )
 
@@ -253,7 +253,7 @@ def put_members(groups: PlacedGroups, new: PlacedGroups, origin: Origin, base: A
         ticket=by_group(groups.ticket, new.ticket),
         row=by_group(groups.row, new.row),
         use=by_member(groups.use, new.use),
-        kept=by_member(groups.kept, new.kept),
+        selected=by_member(groups.selected, new.selected),
         round=by_member(groups.round, new.round),
     )
 
@@ -282,9 +282,9 @@ def to_batch(
     members: Any = None,
     prior: Mapping[str, Array] = NOTHING,
     *,
-    own: bool = True,
+    sampled: bool = True,
 ) -> Batch:
-    """What the training step reads; pure, so that compiled runs use it too.
+    """The batch of a training step; pure, so that compiled runs use it too.
 
     Args:
       rollout: from the sampler.
@@ -294,10 +294,10 @@ def to_batch(
       recorded: ``Groups.stats``.
       members: [N, G] bool, those trained on; None for all that count in their group.
       prior: [N] float32 by name, what a curriculum knew of each problem.
-      own: False when the policy drew nothing; there are no ``sampler_logprobs`` then.
+      sampled: False when the policy drew nothing; there are no ``sampler_logprobs`` then.
     """
     stats = {"external": external(rollout).astype(np.float32), **(recorded or {})}
-    if own:
+    if sampled:
         stats["sampler_logprobs"] = rollout.sampler_logprobs
     members = counted(rollout) if members is None else members
     return Batch(
@@ -318,10 +318,10 @@ def to_batch(
     )
 
 
-def batch_of(groups: PlacedGroups, *, own: bool = True) -> Batch:
+def batch_of(groups: PlacedGroups, *, sampled: bool = True) -> Batch:
     """The batch of groups at their places; ``own`` as for ``to_batch``."""
     rows = groups.rollout, groups.rewards, groups.weights, groups.ids, groups.stats
-    return to_batch(*rows, groups.members(), groups.prior, own=own)
+    return to_batch(*rows, groups.members(), groups.prior, sampled=sampled)
 
 
 def external(rollout: Rollout) -> Any:

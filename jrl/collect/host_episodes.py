@@ -87,9 +87,8 @@ class HostEpisodes:
         of the rewards' columns.
       speaks: whether ``Groups.spoken`` holds what was said, for reward functions.
       split: "train" or "eval".
-      branches: how the members of a group branch off one another; then ids gain "node", as
-        ``sampling.tree`` has it. None to play each by itself.
-      search: how a group is searched, so that its members are leaves; None to search none.
+      tree: how the members of a group branch off one another, or how it is searched, so that they
+        are leaves; ids then gain "node", as ``sampling.tree`` has it. None to play each by itself.
       estimate: with a search, points of paths that have not ended, backed up as those of leaves
         are; ``draw`` then reads the weights "value" too. None to go by leaves alone.
 
@@ -113,18 +112,18 @@ class HostEpisodes:
         tokenizer: Tokenizer,
         weights: Mapping[str, float],
         split: str = "train",
-        branches: EpisodeBranches | None = None,
-        search: Search | None = None,
+        tree: EpisodeBranches | Search | None = None,
         estimate: Estimate | None = None,
         speaks: bool = False,
     ) -> None:
         self._speaks = speaks
         self.ended: Callable[[Transcript], None] | None = None
         _check_parts(env, weights)
-        if branches is not None or search is not None:
+        if tree is not None:
             _check_fork(env, "[tree]")
-        self._branches, self._estimate = branches, estimate
-        self._search = search
+        self._branches = tree if isinstance(tree, EpisodeBranches) else None
+        self._search = tree if isinstance(tree, Search) else None
+        self._estimate = estimate
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
         self._all, self._seed, self._split = prompts, seed, split
         self._weights = dict(weights)
@@ -176,7 +175,7 @@ class HostEpisodes:
         stream = "eval" if self._split == "eval" else request.stream
         _check_group(self._env, group := group_of(request))
         problems, _ = self.prompts(request.key, order)
-        chosen = [self._asked(prompt, k) for prompt in problems for k in range(self._asks)]
+        chosen = [self._with_ask(prompt, k) for prompt in problems for k in range(self._asks)]
         score = self._scorer(request.weights)
         with self._rows.loaded(root_key(request), request.weights[name], version) as key:
             seeds = partial(
@@ -194,8 +193,8 @@ class HostEpisodes:
             groups, counts = self._until_alive(chosen, of_attempt, play, min(2, group))
         failure = _report(groups)
         self._check_opened(groups, failure)
-        made = self._as_groups(groups, chosen, counts, group)
-        return made._replace(failure=failure or None)
+        batch = self._as_groups(groups, chosen, counts, group)
+        return batch._replace(failure=failure or None)
 
     def _check_opened(self, groups: Sequence[Sequence[Transcript]], failure: str) -> None:
         """Raises UserError where no episode of the first draw opened, tried ``_ROUNDS`` times.
@@ -238,15 +237,15 @@ class HostEpisodes:
             yield partial(play_search, device, self._world())
 
     def openings(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[np.ndarray | None]:
-        """What the policy would see first of each problem; None where no episode opens."""
+        """The opening of each problem as token ids; None if no episode opens."""
         calls, seconds = self._open_calls(), self._env.limits.call_seconds
         arguments = self._env, self._chat
         longest = self._rows.rows.prompt_tokens
-        asked = [
+        calls_of_init = [
             (call_init, (*arguments, prompt, seed, longest))
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        opened = gather(calls, asked, seconds)
+        opened = gather(calls, calls_of_init, seconds)
         states = [answer.value[0] for answer in opened if not answer.error]
         gather(calls, [(self._env.close, (state,)) for state in states], seconds)
         return [None if answer.error else answer.value[1] for answer in opened]
@@ -258,15 +257,15 @@ class HostEpisodes:
           EnvError: it failed, or wrote no list.
         """
         assert self._env.extras.write is not None
-        asked = (self._env.extras.write, (list(failed), count, seed))
-        (answer,) = gather(self._open_calls(), [asked], self._env.limits.episode_seconds)
+        call = (self._env.extras.write, (list(failed), count, seed))
+        (answer,) = gather(self._open_calls(), [call], self._env.limits.episode_seconds)
         if answer.error:
             raise EnvError(answer.error)
         if not isinstance(answer.value, list | tuple):
             raise EnvError(f"the writer returned {answer.value!r:.60}, not a list")
         return list(answer.value)
 
-    def _asked(self, prompt: Prompt, ask: int) -> Prompt:
+    def _with_ask(self, prompt: Prompt, ask: int) -> Prompt:
         """The problem as one of its groups begins with it."""
         if self._env.extras.asks == 1:
             return prompt
@@ -377,7 +376,7 @@ class HostEpisodes:
         counts: dict[str, float],
         group: int,
     ) -> Groups:
-        worth = [self._weights.get(name, 0.0) for name in self._env.parts]
+        part_weights = [self._weights.get(name, 0.0) for name in self._env.parts]
         for transcript in (t for g in groups for t in g if t.alive):
             for name, value in transcript.metrics.items():
                 if name != SUCCESS:
@@ -387,7 +386,7 @@ class HostEpisodes:
         asks = {}
         if self._env.extras.asks > 1:
             asks = {"ask": np.array([p.meta["ask"] for p in chosen], np.int32)}
-        rows = to_rollout(groups, self._shape._replace(group=group), worth)
+        rows = to_rollout(groups, self._shape._replace(group=group), part_weights)
         success = [[t.metrics.get(SUCCESS, 0.0) * t.alive for t in g] for g in groups]
         paid = {name: rows.rewards[:, :, i] for i, name in enumerate(self._env.parts)}
         paid[SUCCESS] = np.array(success, np.float32)
@@ -413,8 +412,8 @@ class HostEpisodes:
 
     def _answer(self, transcript: Transcript) -> int:
         """A number for the final answer of the last turn: equal numbers, equal answers."""
-        drawn = [segment for segment in transcript.segments if segment.drawn]
-        last_turn = self._tokenizer.decode(drawn[-1].tokens.tolist()) if drawn else ""
+        turns = [segment for segment in transcript.segments if segment.drawn]
+        last_turn = self._tokenizer.decode(turns[-1].tokens.tolist()) if turns else ""
         return answer_number(last_turn)
 
     def close(self) -> None:
@@ -442,11 +441,11 @@ def check_host(run: Run) -> None:
 
 
 def _check_parts(env: HostEnv, names: Iterable[str]) -> None:
-    known = (*env.parts, SUCCESS)
+    parts = (*env.parts, SUCCESS)
     for name in names:
-        if name not in known:
+        if name not in parts:
             raise UserError(
-                f"rewards.{name}: the environment pays {', '.join(known)}, and reward functions are"
+                f"rewards.{name}: the environment pays {', '.join(parts)}, and reward functions are"
                 f" {', '.join(FUNCTION_NAMES)} and those of your own (FILE.py:function); choose"
                 " from those"
             )
@@ -459,11 +458,11 @@ def paid_parts(run: Run, env: HostEnv) -> tuple[str, ...]:
       UserError: a part that neither the environment nor a reward function gives, or a function
         under the name of a part of the environment.
     """
-    known, weights = (*env.parts, SUCCESS), run.rewards.weights
+    parts, weights = (*env.parts, SUCCESS), run.rewards.weights
     tables = reward_tables(run.config)
     for name in weights:
         function = tables[name].function
-        if name in known and function is not None:
+        if name in parts and function is not None:
             raise UserError(
                 f"rewards.{name}.function = {function!r}, and the environment pays a part of that"
                 " name; give the function's part another name"
@@ -471,7 +470,7 @@ def paid_parts(run: Run, env: HostEnv) -> tuple[str, ...]:
     _check_parts(env, run.rewards.given_by("data"))
     # a part of the environment goes before a function of the library that has the same name
     functions = {n for n in run.rewards.given_by("function") if ":" not in n}
-    return tuple(n for n in weights if n in known and (n in functions or _is_data(run, n)))
+    return tuple(n for n in weights if n in parts and (n in functions or _is_data(run, n)))
 
 
 def _is_data(run: Run, name: str) -> bool:
@@ -555,8 +554,7 @@ def host_source(
         weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else paid,
         speaks=_reads_messages(run.rewards) and not evaluates,
         split=split,
-        branches=branches,
-        search=search,
+        tree=branches or search,
         estimate=None if search is None else run_estimate(run),
     )
 
@@ -579,13 +577,13 @@ def episode_scorer(
       weights: reward part -> weight, "success" included.
       estimate: (ids of openings and paths) -> points of each; None to go by leaves alone.
     """
-    worth = np.array([weights.get(name, 0.0) for name in parts])
+    part_weights = np.array([weights.get(name, 0.0) for name in parts])
 
     def score(episodes: Sequence[Episode]) -> list[float | None]:
         points: list[float | None] = [None] * len(episodes)
         unfinished = [i for i, episode in enumerate(episodes) if episode.ending is None]
         for i in set(range(len(episodes))) - set(unfinished):
-            paid = sum(worth @ s.reward for s in episodes[i].segments if s.reward)
+            paid = sum(part_weights @ s.reward for s in episodes[i].segments if s.reward)
             points[i] = float(paid) + weights.get(SUCCESS, 0.0) * episodes[i].success
         if unfinished and estimate is not None:
             paths = [path_of(episodes[i]) for i in unfinished]

@@ -30,7 +30,7 @@ from jrl.types.asks import Ask, Asks, Tokens, new_ask
 
 
 class CollectState(struct.PyTreeNode):
-    """What drawing carries from step to step, beside the ``TrainState``.
+    """State of the collector between steps, beside the ``TrainState``.
 
     The training step does not donate it. In a compiled run it goes through ``lax.scan`` and
     ``vmap``; on the host it is saved with each checkpoint.
@@ -49,7 +49,7 @@ class CollectState(struct.PyTreeNode):
 
 
 class Tools(Protocol):
-    """What the kind of data offers to a plan."""
+    """Tools of a kind of data for plans."""
 
     def solutions(self, asks: Asks, number: int | None = None) -> Tokens:
         """The data's own solution of each entry of the first ask, or the one of a number."""
@@ -64,17 +64,23 @@ class Tools(Protocol):
         """Prompts with questions of the plan's own, and which can be used; of text alone."""
 
 
+def same_rows(tickets: Any) -> Any:
+    """The order in which ticket number i is row i."""
+    return tickets
+
+
 class Setting(NamedTuple):
-    """What stays the same through a run's steps.
+    """Constants of the collector over a run's steps.
 
     Attributes:
       method: what is trained with; its curriculum, plan, rewards and edits are used here.
       prompts: N.
       group: G.
       weights: [R] float32, of the reward parts.
-      judge: the column of the reward part that says what is right; None for the score.
-      order: tickets [n] -> rows [n], the data's own order, where there is no curriculum.
-      tools: (root key) -> what the data offers to plans; None where it offers nothing.
+      judge: column of the reward part that defines success; None for the score.
+      order: tickets [n] -> rows [n], the data's own order, without a curriculum; a ``Collector``
+        takes that of its source.
+      tools: (root key) -> tools of the data for plans; None without any.
       table: the problems, for a curriculum.
       contexts: whether asks may have contexts that are trained under, which takes a host.
       in_order: (tickets [n], size) -> [n] int32 in [0, size): the data's own order of so many
@@ -85,8 +91,8 @@ class Setting(NamedTuple):
     prompts: int
     group: int
     weights: Any
-    judge: int | None
-    order: Callable[[Any], Any]
+    judge: int | None = None
+    order: Callable[[Any], Any] = same_rows
     tools: Callable[[Any], Any] | None = None
     table: Table | None = None
     contexts: bool = False
@@ -114,12 +120,12 @@ class First(NamedTuple):
     """The first draw of a step.
 
     Attributes:
-      asks: all of the same N tickets.
-      origin: where their members belong.
-      collected: what is carried behind it.
-      used: [rows] bool, problems that a curriculum chose; None without one.
-      order: [N] int, where each ticket's group stands among those that asks for different tickets
-        give; None where all asks name the same ones.
+      asks: asks for the same N tickets.
+      origin: tickets, rows and numbers of their members.
+      collected: the collector's state after it.
+      used: [rows] bool, problems chosen by a curriculum; None without one.
+      order: [N] int, index of each ticket's group among the groups of asks with different tickets;
+        None if all asks have the same tickets.
     """
 
     asks: Asks
@@ -130,7 +136,7 @@ class First(NamedTuple):
 
 
 def first_asks(collected: CollectState, now: Now, setting: Setting) -> First:
-    """What a step samples first."""
+    """The first asks of a step."""
     plan, n = setting.method.plan, setting.prompts
     issued, after, used = issue(n, n, None, collected, now, setting)
     ask: Any = new_ask(issued.ticket, issued.choice.row, setting.group, tree=plan.tree)
@@ -147,13 +153,19 @@ def first_asks(collected: CollectState, now: Now, setting: Setting) -> First:
 
 
 def rest_of_step(
-    first: First, drawn: Any, draw: Draw, base: Any, now: Now, setting: Setting, rounds: Rounds
+    first: First,
+    first_groups: Any,
+    draw: Draw,
+    base: Any,
+    now: Now,
+    setting: Setting,
+    rounds: Rounds,
 ) -> tuple[PlacedGroups, CollectState, dict[str, Any]]:
     """The groups of a step at their places, before the edits.
 
     Args:
       first: asks of the first draw.
-      drawn: what it gave.
+      first_groups: the source's groups for them.
       draw: the source, for this step.
       base: [] int32, the step's first ticket.
       now: the step.
@@ -164,11 +176,11 @@ def rest_of_step(
       (groups with the method's rewards, what is carried, counts). With ``Plan.next`` the places and
       columns are the bounds in a compiled run, and what was asked for on the host.
     """
-    groups = place(drawn, first.origin, setting.weights, setting.judge)
+    groups = place(first_groups, first.origin, setting.weights, setting.judge)
     if setting.method.plan.next is None:
         view = view_of(0, first.collected, now, setting)
-        return setting.method.rewards(groups, view), first.collected, drawn.counts
-    state = drawn.counts, first.collected, base, first.used, now, setting
+        return setting.method.rewards(groups, view), first.collected, first_groups.counts
+    state = first_groups.counts, first.collected, base, first.used, now, setting
     groups, collected, counts, done = rounds(draw, groups, *state)
     groups = setting.method.rewards(groups, view_of(jnp.int32(done), collected, now, setting))
     return groups, collected, counts | {"rounds": done + 1.0}
@@ -179,8 +191,8 @@ def sample_step(
 ) -> tuple[PlacedGroups, CollectState, dict[str, Any]]:
     """``first_asks``, their draw, and ``rest_of_step``."""
     first = first_asks(collected, now, setting)
-    state = collected.cursor, now, setting, rounds
-    return rest_of_step(first, draw(first.asks), draw, *state)
+    groups, base = draw(first.asks), collected.cursor
+    return rest_of_step(first, groups, draw, base, now, setting, rounds)
 
 
 # ---------------------------------------------------------------- tickets
@@ -235,7 +247,7 @@ def _as_chosen(ask: Ask, choice: Selection) -> Ask:
 
 
 def view_of(number: Any, collected: CollectState, now: Now, setting: Setting) -> StepView:
-    """What a plan may read in a round."""
+    """The view of a step that plans read."""
     key = jax.random.fold_in(stream(now.key, "plan", now.step), number)
     size = setting.prompts, setting.group
     states = collected.curriculum, collected.edits
@@ -258,7 +270,7 @@ def requests(asks: Asks) -> list[Asks]:
     return together
 
 
-def asked(asks: Asks) -> Any:
+def any_members(asks: Asks) -> Any:
     """[] bool: whether any members are asked for."""
     return jnp.any(jnp.stack([jnp.any(ask.count > 0) for ask in asks])) if asks else False
 
@@ -294,11 +306,11 @@ def _numbered(
 
 
 def _put(
-    groups: PlacedGroups, drawn: Any, asks: Asks, prior: Any, number: Any, base: Any
+    groups: PlacedGroups, sampled: Any, asks: Asks, prior: Any, number: Any, base: Any
 ) -> PlacedGroups:
     """The groups with what one request of a round gave."""
     origin = Origin(asks[0].ticket, asks[0].row, numbers(asks), uses(asks), number, prior)
-    new = place(drawn, origin, groups.weights, groups.judge)
+    new = place(sampled, origin, groups.weights, groups.judge)
     return put_members(groups, new, origin, base)
 
 
@@ -325,26 +337,26 @@ def traced_rounds(
         number, _, groups, counts, collected, used = carry
         view = view_of(number, collected, now, setting)
         asks = plan.next(setting.method.rewards(groups, view), view)
-        goes = asked(asks)
+        continues = any_members(asks)
 
         # A round that asks for nothing costs a test and no prefill; under ``vmap`` both are paid.
-        def sampled(inner: Any) -> Any:
+        def play_round(inner: Any) -> Any:
             groups, counts, collected, used = inner
             for part in requests(asks):
                 state = base, now, setting, columns
                 part, prior, collected, used = _numbered(part, groups, collected, used, state)
-                drawn = draw(part)
-                groups = _put(groups, drawn, part, prior, number, base)
-                counts = {n: x + drawn.counts[n] for n, x in counts.items()}
+                sampled = draw(part)
+                groups = _put(groups, sampled, part, prior, number, base)
+                counts = {n: x + sampled.counts[n] for n, x in counts.items()}
             return groups, counts, collected, used
 
         inner = groups, counts, collected, used
-        after = jax.lax.cond(goes, sampled, lambda inner: inner, inner)
-        return number + goes, goes, *after
+        after = jax.lax.cond(continues, play_round, lambda inner: inner, inner)
+        return number + continues, continues, *after
 
     def more(carry: Any) -> Any:
-        number, goes = carry[:2]
-        return goes & (number <= plan.rounds)
+        number, continues = carry[:2]
+        return continues & (number <= plan.rounds)
 
     # Weak types and NumPy scalars would change in the first turn of the loop.
     first = (jnp.int32(1), jnp.bool_(True), groups, dict(counts), collected, used)
@@ -389,7 +401,7 @@ def host_rounds(
     for number in range(1, plan.rounds + 1):
         view = view_of(number, collected, now, setting)
         asks = plan.next(setting.method.rewards(groups, view), view)
-        if not asks or not bool(asked(asks)):
+        if not asks or not bool(any_members(asks)):
             return groups, _without(again, collected), counts, number - 1
         for part in requests(asks):
             state = base, now, setting, columns
@@ -398,20 +410,22 @@ def host_rounds(
             part, prior = _live_entries(*jax.device_get((part, prior)))
             if not part[0].entries:
                 continue
-            drawn = jax.device_get(draw(part)._replace(subject=None))
+            sampled = jax.device_get(draw(part)._replace(subject=None))
             if names:
                 again += int((np.asarray(part[0].count) > 0).sum())
             issued = int(np.asarray(collected.cursor)) - int(base)
             groups = widened(groups, max(issued, groups.use.shape[0]), columns)
             if part[0].keep and part[0].context is not None:
-                groups, drawn = in_common(groups, drawn, part, int(base))
-            groups = _put(groups, drawn, part, prior, np.int32(number), int(base))
-            counts = {n: counts.get(n, 0) + drawn.counts.get(n, 0) for n in counts | drawn.counts}
+                groups, sampled = in_common(groups, sampled, part, int(base))
+            groups = _put(groups, sampled, part, prior, np.int32(number), int(base))
+            counts = {
+                n: counts.get(n, 0) + sampled.counts.get(n, 0) for n in counts | sampled.counts
+            }
     return groups, _without(again, collected), counts, plan.rounds
 
 
 def _without(count: int, collected: CollectState) -> CollectState:
-    """What is carried, less tickets of problems that the plan named.
+    """The collector's state without the tickets of problems that the plan named.
 
     They are taken again in the next step: the data's order, which follows the tickets, would
     otherwise pass over as many problems.
@@ -438,7 +452,7 @@ def _live_entries(asks: Asks, prior: Mapping[str, Any]) -> tuple[Asks, dict[str,
 
 
 def new_collected(setting: Setting, shapes: Any = None) -> CollectState:
-    """What is carried at the start of a run; ``shapes`` of a step's groups in a compiled run."""
+    """The collector's initial state; ``shapes`` of a step's groups in a compiled run."""
     method = setting.method
     state: Any = ()
     if (curriculum := method.curriculum) is not None:
@@ -461,16 +475,16 @@ def packed(collected: CollectState) -> dict[str, Any]:
 
 
 def unpacked(like: CollectState, notes: Mapping[str, Any]) -> CollectState:
-    """What ``packed`` was given; ``like`` is what the run began with."""
+    """Inverse of ``packed``; ``like`` is the initial state of the run."""
     leaves, structure = jax.tree.flatten(like, is_leaf=_is_store)
     values = [notes[str(i)] for i in range(len(leaves))]
-    made = [_like(x, v) for x, v in zip(leaves, values, strict=True)]
-    collected: CollectState = jax.tree.unflatten(structure, made)
+    restored = [_like(x, v) for x, v in zip(leaves, values, strict=True)]
+    collected: CollectState = jax.tree.unflatten(structure, restored)
     return collected.replace(added=tuple(notes.get("added", ())))
 
 
 def _like(x: Any, value: Any) -> Any:
-    """What a checkpoint says, of the kind that the run began with."""
+    """A checkpoint's value, as the type of the initial one."""
     if _is_store(x):
         return x.unpacked(value)
     return jnp.asarray(value) if isinstance(x, jax.Array) else np.asarray(value)

@@ -1,4 +1,4 @@
-"""What the data offers to plans: its own solutions, hints, and questions about completions."""
+"""Tools of the data for plans: its own solutions, hints, and questions about completions."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class TextTools(NamedTuple):
         has none.
       key_of_hints: the field of a prompt's ``meta`` that holds its hints, a list of texts.
       tokenizer: turns completions into text.
-      asked: (question) -> the token ids of a prompt with it; None where the data has none.
+      tokens_of: (question) -> the token ids of a prompt with it; None where the data has none.
       longest: tokens of the longest prompt.
     """
 
@@ -114,7 +114,7 @@ class TextTools(NamedTuple):
     hinted: Callable[[Prompt, str], np.ndarray] | None = None
     key_of_hints: str = "hints"
     tokenizer: Tokenizer | None = None
-    asked: Callable[[str], np.ndarray] | None = None
+    tokens_of: Callable[[str], np.ndarray] | None = None
     longest: int = 0
 
     def samples(self, groups: Any) -> list[list[Sample | None]]:
@@ -144,11 +144,11 @@ class TextTools(NamedTuple):
           (prompts [A, W], W the least of ``most`` and ``longest``; [A] bool, False for those that
           are longer or that the tokenizer cannot write).
         """
-        assert self.asked is not None
+        assert self.tokens_of is not None
         width, ids, usable = min(most, self.longest), [], []
         for question in questions:
             try:
-                tokens = self.asked(question)
+                tokens = self.tokens_of(question)
             except UserError:  # a completion with characters that the tokenizer does not have
                 tokens = np.zeros(0, np.int32)
             usable.append(0 < len(tokens) <= width)
@@ -191,9 +191,9 @@ class TextTools(NamedTuple):
           UserError: a prompt has no hints.
         """
         rows = np.asarray(groups.row)
-        wanted = np.broadcast_to(np.asarray(level), rows.shape).tolist()
+        numbers = np.broadcast_to(np.asarray(level), rows.shape).tolist()
         contexts = []
-        for row, number in zip(rows.tolist(), wanted, strict=True):
+        for row, number in zip(rows.tolist(), numbers, strict=True):
             prompt = self.prompts[row]
             texts = prompt.meta.get(self.key_of_hints)
             if not texts or self.hinted is None:
@@ -224,7 +224,7 @@ class Hinter:
         self._run, self._around = run, ("", "")
 
     def _template(self) -> tuple[str, str]:
-        """What the template puts before and behind a question; asked for with the first hint."""
+        """The template's tokens before and after a question; computed with the first hint."""
         if self._around == ("", ""):
             (probe,) = question_prompts(self._run, [self._MARK])
             before, _, behind = probe.text.partition(self._MARK)
@@ -247,8 +247,10 @@ class Hinter:
                 " data.max_prompt_tokens, or set data.overlong to 'drop'"
             )
         limit = self._run.network.max_length - self._run.config.sampling.max_new_tokens
-        asked = text[begin:end]
-        plain, made = question_prompts(self._run, [asked, f"{asked}\n\nHint: {hint}"], limit)
+        question = text[begin:end]
+        plain, hinted = question_prompts(
+            self._run, [question, f"{question}\n\nHint: {hint}"], limit
+        )
         # What a conversation has between its messages would be read as the words of a user.
         if not np.array_equal(plain.tokens, prompt.tokens):
             raise UserError(
@@ -256,7 +258,7 @@ class Hinter:
                 " tools or template variables of its own), and a hint has no place in it; write"
                 " such rows as one question"
             )
-        return made.tokens
+        return hinted.tokens
 
 
 def padded(texts: Sequence[np.ndarray], most: int = 0) -> Tokens:

@@ -180,7 +180,7 @@ class ReshardedSampler:
         self._resharded: Any = None
 
     def __call__(self, key: Array, params: Params, *args: Any) -> Any:
-        """What the program draws with these weights; resharded if they are not those held."""
+        """The program's groups with these weights, which are resharded if they are new."""
         with jax.set_mesh(self.mesh):
             weights = self._weights_of(params)
             result = self.program(jax.device_put(key, replicated(self.mesh)), weights, *args)

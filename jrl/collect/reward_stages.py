@@ -17,7 +17,7 @@ from jrl.collect.sources import Around, Groups, Source
 from jrl.collect.sources_text import TextSource
 from jrl.data.tasks import Task
 from jrl.errors import UserError
-from jrl.judging.host import HostJudge, Texts, without_dropped, without_silent
+from jrl.judging.host import HostScorer, Texts, without_dropped, without_silent
 from jrl.judging.judges import judges_of
 from jrl.judging.likelihood import Likelihood, make_likelihood
 from jrl.judging.row_calls import EndsRows, RowCalls
@@ -125,14 +125,14 @@ def step_of(request: DrawRequest | None) -> int:
 
 
 def function_stage(
-    judge: HostJudge,
+    scorer: HostScorer,
     prompts_of: Callable[[Groups], Sequence[Prompt]],
     calls: RowCalls | None = None,
 ) -> Stage:
     """The reward functions on the host, beside what the source pays itself.
 
     Args:
-      judge: that calls them.
+      scorer: that calls them.
       prompts_of: (groups) -> their N prompts, as the functions are to see them.
       calls: that began while members were drawn; None for none.
     """
@@ -141,16 +141,16 @@ def function_stage(
         rollout = jax.device_get(groups.rollout)
         spoken = groups.spoken or ()
         begun = None if calls is None else calls.begun
-        verdicts = judge(prompts_of(groups), rollout, step_of(request), spoken, begun)
-        answers = {} if "answer" in groups.ids else {"answer": verdicts.answers}
-        points_of = np.moveaxis(verdicts.points, -1, 0)
-        groups = with_paid(groups, verdicts.paid)
+        scores = scorer(prompts_of(groups), rollout, step_of(request), spoken, begun)
+        answers = {} if "answer" in groups.ids else {"answer": scores.answers}
+        points_of = np.moveaxis(scores.points, -1, 0)
+        groups = with_paid(groups, scores.paid)
         groups = groups._replace(
-            rollout=verdicts.rollout,
+            rollout=scores.rollout,
             ids=groups.ids | answers,
-            counts={**groups.counts, **verdicts.counts},
+            counts={**groups.counts, **scores.counts},
         )
-        return groups, dict(zip(judge.pool.functions, points_of, strict=True))
+        return groups, dict(zip(scorer.pool.functions, points_of, strict=True))
 
     return stage
 
@@ -193,7 +193,7 @@ def model_stage(rewards: RunRewards) -> Stage:
 
 
 def judge_stage(judges: TextParts, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
-    """What reads the text of members: judges, which may read the points so far, and models."""
+    """A stage of judges, which may read the rewards so far, and models that read text."""
 
     def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
         rollout = jax.device_get(groups.rollout)
@@ -255,7 +255,7 @@ def judged_parts(
     gives = getattr(source, "parts", gives)  # an environment's go before functions of their name
     on_host, judges, calls = None, None, None
     if functions and pool is not None:
-        on_host = HostJudge(pool, run.tokenizer, split, run.config.train.steps)
+        on_host = HostScorer(pool, run.tokenizer, split, run.config.train.steps)
     if rewards.given_by("judge"):
         judges = judges_of(run, split)
     if episodes is not None and (on_host or judges):
@@ -315,8 +315,8 @@ class FiniteSums(Around):
     def _checked(self, groups: Groups) -> Groups:
         """The groups, and ``reward_errors`` counted; UserError where an error stops the run."""
         rewards, stop = map(np.asarray, jax.device_get((groups.rewards, groups.rollout.stop)))
-        there = (stop < StopReason.FAILED) & (stop != StopReason.ABORTED)
-        over = there & sum_overflows(rewards, list(self._weights.values()))
+        counted = (stop < StopReason.FAILED) & (stop != StopReason.ABORTED)
+        over = counted & sum_overflows(rewards, list(self._weights.values()))
         if not over.any():
             return groups
         if self._on_error == "stop":

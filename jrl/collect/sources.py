@@ -23,20 +23,19 @@ from jrl.types.asks import DrawRequest, new_ask
 
 
 class Groups(NamedTuple):
-    """What one draw gives: N groups with their rewards.
+    """Result of one draw: N groups with their rewards.
 
     Attributes:
-      rollout: tokens and what was recorded while drawing them.
-      rewards: [N, G, R] float32, points.
-      subject: what the prompts were about: the task's problems (a pytree with N rows) or a list of
-        N ``Prompt``.
-      counts: numbers by name, such as reward functions that ran out of time. Those of several draws
-        add up; ``with_slot_use`` makes a share of ``slot_tokens`` and ``slot_steps``, [] int32.
+      rollout: tokens, with the sampler's log-probabilities, versions and stop reasons.
+      rewards: [N, G, R] float32, reward parts before their weights.
+      subject: the problems: a task's arrays (a pytree with N rows) or a list of N ``Prompt``.
+      counts: counters by name, such as timeouts of reward functions. Those of several draws are
+        added; ``with_slot_use`` makes a share of ``slot_tokens`` and ``slot_steps``, [] int32.
       ids: for ``Batch.ids``; "prompt" [N] int32 at least, the identity of each problem.
-      stats: for ``Batch.stats``, [N, G, T] float32 by name, of what an environment recorded.
-      spoken: [N][G] messages of episodes behind their openings, for reward functions; None where
-        none reads them.
-      failure: why most of the members that failed did; None where none did or nobody says.
+      stats: for ``Batch.stats``, [N, G, T] float32 by name, recorded by an environment.
+      spoken: [N][G] messages of episodes after their openings, for reward functions; None if none
+        reads them.
+      failure: the most common reason of failed members; None if none failed or gave a reason.
     """
 
     rollout: Rollout
@@ -50,36 +49,36 @@ class Groups(NamedTuple):
 
 
 class Source(Protocol):
-    """Where the groups of a run come from.
+    """Source of a run's groups.
 
-    A class with these methods is one; ``check_source`` says what another lacks. A *row* is a
-    problem of the data; a *ticket* is one use of it, which the loop issues and which keys the
-    random numbers of its members.
+    Any class with these methods; ``check_source`` names missing ones. A *row* is a problem of the
+    data; a *ticket* is one use of it, issued by the loop, from which the random numbers of its
+    members derive.
     """
 
     def order(self, tickets: np.ndarray) -> np.ndarray:
-        """[N] int32, the row of each ticket [N] int32 where no curriculum chooses."""
+        """[N] int32, the row of each ticket [N] int32, without a curriculum."""
 
     def prompts(self, key: Any, rows: np.ndarray) -> tuple[Any, list[Prompt]]:
-        """What the problems in some rows are about, and their prompts, N of each."""
+        """Subjects and prompts of the problems in some rows, N of each."""
 
     def draw(self, request: DrawRequest) -> Groups:
         """Members of the problems that the request asks for, with their rewards.
 
-        ``request.split`` says whether the rows are those of training or held-out ones.
+        ``request.split`` says whether the rows are training or held-out ones.
         """
 
     def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
-        """The groups of completions that are there already, with their rewards."""
+        """Groups of existing completions, with their rewards."""
 
     def finish(self, complete: bool) -> None:
-        """Ends the draws of a step, before it is trained; frees the weights held for drawing.
+        """Ends the draws of a step, before training; frees weights held for sampling.
 
-        ``complete`` is False where they were given up; ``notes`` then speaks of the step before.
+        ``complete`` is False if they were abandoned; ``notes`` then describes the step before.
         """
 
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint must hold for the next draws to be the same."""
+        """State for a checkpoint, so that the next draws are the same."""
 
 
 PARTS = {
@@ -139,9 +138,9 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
     if not isinstance(groups, Groups):
         raise UserError(f"{name}.draw returned {groups!r:.60}; return jrl.train.Groups")
     tickets, _ = entries(request)
-    n, (drawn, g) = len(tickets), groups.rollout.lengths.shape
-    if drawn != n:
-        raise UserError(f"{name}.draw returned {drawn} groups for the {n} entries of the request")
+    n, (count, g) = len(tickets), groups.rollout.lengths.shape
+    if count != n:
+        raise UserError(f"{name}.draw returned {count} groups for the {n} entries of the request")
     if np.shape(groups.rewards) != (n, g, parts):
         raise UserError(
             f"{name}.draw returned rewards of shape {np.shape(groups.rewards)}; {n} groups of {g} "
@@ -321,9 +320,9 @@ def take_groups(groups: Groups, places: Any) -> Groups:
     )
 
 
-def counted_draw(drawn: tuple[Any, ...]) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
-    """What ``generate`` or ``generate_tree`` returned: (rollout, labels of tokens, counts)."""
-    rollout, slot_steps, *node = drawn
+def counted_draw(result: tuple[Any, ...]) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
+    """The result of ``generate`` or ``generate_tree`` as (rollout, labels of tokens, counts)."""
+    rollout, slot_steps, *node = result
     counts = {"slot_tokens": rollout.mask.sum(), "slot_steps": slot_steps}
     if not node:
         return rollout, {}, counts

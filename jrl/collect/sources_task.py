@@ -21,8 +21,9 @@ from jrl.episodes import Env
 from jrl.errors import UserError, unknown_choice
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.slots import Members
-from jrl.sampling.tree import generate_tree
+from jrl.sampling.sequences import Members
+from jrl.sampling.slot_sizes import SlotPlan
+from jrl.sampling.tree import TreeShape, generate_tree
 from jrl.types import Array, Branching, Network, Prompt, Rollout, stream
 from jrl.types.asks import Ask, DrawRequest, Tokens
 
@@ -60,10 +61,11 @@ def task_rollout(
     problems = task_problems(task, request.key, rows, request.split)
     key = stream(request.key, sample_stream(request), request.step)
 
-    how: dict[str, Any] = {"network": network, "slots": slots, "stop_tokens": (task.stop_id,)}
+    how: dict[str, Any] = {"network": network, "stop_tokens": (task.stop_id,)}
     how |= {"max_new_tokens": task.completion_tokens}
+    plan = SlotPlan(slots, chunk=chunk)
 
-    def given(prompts: Tokens, ask: Ask, *members: Members) -> Any:
+    def arguments(prompts: Tokens, ask: Ask, *members: Members) -> Any:
         weights, version = request.weights[ask.policy], request.versions[ask.policy]
         return (
             key,
@@ -77,17 +79,18 @@ def task_rollout(
         )
 
     def sample(prompts: Tokens, members: Members, ask: Ask) -> Drawn:
-        return counted_draw(generate(*given(prompts, ask, members), chunk=chunk, **how))
+        return counted_draw(generate(*arguments(prompts, ask, members), slots=plan, **how))
 
     prompts, together = Tokens(problems.tokens, problems.length), None
     if (plain := plain_ask(request.asks, sampling_params.temperature)) is not None:
         ask, members = plain
-        drawn: Any
+        result: Any
         if not isinstance(ask.tree, Branching):
-            drawn = generate(*given(prompts, ask, members), chunk=chunk, **how)
+            result = generate(*arguments(prompts, ask, members), slots=plan, **how)
         else:
-            drawn = generate_tree(*given(prompts, ask), branching=ask.tree, group=ask.width, **how)
-        together = counted_draw(drawn)
+            tree = TreeShape(ask.tree, ask.width)
+            result = generate_tree(*arguments(prompts, ask), tree=tree, slots=slots, **how)
+        together = counted_draw(result)
     rollout, labels, counts = join_drawn(
         request.asks,
         together,
@@ -195,9 +198,9 @@ class TaskSource:
 
     def prompts(self, key: Any, rows: np.ndarray) -> tuple[Any, list[Prompt]]:
         """As ``Source.prompts``; the problems are on the host, and prompts have no text."""
-        made = jax.device_get(self._make(key, np.asarray(rows, np.int32)))
-        parts = zip(np.asarray(rows).tolist(), made.tokens, made.length, strict=True)
-        return made, [Prompt(i, "", np.asarray(ids[:n], np.int32), "") for i, ids, n in parts]
+        problems = jax.device_get(self._make(key, np.asarray(rows, np.int32)))
+        parts = zip(np.asarray(rows).tolist(), problems.tokens, problems.length, strict=True)
+        return problems, [Prompt(i, "", np.asarray(ids[:n], np.int32), "") for i, ids, n in parts]
 
     def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
         """As ``Source.judge``, by the task's own judges."""

@@ -11,12 +11,12 @@ import numpy as np
 from jrl.collect.members import join_drawn, plain_ask
 from jrl.collect.sources import Groups, counted_draw, divided, entries, epoch_order, join_groups
 from jrl.data.prompts import pad_prompts
-from jrl.judging.host import HostJudge, without_silent
+from jrl.judging.host import HostScorer, without_silent
 from jrl.judging.row_calls import RowCalls
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.slots import Members
+from jrl.sampling.sequences import Members
 from jrl.types import SILENT, Array, Prompt, Rollout, stream
 from jrl.types.asks import Ask, DrawRequest, Tokens
 
@@ -32,7 +32,7 @@ def root_key(request: DrawRequest) -> Any:
 
 
 class TextSampler(NamedTuple):
-    """What draws the members that a request asks for under prompts in text.
+    """Sampler of a request's members for prompts in text.
 
     Attributes:
       program: ``jax.jit`` of ``generate`` with its keyword arguments bound; None draws nothing.
@@ -54,15 +54,15 @@ class TextSampler(NamedTuple):
         def sample(prompts: Tokens, members: Members, ask: Ask) -> tuple[Any, ...]:
             assert self.program is not None
             params, version = request.weights[ask.policy], request.versions[ask.policy]
-            given = key, params, prompts.ids, prompts.lengths, self.sampling_params
+            arguments = key, params, prompts.ids, prompts.lengths, self.sampling_params
             # A tree has its members from its program alone.
             more = (members,) if ask.tree is None else ()
-            return counted_draw(jax.device_get(self.program(*given, version, tickets, *more)))
+            return counted_draw(jax.device_get(self.program(*arguments, version, tickets, *more)))
 
         plain = plain_ask(request.asks, self.temperature)
         together = None if plain is None else sample(prompts, plain[1], plain[0])
-        drawn = join_drawn(request.asks, together, sample, prompts, self.temperature, limit)
-        return jax.device_get(drawn[0]), *drawn[1:]
+        joined = join_drawn(request.asks, together, sample, prompts, self.temperature, limit)
+        return jax.device_get(joined[0]), *joined[1:]
 
 
 class TextSource(NamedTuple):
@@ -114,20 +114,20 @@ class TextSource(NamedTuple):
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``."""
-        parts, drawn = divided(request, self.draws), list[Groups]()
+        parts, groups_by_part = divided(request, self.draws), list[Groups]()
         for i, part in enumerate(parts):
-            groups = self._drawn(part)
+            groups = self._sampled(part)
             if self.calls is not None and i + 1 < len(parts):
                 first = i * len(groups.subject)
                 self.calls.submit_groups(groups.subject, groups.rollout, first)
-            drawn.append(groups)
-        groups = drawn[0] if len(drawn) == 1 else join_groups(drawn)
+            groups_by_part.append(groups)
+        groups = groups_by_part[0] if len(groups_by_part) == 1 else join_groups(groups_by_part)
         if self.calls is not None:
             self.calls.drain()
         judged = self._judge(groups.subject, groups.rollout, int(request.step))
         return judged._replace(counts=judged.counts | groups.counts, ids=judged.ids | groups.ids)
 
-    def _drawn(self, request: DrawRequest) -> Groups:
+    def _sampled(self, request: DrawRequest) -> Groups:
         """The groups of a request, without points."""
         _, rows = entries(request)
         chosen, _ = self.prompts(request.key, rows)
@@ -149,13 +149,13 @@ class TextSource(NamedTuple):
         ids = {"prompt": np.array([prompt.id for prompt in prompts], np.int32)}
         if self.pool is None:
             return Groups(rollout, np.zeros((n, g, 1), np.float32), prompts, {}, ids)
-        judge = HostJudge(self.pool, self.tokenizer, self.name, self.steps)
+        scorer = HostScorer(self.pool, self.tokenizer, self.name, self.steps)
         begun = None if self.calls is None else self.calls.begun
-        verdicts = judge(prompts, rollout, step, begun=begun)
-        rewards, silent = without_silent(verdicts.points)
-        ids |= {"answer": verdicts.answers, SILENT: silent}
-        stats = None if verdicts.paid is None else {"paid": verdicts.paid}
-        return Groups(verdicts.rollout, rewards, prompts, verdicts.counts, ids, stats)
+        scores = scorer(prompts, rollout, step, begun=begun)
+        rewards, silent = without_silent(scores.points)
+        ids |= {"answer": scores.answers, SILENT: silent}
+        stats = None if scores.paid is None else {"paid": scores.paid}
+        return Groups(scores.rollout, rewards, prompts, scores.counts, ids, stats)
 
     def finish(self, complete: bool) -> None:
         """As ``Source.finish``."""

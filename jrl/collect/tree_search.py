@@ -148,19 +148,19 @@ class TreeSearch(Around):
         plan: SearchPlan,
     ) -> Groups:
         group = plan.leaves
-        groups, points, known = [], [], []
+        groups, points, judged_by_tree = [], [], []
         for tree in searched.trees:
             # In the order drawn, not the best ones: choosing by score would bias the group's
             # baseline.
             leaves = tree.leaves()[:group]
-            found = [judged.points[episode_at(tree, leaf)] for leaf in leaves]
-            points.append([each for each, _ in found])
-            known.append([is_known for _, is_known in found])
+            scores = [judged.points[episode_at(tree, leaf)] for leaf in leaves]
+            points.append([each for each, _ in scores])
+            judged_by_tree.append([is_known for _, is_known in scores])
             # A leaf that nobody could judge would keep what it shares from being trained.
-            groups.append(leaf_rows(tree, leaves, known[-1], plan.value)[0])
+            groups.append(leaf_rows(tree, leaves, judged_by_tree[-1], plan.value)[0])
         rows = to_rollout(groups, RowShape(group, *self._sizes))
         # ABORTED leaves the group: its points are not 0, they are unknown.
-        stop = np.where(known, rows.rollout.stop, np.int32(StopReason.ABORTED))
+        stop = np.where(judged_by_tree, rows.rollout.stop, np.int32(StopReason.ABORTED))
         node = rows.ids["node"]
         costs = ("slot_tokens", "slot_steps", "read_tokens", "reread_tokens")
         counts = {name: searched.counts[name] for name in costs}
@@ -234,20 +234,20 @@ class Leaves:
         complete = np.array([leaf.stop == StopReason.STOP_TOKEN for leaf in leaves])
         whose = np.array([leaf.problem.group for leaf in leaves])
         prompts = [self._prompts[i] for i in whose]
-        asked = pad_prompts(prompts, self._width)
+        padded = pad_prompts(prompts, self._width)
         about = prompts
         # Problems of a procedural task are arrays with a leading axis; prompts of text a list.
         if not isinstance(self._subject, list):
             about = jax.tree.map(lambda x: x[whose], self._subject)
-        rollout = demonstration_rollout(*asked, tokens, lengths, complete, 1)
+        rollout = demonstration_rollout(*padded, tokens, lengths, complete, 1)
         judged = self._source.judge(about, prompts, rollout)
         self.counts = {
             name: self.counts.get(name, 0.0) + judged.counts.get(name, 0.0)
             for name in self.counts | judged.counts
         }
         # A judge may fail for one leaf; its node then is not backed up, and the search goes on.
-        known, scores = counted(judged.rollout)[:, 0], {}
-        for leaf, points, is_known in zip(leaves, judged.rewards[:, 0], known, strict=True):
+        judged_leaves, scores = counted(judged.rollout)[:, 0], {}
+        for leaf, points, is_known in zip(leaves, judged.rewards[:, 0], judged_leaves, strict=True):
             self.points[leaf] = points, bool(is_known)
             if is_known:
                 scores[leaf] = float(points @ self._weights)
@@ -311,15 +311,15 @@ class DrawnWeights:
 
 
 def drawn_weights(run: Run) -> DrawnWeights:
-    """What the source of a run draws with."""
+    """Weights that the source of a run samples with, by name."""
     curriculum = run.method.curriculum
-    asked = curriculum is not None and "estimate" in curriculum.uses
-    value = run_estimate(run) is not None or asked
+    estimates_between = curriculum is not None and "estimate" in curriculum.uses
+    value = run_estimate(run) is not None or estimates_between
     return DrawnWeights(run.network, value, run.method.plan.policies)
 
 
 def run_estimate(run: Run) -> Estimate | None:
-    """What a run's search makes of paths that have not ended, or None."""
+    """The run's estimate of unfinished paths in a search, or None."""
     draw = run.method.draw
     points = run.method.plan.estimate
     if draw.search is None or points is None or run.value is None:
@@ -328,7 +328,7 @@ def run_estimate(run: Run) -> Estimate | None:
 
 
 def value_estimate(run: Run, points: Callable[[Any], Any]) -> Estimate:
-    """What the run's value network says behind the last token, as ``points`` of its number."""
+    """The run's value network at the last token, as ``points`` of its number."""
     value, network = run.value, run.network
     assert value is not None
 

@@ -172,13 +172,13 @@ def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:
     directory = run.config.run.dir
     if directory is None or (checkpoint is None and not is_run(directory)):
         return *programs.new_policy(run), 0
-    wanted = {
+    counters = {
         "step": jax.ShapeDtypeStruct((), np.int32),
         "key": jax.eval_shape(jax.random.key_data, jax.eval_shape(lambda: jax.random.key(0))),
     }
     layout = programs.policy_layout(run)
     policy, restored = restore_policy(
-        run.config, run.network, layout, checkpoint=checkpoint, also=wanted
+        run.config, run.network, layout, checkpoint=checkpoint, also=counters
     )
     return restored["key"], policy, int(restored["step"])
 

@@ -157,28 +157,28 @@ def _by_judge(
     rollout = _rollout_of(paths, *sizes)
     stop = np.array(rollout.stop)
     stop[len(paths) :] = StopReason.ABSENT
-    known = {p.tokens.tobytes(): p for listed in run.data.prompts.values() for p in listed}
+    by_tokens = {p.tokens.tobytes(): p for listed in run.data.prompts.values() for p in listed}
     prompts = []
     for path in (*paths, *[paths[0]] * (len(stop) - len(paths))):
         ids = np.asarray(path.opening, np.int32)
         text = run.tokenizer.decode(ids.tolist())
-        prompts.append(known.get(ids.tobytes()) or Prompt(0, text, ids, ""))
+        prompts.append(by_tokens.get(ids.tobytes()) or Prompt(0, text, ids, ""))
     texts = Texts(prompts, rollout.replace(stop=stop), run.tokenizer)
     points, *_ = judges(texts, {}, 0, {"policy": params})
-    (values,) = (given[: len(paths), 0].tolist() for given in points.values())
+    (values,) = (scores[: len(paths), 0].tolist() for scores in points.values())
     return [None if math.isnan(value) else value for value in values]
 
 
 def _log_ratios(run: Run, policy: Params, first: Params) -> Callable[[Rollout], Array]:
     """(rollout) -> [N, G, T] float32, nats: the policy's log-probabilities less the first one's."""
-    want, law = frozenset({"logprobs", "ref_logprobs"}), make_sampling_params()
+    want, sampling_params = frozenset({"logprobs", "ref_logprobs"}), make_sampling_params()
 
     @jax.jit
     def ratios(policy: Params, first: Params, rollout: Rollout) -> Array:
         n, g, _ = rollout.tokens.shape
         batch = to_batch(rollout, jax.numpy.zeros((n, g, 1)), jax.numpy.ones(1))
         both = {"policy": policy, "ref": first}
-        stats = score(both, batch, law, network=run.network, value=None, want=want)
+        stats = score(both, batch, sampling_params, network=run.network, value=None, want=want)
         return stats["logprobs"] - stats["ref_logprobs"]
 
     return partial(ratios, policy, first)

@@ -1,4 +1,4 @@
-"""What scores rows while a run collects them: judges, reward functions on the host, likelihoods.
+"""Rewards of rows as a run collects them: functions on the host, judges, likelihoods.
 
-The functions themselves, and the models that give points, are in ``jrl.rewards``.
+The functions and the reward models themselves are in ``jrl.rewards``.
 """

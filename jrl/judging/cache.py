@@ -17,7 +17,7 @@ UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError
 """What a reply or a file raises where it is read and is not what it should be."""
 
 
-class Asked(NamedTuple):
+class QuestionVote(NamedTuple):
     """A question and which of its votes this is."""
 
     question: Question
@@ -37,10 +37,10 @@ class VerdictCache(NamedTuple):
     model: Any
     how: Mapping[str, Any]
 
-    def name(self, asked: Asked) -> str:
+    def name(self, entry: QuestionVote) -> str:
         """The sha256 of everything that a reply depends on."""
-        messages = [dict(message) for message in asked.question.messages]
-        content = [self.model, messages, dict(self.how), asked.vote]
+        messages = [dict(message) for message in entry.question.messages]
+        content = [self.model, messages, dict(self.how), entry.vote]
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -49,8 +49,8 @@ class VerdictCache(NamedTuple):
         if self.directory is None:
             return None
         try:
-            kept = json.loads(self._file(name).read_bytes())
-            return question.read(kept["reply"])
+            stored = json.loads(self._file(name).read_bytes())
+            return question.read(stored["reply"])
         except (OSError, *UNREADABLE):
             return None
 

@@ -1,8 +1,8 @@
 """The client of judges: requests at the same time, with retries, limits, and a cache on disk.
 
     client = JudgeClient(table, "rewards.helpful", cache=Path("runs/x/judge"))
-    client.begin([Asked(question, vote=0)])        # returns at once; not needed
-    verdicts, counts = client.verdicts([Asked(question, vote=0)])
+    client.begin([QuestionVote(question, vote=0)])        # returns at once; not needed
+    verdicts, counts = client.verdicts([QuestionVote(question, vote=0)])
 
 Requests wait for the network alone, so they run in threads of this process. Nothing of a judge ends
 a run: what has no verdict is None and counted.
@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from jrl.config.judge import JudgeTable
+from jrl.config.secrets import without_secrets
 from jrl.episodes.model_endpoint import check_url, endpoint, environment_variable
 from jrl.errors import UserError
-from jrl.judging.cache import UNREADABLE, Asked, VerdictCache
+from jrl.judging.cache import UNREADABLE, QuestionVote, VerdictCache
 from jrl.judging.limits import Batch, Pace, Question
 from jrl.system.wait_reports import waiting
 
@@ -61,7 +62,7 @@ class JudgeClient:
         self._secret = ""
         self._lock = threading.Lock()  # guards what follows
         self._batch: Batch | None = None
-        self._asked: set[str] = set()
+        self._begun_names: set[str] = set()
         check_url(table.url, f"{key}.url")
         if table.key_variable:
             self._secret = environment_variable(table.key_variable, f"{key}.key_variable")
@@ -75,7 +76,7 @@ class JudgeClient:
             or fails, as its status says, is there.
         """
         table, message = self.table, {"role": "user", "content": "Answer with the word yes."}
-        where = f"{self._key}.url = {table.url!r}"
+        where = f"{self._key}.url = {without_secrets(table.url)!r}"
         try:
             self._send((message,), 0, min(table.timeout, _PROBE_SECONDS))
         except urllib.error.HTTPError as error:
@@ -99,23 +100,23 @@ class JudgeClient:
                 " the API, such as http://localhost:8000/v1"
             ) from None
 
-    def begin(self, asked: Sequence[Asked]) -> None:
+    def begin(self, questions: Sequence[QuestionVote]) -> None:
         """Begins to ask; ``verdicts`` then has what was said meanwhile.
 
         Args:
-          asked: questions. Those of earlier calls, and of the cache, are not asked again.
+          questions: with their votes. Those of earlier calls, or in the cache, are not asked again.
         """
         with self._lock:
-            self._begin(asked)
+            self._begin(questions)
 
-    def _begin(self, asked: Sequence[Asked]) -> tuple[Batch, list[str]]:
+    def _begin(self, questions: Sequence[QuestionVote]) -> tuple[Batch, list[str]]:
         """The batch of the questions, which are under way, and their names."""
         batch = self._batch = self._batch or Batch()
-        names = [self._cache.name(each) for each in asked]
-        for name, each in zip(names, asked, strict=True):
-            if name in self._asked:
+        names = [self._cache.name(each) for each in questions]
+        for name, each in zip(names, questions, strict=True):
+            if name in self._begun_names:
                 continue
-            self._asked.add(name)
+            self._begun_names.add(name)
             verdict = self._cache.read(name, each.question)
             if verdict is not None:
                 batch.finish(name, "judge_cached", verdict)
@@ -129,31 +130,31 @@ class JudgeClient:
                 ).start()
         return batch, names
 
-    def verdicts(self, asked: Sequence[Asked]) -> tuple[list[Any], dict[str, float]]:
-        """What the judge says, within ``seconds``; those are counted from here.
+    def verdicts(self, questions: Sequence[QuestionVote]) -> tuple[list[Any], dict[str, float]]:
+        """The judge's verdicts, within ``seconds`` from now.
 
         Args:
-          asked: questions; equal ones are asked once.
+          questions: with their votes; equal ones are asked once.
 
         Returns:
           (a verdict for each, or None; ``judge_limits.COUNTS`` by name).
         """
         with self._lock:
-            batch, names = self._begin(asked)
+            batch, names = self._begin(questions)
         batch.limit(self.table.seconds)
-        wanted = dict.fromkeys(names).keys()
-        with waiting("judges", lambda: batch.progress(wanted), seconds=self.table.seconds):
-            batch.wait(wanted)
+        own_names = dict.fromkeys(names).keys()
+        with waiting("judges", lambda: batch.progress(own_names), seconds=self.table.seconds):
+            batch.wait(own_names)
         self.stop()
-        known, counts = batch.close(wanted)
-        return [known.get(name) for name in names], counts
+        by_name, counts = batch.close(own_names)
+        return [by_name.get(name) for name in names], counts
 
     def stop(self) -> None:
         """Drops what was begun, and ends ``verdicts`` where another thread waits in it."""
         with self._lock:
             if self._batch is not None:
                 self._batch.stop()
-            self._batch, self._asked = None, set()
+            self._batch, self._begun_names = None, set()
 
     def _work(self, batch: Batch) -> None:
         """Asks the questions of a batch until none is left or it is over."""
@@ -164,38 +165,38 @@ class JudgeClient:
 
     def _ask(self, question: Question, batch: Batch) -> tuple[str, Any] | None:
         """(what is to be counted besides, the verdict or None); None to ask again later."""
-        name, asked, attempt = question
+        name, entry, attempt = question
         if not self._pace.wait(batch):
             return "judge_timeouts", None
         batch.count("judge_calls")
         if attempt:
             batch.count("judge_retries")
-        told = 0.0
+        retry_after = 0.0
         try:
-            reply = self._send(asked.question.messages, asked.vote, batch.left())
+            reply = self._send(entry.question.messages, entry.vote, batch.left())
         except urllib.error.HTTPError as error:
             error.close()
             if not _is_passing(error):
                 return "judge_failures", None
-            if told := _retry_after(error.headers.get("Retry-After")):
-                self._pace.refused(told)
+            if retry_after := _retry_after(error.headers.get("Retry-After")):
+                self._pace.refused(retry_after)
         except (OSError, http.client.HTTPException):
             pass
         except UNREADABLE:
             return "judge_unreadable", None
         else:
             self._pace.served()
-            verdict = asked.question.read(reply) if isinstance(reply, str) else None
+            verdict = entry.question.read(reply) if isinstance(reply, str) else None
             if verdict is not None:
                 self._cache.write(name, reply)
             return ("" if verdict is not None else "judge_unreadable"), verdict
         # Jitter, so that requests that failed together do not return together.
         wait = min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT) * random.uniform(0.5, 1.5)
-        if batch.left() <= max(told, 0.0):
+        if batch.left() <= max(retry_after, 0.0):
             return "judge_timeouts", None
         if attempt == self.table.retries:
             return "judge_failures", None
-        batch.put(question._replace(attempt=attempt + 1), max(wait, told))
+        batch.put(question._replace(attempt=attempt + 1), max(wait, retry_after))
         return None
 
     def _send(self, messages: Sequence[Mapping[str, str]], vote: int, seconds: float) -> Any:

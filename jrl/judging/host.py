@@ -1,4 +1,7 @@
-"""Completions and episodes judged by the reward functions of the host."""
+"""Rewards of completions and episodes by functions on the host.
+
+The functions are a ``RewardPool``; language models that score are ``judging.judges``.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ Spoken = Sequence[Sequence[Sequence[Mapping[str, Any]]]]
 """[N][G] messages of episodes behind their openings."""
 
 
-class Verdicts(NamedTuple):
-    """What N groups of G members are judged to be.
+class HostScores(NamedTuple):
+    """Rewards of N groups of G members, from functions on the host.
 
     Attributes:
       rollout: on the host; members to be dropped have ended as ABORTED.
@@ -42,13 +45,13 @@ class Verdicts(NamedTuple):
     paid: np.ndarray | None
 
 
-class HostJudge(NamedTuple):
-    """What judges the members of groups on the host.
+class HostScorer(NamedTuple):
+    """Computes rewards of members with functions on the host.
 
     Attributes:
       pool: the reward functions.
       tokenizer: turns completions into text for them.
-      name: of what is judged, where several processes share the judging.
+      name: of the rewards, for processes that share the work.
       steps: training steps of the run.
     """
 
@@ -64,7 +67,7 @@ class HostJudge(NamedTuple):
         step: int,
         spoken: Spoken = (),
         begun: Begun | None = None,
-    ) -> Verdicts:
+    ) -> HostScores:
         """Points of N groups of G members.
 
         Each process judges a share of the prompts and gets the other points from the others, so all
@@ -89,7 +92,7 @@ class HostJudge(NamedTuple):
         counts["reward_seconds"] = time.perf_counter() - begin
         if dropped.any():
             rollout, counts["reward_dropped"] = without_dropped(rollout, dropped)
-        return Verdicts(rollout, points, answers, counts, paid if self.pool.by_token else None)
+        return HostScores(rollout, points, answers, counts, paid if self.pool.by_token else None)
 
 
 Judged = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -100,7 +103,7 @@ being 0 where no function gives points by token)."""
 class _Share(NamedTuple):
     """Members of N groups that are judged a share at a time."""
 
-    judge: HostJudge
+    scorer: HostScorer
     prompts: Sequence[Prompt]
     rollout: Rollout
     step: int
@@ -124,7 +127,7 @@ class _Share(NamedTuple):
             (n, j) for n, present in enumerate(exists) for j in np.flatnonzero(present).tolist()
         ]
         samples = [self._sample(rows[n], j) for n, j in places]
-        scores_of = self.judge.pool.scores
+        scores_of = self.scorer.pool.scores
         if self.begun is not None:
             scores_of = partial(scores_of, begun=self.begun)
         scores = scores_of(samples, group=g if exists.all() else None)
@@ -134,7 +137,7 @@ class _Share(NamedTuple):
         points[exists] = scores.points
         dropped = np.zeros((len(rows), g), bool)
         dropped[exists] = scores.dropped
-        by_token = self.judge.pool.by_token
+        by_token = self.scorer.pool.by_token
         paid = np.zeros((len(rows), g, self.rollout.tokens.shape[2] * by_token), np.float32)
         for (n, j), tokens in zip(places, scores.paid, strict=bool(by_token)):
             paid[n, j, self._columns(rows[n], j)] = tokens
@@ -142,17 +145,17 @@ class _Share(NamedTuple):
 
     def _columns(self, i: int, j: int) -> np.ndarray:
         """[n] int: where a member's row has the tokens of its sample."""
-        texts = Texts(self.prompts, self.rollout, self.judge.tokenizer, self.spoken)
+        texts = Texts(self.prompts, self.rollout, self.scorer.tokenizer, self.spoken)
         return texts.columns(i, j)
 
     def _sample(self, i: int, j: int) -> Sample:
-        texts = Texts(self.prompts, self.rollout, self.judge.tokenizer, self.spoken)
-        sample = texts.sample(i, j, self.step, self.judge.steps)
-        return with_ends(sample, self.judge.tokenizer) if self.judge.pool.by_token else sample
+        texts = Texts(self.prompts, self.rollout, self.scorer.tokenizer, self.spoken)
+        sample = texts.sample(i, j, self.step, self.scorer.steps)
+        return with_ends(sample, self.scorer.tokenizer) if self.scorer.pool.by_token else sample
 
 
 class Texts(NamedTuple):
-    """What the members of N groups said, for whatever judges text.
+    """Texts of the members of N groups, for reward functions, judges and models.
 
     Attributes:
       prompts: N of them.
@@ -190,7 +193,7 @@ def make_sample(
     step: int,
     steps: int,
 ) -> Sample:
-    """What judges are given of a member.
+    """The ``Sample`` of a member, for reward functions and judges.
 
     Args:
       prompt: its problem.

@@ -12,7 +12,7 @@ import jax
 from jrl.config import Config
 from jrl.config.judge import POLICY, START, TOKEN_FORMS, JudgeTable
 from jrl.errors import UserError
-from jrl.judging.cache import Asked
+from jrl.judging.cache import QuestionVote
 from jrl.judging.client import JudgeClient
 from jrl.judging.models import ModelJudge, judge_shape, model_judge
 from jrl.judging.text_parts import TextParts
@@ -74,15 +74,15 @@ class Judge(NamedTuple):
         """As ``TextGiver.points``."""
         votes, form = range(self.table.votes), self.form
         first = [[form.questions(unit, vote) for vote in votes] for unit in units]
-        verdicts, counts = self._asked(first)
+        verdicts, counts = self._verdicts(first)
         if form.follow is not None:
-            known = zip(units, verdicts, strict=True)
-            then = [[form.follow(unit, read, vote) for vote in votes] for unit, read in known]
-            more, again = self._asked(then)
+            replies = zip(units, verdicts, strict=True)
+            then = [[form.follow(unit, read, vote) for vote in votes] for unit, read in replies]
+            more, again = self._verdicts(then)
             verdicts = [a + b for a, b in zip(verdicts, more, strict=True)]
             counts = {name: counts[name] + again[name] for name in counts}
-        given = zip(units, verdicts, strict=True)
-        return [form.points(unit, readable) for unit, readable in given], counts
+        pairs = zip(units, verdicts, strict=True)
+        return [form.points(unit, readable) for unit, readable in pairs], counts
 
     def begin(self, sample: Sample) -> None:
         """Begins to ask about one sample, where that alone says what to ask.
@@ -95,10 +95,10 @@ class Judge(NamedTuple):
         if self.rules.asks(sample):
             votes = range(self.table.votes)
             self.client.begin(
-                [Asked(q, v) for v in votes for q in self.form.questions([sample], v)]
+                [QuestionVote(q, v) for v in votes for q in self.form.questions([sample], v)]
             )
 
-    def _asked(
+    def _verdicts(
         self, by_unit: Sequence[Sequence[Sequence[Question]]]
     ) -> tuple[list[list[list[Any]]], dict[str, float]]:
         """The readable verdicts of each question of each unit, and counts.
@@ -106,13 +106,13 @@ class Judge(NamedTuple):
         Args:
           by_unit: questions by unit and vote.
         """
-        asked = [
-            Asked(question, vote)
+        entries = [
+            QuestionVote(question, vote)
             for unit in by_unit
             for vote, questions in enumerate(unit)
             for question in questions
         ]
-        verdicts, counts = self.client.verdicts(asked)
+        verdicts, counts = self.client.verdicts(entries)
         left, readable = iter(verdicts), []
         for listed in by_unit:
             votes = [[next(left) for _ in questions] for questions in listed]

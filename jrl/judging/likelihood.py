@@ -111,23 +111,23 @@ class Likelihood(NamedTuple):
         for i, j in np.argwhere(present).tolist():
             answer = self._answer(prompts[i])
             cuts = self._cuts(rollout, turns, i, j)
-            made = [(*_row(rollout, i, j, cut), *before, *answer) for cut in cuts]
-            room = all(len(row) + len(answer) <= self.longest for row in made)
+            rows = [(*_row(rollout, i, j, cut), *before, *answer) for cut in cuts]
+            room = all(len(row) + len(answer) <= self.longest for row in rows)
             if not 0 < len(answer) <= self.table.max_answer_tokens or not room:
                 continue
             places.append((i, j, cuts))
-            texts += [(list(row), len(row) - len(answer)) for row in made]
+            texts += [(list(row), len(row) - len(answer)) for row in rows]
         values = iter(self._values(weights[POLICY], texts))
         for i, j, cuts in places:
-            known = [next(values) for _ in cuts]
+            at_cuts = [next(values) for _ in cuts]
             if self.table.by == "completion":
-                points[i, j] = known[0]
+                points[i, j] = at_cuts[0]
                 continue
-            gains = np.diff(known)
+            gains = np.diff(at_cuts)
             points[i, j] = gains.sum()
             for cut, gain in zip(cuts[1:], gains, strict=True):
-                own = np.flatnonzero(np.asarray(rollout.mask)[i, j, :cut])
-                paid[i, j, own[-1]] += self.weight * gain
+                sampled = np.flatnonzero(np.asarray(rollout.mask)[i, j, :cut])
+                paid[i, j, sampled[-1]] += self.weight * gain
         return points, paid
 
     def _answer(self, prompt: Prompt) -> list[int]:
@@ -136,20 +136,20 @@ class Likelihood(NamedTuple):
             return []
         try:
             first = references(prompt.answer, f"rewards.{LIKELIHOOD}")[0]
-            return self.tokenizer.encode(expected_answer(first))
+            return self.tokenizer.encode_plain(expected_answer(first))
         except UserError:
             return []
 
     def _cuts(self, rollout: Rollout, turns: Any, i: int, j: int) -> list[int]:
-        """Where the answer is asked for: tokens of the member that are read before it."""
+        """Cuts at which the answer is scored: tokens of the member before it."""
         length = int(rollout.lengths[i, j])
         if self.table.by == "completion":
             ends = length and int(rollout.tokens[i, j, length - 1]) in self.tokenizer.stop_ids
             return [length - int(bool(ends))]
-        own = np.flatnonzero(np.asarray(rollout.mask)[i, j, :length])
+        sampled = np.flatnonzero(np.asarray(rollout.mask)[i, j, :length])
         turn = np.asarray(turns)[i, j]
         # the first token of each turn: all before it is what the policy answers to
-        return [int(t) for k, t in enumerate(own) if k == 0 or turn[t] != turn[own[k - 1]]]
+        return [int(t) for k, t in enumerate(sampled) if k == 0 or turn[t] != turn[sampled[k - 1]]]
 
     def _values(self, params: Params, texts: Sequence[tuple[list[int], int]]) -> list[float]:
         """The likelihoods of texts, (token ids, where the answer begins) each."""
@@ -175,7 +175,7 @@ class Likelihood(NamedTuple):
 
 
 def _row(rollout: Rollout, i: int, j: int, cut: int) -> list[int]:
-    """What the policy has read of a member up to a token."""
+    """Token ids of a member up to a token, prompt included."""
     opening = np.asarray(rollout.prompt_tokens)[i, : int(rollout.prompt_lengths[i])]
     return [*opening.tolist(), *np.asarray(rollout.tokens)[i, j, :cut].tolist()]
 

@@ -16,12 +16,12 @@ class Question(NamedTuple):
 
     Attributes:
       name: of its verdict.
-      asked: what is asked.
+      entry: the question and the number of its vote.
       attempt: number of the request.
     """
 
     name: str
-    asked: Any
+    entry: Any
     attempt: int = 0
 
 
@@ -126,7 +126,7 @@ class Batch:
             self._changed.notify_all()
 
     def progress(self, names: Collection[str]) -> str:
-        """How far it is, for people."""
+        """Progress, as text."""
         return f"{sum(name not in self._ended for name in names)} of {len(names)} verdicts left"
 
     def count(self, name: str) -> None:
@@ -167,7 +167,7 @@ class Pace:
 
     def __init__(self, per_minute: float) -> None:
         self._gap = 60 / per_minute if per_minute else 0.0
-        self._lock, self._next, self._held = threading.Lock(), 0.0, 0.0
+        self._lock, self._next, self._paused_until = threading.Lock(), 0.0, 0.0
         self._serves = False  # since it last refused
 
     def served(self) -> None:
@@ -182,7 +182,7 @@ class Pace:
         """
         with self._lock:
             if not self._serves:
-                self._held = max(self._held, time.monotonic() + seconds)
+                self._paused_until = max(self._paused_until, time.monotonic() + seconds)
             self._serves = False
 
     def wait(self, batch: Batch) -> bool:
@@ -190,7 +190,7 @@ class Pace:
         while True:
             with self._lock:
                 now = time.monotonic()
-                turn = max(self._next, self._held, now)
+                turn = max(self._next, self._paused_until, now)
                 if turn - now >= batch.left():
                     return False
                 if turn <= now:

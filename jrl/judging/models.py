@@ -2,7 +2,7 @@
 
     models = load_judge_models(config, rewards, mesh)       # all but the policy
     judge = model_judge(table, models["helpful"], seed=0)
-    verdicts, counts = judge.verdicts([Asked(question, vote=0)])
+    verdicts, counts = judge.verdicts([QuestionVote(question, vote=0)])
 
 A reply is sampled by the row engine as any completion is: what it says depends on the weights, the
 run's seed, the question and the number of the vote, not on what else is asked.
@@ -28,7 +28,7 @@ from jrl.episodes.search import by_likelihood, by_path, play_search
 from jrl.episodes.tree import search_plan
 from jrl.episodes.world import TextWorld
 from jrl.errors import UserError
-from jrl.judging.cache import Asked, VerdictCache
+from jrl.judging.cache import QuestionVote, VerdictCache
 from jrl.judging.limits import COUNTS
 from jrl.mesh import tree_shardings
 from jrl.models import hf
@@ -171,17 +171,17 @@ class ModelJudge(NamedTuple):
             return None
         return self._replace(model=self.model._replace(params=weights[POLICY]))
 
-    def verdicts(self, asked: Sequence[Asked]) -> tuple[list[Any], dict[str, float]]:
+    def verdicts(self, questions: Sequence[QuestionVote]) -> tuple[list[Any], dict[str, float]]:
         """As ``JudgeClient.verdicts``; questions that are too long count as failures."""
         counts = dict.fromkeys(COUNTS, 0.0)
-        names = [self.cache.name(each) for each in asked]
-        known: dict[str, Any] = {}
-        left: dict[str, tuple[Asked, list[int]]] = {}
-        for name, each in zip(names, asked, strict=True):
-            if name in known or name in left:
+        names = [self.cache.name(each) for each in questions]
+        by_name: dict[str, Any] = {}
+        left: dict[str, tuple[QuestionVote, list[int]]] = {}
+        for name, each in zip(names, questions, strict=True):
+            if name in by_name or name in left:
                 continue
-            known[name] = self.cache.read(name, each.question)
-            if known[name] is not None:
+            by_name[name] = self.cache.read(name, each.question)
+            if by_name[name] is not None:
                 counts["judge_cached"] += 1
             elif (ids := self._prompt(each)) is None:
                 counts["judge_failures"] += 1
@@ -190,12 +190,12 @@ class ModelJudge(NamedTuple):
         counts["judge_calls"] = float(len(left))
         replies = self._replies({name: ids for name, (_, ids) in left.items()})
         for name, reply in replies.items():
-            verdict = known[name] = left[name][0].question.read(reply)
+            verdict = by_name[name] = left[name][0].question.read(reply)
             if verdict is None:
                 counts["judge_unreadable"] += 1
             else:
                 self.cache.write(name, reply)
-        return [known[name] for name in names], counts
+        return [by_name[name] for name in names], counts
 
     def probe(self) -> None:
         """Nothing: a model that is there answers."""
@@ -203,9 +203,9 @@ class ModelJudge(NamedTuple):
     def stop(self) -> None:
         """Nothing: the thread that is interrupted is the one that samples."""
 
-    def _prompt(self, asked: Asked) -> list[int] | None:
+    def _prompt(self, entry: QuestionVote) -> list[int] | None:
         """The ids of a question; None where the model cannot read it."""
-        messages = [dict(message) for message in asked.question.messages]
+        messages = [dict(message) for message in entry.question.messages]
         if self.wording.template != "chat":  # a model without a chat template reads plain text
             text = "\n\n".join(message["content"] for message in messages)
             messages = [{"role": "user", "content": text}]
@@ -220,13 +220,15 @@ class ModelJudge(NamedTuple):
         if not prompts:
             return {}
         tokenizer, rows = self.wording.tokenizer, self.rows
-        asked = [Prompt(i, "", np.array(x, np.int32), "") for i, x in enumerate(prompts.values())]
+        as_prompts = [
+            Prompt(i, "", np.array(x, np.int32), "") for i, x in enumerate(prompts.values())
+        ]
         rows.set_weights(self.model.params, 0)
         try:
             searched = play_search(
                 Device(rows),
                 _Replies(tokenizer.stop_ids),
-                asked,
+                as_prompts,
                 [int(name[:16], 16) for name in prompts],
                 search_plan("best_of_n", 1),
                 by_path(by_likelihood),

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jrl.episodes.transcript import Transcript, conversation
-from jrl.judging.host import HostJudge, Texts, make_sample, with_ends
+from jrl.judging.host import HostScorer, Texts, make_sample, with_ends
 from jrl.judging.text_parts import TextParts
 from jrl.rewards.base import Sample
 from jrl.rewards.pool import Begun
@@ -47,7 +47,7 @@ class RowCalls:
       begun: the calls of functions that began in this step; None outside of one.
     """
 
-    def __init__(self, functions: HostJudge | None, judges: TextParts | None) -> None:
+    def __init__(self, functions: HostScorer | None, judges: TextParts | None) -> None:
         self._functions, self._judges = functions, judges
         self.begun: Begun | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -109,7 +109,7 @@ class RowCalls:
             self._submitted.append(job)
 
     def _of_row(self, row: Transcript) -> Sample:
-        """What an episode is to its judges."""
+        """The ``Sample`` of an episode, for its judges."""
         judge = self._functions or self._judges
         assert judge is not None
         return make_sample(

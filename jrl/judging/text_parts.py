@@ -26,7 +26,7 @@ from jrl.types import NOTHING, Params, StopReason
 
 
 class TextGiver(Protocol):
-    """What gives a reward part by reading text."""
+    """Giver of a reward part that reads text."""
 
     @property
     def rules(self) -> Rules:
@@ -59,8 +59,8 @@ class TextGiver(Protocol):
         """Drops what was begun; ends ``points`` in another thread."""
 
 
-class Given(NamedTuple):
-    """What one giver says about some groups.
+class GivenScores(NamedTuple):
+    """One giver's rewards of some groups.
 
     Attributes:
       points: [n, G] float32, sums of those by token; NaN for no opinion.
@@ -96,7 +96,7 @@ class TextParts(NamedTuple):
     def __call__(
         self,
         texts: Texts,
-        given: Mapping[str, Any],
+        so_far: Mapping[str, Any],
         step: int,
         weights: Mapping[str, Params] = NOTHING,
     ) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, float], np.ndarray | None]:
@@ -104,7 +104,7 @@ class TextParts(NamedTuple):
 
         Args:
           texts: of the members. Those that are absent, failed or were dropped are not read.
-          given: points [N, G] by part so far, NaN for no opinion.
+          so_far: points [N, G] by part so far, NaN for no opinion.
           step: training steps done.
           weights: that drew the members, by name. A policy that judges has no opinion without
             them, of completions that were there already.
@@ -123,7 +123,9 @@ class TextParts(NamedTuple):
                 for i in rows.tolist()
                 for j in np.flatnonzero(present[i]).tolist()
             }
-            return self._merged(texts, rows, self._given(samples, present, given, rows, weights))
+            return self._merged(
+                texts, rows, self._scores_of(samples, present, so_far, rows, weights)
+            )
 
         n = len(stop)
         results = deal(self.dealt, n, work) if self.dealt else work(np.arange(n))
@@ -152,17 +154,17 @@ class TextParts(NamedTuple):
         for giver in self.givers.values():
             giver.stop()
 
-    def _given(
+    def _scores_of(
         self,
         samples: Mapping[tuple[int, int], Sample],
         present: np.ndarray,
         points: Mapping[str, Any],
         rows: np.ndarray,
         weights: Mapping[str, Params],
-    ) -> list[Given]:
-        """What each giver says about the groups in some rows."""
-        jobs: dict[str, Future[Given]] = {}
-        done: dict[str, Given] = {}
+    ) -> list[GivenScores]:
+        """Each giver's rewards of the groups in some rows."""
+        jobs: dict[str, Future[GivenScores]] = {}
+        done: dict[str, GivenScores] = {}
         asks = dict.fromkeys(self.givers, present)
         for name, giver in self.givers.items():
             if giver.only:
@@ -171,18 +173,18 @@ class TextParts(NamedTuple):
             end.callback(self.stop)  # an interrupt of this thread ends the others, too
             for name, giver in self.givers.items():
                 if giver.remote:
-                    jobs[name] = threads.submit(_given, giver, samples, asks[name], rows)
+                    jobs[name] = threads.submit(_scores_of, giver, samples, asks[name], rows)
             # In this thread, the one that has the device; servers answer meanwhile.
             for name, giver in self.givers.items():
                 if not giver.remote:
                     here = giver.with_weights(weights)
                     mine = np.zeros_like(present) if here is None else asks[name]
-                    done[name] = _given(here or giver, samples, mine, rows)
+                    done[name] = _scores_of(here or giver, samples, mine, rows)
             done |= {name: job.result() for name, job in jobs.items()}
         return [done[name] for name in self.givers]
 
     def _merged(
-        self, texts: Texts, rows: np.ndarray, each: Sequence[Given]
+        self, texts: Texts, rows: np.ndarray, each: Sequence[GivenScores]
     ) -> tuple[tuple[np.ndarray, ...], dict[str, float]]:
         """((points [n, G, R], dropped [n, G], paid [n, G, T]), the counts summed)."""
         counts: collections.Counter[str] = collections.Counter()
@@ -197,13 +199,13 @@ class TextParts(NamedTuple):
         return (points, dropped, paid.astype(np.float32)), dict(counts)
 
 
-def _given(
+def _scores_of(
     giver: TextGiver,
     samples: Mapping[tuple[int, int], Sample],
     asks: np.ndarray,
     rows: np.ndarray,
-) -> Given:
-    """What one giver says about the groups in some rows, of which ``asks`` [N, G] are read."""
+) -> GivenScores:
+    """One giver's rewards of the groups in some rows, of which ``asks`` [N, G] are read."""
     points = np.full((len(rows), asks.shape[1]), np.nan, np.float32)
     dropped = np.zeros(points.shape, bool)
     paid: dict[tuple[int, int], np.ndarray] = {}
@@ -223,4 +225,4 @@ def _given(
             if isinstance(value, list) and giver.rules.by_token is not None:
                 paid[at] = giver.rules.by_token * np.array(value)
             dropped[at] = value is None and giver.rules.missing == "drop"
-    return Given(points, dropped, paid, counts)
+    return GivenScores(points, dropped, paid, counts)

@@ -233,8 +233,8 @@ class OwnMethod:
         check_options(self._function, coefficients, "objective")
         method = made_by(self._function, f"method = {self.name!r}", **coefficients)
         if not isinstance(method, Method):
-            what = f"method = {self.name!r} returned {method!r:.40}"
-            raise UserError(f"{what}; return a jrl.methods.Method")
+            result = f"method = {self.name!r} returned {method!r:.40}"
+            raise UserError(f"{result}; return a jrl.methods.Method")
         return method
 
 

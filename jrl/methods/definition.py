@@ -74,7 +74,7 @@ class _FromPaper(Method):
     made_by = "Method"
 
 
-def _moved(value: Any, default: Any) -> bool:
+def _is_changed(value: Any, default: Any) -> bool:
     """Whether a coefficient is not at its default; an array may be traced, and counts as moved."""
     return isinstance(value, jax.Array) or value != default
 
@@ -150,7 +150,7 @@ class Published:
         changed = {
             name: value
             for name, value in coefficients.items()
-            if name not in defaults or _moved(value, defaults[name])
+            if name not in defaults or _is_changed(value, defaults[name])
         }
         arguments = ", ".join(f"{name}={as_text(value, 1)}" for name, value in changed.items())
         method.made_by = f"{self.name}({arguments})"

@@ -383,7 +383,7 @@ def resident_bytes(
 
 
 def judge_program(run: Run, topology: Topology) -> dict[str, Program]:
-    """What a chip holds while a judge is asked, between sampler and training step, by "judge".
+    """Memory of a chip while a judge is asked, between sampler and training step, by "judge".
 
     Keys and values beside what stays; activations are not counted. {} without a judge on the
     devices.
@@ -535,13 +535,13 @@ def _measured(
     full_seconds = None
     if decode is not None:
         unfilled = program_costs(text, shape, trips=trips)
-        if _moved(unfilled) > _moved(costs):  # else no kernel reads a cache in part
+        if _total_bytes(unfilled) > _total_bytes(costs):  # else no kernel reads a cache in part
             full_seconds = roofline(unfilled, topology, mesh.devices)[0]
     return Program(
         bytes_per_chip=sizes,
         fits=sizes["total"] <= topology.chip.hbm_bytes,
         flops=sum(c.runs * c.flops for c in costs),
-        hbm_bytes=_moved(costs),
+        hbm_bytes=_total_bytes(costs),
         collective_bytes=_by_kind(costs, mesh.axis_names),
         roofline_seconds=least,
         bound=by_resource,
@@ -571,10 +571,10 @@ def _kernels(text: str, name: str, costs: list[Cost]) -> dict[str, float] | None
     parts = [c._replace(runs=1.0) for c in costs if loop is not None and c.name == loop.body]
     parts = parts or costs
     copied = sum(c.runs * c.kinds.get("copies", (0.0, 0.0))[1] for c in parts)
-    return launches._asdict() | {"bytes": _moved(parts), "copied": copied}
+    return launches._asdict() | {"bytes": _total_bytes(parts), "copied": copied}
 
 
-def _moved(costs: list[Cost]) -> float:
+def _total_bytes(costs: list[Cost]) -> float:
     return sum(c.runs * c.bytes for c in costs)
 
 

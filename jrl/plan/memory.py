@@ -105,9 +105,9 @@ def remedies(run: Run, topology: Topology, name: str, sizes: Mapping[str, float]
             )
         factor = stays / (0.6 * limit)
         bigger = larger(topology, topology.chips / topology.slices * factor)
-        if held := [part for part in MODELS if sizes.get(part)]:
-            size = sum(sizes[part] for part in held) / GIB
-            lines.append(f"{' and '.join(held).replace('_', ' ')} take {size:.1f} GiB of it")
+        if models := [part for part in MODELS if sizes.get(part)]:
+            size = sum(sizes[part] for part in models) / GIB
+            lines.append(f"{' and '.join(models).replace('_', ' ')} take {size:.1f} GiB of it")
         if bigger is not None and topology.slices == 1:
             lines.append(f"the state fits on {bigger} with mesh.fsdp over all its chips")
         else:

@@ -257,7 +257,7 @@ def _slots(config: Config, mesh: Sizes) -> list[int | None]:
 
 
 def _formats(config: Config) -> list[Formats]:
-    """With fewer parts in 8 bits; nothing is rounded that the configuration does not round."""
+    """Variants with fewer parts in 8 bits; nothing else is rounded."""
     keys = {"int8": config.sampling.int8, "float8": config.sampling.float8}
     parts = [(key, part) for key, names in keys.items() for part in names]
     fewer = [x for n in range(len(parts)) for x in itertools.combinations(parts, n)]

@@ -44,7 +44,7 @@ def last_values(values: Array, mask: Array) -> Array:
 
 
 def reduce_ensemble(points: Array, ensemble: Ensemble, uncertainty: float) -> Array:
-    """One number of those of M reward models.
+    """Reduction of M reward models' scores to one number.
 
     "Reward Model Ensembles Help Mitigate Overoptimization" (arXiv:2310.02743):
 
@@ -106,10 +106,10 @@ def dropout_passes(
     size = (weight.shape[axis],)
 
     def one(number: Array) -> Array:
-        kept = jax.random.bernoulli(jax.random.fold_in(root, number), 1 - dropout, size)
+        mask = jax.random.bernoulli(jax.random.fold_in(root, number), 1 - dropout, size)
         shape = [1] * weight.ndim
         shape[axis] = size[0]
-        return weight * kept.reshape(shape) / (1 - dropout)
+        return weight * mask.reshape(shape) / (1 - dropout)
 
     return jax.vmap(one)(numbers)
 
@@ -134,7 +134,7 @@ def at_turn_ends(values: Any, mask: Any, turns: Any) -> np.ndarray:
 
 
 def at_progress(values: Any, mask: Any, steps: Any) -> np.ndarray:
-    """What each step changes of the value, at the step's last live token; 0 elsewhere.
+    """Change of the value over each step, at the step's last live token; 0 elsewhere.
 
     The progress of "Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning"
     (arXiv:2410.08146), with v_h the value behind step h:
@@ -246,17 +246,17 @@ def with_dropout(
       seed: of the masks.
       axis: of the head's inputs in its weight: 1 behind that of several networks.
     """
-    own = model.params["value"]
-    head = own.get("head", own)
+    one = model.params["value"]
+    head = one.get("head", one)
     fixed = table.dropout, table.passes, table.single_pass, seed
     weight = dropout_passes(head["weight"], axis, *fixed)
     params = {"head": weight, "rest": model.params}
 
     def values(params: Params, rollout: Rollout) -> Array:
         def one(weight: Array) -> Array:
-            own = params["rest"]["value"]
-            head = own.get("head", own) | {"weight": weight}
-            value = own | {"head": head} if "head" in own else head
+            one = params["rest"]["value"]
+            head = one.get("head", one) | {"weight": weight}
+            value = one | {"head": head} if "head" in one else head
             return model.values(params["rest"] | {"value": value}, rollout)
 
         return reduced(jax.vmap(one)(params["head"]), table)

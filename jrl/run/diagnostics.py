@@ -31,7 +31,7 @@ _ROWS = 100
 """Rows of each source that become prompts, to see whether fields and template fit."""
 
 
-def lacks(config: Config) -> list[str]:
+def obstacles(config: Config) -> list[str]:
     """The obstacles of a configuration here, one line each; [] if none.
 
     Each part is looked at alone, so that one that is wrong does not hide the others. Checkpoints
@@ -82,7 +82,7 @@ def with_others(error: UserError, config: Config) -> UserError:
     lines = str(error).splitlines()
     seen_lines = {bare(line) for line in lines}
     # Without math-verify a run continues, so that is no mistake beside another.
-    others = [line for line in lacks(config) if line != missing_math(config)]
+    others = [line for line in obstacles(config) if line != missing_math(config)]
     return UserError("\n".join(lines + [line for line in others if bare(line) not in seen_lines]))
 
 

@@ -66,20 +66,20 @@ def compiler_options(mesh: Mesh, *, training: bool = False) -> dict[str, Value] 
     """
     platform = named_platform(mesh.devices.flat[0].platform)
     more = TRAINING.get(platform, {}) if training else {}
-    options = {**OPTIONS.get(platform, {}), **known(mesh, tuple(more.items()))}
+    options = {**OPTIONS.get(platform, {}), **supported_options(mesh, tuple(more.items()))}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if f"--{name}=" not in flags} or None
 
 
 @functools.cache
-def known(mesh: Mesh, options: tuple[tuple[str, Value], ...]) -> dict[str, Value]:
-    """Those of some options that the XLA of a mesh's devices has; it stops at any other."""
+def supported_options(mesh: Mesh, options: tuple[tuple[str, Value], ...]) -> dict[str, Value]:
+    """The options that the XLA of a mesh's devices supports; it rejects any other."""
 
     def compiles(some: dict[str, Value]) -> bool:
         where = NamedSharding(mesh, PartitionSpec())
-        made = jax.jit(lambda: jnp.zeros(()), out_shardings=where, compiler_options=some)
+        program = jax.jit(lambda: jnp.zeros(()), out_shardings=where, compiler_options=some)
         try:
-            made.lower().compile()
+            program.lower().compile()
         except jax.errors.JaxRuntimeError as error:
             if "No such compile option" not in str(error):
                 raise

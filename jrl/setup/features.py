@@ -1,4 +1,4 @@
-"""What of a run does not go together: one table, compared with what the run has.
+"""Conflicts between features of a run: one table, compared with the features that it has.
 
 A feature is something that a configuration, a method, its network or the data bring: ``lora``,
 ``search``, ``several players``. ``features_of`` finds those of a run, each with the words that name
@@ -31,7 +31,7 @@ Features = dict[str, str]
 
 
 class Feature(NamedTuple):
-    """What one feature needs, or does not go together with.
+    """Requirement or conflict of one feature.
 
     Attributes:
       name: of the feature.
@@ -64,7 +64,9 @@ TABLE: tuple[Feature, ...] = (
     _forbids("compiled", "row rewards", "it reads a column of the data, and a task has none"),
     # -- the network that a method trains
     _forbids("own layout", "lora", "all weights are trained"),
-    _forbids("own layout", "placement, sampling mesh", "the policy draws where it is trained"),
+    _forbids(
+        "own layout", "placement, sampling mesh", "the policy samples on the mesh that trains it"
+    ),
     _forbids("own layout", "8 bits, router replay", "the sampler has the network as it is trained"),
     _forbids("several policies", "packed, in flight", "a batch is divided by players"),
     # -- copies of the policy, whose base is no part of it with adapters
@@ -72,9 +74,9 @@ TABLE: tuple[Feature, ...] = (
         *("renewed reference", "lora"),
         "the reference is the policy with its adapters off, which never changes",
     ),
-    _forbids("held copies", "lora", "the base is no part of what is copied"),
+    _forbids("held copies", "lora", "copies hold the adapters without their base"),
     # -- groups that are trees
-    _forbids("tree", "given completions", "it holds the completions, and none is drawn"),
+    _forbids("tree", "given completions", "it holds the completions, so none is sampled"),
     _forbids(
         *("tree", "device environment"),
         "completions and episodes on the host branch, those in an environment on the device do not",
@@ -86,32 +88,32 @@ TABLE: tuple[Feature, ...] = (
     _forbids("tree", "several players", "episodes of several players do not branch"),
     _needs("host tree", "fork", "episodes branch with a copy of the environment's state"),
     _forbids("search", "several processes", "a search runs in one process"),
-    _forbids("search", "placement", "a search draws on the mesh of training"),
-    _forbids("guided search", "sampling mesh", "its value network is on the mesh of training"),
-    _forbids("search", "reward model", "a search goes by rewards of functions"),
-    _forbids("search", "judge, likelihood", "a search goes by rewards of functions"),
+    _forbids("search", "placement", "a search samples on the training mesh"),
+    _forbids("guided search", "sampling mesh", "its value network is on the training mesh"),
+    _forbids("search", "reward model", "a search uses rewards of functions only"),
+    _forbids("search", "judge, likelihood", "a search uses rewards of functions only"),
     _forbids(
         *("judge here", "several processes, placement, sampling mesh, several policies"),
-        "it samples on the mesh of training, in one process, as one policy",
+        "it samples on the training mesh, in one process, with one policy",
     ),
     _forbids(
         *("likelihood", "several processes, placement, sampling mesh, several policies"),
-        "it is scored on the mesh of training, in one process, by one policy",
+        "it is scored on the training mesh, in one process, by one policy",
     ),
-    _needs("draws", "text", "only there rewards are computed after a part and before the next"),
+    _needs("draws", "text", "only text is sampled in parts"),
     _forbids("draws", "search", "it samples all prompts together"),
-    _forbids("search", "token rewards", "a search goes by one number for a path"),
-    _forbids("search", "own reward of a task", "a search on a task goes by verify and partial"),
+    _forbids("search", "token rewards", "a search needs one number per path"),
+    _forbids("search", "own reward of a task", "a search on a task uses verify and partial"),
     # -- rounds, replay, problems that are chosen or written
     _forbids(
         *("expert", "placement, several policies, lora, in flight"),
-        "completions are drawn by the policy as its round began",
+        "completions are sampled by the policy of the round's start",
     ),
     _needs("replay", "records", "no problem of a task or of an environment on the device returns"),
     _forbids("stores", "given completions", "they are there already"),
     _forbids(
         *("stores", "placement, router replay, branches"),
-        "a member that is kept joins a later group as it was drawn",
+        "a stored member joins a later group as it was sampled",
     ),
     _forbids("stores", "several processes", "what is kept is in one process"),
     _forbids("curriculum", "placement", "problems are chosen after the step before"),
@@ -121,14 +123,16 @@ TABLE: tuple[Feature, ...] = (
     _needs("questions", "records", "a task has no words for them"),
     _forbids("questions", "episodes", "they are about completions, each by itself"),
     _forbids("search", "further members", "its members are the leaves of one tree"),
-    _forbids("tests between rounds", "branches", "problems are tested by members drawn apart"),
+    _forbids("tests between rounds", "branches", "problems are tested by independent members"),
     _needs("written problems", "episodes", "problems are written for an environment on the host"),
     _needs("host written problems", "writer", "nobody writes them"),
     _needs("estimates between rounds", "value network", "its numbers are read"),
     # -- what is drawn, and what the data hold
     _forbids("placement", "nothing drawn", "its devices are for a rollout"),
     _forbids("router replay", "nothing drawn, given completions", "nothing is sampled"),
-    _forbids("entropy bonus", "nothing drawn, given completions", "the policy did not draw it"),
+    _forbids(
+        "entropy bonus", "nothing drawn, given completions", "the policy did not sample the tokens"
+    ),
     _forbids(
         *("episodes", "greedy members, demonstrations, nothing drawn"),
         "episodes on the host have no such members",
@@ -140,7 +144,7 @@ TABLE: tuple[Feature, ...] = (
     _forbids("recorded", "greedy members, demonstrations beside", "no server records such members"),
     _forbids(
         *("dialogues", "sampler log-probabilities, on-policy loss"),
-        "dialogues were drawn by nobody, so there are no log-probabilities of who drew",
+        "dialogues were not sampled by a policy, so they have no log-probabilities",
     ),
     _needs("rationales", "pairs", "nothing else brings them"),
     _forbids(
@@ -302,7 +306,7 @@ def _warn_unpaid(parts: tuple[str, ...]) -> None:
 
 def _present(items: Mapping[str, tuple[object, str]]) -> Features:
     """The names of which the first of two is true, with the second."""
-    return {name: text for name, (there, text) in items.items() if there}
+    return {name: text for name, (present, text) in items.items() if present}
 
 
 def _config_features(config: Config) -> Features:
@@ -311,7 +315,7 @@ def _config_features(config: Config) -> Features:
     losses = [key for key in ("router_balance", "router_z") if objective.get(key)]
     rewards = parts_of(config)
     models, by_row = rewards.given_by("model"), [p.name for p in rewards.combined if p.column]
-    own = rewards.given_by("function") if config.rewards else ()
+    functions = rewards.given_by("function") if config.rewards else ()
     judges, likely = rewards.given_by("judge"), rewards.given_by("likelihood")
     here = [name for name in judges if judge_of(config, name).local]
     by_token = [*parts_by_token(config).values()]
@@ -334,7 +338,7 @@ def _config_features(config: Config) -> Features:
         "likelihood": (likely, f"[rewards.{likely[0]}]" if likely else ""),
         "token rewards": (by_token, by_token[0] if by_token else ""),
         "row rewards": (by_row, f"rewards.{by_row[0]}" if by_row else ""),
-        "own reward": (own, f"rewards.{own[0]}" if own else ""),
+        "own reward": (functions, f"rewards.{functions[0]}" if functions else ""),
         "several processes": (jax.process_count() > 1, f"{jax.process_count()} processes"),
     }
     modes = {"compiled": "compiled", "packed": "packed", "in flight": "in_flight"}
@@ -363,9 +367,9 @@ def method_features(method: Method, named: str = "the method") -> Features:
     uses = frozenset() if curriculum is None else curriculum.uses
     # A curriculum chooses from a pool, whose problems come again.
     replays = replays and not chooses
-    asked = method.plan.tree
-    tree = f"tree.by = {asked.by!r}" if isinstance(asked, Search) else ""
-    tree = f"tree.at = {asked.at!r}" if isinstance(asked, Branching) else tree
+    plan_tree = method.plan.tree
+    tree = f"tree.by = {plan_tree.by!r}" if isinstance(plan_tree, Search) else ""
+    tree = f"tree.at = {plan_tree.at!r}" if isinstance(plan_tree, Branching) else tree
     expert = bool(method.plan.policies)
     between = curriculum is not None and curriculum.between
     attention = any(statistic.over == "attention" for statistic in objective.statistics)
@@ -373,17 +377,17 @@ def method_features(method: Method, named: str = "the method") -> Features:
     return _present(
         {
             "tree": (draw.shares, tree),
-            "asked tree": (asked, tree),
+            "asked tree": (plan_tree, tree),
             "search": (draw.search, tree),
             "guided search": (draw.search and method.plan.estimate, tree),
             "branches": (draw.tree, tree),
             "greedy members": (draw.baseline_members, f"{named}, which draws greedy baselines,"),
             "demonstrations": (draw.demonstrations, f"{named}, which reads demonstrations,"),
             "demonstrations beside": (
-                draw.demonstrations and draw.own,
+                draw.demonstrations and draw.samples,
                 f"{named}, which reads demonstrations beside what the policy drew,",
             ),
-            "nothing drawn": (not draw.own, f"{named}, which draws nothing,"),
+            "nothing drawn": (not draw.samples, f"{named}, which draws nothing,"),
             "group loss": (
                 objective.surrogate.over == "group",
                 f"{named}, which compares whole completions,",
@@ -423,11 +427,11 @@ def schedule_features(
       named: how messages name the method.
     """
     renewed = "ref" in (schedule.frozen & objective.frozen) - set(frozen)
-    held = sorted(schedule.frozen - {"ref"})
+    copies = sorted(schedule.frozen - {"ref"})
     return _present(
         {
             "renewed reference": (renewed, f"{named}, which renews the reference,"),
-            "held copies": (held, f"{named}, which holds the copies {', '.join(held)},"),
+            "held copies": (copies, f"{named}, which holds the copies {', '.join(copies)},"),
         }
     )
 

@@ -126,7 +126,7 @@ def _numbers(
     axes: Mapping[str, int],
     whole: tuple[str, ...] = (),
 ) -> float:
-    """Those of an array that one device has."""
+    """Numbers of an array on one device."""
     over = {a for name in names if name is not None for a in RULES[name]} - {*whole}
     return math.prod(shape) / math.prod(axes[a] for a in over)
 

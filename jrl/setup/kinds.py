@@ -30,6 +30,7 @@ from jrl.config.unions import (
 )
 from jrl.data.fields import needs_answer
 from jrl.data.goals import GoalRows
+from jrl.data.messages import Wording
 from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
 from jrl.data.tables import Source as Rows
@@ -40,7 +41,7 @@ from jrl.episodes.transcript import Transcript
 from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.methods.plan import Plan
-from jrl.sampling.queue import CHUNK
+from jrl.sampling.slot_sizes import CHUNK
 from jrl.sampling.slots import check_length
 from jrl.setup.recorded import KeptCounts, recorded_groups
 from jrl.setup.reward_parts import parts_of
@@ -51,7 +52,7 @@ Opened = Callable[..., Rows]
 
 
 class RunData(NamedTuple):
-    """What a run reads from files; empty where a procedural task makes the prompts.
+    """Data read from files; empty for a procedural task.
 
     Attributes:
       prompts: "train" and "eval", prompts in text; empty with pairs.
@@ -68,7 +69,7 @@ class RunData(NamedTuple):
 
 
 class HeldOut(NamedTuple):
-    """How many held-out problems an evaluation takes, and how many of them in a draw."""
+    """Held-out problems of an evaluation, and the number of them per draw."""
 
     problems: int
     at_once: int
@@ -132,7 +133,7 @@ class TextKind:
 
     @property
     def features(self) -> dict[str, str]:
-        """What the data bring to a run, by name as in ``features.TABLE``, and the words for it."""
+        """Features of the data, by name as in ``features.TABLE``, with their words for messages."""
         text = {"text": "data.train"} if type(self) is TextKind else {}
         return {"records": "data.train"} | text
 
@@ -142,7 +143,7 @@ class TextKind:
         return {"decode": self.new_tokens}
 
     def problems(self, data: RunData, pool: int, split: str = "train") -> int:
-        """How many problems a split has; ``pool`` where there is no end of them."""
+        """Number of problems of a split; ``pool`` if they are endless."""
         return len(data.prompts.get(split, ()))
 
     def played(self, plan: Plan) -> Plan:
@@ -189,14 +190,13 @@ class TextKind:
             if spec is not None:
                 prompts[split], counts[split] = build_prompts(
                     opened(spec, key=f"data.{split}"),
-                    tokenizer,
+                    Wording(tokenizer, **data.wording),
                     question_key=names["question"],
                     answer_key=names["answer"],
                     answer_pattern=data.answer_pattern,
                     solution_key=names.get("solution") if split == "train" else None,
                     several_solutions="several solutions" in method.needs,
                     needs_answer=needs_answer(self.config),
-                    **data.wording,
                     max_prompt_tokens=data.max_prompt_tokens,
                     overlong=data.overlong,
                     invalid=data.invalid,
@@ -208,7 +208,7 @@ class TextKind:
         return next(iter(data.prompts.get("train", ())), None)
 
     def held_out(self, config: Config, data: RunData) -> HeldOut:
-        """What an evaluation takes: as many prompts a draw as a training step."""
+        """Problems of an evaluation: as many prompts per draw as a training step."""
         problems = min(config.eval.problems, len(data.prompts.get("eval", ())))
         return HeldOut(problems, config.train.prompts)
 
@@ -245,7 +245,7 @@ class GivenKind(TextKind):
     @property
     def features(self) -> dict[str, str]:
         """Given completions."""
-        return super().features | {"given completions": self.config.data.given or ""}
+        return super().features | {"given completions": self.config.data.completions_key or ""}
 
     def played(self, plan: Plan) -> Plan:
         """No plan: what is trained on is there already."""
@@ -258,7 +258,7 @@ class RecordedKind(GivenKind):
     @property
     def features(self) -> dict[str, str]:
         """Given completions in rows of several turns."""
-        return super().features | {"recorded": self.config.data.given or ""}
+        return super().features | {"recorded": self.config.data.completions_key or ""}
 
     def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
         """The groups of recorded rows, each with its prompt."""
@@ -273,7 +273,7 @@ class DialogueKind(RecordedKind):
     @property
     def features(self) -> dict[str, str]:
         """Recorded completions without the log-probabilities of who sampled them."""
-        return super().features | {"dialogues": self.config.data.given or ""}
+        return super().features | {"dialogues": self.config.data.completions_key or ""}
 
 
 class PairKind(GivenKind):
@@ -427,17 +427,17 @@ class AskedKind(TextKind):
 
     def __init__(self, config: Config, task: Task) -> None:
         super().__init__(config)
-        self._asked = task
+        self._task = task
 
     @property
     def tokenizer(self) -> Any:
         """The task's."""
-        return self._asked.tokenizer
+        return self._task.tokenizer
 
     @property
     def new_tokens(self) -> int:
         """T, the task's."""
-        return self._asked.completion_tokens
+        return self._task.completion_tokens
 
 
 def read_pairs(
@@ -460,9 +460,8 @@ def read_pairs(
             rows = opened(spec, key=f"data.{split}")
             judged[split], counts[split] = build_judged(
                 GoalRows(rows) if "goals" in needs else rows,
-                tokenizer,
+                Wording(tokenizer, **data.wording),
                 rationales="rationales" in needs and split == "pairs",
-                **data.wording,
                 max_prompt_tokens=kind.longest_prompt,
                 max_completion_tokens=kind.new_tokens,
                 overlong=data.overlong,

@@ -105,7 +105,7 @@ def _chosen_tree(config: Config, tree: Branching | Search | None) -> Branching |
     table = config.tree
     if isinstance(table, MethodTree):
         # A search of the method's own is for groups that are drawn.
-        return None if config.data.given and isinstance(tree, Search) else tree
+        return None if config.data.completions_key and isinstance(tree, Search) else tree
     keys = {k: v for k, v in table.model_dump(exclude={"kind"}).items() if v is not None}
     if isinstance(table, BranchTree):
         branching = tree if isinstance(tree, Branching) else Branching()
@@ -160,7 +160,7 @@ def common_coefficients(config: Config) -> dict[str, Any]:
 
 def sampler_differs(config: Config) -> bool:
     """Whether completions to train on are drawn from another distribution than the policy's."""
-    return bool(config.sampling.in_8_bits) and config.data.given is None
+    return bool(config.sampling.in_8_bits) and config.data.completions_key is None
 
 
 def _coefficients(
@@ -201,7 +201,7 @@ def _corrected(
     surrogate = method.objective.surrogate
     # A loss that compares members of a group, or reads what the policy did not draw, has no use
     # for the weight of a token; one with ratios against the sampler has the weight in them.
-    compares = surrogate.over == "group" or not method.draw.own or method.draw.demonstrations
+    compares = surrogate.over == "group" or not method.draw.samples or method.draw.demonstrations
     correction = named_correction(common.get("correction", default), GREATEST_WEIGHT)
     if correction is None or compares or "sampler_logprobs" in surrogate.needs:
         return method

@@ -32,7 +32,7 @@ RECORDED_REWARD = "reward"
 
 
 class KeptCounts(NamedTuple):
-    """What became of recorded sessions, or dialogues.
+    """Counts of recorded sessions, or of dialogues.
 
     Attributes:
       read: what was read.
@@ -82,7 +82,7 @@ def recorded_groups(
     """
     sampling = config.sampling
     recorded, where = _read(config, data, tokenizer, opened)
-    rewarded = method.draw.own or method.value  # others read no points
+    rewarded = method.draw.samples or method.value  # others read no points
     groups: list[list[Transcript]] = []
     prompts: list[Prompt] = []
     unrewarded = dropped = 0
@@ -115,12 +115,13 @@ def recorded_groups(
 def _read(
     config: Config, data: RecordedData, tokenizer: Tokenizer, opened: Callable[..., Source]
 ) -> tuple[Recorded | Dialogues, Callable[[Transcript], str]]:
-    """What is on disk, and what says where a row is from.
+    """Recorded groups on disk, and a function that names a row's origin.
 
     Raises:
       UserError: there is nothing to train on.
     """
     if not data.has_logprobs:
+        from jrl.data.messages import Wording
         from jrl.episodes.dialogues import read_dialogues  # not on the way of other runs
 
         if not data.place.strip():
@@ -129,7 +130,8 @@ def _read(
             )
         source = opened(data.place, key="data.train")
         skips: Any = data
-        dialogues = read_dialogues(source, tokenizer, **data.wording, invalid=skips.invalid)
+        wording = Wording(tokenizer, **data.wording)
+        dialogues = read_dialogues(source, wording, invalid=skips.invalid)
         return dialogues, dialogues.where
     if not data.place.strip() or not Path(data.place).expanduser().is_dir():
         raise UserError(
@@ -137,10 +139,12 @@ def _read(
             " jrl serve --record wrote to"
         )
     sampling = config.sampling
-    wanted = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    recorded = read_recorded(data.place, wanted)
+    distribution = Distribution(
+        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    )
+    recorded = read_recorded(data.place, distribution)
     if not recorded.counts.rows:
-        raise UserError(_nothing_drawn(data, wanted, recorded))
+        raise UserError(_nothing_drawn(data, distribution, recorded))
     return recorded, lambda row: f"data.train = {data.train!r}"
 
 
@@ -150,13 +154,13 @@ def _paid_by(data: RecordedData) -> str:
     return "clients send to /v1/sessions/NAME/reward"
 
 
-def _nothing_drawn(data: RecordedData, wanted: Distribution, recorded: Recorded) -> str:
+def _nothing_drawn(data: RecordedData, distribution: Distribution, recorded: Recorded) -> str:
     """Why there is nothing to train on, and which keys would do."""
     if not recorded.counts.completions:
         return f"data.train = {data.train!r}: no completion is on record"
     settings = "; ".join(f"{count} with {each}" for each, count in recorded.drawn_from.items())
     return (
-        f"data.train = {data.train!r}: no completion was drawn with the {wanted} of "
+        f"data.train = {data.train!r}: no completion was drawn with the {distribution} of "
         f"[sampling]; on record are {settings}; set [sampling] to what is to be trained"
     )
 

@@ -50,7 +50,7 @@ Giver = Literal["data", "function", "model", "judge", "likelihood", "combined"]
 
 
 class RunRewards(NamedTuple):
-    """What completions are judged by.
+    """The reward parts of a run.
 
     Attributes:
       weights: reward part -> weight, all parts in the order of the rewards' columns.

@@ -60,7 +60,7 @@ def reward_run(config: Config, key: str, path: str) -> Config:
 
 
 def tokenizer_of(config: Config) -> bytes | str:
-    """What two configurations share when their tokens mean the same."""
+    """Facts that two configurations share if their tokens mean the same."""
     if config.data.has_solutions:
         return "the tasks' own"
     return (model_directory(config.model.path or "") / "tokenizer.json").read_bytes()

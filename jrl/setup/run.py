@@ -1,4 +1,4 @@
-"""What a run is made of: the record that its programs, its sources and its judges read."""
+"""The record of a run's parts, which its programs, sources and judges read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from jrl.config.tables import Config
+from jrl.data.messages import Wording
 from jrl.data.prompts import build_prompts
 from jrl.data.sources import MemoryRows
 from jrl.data.tasks import Task
@@ -30,21 +31,21 @@ class Run(NamedTuple):
     """Everything a run is made of, before its state.
 
     Attributes:
-      config: what was asked for.
-      mesh: where it trains.
-      rollout_mesh: where completions to train on are drawn; None for ``mesh``.
-      model: the policy's shape, or None for a network of one's own.
+      config: the configuration.
+      mesh: devices of training.
+      rollout_mesh: devices that sample completions to train on; None for ``mesh``.
+      model: the policy's shape, or None for a user's network.
       network: the policy.
       value: the value network, or None.
       networks: the frozen policies that the configuration names and the method reads, by name.
-      params: the checkpoint's weights, on the host or in their files, or None to draw them.
+      params: the checkpoint's weights, on the host or in their files; None to initialise them.
       tokenizer: the model's, or the task's.
-      kind: of its data.
-      data: what was read from files.
-      width: P, tokens.
-      sampling_params: the distribution that is drawn from and trained.
-      rewards: what completions are judged by.
-      method: what to train with, its schedule that of this run.
+      kind: the kind of data.
+      data: prompts, pairs and recordings read from files.
+      width: P, tokens of a prompt.
+      sampling_params: of the distribution that is sampled and trained.
+      rewards: the reward parts, their weights and givers.
+      method: the method, with the schedule of this run.
       optimizer: from optax.
     """
 
@@ -78,7 +79,7 @@ class Run(NamedTuple):
 
 
 def run_features(run: Run) -> Features:
-    """What ``check_features`` compares."""
+    """The run's features for ``check_features``."""
     data = run.kind.features
     return features_of(run.config, run.method, network=run.network, model=run.model, data=data)
 
@@ -112,9 +113,8 @@ def question_prompts(run: Run, questions: Sequence[str], most: int = 0) -> list[
     data = run.config.data
     prompts, _ = build_prompts(
         MemoryRows([{"question": q} for q in questions], "prompt"),
-        run.tokenizer,
+        Wording(run.tokenizer, **data.wording),
         answer_key=None,
-        **data.wording,
         max_prompt_tokens=most or run.width,
     )
     return prompts

@@ -73,7 +73,7 @@ class StepAhead:
 
 
 def _shapes(tree: Any) -> Any:
-    """What two trees of arrays, or of their shapes, are compared by."""
+    """Key for comparing two trees of arrays, or of their shapes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 

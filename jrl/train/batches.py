@@ -1,4 +1,4 @@
-"""Where the batches of a run come from: its source, everything around it, and who collects.
+"""A run's batches: its source, the wrappers around it, and the collector.
 
 A reader finds here, in one list, what stands between the training loop and the sampler.
 """
@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jrl.collect.collector import Batches, Collector
 from jrl.collect.curriculum import HostRounds, host_tools, with_problems
 from jrl.collect.host_episodes import HostEpisodes, host_source
+from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import Hinter, TaskTools, TextTools
 from jrl.collect.resharding import ReshardedSampler
 from jrl.collect.reward_stages import FiniteSums, JudgedParts, judged_parts
@@ -55,7 +55,7 @@ from jrl.types import Prompt
 
 
 def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Source:
-    """What draws the groups of a run, and what wraps it, from the inside out.
+    """The source of a run's groups with its wrappers, from the inside out.
 
     Args:
       run: from ``build.setup``.
@@ -102,7 +102,7 @@ def _is_number(value: Any) -> bool:
 
 
 def tools_of(run: Run) -> Callable[[Any], Any] | None:
-    """What the data of a run offers to plans."""
+    """Tools that the data of a run offers to plans."""
     return TOOLS[type(run.kind)](run)
 
 
@@ -133,20 +133,23 @@ def training_batches(
     source = run_source(run, pool)
     if isinstance(source, JudgedParts) or (pool is not None and pool.functions):
         source = FiniteSums(source, run.rewards.weights, run.config.reward_pool.on_error)
-    collector = Collector(
-        source=source,
-        prompts=run.config.train.prompts,
-        reward_weights=np.array(list(run.rewards.weights.values()), np.float32),
+    setting = Setting(
         method=method,
-        mesh=run.mesh,
-        pack=packer,
-        sampled=not run.config.data.scored,
+        prompts=run.config.train.prompts,
         group=run.config.sampling.group,
+        weights=list(run.rewards.weights.values()),
         judge=run.rewards.judged,
         tools=tools_of(run),
         table=None if curriculum is None else table_of(run, curriculum),
         contexts=in_text(run),
         in_order=partial(epoch_order, run.config.data.order_seed(run.config.seed)),
+    )
+    collector = Collector(
+        source,
+        setting,
+        run.mesh,
+        packer,
+        sampled=not run.config.data.scored,
         rounds=HostRounds(source, problems, host_tools(run, source)),
         notes=notes,
     )
@@ -306,7 +309,7 @@ HELD_OUT: Mapping[type[TextKind], MakeSource] = {
 
 
 def undrawn_source(run: Run, pool: RewardPool | None, split: str) -> Source:
-    """What has the problems of a split and judges completions of them, but draws none.
+    """A source with the problems and rewards of a split that samples nothing.
 
     Args:
       run: on a task, or on prompts in text.
@@ -358,7 +361,7 @@ def _of_text(run: Run, hinted: Hinter | None) -> Callable[[Any], Any]:
         new,
         hinted,
         tokenizer=run.tokenizer,
-        asked=lambda question: question_prompts(run, [question], 1 << 30)[0].tokens,
+        tokens_of=lambda question: question_prompts(run, [question], 1 << 30)[0].tokens,
         longest=run.network.max_length - new,
     )
     return lambda key: tools
@@ -379,7 +382,7 @@ TOOLS: Mapping[type[TextKind], Callable[[Run], Callable[[Any], Any] | None]] = {
 
 
 def _evaluation(run: Run) -> tuple[Any, SamplingParams]:
-    """What draws held-out completions, compiled, and the distribution that it draws from."""
+    """The compiled sampler of held-out completions, and its sampling parameters."""
     table, sampling = run.config.eval, run.config.sampling
     params = make_sampling_params(table.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     program = programs.sampler_program(run, split="eval", group=table.samples)
@@ -398,5 +401,5 @@ def _taking_requests(program: Any) -> Any:
 
 
 def _free(program: Any) -> Callable[[], None] | None:
-    """What frees the weights that a program holds between draws; None where it holds none."""
+    """Function that frees a program's weights between draws; None if it holds none."""
     return program.free if isinstance(program, ReshardedSampler) else None

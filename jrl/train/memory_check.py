@@ -1,4 +1,4 @@
-"""What the sizes of a run take of memory at the least, checked before anything is compiled.
+"""Lower bound on a run's memory, checked before anything is compiled.
 
 Counted are arrays that exist in every run of such sizes: weights, also of judges and reward models,
 completions, and the keys and values of those that are decoded at a time. Activations, gradients and
@@ -58,7 +58,7 @@ def check_training(run: Run) -> None:
     config, draw = run.config, run.method.draw
     check_weights(run)
     check_held_models(run)
-    draws = draw.own and config.data.given is None
+    draws = draw.samples and config.data.completions_key is None
     group = config.sampling.group + draw.baseline_members if draws else 1
     setting = f"train.prompts = {config.train.prompts}"
     if draws:
@@ -236,26 +236,26 @@ def held_models(config: Config, rewards: RunRewards, policy: ModelConfig | None)
     Raises:
       UserError: a directory that is neither a checkpoint nor a run.
     """
-    held, seen = [], set[str]()
+    models, directories = [], set[str]()
     for name in rewards.given_by("judge"):
         if not (table := judge_of(config, name)).local:
             continue
         directory, shape = judge_directory(config, name), judge_shape(config, name)
-        held.append(
+        models.append(
             HeldModel(
                 name,
-                () if shape is None or directory in seen else (shape,),
+                () if shape is None or directory in directories else (shape,),
                 judge=shape or policy,
                 slots=table.at_once,
                 tokens=table.max_prompt_tokens + table.max_tokens,
                 in_8_bits=() if shape else config.sampling.in_8_bits,
             )
         )
-        seen.add(directory or "")
+        directories.add(directory or "")
     for name in rewards.given_by("model"):
         paths = model_of_part(config, name).path
-        held.append(HeldModel(name, _reward_networks(config, name, paths), len(paths)))
-    return held
+        models.append(HeldModel(name, _reward_networks(config, name, paths), len(paths)))
+    return models
 
 
 def _reward_networks(config: Config, name: str, paths: tuple[str, ...]) -> tuple[ModelConfig, ...]:

@@ -189,21 +189,21 @@ def compiled_bytes(run: Run) -> float:
 def counted_bytes(run: Run) -> float:
     """Rough bytes of a device that the training step takes, without compiling it."""
     state, _ = programs.abstract_state(run)
-    held, trained = programs.held_bytes(state), programs.held_bytes(state.params)
+    state_bytes, trained = programs.held_bytes(state), programs.held_bytes(state.params)
     model, config = run.shape, run.config
     tensor = run.mesh.shape["tensor"]
     batch = abstract_batch(run)
     tokens = programs.held_bytes((batch.prompt_tokens, batch.tokens)) / 4
     tokens /= config.train.microbatches * run.mesh.shape["context"]
     size = jnp.dtype(model.dtype).itemsize
-    kept = model.layers * saved_numbers(model, tensor, config.model.remat)
+    stored = model.layers * saved_numbers(model, tensor, config.model.remat)
     # What one layer's backward pass holds at a time, and states of the last layer's.
     passing = saved_numbers(model, tensor, "none") + 6.0 * model.embed_dim
     gradient = trained
     if config.train.microbatches > 1:  # summed in float32
         gradient += 4.0 * trained / jnp.dtype(model.param_dtype).itemsize
-    activations = tokens * size * (kept + passing)
-    return held + gradient + activations + _gathered_bytes(run) + _head_bytes(run, tokens)
+    activations = tokens * size * (stored + passing)
+    return state_bytes + gradient + activations + _gathered_bytes(run) + _head_bytes(run, tokens)
 
 
 def _platform(run: Run) -> str:
@@ -227,9 +227,9 @@ def _head_bytes(run: Run, tokens: float) -> float:
     model, tensor = run.shape, run.mesh.shape["tensor"]
     scores = tokens * model.vocab_size / tensor
     part = 10.0 * min(float(ROOM[_platform(run)]), scores)
-    kept = 6.0 * scores if run.config.model.remat == "scores" else 0.0
+    stored = 6.0 * scores if run.config.model.remat == "scores" else 0.0
     sums = 0.0 if run.config.lora is not None else 4.0 * model.vocab_size * model.embed_dim
-    return part + kept + sums / (tensor * run.mesh.shape["fsdp"])
+    return part + stored + sums / (tensor * run.mesh.shape["fsdp"])
 
 
 def saved_numbers(model: ModelConfig, tensor: int, remat: str) -> float:

@@ -276,14 +276,14 @@ def params_of(
         lambda key: {"policy": network.init(key), "value": value.init(key)}, jax.random.key(0)
     )
     axes = {"policy": network.axes(), "value": value.axes()}
-    wanted = jax.tree.map(
+    targets = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
         shapes,
         tree_shardings(mesh, axes, shapes),
     )
-    also = {"params": {"value": wanted["value"]}}
+    also = {"params": {"value": targets["value"]}}
     policy, restored = restore_policy(
-        config, network, wanted["policy"], checkpoint=checkpoint, also=also
+        config, network, targets["policy"], checkpoint=checkpoint, also=also
     )
     return {"policy": policy, "value": restored["params"]["value"]}
 

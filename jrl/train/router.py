@@ -14,7 +14,7 @@ from jrl.types import Array, Batch, Stats
 
 
 class RouterTraining(NamedTuple):
-    """How the routers of a policy with experts are trained.
+    """Settings for training the routers of a policy with experts.
 
     Attributes:
       balance: what ``moe.balance_loss`` is multiplied by; its shares of visits are those of a
@@ -85,7 +85,7 @@ def router_pairs(sums: Stats) -> dict[str, tuple[Array, Array]]:
 
 
 def router_training(config: Config) -> RouterTraining:
-    """How the routers of a model with experts are trained."""
+    """Settings for training the routers of a model with experts."""
     common = common_coefficients(config)
     coefficients = common.get("router_balance", 0.0), common.get("router_z", 0.0)
     return RouterTraining(*coefficients, replay=config.replays_routing)

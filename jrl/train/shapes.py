@@ -24,7 +24,7 @@ def abstract_batch(run: Run) -> Batch:
     draw = method.draw
     n, p = config.train.prompts, run.width
     t = run.kind.new_tokens
-    samples = config.sampling.group if draw.own else 0
+    samples = config.sampling.group if draw.samples else 0
     g = samples + (draw.baseline_members if samples else 0) + draw.demonstrations
     n += sum(edit.extra(n) for edit in method.edits)
     if (plan := method.plan).next is not None:
@@ -36,7 +36,7 @@ def abstract_batch(run: Run) -> Batch:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
 
     stats = {"external": array(jnp.float32, n, g, t)}
-    if draw.own:
+    if draw.samples:
         stats["sampler_logprobs"] = array(jnp.float32, n, g, t)
     ids = {"prompt": array(jnp.int32, n)}
     if run.kind.episode_columns:
@@ -45,7 +45,7 @@ def abstract_batch(run: Run) -> Batch:
         stats["paid"] = array(jnp.float32, n, g, t)
     elif parts_by_token(config):
         stats["paid"] = array(jnp.float32, n, g, t)
-    if draw.own and config.data.given is None:
+    if draw.samples and config.data.completions_key is None:
         ids["answer"] = array(jnp.int32, n, g)
         ids |= {SILENT: array(jnp.int32, n, g)} if type(run.kind) is TextKind else {}
     parts = len(run.rewards.weights)

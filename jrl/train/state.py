@@ -146,7 +146,7 @@ def state_shardings(
     value: ValueNetwork | None = None,
     networks: Mapping[str, Network] = NOTHING,
 ) -> TrainState:
-    """Where each leaf of a state lies on a mesh; optimiser moments lie with their weights.
+    """Shardings of a state's leaves on a mesh; optimiser moments have those of their weights.
 
     Args:
       state: a state or its shapes (``jax.eval_shape`` of ``init_state``).

@@ -54,7 +54,7 @@ Step = Callable[[TrainState, Batch, SamplingParams], tuple[TrainState, Metrics]]
 
 
 class Parts(NamedTuple):
-    """What a step is made of; see ``make_step``."""
+    """Parts of a step; see ``make_step``."""
 
     network: Network
     objective: Objective
@@ -269,7 +269,7 @@ def complete(
 def live_statistics(
     parts: Parts, also: frozenset[str] = frozenset()
 ) -> Callable[[Params, Batch, SamplingParams], Stats]:
-    """What computes the statistics that carry gradient, of a batch or a microbatch.
+    """Function for the statistics that carry gradient, of a batch or a microbatch.
 
     Args:
       parts: of the step.
@@ -394,7 +394,7 @@ def compile_step(step: Step, shardings: TrainState, mesh: Mesh) -> Step:
 
 
 def _drift(stats: Stats, batch: Batch) -> Pairs:
-    """How far the policy is from the sampler and from the reference, as (sum, count).
+    """Divergence of the policy from the sampler and from the reference, as (sum, count).
 
     Returns:
       logprob_diff: the mean absolute difference from the sampler's log-probabilities, nats, over
@@ -445,7 +445,7 @@ def check_split(prompts: int, minibatches: int, microbatches: int) -> None:
 
 
 def batch_metrics(batch: Batch) -> Metrics:
-    """What a batch looks like in numbers, over its live members and tokens.
+    """Metrics of a batch, over its live members and tokens.
 
     Returns:
       reward and reward_std (points; the latter inside groups, averaged over them), reward_parts

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit
 
 from jrl.collect.episodes import episode_rollout
 from jrl.collect.groups import counted, to_batch
@@ -22,7 +23,6 @@ from jrl.train.compiled import held_out
 from jrl.train.score import score
 from jrl.types import StopReason
 
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 ENV = get_env("nim", heaps=2, most=3, opponent="self")
 N, G, KEY, SAMPLING = 4, 6, jax.random.key(3), make_sampling_params()
 IDS = jnp.arange(N, dtype=jnp.int32)

@@ -326,6 +326,11 @@ def mean_over(d, of_token, rows="sequences"):
     return sum(sums) / max(count, 1)
 
 
+def with_advantages(d, advantage):
+    """GRPO's loss with the advantage of each token given by (n, i, t)."""
+    return mean_over(d, lambda n, i, t: clipped_loss(ratio(d, (n, i, t)), advantage(n, i, t)))
+
+
 @functools.lru_cache(maxsize=256)
 def _program(method):
     objective = method.objective

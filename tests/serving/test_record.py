@@ -27,6 +27,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
+from jrl.sampling.request import RequestFeatures
 from jrl.serving import record
 from jrl.serving.http import Service
 from jrl.serving.record import Recorder
@@ -86,7 +87,7 @@ class Trims(Exact):
         return super().chat(cut)
 
 
-class Kept(EngineWorker):
+class Recording(EngineWorker):
     """Keeps what the engine drew, as (prompt, completion)."""
 
     def __init__(self, engine, **more):
@@ -113,7 +114,7 @@ def engine():
         stop_tokens=(1,),
         tokenizer=Exact(),
         chunk=3,
-        biases=True,
+        requests=RequestFeatures(biases=True),
         version=VERSION,
     )
     made.compile(refresh=False)
@@ -160,7 +161,7 @@ def recording(directory, tokenizer=None):
     tokenizer = tokenizer or Exact()
     recorder = Recorder(directory)
     recorder.begin({"model": "tiny", "version": VERSION})
-    worker = Kept(engine(), tokenizer=tokenizer, mesh=make_mesh())
+    worker = Recording(engine(), tokenizer=tokenizer, mesh=make_mesh())
     service = Service(
         worker,
         tokenizer,

@@ -669,7 +669,7 @@ def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
     assert len(rows) == left["siblings"] > 0 == left["paths"]
     whole = search_run(config, "best_of_n", width=3)
     assert (whole["turns"], whole["expansions"]) == (3, 1)
-    with pytest.raises(UserError, match="--out: --search best_of_n plays whole episodes, of which"):
+    with pytest.raises(UserError, match="--out: --search best_of_n plays complete episodes, which"):
         search_run(config, "best_of_n", out=str(tmp_path / "rows"))
     problems = ["What is 1 + 1?", "What is 2 + 2?"]
     with searching(config, "greedy", width=2) as solve:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jrl.collect.collector import Collector
+from jrl.collect.plan import Setting
 from jrl.collect.reward_stages import JudgedParts, model_stage
 from jrl.collect.sources import Groups
 from jrl.collect.sources_given import BatchSizes, JudgedSource, judged_groups, sizes_of
@@ -170,8 +171,8 @@ def test_the_order_is_a_function_of_seed_epoch_and_place(dpo):
 
     def seen(seed, cursor, prompts=5):
         source = JudgedSource(run.data.judged["pairs"], sizes, seed)
-        ones = np.ones(1, np.float32)
-        collector = Collector(source, prompts, ones, run.method, run.mesh, sampled=False)
+        setting = Setting(run.method, prompts, 1, np.ones(1))
+        collector = Collector(source, setting, run.mesh, sampled=False)
         batch, _, after = collector.collect(None, {}, step=99, cursor=cursor)
         assert after == cursor + prompts
         return batch.ids["prompt"].tolist()

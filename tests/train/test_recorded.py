@@ -14,7 +14,7 @@ from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.run import run as running
-from jrl.run.diagnostics import lacks
+from jrl.run.diagnostics import obstacles
 from jrl.run.run import train
 from jrl.sampling.engine import Engine
 from jrl.serving.launch import served_policy
@@ -171,8 +171,8 @@ def test_what_does_not_go_together_is_named(model, sessions, more, said):
 
 
 def test_what_a_run_lacks(model, sessions):
-    assert lacks(config_of(model, sessions)) == []
-    (line,) = lacks(config_of(model, "nowhere"))
+    assert obstacles(config_of(model, sessions)) == []
+    (line,) = obstacles(config_of(model, "nowhere"))
     assert "there is no directory 'nowhere'" in line
 
 

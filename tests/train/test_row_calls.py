@@ -13,7 +13,7 @@ from jrl.collect.sources_text import TextSource
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.judging import row_calls
-from jrl.judging.host import HostJudge
+from jrl.judging.host import HostScorer
 from jrl.judging.judges import endpoint_judges, judge_parts
 from jrl.judging.row_calls import RowCalls
 from jrl.models.tokenizer import CharTokenizer
@@ -66,7 +66,7 @@ def drawn(url, notes, draws, called=lambda: True):
         "rank": make_reward(f"{JUDGES}:rank"),
     }
     with RewardPool(functions, workers=1, timeout_seconds=20.0) as pool:
-        calls = RowCalls(HostJudge(pool, TOKENIZER, "train", 9), judges) if draws > 1 else None
+        calls = RowCalls(HostScorer(pool, TOKENIZER, "train", 9), judges) if draws > 1 else None
         program = sampled(called)
         how = {"max_new_tokens": T, "steps": 9, "draws": draws, "calls": calls}
         source = TextSource(PROMPTS, 1, None, program, None, pool, TOKENIZER, **how)
@@ -113,7 +113,7 @@ def test_each_process_calls_about_its_own_share(monkeypatch):
     )
     for functions, mine in (({"f": alone}, [1]), ({"f": alone, "g": whole}, [])):
         with RewardPool(functions, workers=0, timeout_seconds=1.0) as pool:
-            calls = RowCalls(HostJudge(pool, TOKENIZER), None)
+            calls = RowCalls(HostScorer(pool, TOKENIZER), None)
             seen = []
             monkeypatch.setattr(pool, "begin", lambda seen=seen: Seen(seen))
             with calls.step(0):

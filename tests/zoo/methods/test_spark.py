@@ -109,7 +109,7 @@ class Words:
         return " ".join(WORDS[i] for i in ids if i > 1)
 
 
-def asked(question):
+def recycled_prompt(question):
     """A prompt of four tokens, or one that is too long."""
     if "attempt" in question:
         return np.full(99 if "q1" in question else 4, 30, np.int32)
@@ -142,7 +142,7 @@ def draw(asks):
 
 
 def step_of(method, cursor=0):
-    tools = TextTools(PROMPTS, T, tokenizer=Words(), asked=asked, longest=64)
+    tools = TextTools(PROMPTS, T, tokenizer=Words(), tokens_of=recycled_prompt, longest=64)
     order = lambda tickets: np.asarray(tickets) % 10  # noqa: E731
     ones = np.ones(2, np.float32)
     setting = Setting(method, N, G, ones, 0, order, lambda key: tools, contexts=True)
