@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jrl.collect.collector import Collector
-from jrl.collect.pairs import BatchSizes, JudgedSource, judged_groups, sizes_of
 from jrl.collect.plan import Setting
 from jrl.collect.reward_stages import JudgedParts, model_stage
 from jrl.collect.sources import Groups
+from jrl.collect.sources_given import BatchSizes, JudgedSource, judged_groups, sizes_of
 from jrl.config import load_config
 from jrl.config.tables import RewardTable
 from jrl.errors import UserError
