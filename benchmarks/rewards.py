@@ -32,6 +32,7 @@ from benchmarks.clock import rounded
 from jrl.config.judge import judge_table
 from jrl.rewards import make_reward
 from jrl.rewards.base import Sample
+from jrl.rewards.kill import tree
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.replies import read_score
 from jrl.rewards.verdicts import Question
@@ -201,14 +202,10 @@ def faulty_judge(latency: float) -> Iterator[str]:
 
 
 def processor_seconds() -> float:
-    """Of this process, of its children, and of what those waited for."""
+    """Of this process, of those below it, and of what they waited for."""
     ticks, own = os.sysconf("SC_CLK_TCK"), resource.getrusage(resource.RUSAGE_CHILDREN)
     total = time.process_time() + own.ru_utime + own.ru_stime
-    children: list[str] = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread that has ended
-            children += (task / "children").read_text().split()
-    for child in children:
+    for child in tree(os.getpid())[1:]:
         with contextlib.suppress(OSError):
             fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
             total += sum(map(int, fields[11:15])) / ticks
