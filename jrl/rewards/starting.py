@@ -44,6 +44,11 @@ class Processes:
         """Whether the next worker starts at once."""
         return self._template is not None and bool(self._template.look())
 
+    @property
+    def never_copies(self) -> bool:
+        """Whether each worker has to load the functions."""
+        return not can_copy() or (self._template is not None and self._template.look() is False)
+
     def start(self) -> RewardWorker:
         """A further worker; it may still load the functions.
 

@@ -47,7 +47,7 @@ _BESIDE = 8
 """Slow calls that hold up no other, or ``count`` where that is more. Limits are of wall time, so
 those that hang waste less of the processor when they hang together."""
 _SPARES = 2
-"""Processes that are loaded and idle, once a call was slow or was lost, and where none is copied:
+"""Processes that are loaded and idle, once a call was slow or was lost, where none can be copied:
 the next one is replaced at once."""
 _PRINTED = 1 << 14
 """Bytes that workers may print while one batch is judged; the rest is dropped."""
@@ -279,7 +279,7 @@ class Workers:
     def _start_enough(self) -> None:
         """Starts processes for the remaining calls, and one beside each call that is slow."""
         busy, waiting = self._busy(), len(self._waiting)
-        beside = self._slow() + (0 if self._processes.copies else self._spares)
+        beside = self._slow() + (self._spares if self._processes.never_copies else 0)
         target = min(self._count, waiting + len(busy)) + min(beside, waiting)
         while len(self._living) < target:
             try:
