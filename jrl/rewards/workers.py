@@ -39,7 +39,7 @@ _LOOK_SECONDS, _FLOOD_SECONDS = 0.1, 0.02
 """Between two looks at the workers, and where one prints more than is shown."""
 _START_SECONDS = 600
 """Time for a worker to load the functions."""
-_SLOW, _SLOW_COPIED, _FAR_BEHIND, _SEEN = (0.5, 4), (0.1, 8), (0.1, 20), 8
+_SLOW, _SLOW_COPIED, _FAR_BEHIND, _MIN_CALLS = (0.5, 4), (0.1, 8), (0.1, 20), 8
 """A call is slow after this time, and this multiple of the median of the last calls, once so many
 have ended; where the process beside it is a copy, which costs little; and so slow that others come
 first."""
@@ -60,7 +60,7 @@ _NOT_STARTED = (
 
 
 class Limits(Protocol):
-    """Of one call: seconds, and GiB of its worker and the descendants of that."""
+    """Limits of one call: seconds, and GiB of its worker and the worker's descendants."""
 
     timeout_seconds: float
     memory_gib: float
@@ -254,7 +254,7 @@ class Workers:
         """The workers whose call takes longer than a time, and than a multiple of the usual one."""
         # A process that takes its place needs the other half of the limit to start.
         limit = self._limits.timeout_seconds / 2
-        if len(self._seconds) >= _SEEN:
+        if len(self._seconds) >= _MIN_CALLS:
             limit = min(limit, max(than[0], than[1] * statistics.median(self._seconds)))
         return [worker for worker in self._busy() if worker.seconds() > limit]
 
