@@ -80,6 +80,7 @@ class Processes:
         self._ending.clear()
         if self._template is not None:
             self._template.kill()
+            self._tell_warden(-self._template.pid)
             self._template = None
         if self._warden is not None:
             # Closing its input ends it; waiting avoids a zombie.

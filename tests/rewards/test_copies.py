@@ -132,7 +132,7 @@ def test_a_template_that_is_killed_is_done_without(processes):
     started.end(worker)
 
 
-@pytest.mark.parametrize("later", [["meet"], ["look", *["rest"] * 12]])
+@pytest.mark.parametrize("later", [["meet"], ["look", *["rest"] * 12]], ids=["meet", "look"])
 def test_a_call_that_hangs_ends_when_a_later_one_is_done(tmp_path, later):
     """With one process at a time; "look" waits until the one that hangs has the lowest priority.
 
