@@ -318,6 +318,8 @@ def _check_result(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
     text = [len(a) for a in arguments if isinstance(a, str)]
     if name == "round" and max(numbers, default=0) > MOST_PLACES:
         raise _Beyond(f"round to {max(numbers)} places; at most {MOST_PLACES}")
+    if name in COMPARING and _size(value) * max(text, default=0) > MOST_COMPARED:
+        raise _Beyond(f"{name} of {_size(value)} characters with a text of {max(text)}")
     if name == "join" and isinstance(value, Collection):  # a text, too: of its letters
         items = len(value) if isinstance(value, str) else sum(map(_size, value))
         _bounded(items + len(value) * sum(text))
@@ -337,6 +339,12 @@ LETTERWISE = (
     *("urlize", "wordcount", "xmlattr"),
 )
 """Filters that take long on long texts and lists."""
+
+
+COMPARING = ("trim", "strip", "lstrip", "rstrip", "rfind", "rsplit")
+"""Filters and methods that may compare each letter of a text with each of another."""
+MOST_COMPARED = 10**9
+"""Pairs of letters that one of them compares at most, a second's work."""
 
 
 def _digits(text: str) -> list[str]:
@@ -439,7 +447,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     padding = ("batch", "center", "indent", "replace", "format", "join", "slice", "wordwrap")
-    for name in (*padding, *LETTERWISE, "list", "round", "sum"):
+    for name in (*padding, *LETTERWISE, "list", "round", "sum", "trim"):
         environment.filters[name] = _checked_filter(name, environment.filters[name])
     environment.filters["tojson"] = tojson
     environment.filters["random"] = refuse_random
