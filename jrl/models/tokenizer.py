@@ -440,7 +440,7 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
     That refuses them beside a content where tools are called.
     """
-    if "reasoning_content" not in message or (message.get("tool_calls") and message["content"]):
+    if "reasoning_content" not in message or (message.get("tool_calls") and message.get("content")):
         return message
     return {**message, "thinking": message["reasoning_content"]}
 

@@ -229,7 +229,7 @@ BAD = [
         },
         "tools[0].function.parameters.properties must be an object",
     ),
-    ({"repetition_penalty": 1.5}, "repetition_penalty = 1.5 is not supported"),
+    ({"extra_body": {"repetition_penalty": 1.5}}, "repetition_penalty = 1.5 is not supported"),
     ({"messages": [{"role": "user", "content": "a", "reasoning": "b"}]}, "[0].reasoning must be"),
 ]
 
