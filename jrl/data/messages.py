@@ -170,8 +170,10 @@ class Wording(NamedTuple):
       system: a system message for conversations without one, or None. Without a chat template it
         precedes the question, with a blank line between.
       template: "chat" for the tokenizer's chat template, "plain" for the question as it is, or a
-        text with ``{question}`` in it.
-      variables: further variables of the chat template, such as ``{"enable_thinking": False}``.
+        text with ``{question}`` in it. The last two are encoded with the special tokens that the
+        tokenizer puts around a text, such as BOS.
+      variables: further variables of the chat template, such as ``{"enable_thinking": False}``;
+        those that a row has in its field "chat_template_kwargs" come before them.
     """
 
     tokenizer: Tokenizer
@@ -189,7 +191,7 @@ class Wording(NamedTuple):
         return self
 
     def of_row(self, row: Mapping[str, Any], where: str) -> Wording:
-        """The same with the variables that a row has for itself, in "chat_template_kwargs".
+        """This format with the row's own variables, in "chat_template_kwargs".
 
         Args:
           row: the fields.

@@ -14,7 +14,7 @@ from jrl.errors import UserError
 
 
 class Literal(Protocol):
-    """What makes the expression for a text in which control tokens are spelled out."""
+    """Maker of the grammar expression for a text with control tokens."""
 
     def __call__(self, text: str, *, last: bool = False) -> str:
         """The expression; ``last`` where the completion may end with the text's last token."""

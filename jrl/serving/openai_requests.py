@@ -55,7 +55,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 COMMON = frozenset(
     {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias", "seed", "stop"}
 ) | {"n", "logprobs", "stream", "stream_options"}
-KNOWN: Mapping[bool, frozenset[str]] = {
+ACCEPTED: Mapping[bool, frozenset[str]] = {
     False: COMMON | {"prompt", "best_of"},
     True: COMMON
     | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice"}
@@ -303,7 +303,7 @@ def _integer(body: Json, name: str, default: int | None, low: int, high: int) ->
 
 def _check_names(body: Json, chat: bool) -> None:
     for name, value in body.items():
-        if name in KNOWN[chat] or name in IGNORED:
+        if name in ACCEPTED[chat] or name in IGNORED:
             continue
         if name not in NEUTRAL:
             raise ApiError(f"unknown parameter {name!r}", param=name, code="unknown_parameter")

@@ -33,7 +33,7 @@ class Tools(NamedTuple):
       only: the one tool that must be called; None for any.
     """
 
-    told: tuple[Json, ...]
+    offered: tuple[Json, ...]
     parser: Parser
     enforced: bool = False
     only: str | None = None
@@ -41,7 +41,7 @@ class Tools(NamedTuple):
     @property
     def schemas(self) -> Schemas:
         """JSON schema of the arguments, by the tool's name."""
-        return {each["function"]["name"]: each["function"]["parameters"] for each in self.told}
+        return {each["function"]["name"]: each["function"]["parameters"] for each in self.offered}
 
 
 def tool_parser(name: str | None, tokenizer: Tokenizer) -> Parser | None:
@@ -177,7 +177,7 @@ def conversation(
       UserError: the template refuses the messages, writes no tools or no calls, or does not read a
         variable; or something beside the contents spells a control token.
     """
-    offered = list(tools.told) if tools else []
+    offered = list(tools.offered) if tools else []
     check_variables(variables, tokenizer, "chat_template_kwargs")
     check_fields(tokenizer, [dict(m) for m in messages], offered, "the request")
     results = [

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chat_templates import chat_tokenizer  # noqa: F401
 
+from jrl.data.messages import Wording
 from jrl.data.pairs import build_judged
 from jrl.data.prompts import build_prompts
 from jrl.data.sources import MemoryRows
@@ -43,14 +44,15 @@ def controls(tokenizer, ids):
     return [ids.count(tokenizer.encode(mark)[0]) for mark in ("<|im_start|>", "<|im_end|>")]
 
 
-def prompt_of(tokenizer, row, **options):
-    prompts, _ = build_prompts(MemoryRows([row]), tokenizer, max_prompt_tokens=900, **options)
+def prompt_of(tokenizer, row, solution_key=None, **words):
+    wording, sizes = Wording(tokenizer, **words), {"max_prompt_tokens": 900}
+    prompts, _ = build_prompts(MemoryRows([row]), wording, solution_key=solution_key, **sizes)
     return prompts[0]
 
 
 def pair_of(tokenizer, row):
     sizes = {"max_prompt_tokens": 900, "max_completion_tokens": 400}
-    (judged,), _ = build_judged(MemoryRows([row]), tokenizer, **sizes)
+    (judged,), _ = build_judged(MemoryRows([row]), Wording(tokenizer), **sizes)
     return judged
 
 
@@ -157,7 +159,7 @@ def test_text_from_outside_is_never_a_control_token_in_prompts_pairs_and_chats(
 ):
     """Questions, earlier messages, results of tools: the controls are those of harmless text."""
     tokenizer = chat_tokenizer(name)
-    known = {i for i in range(tokenizer.vocab_size) if tokenizer.controls(said(tokenizer, [i]))}
+    known = {i for i in range(tokenizer.vocab_size) if tokenizer.controls(text_of(tokenizer, [i]))}
 
     def paths(text):
         user = [{"role": "user", "content": text}]
@@ -182,7 +184,7 @@ def test_text_from_outside_is_never_a_control_token_in_prompts_pairs_and_chats(
         assert got == harmless, attack
 
 
-def said(tokenizer, ids):
+def text_of(tokenizer, ids):
     return tokenizer.decode(ids, skip_special=False)
 
 

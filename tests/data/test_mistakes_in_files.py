@@ -8,6 +8,7 @@ import tracemalloc
 
 import pytest
 
+from jrl.data.messages import Wording
 from jrl.data.pairs import build_judged
 from jrl.data.prompts import build_prompts
 from jrl.data.sources import open_source
@@ -122,7 +123,7 @@ def said_of(place, name, content, read):
 
 
 def prompts_of(source):
-    build_prompts(source, char_tokenizer(), template="plain", max_prompt_tokens=50)
+    build_prompts(source, Wording(char_tokenizer(), template="plain"), max_prompt_tokens=50)
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -180,10 +181,8 @@ PAIRS = {
 
 
 def pairs_of(source):
-    build_judged(
-        *(source, char_tokenizer()),
-        **{"template": "plain", "max_prompt_tokens": 40, "max_completion_tokens": 12},
-    )
+    wording = Wording(char_tokenizer(), template="plain")
+    build_judged(source, wording, max_prompt_tokens=40, max_completion_tokens=12)
 
 
 @pytest.mark.parametrize("name", PAIRS)
