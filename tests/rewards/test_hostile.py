@@ -292,3 +292,18 @@ def test_an_alarm_that_a_call_leaves_does_not_go_off_in_another():
     finally:
         for timer in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
             signal.setitimer(timer, 0)
+
+
+def test_what_a_call_does_to_its_row_no_other_call_reads():
+    """In this process, too: the second member of a prompt has the same row."""
+
+    def eats(samples):
+        row = samples[0].prompt
+        return [float(row.meta["tests"].pop() + row.answer.pop("bonus"))]
+
+    prompt = Prompt(0, "?", np.arange(3, dtype=np.int32), {"bonus": 1}, {"tests": [1, 2]})
+    samples = [Sample(prompt, "a", np.arange(2), "length")] * 2
+    with RewardPool({"r": eats}, workers=0, timeout_seconds=2.0, on_error="stop") as pool:
+        points = pool.scores(samples).points
+    assert points[:, 0].tolist() == [3.0, 3.0]
+    assert (prompt.meta, prompt.answer) == ({"tests": [1, 2]}, {"bonus": 1})
