@@ -145,7 +145,7 @@ def test_rows_of_a_run_from_python_that_are_damaged(line, tmp_path):
     path.write_bytes(b'{"question": "1", "answer": "2"}\n')
     context = contextvars.copy_context()
     context.run(own.remember, tmp_path)
-    rows = context.run(own.given_value, "python:rows-1", "data.train")
+    rows = context.run(own.python_value, "python:rows-1", "data.train")
     assert rows == [{"question": "1", "answer": "2"}]
 
 
@@ -514,7 +514,7 @@ def test_rows(name, place):
     refused(ROWS[name], setup, place, data=name[0])
 
 
-@pytest.mark.parametrize("answer", [["5"], {"x": 5}])
+@pytest.mark.parametrize("answer", [[["5"]], {"x": 5}])
 def test_answers_that_no_text_is_equal_to(answer, place):
     rows = [{"question": "a?", "answer": "1"}, {"question": "b?", "answer": answer}]
     (place / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

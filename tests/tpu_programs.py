@@ -102,15 +102,16 @@ def gpu_engine(sizes: dict[str, Any], topology: str, mesh: dict[str, int], steps
     from jrl.models.transformer import transformer
     from jrl.plan.kernels import token_step
     from jrl.plan.topology import compile_devices, parse_topology
-    from jrl.sampling.rows import Rows
+    from jrl.sampling.batch import ChunkInputs
+    from jrl.sampling.rows import RowOptions, Rows
     from jrl.sampling.slots import IdleLimit
 
     rows, vocab = 64, sizes["vocab_size"]
     types = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
     network = transformer(ModelConfig(**sizes, **types))
-    lengths = {"prompt_tokens": 256, "max_new_tokens": 1024, "chunk": 32, "stop_width": 8}
-    wide = {"biases": True, "masks": True, "top_logprobs": 8}
-    engine = Rows(network, slots=rows, stop_tokens=(0,), **lengths, **wide)
+    lengths = {"prompt_tokens": 256, "max_new_tokens": 1024, "chunk": 32}
+    wide = RowOptions(stop_width=8, biases=True, masks=True, top_logprobs=8)
+    engine = Rows(network, slots=rows, stop_tokens=(0,), **lengths, options=wide)
     chips = make_mesh(mesh, compile_devices(parse_topology(topology)))
     on = replicated(chips)
 
@@ -126,9 +127,9 @@ def gpu_engine(sizes: dict[str, Any], topology: str, mesh: dict[str, int], steps
         weights = shapes(lambda: network.prepare(network.init(jax.random.key(0))))
         batch, idle = shapes(engine._make, weights), IdleLimit(shape(), shape())
         masks = shape(rows, -(-vocab // 32), dtype=jnp.uint32)
-        args = shape(), shape(rows), shape(), idle, shape(rows), None, masks
+        chunk = ChunkInputs(shape(), shape(rows), shape(), idle, shape(rows), None, masks)
         at_once = gpu.block_of(steps)
-        program = engine._decode.lower(weights, batch, *args, at_once=at_once).compile()
+        program = engine._decode.lower(weights, batch, chunk, at_once=at_once).compile()
     return token_step(program.as_text())._asdict() | {"at_once": at_once}
 
 
@@ -239,7 +240,8 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
     """The attention kernels in compiled programs of a run, by name, and whether all axes are used.
 
     "in_loop" are those in the loop over tokens; "copied" is how many numbers the largest array has
-    that this loop copies or writes one by one; "loops" are all there are.
+    that this loop copies or writes one by one; "loops" are all there are. What the program's entry
+    copies, such as weights that it lays out anew, it copies once.
     """
     from jrl.config import build_config
     from jrl.plan import compile as plan
@@ -253,15 +255,16 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
     for name in programs:
         text = lowering[name](run).compile(compiler_options=plan.effort_options(-1.0)).as_text()
         bodies = set(re.findall(r"body=%([\w.\-]+)", text))
-        calls, loops, inside, copied = [], 0, "", 0
+        calls, loops, inside, entry, copied = [], 0, "", False, 0
         for line in text.splitlines():
             if line.endswith("{") and not line.startswith(" "):
+                entry = line.startswith("ENTRY ")
                 inside = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
             if 'custom_call_target="tpu_custom_call"' in line:
                 calls.append(line.split(" = ")[0].split("%")[-1].split(".")[0])
                 loops += inside in bodies
             moved = re.search(r" = \w+\[([\d,]+)\]\S* (?:copy|scatter)\(", line)
-            if moved and "/decode/" in line:
+            if moved and "/decode/" in line and not entry:
                 copied = max(copied, math.prod(map(int, moved[1].split(","))))
         found[name] = {"kernels": sorted(calls), "in_loop": loops, "devices": run.mesh.size}
         found[name] |= {"copied": copied, "loops": len(bodies)} if name == "sampler" else {}

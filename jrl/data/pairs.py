@@ -17,7 +17,7 @@ from jrl.data.records import in_tokens, read_record, read_tokens, row_kind
 from jrl.data.sources import Source
 from jrl.errors import UserError, unknown_choice
 from jrl.models.tokenizer import Tokenizer
-from jrl.types import NOTHING, Batch
+from jrl.types import Batch
 
 OVERLONG = ("error", "drop", "truncate")
 
@@ -60,7 +60,7 @@ class JudgedCounts(NamedTuple):
     Attributes:
       kind: "pairs", "labels" or "lists".
       rows: records read.
-      kept: groups made from them.
+      used: groups made from them.
       dropped: records skipped because a text was too long.
       truncated: records with a text that was truncated.
       longest_prompt: tokens, before any limit.
@@ -70,7 +70,7 @@ class JudgedCounts(NamedTuple):
 
     kind: str
     rows: int
-    kept: int
+    used: int
     dropped: int
     truncated: int
     longest_prompt: int
@@ -80,7 +80,7 @@ class JudgedCounts(NamedTuple):
     def __str__(self) -> str:
         """One line for a log."""
         return (
-            f"{self.kept} {self.kind} of {self.rows} rows; too long: {self.dropped} dropped, "
+            f"{self.used} {self.kind} of {self.rows} rows; too long: {self.dropped} dropped, "
             f"{self.truncated} truncated; longest prompt {self.longest_prompt} and completion "
             f"{self.longest_completion} tokens{'; ' * bool(self.invalid)}{self.invalid}"
         )
@@ -88,11 +88,8 @@ class JudgedCounts(NamedTuple):
 
 def build_judged(
     source: Source,
-    tokenizer: Tokenizer,
+    wording: Wording,
     *,
-    system: str | None = None,
-    template: str = "chat",
-    variables: Mapping[str, Any] = NOTHING,
     max_prompt_tokens: int,
     max_completion_tokens: int,
     overlong: str = "error",
@@ -107,12 +104,8 @@ def build_judged(
 
     Args:
       source: the records.
-      tokenizer: the model's.
-      system: a system message for prompts that have none, or None.
-      template: as in ``prompts.build_prompts``; messages need "chat". A prompt that is a string is
-        a message of the user.
-      variables: further variables of the chat template, such as ``{"enable_thinking": False}``;
-        those that a row has in its field "chat_template_kwargs" come before them.
+      wording: how their texts become ids; messages need the template "chat". A prompt that is a
+        string is a message of the user.
       max_prompt_tokens: the longest prompt, tokens; in records of token ids it may be longer by
         what the completions leave of their own limit.
       max_completion_tokens: the longest completion, tokens.
@@ -133,7 +126,7 @@ def build_judged(
     """
     if overlong not in OVERLONG:
         raise unknown_choice("data.overlong", overlong, OVERLONG)
-    wording = Wording(tokenizer, system, template, variables).check()
+    wording.check()
     rows: list[Judged] = []
     kind, dropped, truncated, longest_p, longest_t = "", 0, 0, 0, 0
     form: tuple[int, ...] = ()
@@ -150,13 +143,13 @@ def build_judged(
             if rationales and (in_tokens(row) or found_kind != "pairs"):
                 raise UserError(f"{where}: a rationale belongs to chosen and rejected in text")
             if in_tokens(row):
-                labelled = _from_ids(index, row, where, found_kind, tokenizer)
+                labelled = _from_ids(index, row, where, found_kind, wording.tokenizer)
             else:
                 labelled = _encode(index, row, where, found_kind, wording, rationales)
             if form not in ((), _form(labelled)):
                 raise UserError(
-                    f"{where}: visits, steps or attributes are in some rows only, or not as many;"
-                    " give them in all, or put the rows into separate files"
+                    f"{where}: visits, steps or attributes are in some rows only, or differ in"
+                    " number; give them in all rows, or use separate files"
                 )
             kind, form = found_kind, _form(labelled)
             p, t = len(labelled.prompt), max(map(len, labelled.completions))
@@ -168,8 +161,8 @@ def build_judged(
                 if overlong == "error":
                     more = " with what is left of sampling.max_new_tokens" * in_tokens(row)
                     by_rationale = bool(labelled.context) and len(labelled.completions[-1]) == t
-                    what = "rationale behind both answers" if by_rationale else "completion"
-                    raise _too_long(where, p, t, room, max_completion_tokens, more, what)
+                    name = "rationale behind both answers" if by_rationale else "completion"
+                    raise _too_long(where, p, t, room, max_completion_tokens, more, name)
                 labelled = _cut(labelled, room, max_completion_tokens)
                 if overlong == "drop" or _all_same(labelled):
                     dropped += 1
@@ -395,10 +388,12 @@ def _cut(row: Judged, prompt_tokens: int, completion_tokens: int) -> Judged:
     )
 
 
-def _too_long(where: str, p: int, t: int, max_p: int, max_t: int, more: str, what: str) -> TooLong:
+def _too_long(
+    where: str, p: int, t: int, max_p: int, max_t: int, more: str, completion: str
+) -> TooLong:
     name, size, key, limit = "prompt", p, f"data.max_prompt_tokens{more}", max_p
     if p <= max_p:
-        name, size, key, limit = what, t, "sampling.max_new_tokens", max_t
+        name, size, key, limit = completion, t, "sampling.max_new_tokens", max_t
     return TooLong(
         f"{where}: the {name} has {size} tokens and {key} is {limit}; raise it, or set "
         "data.overlong to drop or truncate"

@@ -27,7 +27,7 @@ from jrl.hub import data_files, hub_name
 from jrl.system.extras import need
 from jrl.system.json_text import refuse_pointer
 from jrl.system.memory import check_fits
-from jrl.user_code import GIVEN, given_value
+from jrl.user_code import PYTHON_PREFIX, python_value
 
 _KINDS: Mapping[str, Callable[[Path], Source]] = {
     ".csv": CsvSource,
@@ -88,8 +88,8 @@ def open_source(
             if not weight > 0:
                 raise UserError(f"{key}: the weight of {name!r} is {weight}; it must be above 0")
         return Mixture({name: open_source(name, tfds_dir=tfds_dir, key=key) for name in spec}, spec)
-    if spec.startswith(GIVEN):
-        return MemoryRows(given_value(spec, key))
+    if spec.startswith(PYTHON_PREFIX):
+        return MemoryRows(python_value(spec, key))
     if spec.startswith(EPISODES):
         return MemoryRows(_numbered(spec, key), "episode")
     if spec.startswith("tfds:"):
@@ -118,7 +118,7 @@ def open_source(
 
 def _suffix(path: Path) -> str | None:
     """The suffix of a file that is read, or None."""
-    return next((suffix for suffix in _KINDS if path.name.endswith(suffix)), None)
+    return next((suffix for suffix in _KINDS if path.name.lower().endswith(suffix)), None)
 
 
 def _looked(path: Path) -> str:
@@ -209,7 +209,8 @@ class ParquetSource:
             # Damage of pages is an OSError, of what is in them an ArrowException.
             damage = (OSError, need("pyarrow", "data", "Parquet").ArrowException)
             try:
-                self._group = (number, self._file.read_row_group(number).to_pylist())
+                rows = self._file.read_row_group(number).to_pylist()
+                self._group = (number, [_without_nulls(row) for row in rows])
             except damage as error:
                 reason = " ".join(str(error).split())
                 raise UserError(
@@ -220,6 +221,22 @@ class ParquetSource:
     def where(self, index: int) -> str:
         """File and row, counted from 0."""
         return f"{self.path}, row {index}"
+
+
+def _without_nulls(value: Any, inside: bool = False) -> Any:
+    """A row without the keys that Parquet adds to arguments and schemas of tools.
+
+    Its objects have all keys of all rows, and null where a row's own object has none.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(item, inside) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_nulls(item, inside or name in ("arguments", "parameters"))
+        for name, item in value.items()
+        if not (inside and item is None)
+    }
 
 
 class _TfdsSource:

@@ -1,6 +1,6 @@
 """Conversations in messages, as transcripts that train the assistant's turns.
 
-    found = read_dialogues(open_source("talks.jsonl"), tokenizer)
+    found = read_dialogues(open_source("talks.jsonl"), Wording(tokenizer))
     print(found.counts)
 
 A row is {"messages": [...], "reward": 0.7}, or with "rewards", one number for each message of the
@@ -26,7 +26,7 @@ from jrl.data.messages import Wording, after_prompt, end_of_turn, until_stop
 from jrl.data.tables import Source
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.recorded import ROW, joined_groups
-from jrl.episodes.recorded_files import Distribution, Drawn
+from jrl.episodes.recorded_files import Distribution, RecordedCompletion
 from jrl.episodes.transcript import Transcript
 from jrl.errors import UserError, nearest
 from jrl.models.chat_frames import (
@@ -39,7 +39,7 @@ from jrl.models.chat_frames import (
 )
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
 from jrl.system.float32 import fits_float32
-from jrl.types import NOTHING, StopReason
+from jrl.types import StopReason
 
 ROLES = ("system", "user", "assistant")
 ASSISTANT = "assistant"
@@ -89,30 +89,24 @@ class Dialogues(NamedTuple):
 
 def read_dialogues(
     source: Source,
-    tokenizer: Tokenizer,
+    wording: Wording,
     *,
-    system: str | None = None,
-    template: str = "chat",
-    variables: Mapping[str, Any] = NOTHING,
     invalid: str = "error",
 ) -> Dialogues:
     """The dialogues of a file, tokenized.
 
     Args:
       source: the rows.
-      tokenizer: the policy's.
-      system: a system message for dialogues that begin without one, or None.
-      template: "chat" for the tokenizer's chat template; "plain" for contents one after another,
-        each of the assistant's ended by the end-of-text token.
-      variables: further variables of the chat template, such as ``{"enable_thinking": False}``.
+      wording: how their messages become ids; with the template "plain" contents stand one after
+        another, each of the assistant's ended by the end-of-text token.
       invalid: for rows that cannot be used: "error", or "skip", which counts them.
 
     Raises:
       UserError: a row cannot be used; names file and line, and what is wrong with it.
     """
-    Wording(tokenizer, system, template, variables).check()
+    tokenizer, system, template, variables = wording.check()
     writer = _writer(tokenizer, template, variables)
-    sessions: list[list[Drawn]] = []
+    sessions: list[list[RecordedCompletion]] = []
     bad = BadRows(skip=invalid == "skip")
     for index in range(len(source)):
         where = source.where(index)
@@ -264,7 +258,7 @@ class _Plain(NamedTuple):
 
 
 class _Chat(NamedTuple):
-    """By a chat template."""
+    """Encoder of conversations with a chat template."""
 
     frames: Frames
 
@@ -308,9 +302,9 @@ def _turns(
     writer: _Writer,
     row: int,
     where: str,
-) -> list[Drawn]:
+) -> list[RecordedCompletion]:
     """The turns of the assistant, each with what it continues."""
-    nodes: list[Drawn] = []
+    nodes: list[RecordedCompletion] = []
     for at, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
@@ -318,7 +312,7 @@ def _turns(
         if not len(prompt):
             raise UserError(f"{where}: there is no message before the assistant's first one")
         ids = np.array(writer.turn(messages[:at], message), np.int32)
-        node = Drawn(
+        node = RecordedCompletion(
             prompt=prompt,
             drawn=ids,
             logprobs=np.zeros(len(ids), np.float32),

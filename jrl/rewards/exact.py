@@ -185,7 +185,7 @@ def boxed(text: str) -> str | None:
 
 
 def _joined(text: str, boxes: list[_Box]) -> str | None:
-    """What the last boxes hold: one, or a list of those with "and" or a comma between them."""
+    """Contents of the last boxes: one, or a list of those joined by "and" or a comma."""
     if not boxes:
         return None
     contents = [boxes[-1].content]
@@ -235,7 +235,8 @@ def exact_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
     """1 for a completion whose final answer is the prompt's, else 0.
 
     A dataset's worked answer is read like a completion: what follows its "####" counts. An answer
-    in words is compared with the marked answer, or with the complete text if none is marked.
+    in words is compared with the marked answer, or with the complete text if none is marked. Of
+    answers in a list one is enough.
 
     Args:
       samples: what to judge.
@@ -264,8 +265,13 @@ def expected_answer(answer: Any) -> str:
     return marked_answer(text) or text
 
 
+def expected_answers(answer: Any) -> list[str]:
+    """The final answers of which a completion must give one: a list holds several."""
+    return [expected_answer(x) for x in (answer if isinstance(answer, list | tuple) else [answer])]
+
+
 def last_statement(text: str) -> str | None:
-    """What a text that ends with "The answer is ..." says there, else None.
+    """The answer in a text that ends with "The answer is ...", else None.
 
     >>> last_statement("She is faster. The answer is Evelyn.")
     'Evelyn'
@@ -292,6 +298,8 @@ def claimed_answer(completion: str, expected: str) -> str | None:
 
 
 def _is_right(sample: Sample, tolerance: float) -> bool:
-    expected = expected_answer(sample.prompt.answer)
-    answer = claimed_answer(sample.completion, expected)
-    return answer is not None and same_answer(answer, expected, tolerance)
+    for expected in expected_answers(sample.prompt.answer):
+        answer = claimed_answer(sample.completion, expected)
+        if answer is not None and same_answer(answer, expected, tolerance):
+            return True
+    return False

@@ -11,14 +11,14 @@ import numpy as np
 from jrl.config import Config
 from jrl.config.tables import RewardTable
 from jrl.errors import UserError
+from jrl.judging.host import with_ends
 from jrl.rewards.base import Sample
 from jrl.rewards.columns import check_columns
 from jrl.rewards.pool import RewardPool
 from jrl.run.reward_metrics import check_column
+from jrl.setup.reward_parts import function_of, reward_tables
+from jrl.setup.run import Run
 from jrl.system.extras import install_line, missing
-from jrl.train.build import Run
-from jrl.train.judging import with_ends
-from jrl.train.reward_parts import function_of, reward_tables
 from jrl.types import Prompt
 from jrl.user_code import load
 
@@ -58,7 +58,7 @@ def reward_text(run: Run) -> str:
 def missing_math(config: Config) -> str:
     """A line where rewards.math has no math-verify to compare by; "" elsewhere."""
     used = "math" in [function_of(n, table) for n, table in reward_tables(config).items()]
-    if not used or config.data.given or not missing(["math-verify"]):
+    if not used or config.data.completions_key or not missing(["math-verify"]):
         return ""
     return (
         "rewards.math compares numbers, and anything else as text, because math-verify is not"
@@ -82,8 +82,8 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
     tokens = np.array(run.tokenizer.encode(text), np.int32)
     sample = Sample(prompt=prompt, completion=text, tokens=tokens, stop="stop_token")
     if run.config.data.plays:  # as an episode of one turn
-        said = ({"role": "assistant", "content": text},)
-        sample = dataclasses.replace(sample, messages=said, stop="done")
+        messages = ({"role": "assistant", "content": text},)
+        sample = dataclasses.replace(sample, messages=messages, stop="done")
     if pool.by_token:
         sample = with_ends(sample, run.tokenizer)
     pool.probe(names, sample, run.config.sampling.group)
@@ -92,23 +92,24 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
 def check_reward_columns(config: Config, prompts: Sequence[Prompt]) -> None:
     """Raises UserError for a reward function whose columns the training prompts do not have.
 
-    And where the library's own would compare texts with an answer that is a list or a table.
+    And where the library's own would compare texts with an answer that is a table.
     """
     check_column(config.log.by, prompts)
     tables = reward_tables(config)
     checkers = {n for n in config.rewards if function_of(n, tables[n]) in ("exact", "math")}
     for name in sorted(checkers):
         for prompt in prompts:
-            if isinstance(prompt.answer, list | dict):
+            several = prompt.answer if isinstance(prompt.answer, list) else [prompt.answer]
+            if any(isinstance(answer, list | dict) for answer in several):
                 raise UserError(
                     f"data.train, row {prompt.id + 1}: the answer is {str(prompt.answer)[:60]}, and"
-                    f" rewards.{name} compares text and numbers; write it as text, or give a"
-                    " reward function of your own"
+                    f" rewards.{name} compares text and numbers; write it as text, or a list"
+                    " of texts of which one is enough, or give a reward function of your own"
                 )
     columns = prompts[0].meta if prompts else ()
     for name in _own_rewards(config):
-        asked = ["question"] if prompts and prompts[0].question else []
-        columns_known = [*asked, *columns, *config.rewards[name].options]
+        question = ["question"] if prompts and prompts[0].question else []
+        columns_known = [*question, *columns, *config.rewards[name].options]
         function = load(function_of(name, tables[name]), "rewards")
         check_columns(function, columns_known, f"rewards.{name}")
 

@@ -12,19 +12,19 @@ from jrl.mesh import batch_sharding, replicated
 from jrl.models.config import ModelConfig
 from jrl.models.routing import record_dtype
 from jrl.sampling.params import SamplingParams
-from jrl.train import build
-from jrl.train.kinds import TextKind
-from jrl.train.reward_parts import parts_by_token
+from jrl.setup.kinds import TextKind
+from jrl.setup.reward_parts import parts_by_token
+from jrl.setup.run import Run
 from jrl.types import SILENT, Batch, RoutingRecord
 
 
-def abstract_batch(run: build.Run) -> Batch:
+def abstract_batch(run: Run) -> Batch:
     """The shapes of a training batch: complete groups, completions of full length."""
     config, method = run.config, run.method
     draw = method.draw
     n, p = config.train.prompts, run.width
     t = run.kind.new_tokens
-    samples = config.sampling.group if draw.own else 0
+    samples = config.sampling.group if draw.samples else 0
     g = samples + (draw.baseline_members if samples else 0) + draw.demonstrations
     n += sum(edit.extra(n) for edit in method.edits)
     if (plan := method.plan).next is not None:
@@ -36,7 +36,7 @@ def abstract_batch(run: build.Run) -> Batch:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
 
     stats = {"external": array(jnp.float32, n, g, t)}
-    if draw.own:
+    if draw.samples:
         stats["sampler_logprobs"] = array(jnp.float32, n, g, t)
     ids = {"prompt": array(jnp.int32, n)}
     if run.kind.episode_columns:
@@ -45,7 +45,7 @@ def abstract_batch(run: build.Run) -> Batch:
         stats["paid"] = array(jnp.float32, n, g, t)
     elif parts_by_token(config):
         stats["paid"] = array(jnp.float32, n, g, t)
-    if draw.own and config.data.given is None:
+    if draw.samples and config.data.completions_key is None:
         ids["answer"] = array(jnp.int32, n, g)
         ids |= {SILENT: array(jnp.int32, n, g)} if type(run.kind) is TextKind else {}
     parts = len(run.rewards.weights)
@@ -70,7 +70,7 @@ def abstract_batch(run: build.Run) -> Batch:
     )
 
 
-def abstract_parameters(run: build.Run) -> SamplingParams:
+def abstract_parameters(run: Run) -> SamplingParams:
     """The shapes of the run's sampling parameters, as the training step is given them."""
     where = replicated(run.mesh)
     return jax.tree.map(

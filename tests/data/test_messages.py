@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chat_templates import chat_tokenizer  # noqa: F401
 
+from jrl.data.messages import Wording
 from jrl.data.pairs import build_judged
 from jrl.data.prompts import build_prompts
 from jrl.data.sources import MemoryRows
@@ -43,14 +44,15 @@ def controls(tokenizer, ids):
     return [ids.count(tokenizer.encode(mark)[0]) for mark in ("<|im_start|>", "<|im_end|>")]
 
 
-def prompt_of(tokenizer, row, **options):
-    prompts, _ = build_prompts(MemoryRows([row]), tokenizer, max_prompt_tokens=900, **options)
+def prompt_of(tokenizer, row, solution_key=None, **words):
+    wording, sizes = Wording(tokenizer, **words), {"max_prompt_tokens": 900}
+    prompts, _ = build_prompts(MemoryRows([row]), wording, solution_key=solution_key, **sizes)
     return prompts[0]
 
 
 def pair_of(tokenizer, row):
     sizes = {"max_prompt_tokens": 900, "max_completion_tokens": 400}
-    (judged,), _ = build_judged(MemoryRows([row]), tokenizer, **sizes)
+    (judged,), _ = build_judged(MemoryRows([row]), Wording(tokenizer), **sizes)
     return judged
 
 
@@ -72,6 +74,9 @@ def test_so_does_one_in_a_template_of_ones_own(chat_tokenizer, template):  # noq
     frames = 0 if template == "plain" else 1
     assert controls(tokenizer, made.tokens) == [frames, frames]
     assert SPELLED in tokenizer.decode(made.tokens, skip_special=False)
+    row = {"question": "q", "answer": "4"}
+    under = prompt_of(tokenizer, row, template=template, system=SPELLED)  # as under the chat's
+    assert controls(tokenizer, under.tokens) == [frames, frames]
 
 
 def test_what_is_learnt_may_think_and_may_not_end_a_turn(chat_tokenizer):  # noqa: F811
@@ -154,7 +159,7 @@ def test_text_from_outside_is_never_a_control_token_in_prompts_pairs_and_chats(
 ):
     """Questions, earlier messages, results of tools: the controls are those of harmless text."""
     tokenizer = chat_tokenizer(name)
-    known = {i for i in range(tokenizer.vocab_size) if tokenizer.controls(said(tokenizer, [i]))}
+    known = {i for i in range(tokenizer.vocab_size) if tokenizer.controls(text_of(tokenizer, [i]))}
 
     def paths(text):
         user = [{"role": "user", "content": text}]
@@ -179,7 +184,7 @@ def test_text_from_outside_is_never_a_control_token_in_prompts_pairs_and_chats(
         assert got == harmless, attack
 
 
-def said(tokenizer, ids):
+def text_of(tokenizer, ids):
     return tokenizer.decode(ids, skip_special=False)
 
 

@@ -10,12 +10,13 @@ import pytest
 
 from jrl.config import load_config
 from jrl.data.goals import GoalRows
+from jrl.data.messages import Wording
 from jrl.data.pairs import build_judged, judged_batch, pairs_of_samples
 from jrl.data.sources import MemoryRows, open_source
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.models.tokenizer import ALPHABET, CharTokenizer
-from jrl.train.kinds import kind_of
+from jrl.setup.kinds import kind_of
 
 STOP = 1
 LIMITS = {"max_prompt_tokens": 40, "max_completion_tokens": 12}
@@ -57,7 +58,9 @@ class Rewriting(Chat):
 
 
 def read(*rows, tokenizer=None, **more):
-    return build_judged(MemoryRows(rows, "line"), tokenizer or Chat(), **{**LIMITS, **more})
+    words = {name: more.pop(name) for name in ("system", "template") if name in more}
+    wording = Wording(tokenizer or Chat(), **words)
+    return build_judged(MemoryRows(rows, "line"), wording, **{**LIMITS, **more})
 
 
 def texts(judged, tokenizer=None):
@@ -202,11 +205,11 @@ def test_too_long_is_dropped_or_truncated_as_configured():
     limits = {"max_prompt_tokens": 12, "max_completion_tokens": 2}
     judged, counts = read(*rows, **limits, overlong="drop")
     assert [j.id for j in judged] == [0]
-    assert (counts.rows, counts.kept, counts.dropped, counts.truncated) == (4, 1, 3, 0)
+    assert (counts.rows, counts.used, counts.dropped, counts.truncated) == (4, 1, 3, 0)
     assert (counts.longest_prompt, counts.longest_completion) == (16, 4)
     judged, counts = read(*rows, **limits, overlong="truncate")
     assert [j.id for j in judged] == [0, 1, 2]  # the fourth has nothing left to compare
-    assert (counts.kept, counts.dropped, counts.truncated) == (3, 1, 2)
+    assert (counts.used, counts.dropped, counts.truncated) == (3, 1, 2)
     assert Chat().decode(judged[1].prompt) == "34567890?;a:"
     assert texts(judged[2])[1] == ["45", "5?"]
     assert judged[2].cut == (True, False)
@@ -224,11 +227,11 @@ def test_files_give_what_rows_give(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     expected = [texts(j) for j in read(*rows)[0]]
     for name in ("a.jsonl", "a.parquet"):
-        judged, _ = build_judged(open_source(str(tmp_path / name)), Chat(), **LIMITS)
+        judged, _ = build_judged(open_source(str(tmp_path / name)), Wording(Chat()), **LIMITS)
         assert [texts(j) for j in judged] == expected
     (tmp_path / "b.jsonl").write_text(json.dumps(PAIR) + "\n\n" + json.dumps({"prompt": "x"}))
     with pytest.raises(UserError, match=r"b\.jsonl, line 3: there is no chosen and no rejected"):
-        build_judged(open_source(str(tmp_path / "b.jsonl")), Chat(), **LIMITS)
+        build_judged(open_source(str(tmp_path / "b.jsonl")), Wording(Chat()), **LIMITS)
 
 
 def test_the_batch_says_who_is_there_and_what_counts():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jrl.data.messages import Wording
 from jrl.data.prompts import build_prompts, pad_prompts
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
@@ -34,7 +35,8 @@ ROWS = Rows(
 
 def build(rows=ROWS, tokenizer=None, **options):
     options = {"max_prompt_tokens": 50, **options}
-    return build_prompts(rows, tokenizer or Chatty(), **options)
+    words = {name: options.pop(name) for name in ("system", "template") if name in options}
+    return build_prompts(rows, Wording(tokenizer or Chatty(), **words), **options)
 
 
 def test_chat_prompts_carry_text_tokens_answer_and_the_rest():
@@ -45,7 +47,7 @@ def test_chat_prompts_carry_text_tokens_answer_and_the_rest():
     assert first.tokens.dtype == np.int32
     assert (first.id, first.answer, first.meta) == (0, "4", {"level": 1})
     assert (prompts[1].id, prompts[1].answer) == (1, "1234567")
-    assert (counts.rows, counts.kept, counts.dropped, counts.truncated) == (2, 2, 0, 0)
+    assert (counts.rows, counts.used, counts.dropped, counts.truncated) == (2, 2, 0, 0)
     assert counts.longest_tokens == len(prompts[1].tokens)
     assert str(counts).startswith("2 prompts of 2 rows")
 
@@ -79,11 +81,11 @@ def test_overlong_prompts_are_refused_dropped_or_cut_and_counted():
         build(**limit)
     prompts, counts = build(**limit, overlong="drop")
     assert [p.id for p in prompts] == [0]
-    assert (counts.rows, counts.kept, counts.dropped, counts.truncated) == (2, 1, 1, 0)
+    assert (counts.rows, counts.used, counts.dropped, counts.truncated) == (2, 1, 1, 0)
     prompts, counts = build(**limit, overlong="truncate")
     assert [len(p.tokens) for p in prompts] == [5, 10]
     assert prompts[1].text == "onger one?"
-    assert (counts.kept, counts.dropped, counts.truncated, counts.longest_tokens) == (2, 0, 1, 19)
+    assert (counts.used, counts.dropped, counts.truncated, counts.longest_tokens) == (2, 0, 1, 19)
     assert "0 dropped, 1 truncated; longest 19 tokens" in str(counts)
     with pytest.raises(
         UserError, match=r"all 2 prompts are longer than .* = 2 \(the longest has 19"
@@ -182,6 +184,9 @@ LAYOUTS = {
     "TRL, messages": {"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4"},
     "TRL, text": {"prompt": "2+2?", "ground_truth": "4"},
     "problems": {"problem": "2+2?", "answer": "4"},
+    "OpenRLHF": {"input": "2+2?", "label": "4", "datasource": "math"},
+    "prime-rl": {"prompt": "2+2?", "verification_info": '{"ground_truth": "4"}', "metadata": "{}"},
+    "DeepMath": {"question": "2+2?", "final_answer": "4", "r1_solution_1": "two and two"},
 }
 
 
@@ -190,7 +195,7 @@ def test_published_layouts_are_read_as_they_are(row):
     prompts, _ = build(Rows([row]))
     assert prompts[0].text == "user:2+2?;assistant:"
     assert prompts[0].answer == "4"
-    assert prompts[0].meta == {k: v for k, v in row.items() if k != "answer"}
+    assert prompts[0].meta == {k: v for k, v in row.items() if k not in ("question", "answer")}
 
 
 def test_a_path_names_a_field_of_a_field():
@@ -199,3 +204,23 @@ def test_a_path_names_a_field_of_a_field():
     assert (prompts[0].text, prompts[0].answer) == ("user:2?;assistant:", 4)
     with pytest.raises(UserError, match="no field 'extra.x'"):
         build(Rows([row]), question_key="extra.x", answer_key="extra.deep.a")
+
+
+def test_answers_of_arrays_are_lists_as_files_have_them():
+    """verl's sets of Search-R1 hold arrays in a table, where they come by way of pandas."""
+    targets = {"target": np.array(["a", "b"], object), "n": np.float64(2)}
+    row = {"question": "2?", "reward_model": {"ground_truth": targets}}
+    prompts, _ = build(Rows([row]))
+    assert prompts[0].answer == {"target": ["a", "b"], "n": 2.0}
+    assert type(prompts[0].answer["n"]) is float
+
+
+def test_a_label_is_no_answer_where_none_is_needed():
+    prompts, _ = build(Rows([{"question": "2?", "label": ""}]), needs_answer=False)
+    assert prompts[0].answer is None
+
+
+@pytest.mark.parametrize("tools", [float("nan"), 3, "3"])
+def test_tools_that_are_none(tools):
+    with pytest.raises(UserError, match="row 1: tools holds"):
+        build(Rows([{"question": "2?", "answer": "4", "tools": tools}]))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit
 
 from jrl.config.unions import BranchTree
 from jrl.errors import UserError
@@ -16,7 +17,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.places import PLACES, closeness, entropy
-from jrl.sampling.tree import check_branching, generate_tree, nodes_of
+from jrl.sampling.tree import TreeShape, check_branching, generate_tree, nodes_of
 from jrl.types import Branching
 
 CONFIG = ModelConfig(
@@ -30,8 +31,6 @@ CONFIG = ModelConfig(
     max_length=32,
 )
 NETWORK = transformer(CONFIG)
-# These programs take longer to compile than to run.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 N, P, G, T = 4, 5, 6, 12
 LENGTHS = np.array([1, 5, 3, 2], np.int32)
 IDS = np.array([7, 0, 3, 12], np.int32)
@@ -50,8 +49,8 @@ def prompts():
 
 
 def program(branching, network=NETWORK, **sizes):
-    sizes = {"group": G, "max_new_tokens": T, "stop_tokens": STOPS} | sizes
-    return partial(generate_tree, network=network, branching=branching, **sizes)
+    sizes = {"max_new_tokens": T, "stop_tokens": STOPS} | sizes
+    return partial(generate_tree, network=network, tree=TreeShape(branching, G), **sizes)
 
 
 @cache

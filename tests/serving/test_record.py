@@ -27,6 +27,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
+from jrl.sampling.request import RequestFeatures
 from jrl.serving import record
 from jrl.serving.http import Service
 from jrl.serving.record import Recorder
@@ -86,7 +87,7 @@ class Trims(Exact):
         return super().chat(cut)
 
 
-class Kept(EngineWorker):
+class Recording(EngineWorker):
     """Keeps what the engine drew, as (prompt, completion)."""
 
     def __init__(self, engine, **more):
@@ -113,7 +114,7 @@ def engine():
         stop_tokens=(1,),
         tokenizer=Exact(),
         chunk=3,
-        biases=True,
+        requests=RequestFeatures(biases=True),
         version=VERSION,
     )
     made.compile(refresh=False)
@@ -160,7 +161,7 @@ def recording(directory, tokenizer=None):
     tokenizer = tokenizer or Exact()
     recorder = Recorder(directory)
     recorder.begin({"model": "tiny", "version": VERSION})
-    worker = Kept(engine(), tokenizer=tokenizer, mesh=make_mesh())
+    worker = Recording(engine(), tokenizer=tokenizer, mesh=make_mesh())
     service = Service(
         worker,
         tokenizer,
@@ -461,9 +462,9 @@ def test_other_distributions_are_context_where_one_is_asked_for(tmp_path):
 def test_a_step_on_what_was_recorded_begins_at_a_ratio_of_one(tmp_path):
     import optax
 
+    from jrl.collect.groups import to_batch
     from jrl.methods.group_relative import grpo
     from jrl.sampling.params import make_sampling_params
-    from jrl.train.groups import to_batch
     from jrl.train.state import init_state
     from jrl.train.step import make_step
 

@@ -8,6 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.plan import Setting
+from jrl.collect.plan_tools import TaskTools
+from jrl.collect.sources_task import TaskSource, task_rollout
 from jrl.config.unions import Optimizer
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
@@ -15,7 +19,6 @@ from jrl.methods import Plan, find_method, get_method
 from jrl.methods.plan import demonstrated, greedy_baseline
 from jrl.methods.schedule import Schedule, copies, every, restart
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import Collector
 from jrl.train.compiled import (
     held_out,
     iterate,
@@ -27,8 +30,6 @@ from jrl.train.compiled import (
 )
 from jrl.train.loop import policy_weights
 from jrl.train.optimizer import make_optimizer
-from jrl.train.plan_tools import TaskTools
-from jrl.train.sources_task import TaskSource, task_rollout
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, with_slot_use
 
@@ -77,15 +78,9 @@ def test_host_and_compiled_agree(network, task, quick_jit):
         )
     )
     log, drawn, asked, cursor = [], [], [], 0
-    collector = Collector(
-        source=TaskSource(task, tuple(WEIGHTS), draw),
-        prompts=PROMPTS,
-        reward_weights=np.array(list(WEIGHTS.values()), np.float32),
-        method=method,
-        mesh=mesh,
-        group=GROUP,
-        tools=partial(TaskTools, task),
-    )
+    weights, tools = list(WEIGHTS.values()), partial(TaskTools, task)
+    setting = Setting(method, PROMPTS, GROUP, weights, tools=tools)
+    collector = Collector(TaskSource(task, tuple(WEIGHTS), draw), setting, mesh)
     with jax.set_mesh(mesh):
         shardings = state_shardings(jax.eval_shape(fresh), mesh, network=network)
         state = jax.jit(fresh, out_shardings=shardings)()
@@ -256,7 +251,7 @@ def test_with_policy_starts_afresh(network):
     held = Schedule(after=(copies("expert", every(2)), restart("first", every(4))))
     common = {"objective": method.objective, "optimizer": optimizer, "schedule": held}
     state = init_state(KEY, network=network, **common)
-    warm = with_policy(state, policy, optimizer, given=("expert",)).frozen
+    warm = with_policy(state, policy, optimizer, unchanged_policies=("expert",)).frozen
     assert_close(warm["first"], policy, 0)
     assert_close(warm["expert"], state.frozen["expert"], 0)
 

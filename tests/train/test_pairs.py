@@ -9,6 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.pairs import BatchSizes, JudgedSource, judged_groups, sizes_of
+from jrl.collect.plan import Setting
+from jrl.collect.reward_stages import JudgedParts, model_stage
+from jrl.collect.sources import Groups
 from jrl.config import load_config
 from jrl.config.tables import RewardTable
 from jrl.errors import UserError
@@ -18,15 +23,11 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.run import run as running
 from jrl.run.run import train
+from jrl.setup.reward_parts import RunRewards, parts_of
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, programs
-from jrl.train.collect import Collector
-from jrl.train.pairs import BatchSizes, JudgedSource, judged_groups, sizes_of
 from jrl.train.reward_model import load_reward_models
-from jrl.train.reward_parts import RunRewards, parts_of
-from jrl.train.reward_stages import JudgedParts, model_stage
-from jrl.train.sources import Groups
 from jrl.types import StopReason
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
@@ -170,8 +171,8 @@ def test_the_order_is_a_function_of_seed_epoch_and_place(dpo):
 
     def seen(seed, cursor, prompts=5):
         source = JudgedSource(run.data.judged["pairs"], sizes, seed)
-        ones = np.ones(1, np.float32)
-        collector = Collector(source, prompts, ones, run.method, run.mesh, sampled=False)
+        setting = Setting(run.method, prompts, 1, np.ones(1))
+        collector = Collector(source, setting, run.mesh, sampled=False)
         batch, _, after = collector.collect(None, {}, step=99, cursor=cursor)
         assert after == cursor + prompts
         return batch.ids["prompt"].tolist()

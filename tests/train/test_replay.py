@@ -6,6 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.groups import Origin, batch_of, place
+from jrl.collect.plan import Setting
+from jrl.collect.sources import Groups
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
@@ -13,11 +17,8 @@ from jrl.methods import get_method
 from jrl.methods.edit import EditView
 from jrl.methods.stores import member_store, replay_successes
 from jrl.objectives import combine_terms, compute_advantages, policy_loss
+from jrl.setup.features import check_features, method_features
 from jrl.train import build, programs
-from jrl.train.collect import Collector
-from jrl.train.features import check_features, method_features
-from jrl.train.groups import Origin, batch_of, place
-from jrl.train.sources import Groups
 from jrl.types import Rollout, StopReason
 
 G, P, T = 3, 2, 4
@@ -232,8 +233,8 @@ class Script:
 def collector_of(source, rule=RULE, weights=(1.0,), notes=None, judge=None):
     method = get_method("grpo")._replace(edits=(rule,))
     mesh = make_mesh({}, jax.devices()[:1])
-    weights = np.array(weights, np.float32)
-    return Collector(source, 1, weights, method, mesh, group=G, judge=judge, notes=notes or {})
+    setting = Setting(method, 1, G, np.array(weights), judge)
+    return Collector(source, setting, mesh, notes=notes or {})
 
 
 def collected(collector, step):

@@ -8,19 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.plan import Setting
+from jrl.collect.tree_search import drawn_weights
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.run import run as running
 from jrl.run.run import run_config, train
+from jrl.setup.features import check_features
+from jrl.setup.run import run_features
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import programs
 from jrl.train.batches import run_source
-from jrl.train.build import run_features, setup
-from jrl.train.collect import Collector
-from jrl.train.features import check_features
+from jrl.train.build import setup
 from jrl.train.state import frozen_names
-from jrl.train.tree_search import drawn_weights
 
 SIZES = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 ROUNDS = "objective={round_steps=2, restart_rounds=2, success=0.1}"
@@ -92,9 +94,8 @@ def test_completions_are_the_experts(place, on_host):
         frozen=state.frozen | {"expert": jax.tree.map(lambda x: 1.3 * x, state.frozen["expert"])}
     )
     source = run_source(run, None)
-    collector = Collector(
-        source, 4, np.ones(1, np.float32), run.method, run.mesh, group=run.config.sampling.group
-    )
+    setting = Setting(run.method, 4, run.config.sampling.group, np.ones(1))
+    collector = Collector(source, setting, run.mesh)
     weights = drawn_weights(run)(state)
     batch, groups, _ = collector.collect(state.key, weights, step=STEPS - 1, cursor=0)
     rollout = jax.device_get(groups.rollout)

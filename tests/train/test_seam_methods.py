@@ -9,6 +9,14 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.collect import plan_tools
+from jrl.collect.collector import Collector
+from jrl.collect.groups import PlacedGroups
+from jrl.collect.plan import Setting
+from jrl.collect.plan_tools import TaskTools, TextTools
+from jrl.collect.sources import epoch_order
+from jrl.collect.sources_task import TaskSource, task_rollout
+from jrl.collect.sources_text import TextSource
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import all_methods, get_method
@@ -17,15 +25,8 @@ from jrl.methods.edit import EditView
 from jrl.rewards.pool import Scores
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train import plan_tools
-from jrl.train.collect import Collector
 from jrl.train.compiled import iterate, make_iteration, pool_table
-from jrl.train.groups import PlacedGroups
 from jrl.train.loop import policy_weights
-from jrl.train.plan_tools import TaskTools, TextTools
-from jrl.train.sources import epoch_order
-from jrl.train.sources_task import TaskSource, task_rollout
-from jrl.train.sources_text import TextSource
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Prompt, Rollout, StopReason
@@ -290,18 +291,9 @@ def test_problems_of_a_task_are_tested_between_rounds(
         return groups
 
     def collector_of(notes):
-        return Collector(
-            source=TaskSource(task, ("partial",), drawn),
-            prompts=N,
-            reward_weights=np.ones(1, np.float32),
-            method=method,
-            mesh=MESH,
-            group=G,
-            judge=0,
-            table=pool_table(8),
-            in_order=partial(epoch_order, None),
-            notes=notes,
-        )
+        order = partial(epoch_order, None)
+        setting = Setting(method, N, G, np.ones(1), 0, table=pool_table(8), in_order=order)
+        return Collector(TaskSource(task, ("partial",), drawn), setting, MESH, notes=notes)
 
     train_on_host = trainer_on_host(network, method, quick_jit)
     batches, _ = train_on_host(collector_of)
@@ -327,18 +319,10 @@ def test_a_task_is_trained_alike_on_the_host_and_in_one_program(
     table = pool_table(16) if method.curriculum is not None else None
 
     def collector_of(notes):
-        return Collector(
-            source=TaskSource(task, ("verify",), drawn_by_parts("verify")),
-            prompts=N,
-            reward_weights=np.ones(1, np.float32),
-            method=method,
-            mesh=MESH,
-            group=G,
-            judge=0,
-            tools=partial(TaskTools, task),
-            table=table,
-            notes=notes,
-        )
+        source = TaskSource(task, ("verify",), drawn_by_parts("verify"))
+        tools = partial(TaskTools, task)
+        setting = Setting(method, N, G, np.ones(1), 0, tools=tools, table=table)
+        return Collector(source, setting, MESH, notes=notes)
 
     train_on_host = trainer_on_host(network, method, quick_jit)
     batches, state = train_on_host(collector_of)
@@ -430,18 +414,9 @@ def test_text_is_trained_and_resumes_bit_for_bit(name, network, quick_jit, compl
 
     def collector_of(notes):
         source = TextSource(prompts, 4, 5, completed, SAMPLING, Digits(), Digits(), 3)
-        return Collector(
-            source=source,
-            prompts=N,
-            reward_weights=np.ones(1, np.float32),
-            method=method,
-            mesh=MESH,
-            group=G,
-            tools=lambda key: TextTools(prompts, 3, hinted),
-            table=table,
-            contexts=True,
-            notes=notes,
-        )
+        offers = {"tools": lambda key: TextTools(prompts, 3, hinted), "contexts": True}
+        setting = Setting(method, N, G, np.ones(1), table=table, **offers)
+        return Collector(source, setting, MESH, notes=notes)
 
     train_on_host = trainer_on_host(network, method, quick_jit)
     batches, state = train_on_host(collector_of)

@@ -97,23 +97,25 @@ def recycled(
         answers = {j: final_answer(s.completion) for j, s in members}
         good = [j for j, _ in members if right[place, j]]
         bad = [j for j, _ in members if not right[place, j]]
-        told = [j for j in good if answers[j] is not None]
+        correct = [j for j in good if answers[j] is not None]
         wrong = [j for j in bad if answers[j] is not None]
 
-        def one(j: int, question: str = question, place: int = place, told: Any = answers) -> Any:
-            text = _filled(POINTWISE, question, str(told[j]))
+        def one(
+            j: int, question: str = question, place: int = place, answer_of: Any = answers
+        ) -> Any:
+            text = _filled(POINTWISE, question, str(answer_of[j]))
             return Recycled(place, text, float(right[place, j]))
 
-        if told and wrong and draw.random() >= pointwise:
-            pair = draw.choice(told), draw.choice(wrong)
+        if correct and wrong and draw.random() >= pointwise:
+            pair = draw.choice(correct), draw.choice(wrong)
             first = draw.random() < 0.5
             both = [str(answers[j]) for j in (pair if first else pair[::-1])]
             text = _filled(PAIRWISE, question, *both)
             verdicts.append(Recycled(place, text, float(first), pair=True))
-        elif told and not wrong:
-            verdicts.append(one(told[0]))
-        elif told or wrong:
-            verdicts.append(one(draw.choice(told if told and draw.random() < 0.5 else wrong)))
+        elif correct and not wrong:
+            verdicts.append(one(correct[0]))
+        elif correct or wrong:
+            verdicts.append(one(draw.choice(correct if correct and draw.random() < 0.5 else wrong)))
         # Of the first half of the groups all that was written is reflected on, of the others the
         # answer alone.
         whole = 2 * place < len(samples)
@@ -150,7 +152,7 @@ class _Recycler(NamedTuple):
     pointwise: float
     above: float
 
-    def asked(self, groups: Any, view: StepView) -> tuple[list[Recycled], Any]:
+    def recycled(self, groups: Any, view: StepView) -> tuple[list[Recycled], Any]:
         """The questions of the first draw's groups that a prompt has room for, and the prompts."""
         first = np.asarray((groups.round == 0) & groups.drawn())
         samples = view.tools.samples(groups)
@@ -173,7 +175,7 @@ class _Recycler(NamedTuple):
 
     def next(self, groups: Any, view: StepView) -> Asks:
         """A group of each question, under it."""
-        listed, contexts = self.asked(groups, view)
+        listed, contexts = self.recycled(groups, view)
         if not listed:
             return ()
         entries, count = _room(self.share)(view.prompts), len(listed)
@@ -186,14 +188,14 @@ class _Recycler(NamedTuple):
 
     def rewards(self, groups: Any, view: StepView) -> Any:
         """The groups, those of verdicts paid for agreeing with what is right."""
-        made = np.flatnonzero(np.asarray(groups.live() & (groups.round.max(axis=1) > 0)))
-        if not len(made):
+        asked_groups = np.flatnonzero(np.asarray(groups.live() & (groups.round.max(axis=1) > 0)))
+        if not len(asked_groups):
             return groups
-        listed, _ = self.asked(groups, view)
+        listed, _ = self.recycled(groups, view)
         rewards, samples = np.array(groups.rewards), view.tools.samples(groups)
         silent = {n: np.array(x) for n, x in groups.ids.items() if n == SILENT}
         column = groups.judge or 0
-        for place, question in zip(made.tolist(), listed, strict=True):
+        for place, question in zip(asked_groups.tolist(), listed, strict=True):
             if question.label is None:
                 continue
             rewards[place] = 0

@@ -63,14 +63,14 @@ def contrastive_rubrics(
     Returns:
       {"question", "rubric", "chosen", "rejected"} of each row whose rubric is kept.
     """
-    kept = []
+    out = []
     for row in rows:
         texts = {name: str(row[name]) for name in ("prompt", "chosen", "rejected")}
-        rubric = _criteria(write(_asked(_WRITE.format(**texts))))
+        rubric = _criteria(write(_messages(_WRITE.format(**texts))))
         if rubric and _agrees(texts, rubric, judge or write):
             pair = {name: texts[name] for name in ("chosen", "rejected")}
-            kept.append({"question": texts["prompt"], "rubric": rubric, **pair})
-    return kept
+            out.append({"question": texts["prompt"], "rubric": rubric, **pair})
+    return out
 
 
 def _criteria(reply: str) -> list[dict[str, Any]]:
@@ -89,10 +89,10 @@ def _agrees(texts: Mapping[str, str], rubric: Sequence[Mapping[str, Any]], judge
     verdicts = []
     for first, second in (("chosen", "rejected"), ("rejected", "chosen")):
         fields = {"prompt": texts["prompt"], "rubric": "\n".join(lines)}
-        asked = _JUDGE.format(**fields, first=texts[first], second=texts[second])
-        verdicts.append(read_preference(judge(_asked(asked))))
+        question = _JUDGE.format(**fields, first=texts[first], second=texts[second])
+        verdicts.append(read_preference(judge(_messages(question))))
     return preferred(verdicts) == 1
 
 
-def _asked(text: str) -> list[dict[str, str]]:
+def _messages(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
