@@ -369,22 +369,22 @@ def test_slow_headers_end_with_the_time_of_their_request():
         for _ in range(40 if number == 0 else 0):  # each piece is in time, all together are not
             connection.sendall(b"HTTP/1.1 200 OK\r\nX-A: "[:1])
             time.sleep(0.05)
-        body = said("Score: 5").encode()
+        body = reply_body("Score: 5").encode()
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
 
     listening, url = raw_server(send)
     with listening:
-        verdicts, counts = client(url, at_once=1, timeout=0.3).verdicts(asked("a"))
+        verdicts, counts = client(url, at_once=1, timeout=0.3).verdicts(questions("a"))
     assert verdicts == [0.5]
     counted(counts, calls=2, retries=1)
 
 
 def test_a_body_that_is_cut_is_asked_for_again():
-    body = said("Score: 5").encode()
+    body = reply_body("Score: 5").encode()
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
     listening, url = raw_server(lambda c, number: c.sendall(head + body[: number * len(body)]))
     with listening:
-        verdicts, counts = client(url).verdicts(asked("a"))
+        verdicts, counts = client(url).verdicts(questions("a"))
     assert verdicts == [0.5]
     counted(counts, calls=2, retries=1)
 
@@ -396,7 +396,7 @@ def test_a_redirect_takes_the_key_nowhere(status, monkeypatch):
         reply = (status, {"Location": f"{other}/chat/completions"}, "")
         with judge_server(lambda body, number: reply) as (url, _):
             mine = client(url, key_variable="JUDGE_KEY")
-            verdicts, counts = mine.verdicts(asked("a"))
+            verdicts, counts = mine.verdicts(questions("a"))
             assert verdicts == [None]
             counted(counts, calls=1, failures=1)
             with pytest.raises(
