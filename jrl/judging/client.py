@@ -86,6 +86,8 @@ class JudgeClient:
         except urllib.error.HTTPError as error:
             if not _is_passing(error):
                 reason = f"{error.code} {error.reason}"
+                if address := error.headers.get("Location"):
+                    reason += f", it redirects to {address}"
                 with contextlib.suppress(OSError, http.client.HTTPException):
                     text = error.read(300).decode("utf-8", "replace")
                     reason += f": {' '.join(text.split())}"
@@ -95,6 +97,7 @@ class JudgeClient:
                 ) from None
         except (OSError, http.client.HTTPException) as error:
             reason = str(getattr(error, "reason", "") or error or type(error).__name__)
+            reason = ascii(reason[:200])[1:-1]  # a server may have sent any bytes
             raise UserError(
                 f"{where} does not answer ({reason}); start the server, or correct the address"
             ) from None

@@ -1,5 +1,6 @@
 """The client of judges against a server that is slow, down, limited, broken, or lies."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -414,3 +415,64 @@ def test_repetitions_wait_longer_only_while_nobody_else_is_answered(monkeypatch)
         monkeypatch.setattr(Batch, "put", lambda *args: (mine._pace.served(), noted(*args)))
         mine.verdicts(questions("bad", vote=1))
         assert waits == [0.001] * 4
+
+
+def raw_server(send):
+    """A server of one connection after the other, each answered by ``send(socket, number)``."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        for number in range(99):
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(5)
+                connection.recv(1 << 16)
+                send(connection, number)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listening, f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+
+
+def test_slow_headers_end_with_the_time_of_their_request():
+    def send(connection, number):
+        for _ in range(40 if number == 0 else 0):  # each piece is in time, all together are not
+            connection.sendall(b"H")
+            time.sleep(0.1)
+        body = reply_body("Score: 5").encode()
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+
+    listening, url = raw_server(send)
+    with listening:
+        verdicts, counts = client(url, at_once=1, timeout=1.0).verdicts(questions("a"))
+    assert verdicts == [0.5]
+    assert counts["judge_retries"] >= 1
+
+
+def test_a_body_that_is_cut_is_asked_for_again():
+    body = reply_body("Score: 5").encode()
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+    listening, url = raw_server(lambda c, number: c.sendall(head + body[: number * len(body)]))
+    with listening:
+        verdicts, counts = client(url).verdicts(questions("a"))
+    assert verdicts == [0.5]
+    counted(counts, calls=2, retries=1)
+
+
+@pytest.mark.parametrize("status", [301, 302, 307])
+def test_a_redirect_takes_the_key_nowhere(status, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    with judge_server(lambda body, number: "Score: 9") as (other, elsewhere):
+        reply = (status, {"Location": f"{other}/chat/completions"}, "")
+        with judge_server(lambda body, number: reply) as (url, _):
+            mine = client(url, key_variable="JUDGE_KEY")
+            verdicts, counts = mine.verdicts(questions("a"))
+            assert verdicts == [None]
+            counted(counts, calls=1, failures=1)
+            with pytest.raises(
+                UserError, match=f"refuses model 'm' .{status}.*redirects to {other}"
+            ):
+                mine.probe()
+        assert elsewhere == []
