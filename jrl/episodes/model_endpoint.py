@@ -190,7 +190,7 @@ class _Timed(io.RawIOBase):
     def readinto(self, buffer: Any) -> int | None:
         """Raises TimeoutError when the time is over."""
         self._sock.settimeout(max(self._until - time.monotonic(), 0.001))
-        return self._raw.readinto(buffer)  # type: ignore[no-any-return]
+        return self._raw.readinto(buffer)
 
     def close(self) -> None:
         """Closes the socket's file, too."""

@@ -281,8 +281,9 @@ def _sequence(text: str, depth: int) -> Items | Answer | None:
     plain = text.replace(r"\{", "{").replace(r"\}", "}")
     if builder := _BUILDER.fullmatch(plain):
         values = inner(bare(builder.group(2)))
-        is_its = isinstance(values, Named) and values.name == plain_words(builder.group(1))
-        return values.value if is_its and isinstance(values.value, Items) else None
+        if not isinstance(values, Named) or values.name != plain_words(builder.group(1)):
+            return None
+        return values.value if isinstance(values.value, Items) else None
     if plain and plain[0] in "([{" and closing(plain, 0) == len(plain) - 1:
         items = split_list(plain[1:-1])
         brackets = plain[0] + plain[-1]
