@@ -87,7 +87,7 @@ def test_columns_need_not_be_completions():
 
 WRONG = {
     "nothing": (lambda: [0.0], r"the function takes \(\)"),
-    "one completion": (lambda completion, answer: 0.0, r"takes \(completion, answer\)"),
+    "one text": (lambda text, answer: 0.0, r"takes \(text, answer\)"),
     "one sample": (lambda sample: 0.0, r"takes \(sample\)"),
 }
 

@@ -230,7 +230,7 @@ def test_a_list_begins_with_another_member_each_time():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"model": None}, "rewards.good.model is missing: the model's name there"),
+        ({"model": None}, "rewards.good.model is missing: the model's name at the API"),
         ({"url": None, "timeout": 9}, r"rewards.good.timeout = 9.0 without url: a model on the ru"),
         ({"max_prompt_tokens": 9}, "rewards.good.max_prompt_tokens with url: the server limits"),
         ({"url": "", "model": "policy", "cache": True}, "cache = True with model = 'policy'"),
