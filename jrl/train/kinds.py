@@ -185,6 +185,7 @@ class TextKind:
             )
         prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
         counts: dict[str, Any] = {}
+        several = "several solutions" in method.needs
         for split, spec in (("train", data.train), ("eval", data.eval)):
             if spec is not None:
                 prompts[split], counts[split] = build_prompts(
@@ -194,7 +195,7 @@ class TextKind:
                     answer_key=names["answer"],
                     answer_pattern=data.answer_pattern,
                     solution_key=names.get("solution") if split == "train" else None,
-                    several_solutions="several solutions" in method.needs,
+                    solutions=method.draw.demonstrations if several else None,
                     needs_answer=needs_answer(self.config),
                     **data.wording,
                     max_prompt_tokens=data.max_prompt_tokens,

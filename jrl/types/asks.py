@@ -49,6 +49,8 @@ class Ask(struct.PyTreeNode):
       context: prompts to draw under in place of the problems' own; None for these. What is drawn
         is judged without them.
       prefix: the first completion tokens, which are not drawn; what is drawn is judged with them.
+      prior: [A] float32 by name, what a plan on the host says of new groups, as a curriculum says
+        of problems; it comes back in ``PlacedGroups.prior``, 0 for all others. None for nothing.
       width: static, members that an entry has room for.
       use: static, ``TRAIN``, ``BASELINE`` or ``ASIDE``.
       keep: static, whether members are also trained under the context that they were drawn under.
@@ -66,6 +68,7 @@ class Ask(struct.PyTreeNode):
     limit: Array | None = None
     context: Tokens | None = None
     prefix: Tokens | None = None
+    prior: Mapping[str, Any] | None = None
     width: int = struct.field(pytree_node=False, default=1)
     use: int = struct.field(pytree_node=False, default=TRAIN)
     keep: bool = struct.field(pytree_node=False, default=False)
