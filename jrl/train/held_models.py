@@ -1,8 +1,8 @@
-"""Judges and reward models that stay on a run's devices beside the policy, and their bytes.
+"""Judges, likelihoods and reward models on a run's devices beside the policy, and their bytes.
 
 models = held_models(config, rewards, policy)          # shapes alone: nothing is loaded
 sum(model.weight_bytes() for model in models)
-max(model.cache_bytes() for model in models)           # judges are asked one after the other
+max(model.working_bytes() for model in models)         # they are asked one after the other
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jrl.train.frozen import run_shape
 from jrl.train.gather import token_bytes, weight_numbers
 from jrl.train.judge_models import judge_directory, judge_shape
 from jrl.train.kinds import kind_of
-from jrl.train.reward_parts import RunRewards, judge_of, model_of_part
+from jrl.train.reward_parts import RunRewards, judge_of, likelihood_of, model_of_part
 from jrl.train.reward_runs import is_reward_run, reward_run, value_shape
 
 UNDIVIDED: Mapping[str, int] = {axis: 1 for axes in RULES.values() for axis in axes}
@@ -39,9 +39,11 @@ class HeldModel(NamedTuple):
       networks: its shape, and that of a value network of its own; () for the policy, and for a
         judge whose weights an earlier part has.
       copies: models of an ensemble.
-      judge: the shape that a judge's replies are decoded with; None for a reward model.
-      slots: replies decoded at a time.
-      tokens: of the longest question with its reply.
+      judge: the shape that a judge's replies are decoded with, or answers are scored with; None for
+        a reward model.
+      slots: replies decoded, or texts scored, at a time.
+      tokens: of the longest question with its reply, or of the longest text.
+      answer: tokens of the longest answer of a likelihood; 0 of a judge.
       in_8_bits: parts of the sampler in 8 bits.
     """
 
@@ -51,6 +53,7 @@ class HeldModel(NamedTuple):
     judge: ModelConfig | None = None
     slots: int = 0
     tokens: int = 0
+    answer: int = 0
     in_8_bits: tuple[str, ...] = ()
 
     def weight_bytes(self, axes: Mapping[str, int] = UNDIVIDED) -> float:
@@ -61,17 +64,24 @@ class HeldModel(NamedTuple):
         ]
         return self.copies * sum(sizes)
 
-    def cache_bytes(self, axes: Mapping[str, int] = UNDIVIDED) -> float:
-        """Bytes of keys and values on one device while a judge is asked; 0 of a reward model."""
+    def working_bytes(self, axes: Mapping[str, int] = UNDIVIDED) -> float:
+        """Bytes on one device while it is asked, besides weights; 0 of a reward model.
+
+        Keys and values of a judge; of a likelihood the last states of its texts, and float32
+        distributions of one answer.
+        """
         if self.judge is None:
             return 0.0
-        shards = math.prod(axes.get(axis, 1) for axis in RULES["batch"])
+        rows = -(-self.slots // math.prod(axes.get(axis, 1) for axis in RULES["batch"]))
+        if self.answer:
+            state = self.judge.embed_dim * jnp.dtype(self.judge.dtype).itemsize
+            return rows * self.tokens * state + 4.0 * self.answer * self.judge.vocab_size
         each = token_bytes(self.judge, axes.get("tensor", 1), self.in_8_bits)
-        return -(-self.slots // shards) * self.tokens * each
+        return rows * self.tokens * each
 
 
 def held_models(config: Config, rewards: RunRewards, policy: ModelConfig | None) -> list[HeldModel]:
-    """The judges and reward models that a run holds, from their configurations alone.
+    """The judges, likelihoods and reward models of a run, from their configurations alone.
 
     Args:
       config: of the run.
@@ -97,6 +107,12 @@ def held_models(config: Config, rewards: RunRewards, policy: ModelConfig | None)
             )
         )
         seen.add(directory or "")
+    for name in rewards.given_by("likelihood") if policy is not None else ():
+        likely, longest = likelihood_of(config, name), config.data.longest_prompt
+        longest += kind_of(config).new_tokens + likely.max_answer_tokens
+        tokens = min(longest, policy.max_length)
+        answer = likely.max_answer_tokens
+        held.append(HeldModel(name, (), 1, policy, likely.rows, tokens, answer))
     for name in rewards.given_by("model"):
         paths = model_of_part(config, name).path
         held.append(HeldModel(name, _reward_networks(config, name, paths), len(paths)))

@@ -19,6 +19,7 @@ from jrl.models.config import ModelConfig
 from jrl.system.memory import check_fits, host_bytes
 from jrl.train.gather import cached_tokens
 from jrl.train.held_models import held_models
+from jrl.train.shapes import batch_shape
 
 _TOKEN_BYTES = 4 + 4 + 4 + 1
 """Of a completion: its id, log-probability and policy version, and whether it is live."""
@@ -43,11 +44,13 @@ def check_training(run: Any) -> None:
     check_weights(run)
     check_held_models(run)
     draws = draw.own and config.data.given is None
-    group = config.sampling.group + draw.baseline_members if draws else 1
     setting = f"train.prompts = {config.train.prompts}"
     if draws:
         setting += f" with sampling.group = {config.sampling.group}"
-    _check(run, setting, config.train.prompts, group, sampled=draws)
+        group = config.sampling.group + draw.baseline_members
+        _check(run, setting, config.prompts_at_once, group, batch=batch_shape(run))
+    else:
+        _check(run, setting, config.train.prompts, 1, sampled=False)
     if config.warmup.steps and config.data.has_solutions:
         setting = f"warmup.batch = {config.warmup.batch}"
         _check(run, setting, config.warmup.batch, 1, sampled=False)
@@ -72,9 +75,9 @@ def check_weights(run: Any, *, key: str = "", times: int = 1) -> None:
 
 
 def check_held_models(run: Any) -> None:
-    """Raises a UserError where judges and reward models do not fit beside the policy's weights.
+    """Raises a UserError where models of rewards do not fit beside the policy's weights.
 
-    Judges are asked one after the other, so that the largest of their caches counts.
+    Judges and likelihoods are asked one after the other, so that the one that takes most counts.
 
     Args:
       run: from ``build.bare_run``, before anything is loaded.
@@ -83,14 +86,14 @@ def check_held_models(run: Any) -> None:
     if not models:
         return
     size = sum(model.weight_bytes() for model in models)
-    cache = max(model.cache_bytes() for model in models)
+    working = max(model.working_bytes() for model in models)
     parts = " and ".join(f"rewards.{model.part}" for model in models)
-    replies = " with the keys and values of a judge's replies" if cache else ""
-    remedy = "choose smaller models" + (", lower at_once, or name a server with url" * bool(cache))
+    with_work = " with what a part keeps while it is asked" if working else ""
+    lower = ", lower at_once or rows, or name a server with url" if working else ""
     check_fits(
-        f"{parts}: the weights beside the policy's{replies}",
-        _policy_bytes(run) + size + cache,
-        remedy,
+        f"{parts}: the weights beside the policy's{with_work}",
+        _policy_bytes(run) + size + working,
+        f"choose smaller models{lower}",
         available=available_bytes(),
     )
 
@@ -150,12 +153,31 @@ def token_cache_bytes(model: ModelConfig, itemsize: int | None = None) -> int:
     return 2 * model.layers * model.kv_heads * model.head_dim * (itemsize or 1)
 
 
-def _check(run: Any, setting: str, prompts: int, group: int, *, sampled: bool = True) -> None:
-    """Checks completions of a group for each prompt; those that are drawn have a cache, too."""
+def _check(
+    run: Any,
+    setting: str,
+    prompts: int,
+    group: int,
+    *,
+    sampled: bool = True,
+    batch: tuple[int, int, int] | None = None,
+) -> None:
+    """Checks completions of a group for each prompt; those that are drawn have a cache, too.
+
+    Args:
+      run: from ``build.setup``.
+      setting: the keys that set the sizes.
+      prompts: that the sampler has at a time.
+      group: completions of each.
+      sampled: whether the policy draws them.
+      batch: groups, members and tokens of the batch that is made of them; None for these.
+    """
     config: Config = run.config
     new = run.kind.new_tokens
-    new *= run.kind.contexts  # a row of training holds all contexts of an episode
-    size = 4.0 * prompts * run.width + float(prompts) * group * new * _TOKEN_BYTES
+    groups, members, longest = batch or (prompts, group, new)
+    contexts = run.kind.contexts  # a row of training holds all contexts of an episode
+    new, longest = new * contexts, longest * contexts
+    size = 4.0 * groups * run.width + float(groups) * members * longest * _TOKEN_BYTES
     # The caches of episodes may wait on the host, so they are not counted.
     if sampled and run.model is not None and not config.data.plays:
         itemsize = 1 if "cache" in config.sampling.in_8_bits else np.dtype(run.model.dtype).itemsize
