@@ -107,12 +107,12 @@ def held_models(config: Config, rewards: RunRewards, policy: ModelConfig | None)
             )
         )
         seen.add(directory or "")
-    for name in rewards.given_by("likelihood") if policy is not None else ():
+    for name in rewards.given_by("likelihood"):
         likely, longest = likelihood_of(config, name), config.data.longest_prompt
         longest += kind_of(config).new_tokens + likely.max_answer_tokens
-        tokens = min(longest, policy.max_length)
-        answer = likely.max_answer_tokens
-        held.append(HeldModel(name, (), 1, policy, likely.rows, tokens, answer))
+        if policy is not None:
+            tokens, answer = min(longest, policy.max_length), likely.max_answer_tokens
+            held.append(HeldModel(name, (), 1, policy, likely.rows, tokens, answer))
     for name in rewards.given_by("model"):
         paths = model_of_part(config, name).path
         held.append(HeldModel(name, _reward_networks(config, name, paths), len(paths)))

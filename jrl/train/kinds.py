@@ -141,6 +141,15 @@ class TextKind:
         """The most iterations of the sampler's loops over tokens, by their ``jax.named_scope``."""
         return {"decode": self.new_tokens}
 
+    def batch_shape(self, method: Method) -> tuple[int, int, int]:
+        """(groups, members of each, completion tokens) of a training batch."""
+        draw, group, t = method.draw, self.config.sampling.group, self.new_tokens
+        g = (group + draw.baseline_members if draw.own and group else 0) + draw.demonstrations
+        if (plan := method.plan).next is not None:
+            g += plan.members(group)
+            t += plan.tokens if type(self) is TextKind else 0
+        return method.batch_groups(self.config.train.prompts), g, t
+
     def problems(self, data: RunData, pool: int, split: str = "train") -> int:
         """How many problems a split has; ``pool`` where there is no end of them."""
         return len(data.prompts.get(split, ()))

@@ -19,7 +19,6 @@ from jrl.models.config import ModelConfig
 from jrl.system.memory import check_fits, host_bytes
 from jrl.train.gather import cached_tokens
 from jrl.train.held_models import held_models
-from jrl.train.shapes import batch_shape
 
 _TOKEN_BYTES = 4 + 4 + 4 + 1
 """Of a completion: its id, log-probability and policy version, and whether it is live."""
@@ -48,7 +47,8 @@ def check_training(run: Any) -> None:
     if draws:
         setting += f" with sampling.group = {config.sampling.group}"
         group = config.sampling.group + draw.baseline_members
-        _check(run, setting, config.prompts_at_once, group, batch=batch_shape(run))
+        shape = run.kind.batch_shape(run.method)
+        _check(run, setting, config.prompts_at_once, group, batch=shape)
     else:
         _check(run, setting, config.train.prompts, 1, sampled=False)
     if config.warmup.steps and config.data.has_solutions:

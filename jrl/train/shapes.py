@@ -18,22 +18,10 @@ from jrl.train.reward_parts import parts_by_token
 from jrl.types import SILENT, Batch, RoutingRecord
 
 
-def batch_shape(run: build.Run) -> tuple[int, int, int]:
-    """(groups, members of each, completion tokens) of a training batch."""
-    config, method = run.config, run.method
-    draw, t = method.draw, run.kind.new_tokens
-    samples = config.sampling.group if draw.own else 0
-    g = samples + (draw.baseline_members if samples else 0) + draw.demonstrations
-    if (plan := method.plan).next is not None:
-        g += plan.members(config.sampling.group)
-        t += plan.tokens if type(run.kind) is TextKind else 0
-    return method.batch_groups(config.train.prompts), g, t
-
-
 def abstract_batch(run: build.Run) -> Batch:
     """The shapes of a training batch: complete groups, completions of full length."""
     config, draw, p = run.config, run.method.draw, run.width
-    n, g, t = batch_shape(run)
+    n, g, t = run.kind.batch_shape(run.method)
     rows = batch_sharding(run.mesh)
 
     def array(dtype: Any, *shape: int) -> Any:
