@@ -19,14 +19,18 @@ _ZOO = "jrl.zoo.rewards.judges"
 PUBLISHED_FORMS = {
     "brpo": f"{_ZOO}:brpo",
     "capo": f"{_ZOO}:capo",
+    "datarus": "jrl.zoo.rewards.rubrics:datarus",
     "fapo": f"{_ZOO}:fapo",
     "pta_plan": "jrl.zoo.rewards.plans:pta_plan",
     "reward_anything": f"{_ZOO}:reward_anything",
     "rlaif_v": f"{_ZOO}:rlaif_v",
+    "rubicon": "jrl.zoo.rewards.rubrics:rubicon",
 }
 """Forms of one paper each, by name; each is a ``rewards.verdicts.NamedForm``."""
 TOKEN_FORMS = ("steps", "capo")
 """Forms that give a number for each token, as functions with ``by_token = true`` do."""
+RUBRIC_FORMS = ("rubric", "rubicon")
+"""Forms that are asked about criteria; "pairwise" may be."""
 POLICY, START = "policy", "start"
 """What ``model`` names on the run's devices besides directories."""
 _ENDPOINT_KEYS = (
@@ -41,6 +45,9 @@ class Criterion(Table):
     text: str = key(..., "what the judge decides on: met or not", min_length=1)
     weight: float = key(1.0, "of the criterion in the score; below 0 for what is not wanted")
     veto: bool = key(False, "whether the score is 0 where it is not met")
+    levels: list[str] = key(
+        [], "what each level means, the worst first, of which the judge names one; else met or not"
+    )
 
 
 class JudgeTable(Table):
@@ -67,7 +74,9 @@ class JudgeTable(Table):
     scale: Annotated[list[float], Field(min_length=2, max_length=2)] = key(
         [1.0, 10.0], "least and greatest score, which become 0 and 1"
     )
-    criteria: list[Criterion] = key([], "of a rubric: tables with text, weight and veto")
+    criteria: list[Criterion] = key(
+        [], "of a rubric, or to compare by: tables with text, weight, veto and levels"
+    )
     column: str = key("", "column of the data with the criteria of each row, in place of criteria")
     against: Literal["reference", "group"] = key(
         "reference", "what a completion is compared with: the row's answer, the group's others"
@@ -118,16 +127,15 @@ def _wrong(judge: JudgeTable) -> str:
             f"votes = {judge.votes} with temperature = 0, where all votes are equal; set"
             " temperature above 0, or votes = 1"
         )
-    if judge.form != "rubric" and (judge.criteria or judge.column):
+    if not (judge.criteria or judge.column):
+        missing = "criteria are missing: give a list of them, or column, whose rows have them"
+        return missing if judge.form in RUBRIC_FORMS else ""
+    if judge.form not in (*RUBRIC_FORMS, "pairwise"):
         name = "criteria" if judge.criteria else "column"
         return f"{name} with form = {judge.form!r}; set form = 'rubric'"
-    if judge.form == "rubric":
-        if judge.criteria and judge.column:
-            return f"column = {judge.column!r} with criteria; remove one of them"
-        if not judge.criteria and not judge.column:
-            return "criteria are missing: give a list of them, or column, whose rows have them"
-        return "" if judge.column else weightless(judge.criteria)
-    return ""
+    if judge.criteria and judge.column:
+        return f"column = {judge.column!r} with criteria; remove one of them"
+    return "" if judge.column else weightless(judge.criteria)
 
 
 def _unread(judge: JudgeTable) -> str:
@@ -156,6 +164,8 @@ def weightless(criteria: list[Criterion]) -> str:
     if sum(max(c.weight, 0.0) for c in criteria) <= 0:
         weights = [c.weight for c in criteria]
         return f"criteria have weights {weights}, of which none counts; set one above 0"
+    if one := next((c for c in criteria if len(c.levels) == 1), None):
+        return f"criterion {one.text!r:.40} has levels {one.levels}; give two, the worst first"
     return ""
 
 
@@ -173,7 +183,7 @@ def judge_table(key: str, options: Mapping[str, Any]) -> JudgeTable:
 
 
 def criteria_of(rows: Any, where: str) -> list[Criterion]:
-    """The criteria that a row of the data holds: texts, or tables with text, weight and veto.
+    """The criteria that a row of the data holds: texts, or tables as in ``Criterion``.
 
     Args:
       rows: the row's value.
