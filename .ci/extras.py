@@ -46,9 +46,11 @@ def make_base(where: pathlib.Path, more: list[str]) -> None:
     """An environment with the library and pytest alone, from which the others are copied."""
     shutil.rmtree(where, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(where)], check=True)
-    made = pip(where / "bin" / "python", "install", "-q", "--no-compile", *more, "-e", ".", *PYTEST)
-    if made.returncode:
-        raise SystemExit(made.stdout + made.stderr)
+    installed = pip(
+        where / "bin" / "python", "install", "-q", "--no-compile", *more, "-e", ".", *PYTEST
+    )
+    if installed.returncode:
+        raise SystemExit(installed.stdout + installed.stderr)
 
 
 def environment(base: pathlib.Path, where: pathlib.Path) -> pathlib.Path:
@@ -90,8 +92,8 @@ def run_tests(python: pathlib.Path, extra: str, entry: dict, where: pathlib.Path
         command += ["--extras", extra, *more, f"--junitxml={report}", *entry[key]]
         ran = subprocess.run(list(map(str, command)), cwd=ROOT, env=env)
         if not report.exists() or ran.returncode not in (0, 1):
-            what = f"pytest ended with {ran.returncode} on {' '.join(entry[key])}"
-            outcomes.append({"name": key, "outcome": "failed", "why": what})
+            reason = f"pytest ended with {ran.returncode} on {' '.join(entry[key])}"
+            outcomes.append({"name": key, "outcome": "failed", "why": reason})
         if report.exists():
             outcomes += [outcome_of(case) for case in xml_cases(report)]
     return outcomes
@@ -106,8 +108,8 @@ def outcome_of(case: xml.etree.ElementTree.Element) -> dict[str, str]:
     """How a test of a report ended."""
     name = f"{case.get('classname')}::{case.get('name')}"
     for tag, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
-        if (found := case.find(tag)) is not None:
-            return {"name": name, "outcome": outcome, "why": found.get("message") or ""}
+        if (element := case.find(tag)) is not None:
+            return {"name": name, "outcome": outcome, "why": element.get("message") or ""}
     return {"name": name, "outcome": "passed", "why": ""}
 
 
@@ -117,14 +119,14 @@ def try_extra(extra: str, lines: list[str], entry: dict, args: argparse.Namespac
     print(f"--- {extra}", flush=True)
     python = environment(args.where / "base", where)
     try:
-        wanted = [*args.install, "-e", f".[{extra}]", *PYTEST, *entry.get("tools", ())]  # at once
-        installed = pip(python, "install", "-q", "--no-compile", *wanted)
-        said = installed.stdout + installed.stderr
-        if "does not provide the extra" in said:  # pip installs the rest, and says no more
+        packages = [*args.install, "-e", f".[{extra}]", *PYTEST, *entry.get("tools", ())]  # at once
+        installed = pip(python, "install", "-q", "--no-compile", *packages)
+        log = installed.stdout + installed.stderr
+        if "does not provide the extra" in log:  # pip installs the rest, and says no more
             return Row(extra, "", 0, 0, 1, 0, "pip finds no such extra")
         if installed.returncode:
-            last = said.strip().splitlines()[-1]
-            if extra in ELSEWHERE and NO_PACKAGE.search(said):
+            last = log.strip().splitlines()[-1]
+            if extra in ELSEWHERE and NO_PACKAGE.search(log):
                 return Row(extra, "", 0, 0, 0, 0, f"not installable here: {last}")
             return Row(extra, "", 0, 0, 1, 0, f"cannot be installed: {last}")
         versions = versions_of(python, lines)
@@ -151,9 +153,9 @@ HEAD = [
 
 def line_of(row: Row, tried: str) -> str:
     """A row in Markdown."""
-    what = "; ".join(filter(None, (row.versions, row.note)))
+    versions = "; ".join(filter(None, (row.versions, row.note)))
     counts = f"{row.passed} | {row.skipped} | {row.failed} | {row.seconds}"
-    return f"| `{row.extra}` | {what} | {counts} | {tried} |"
+    return f"| `{row.extra}` | {versions} | {counts} | {tried} |"
 
 
 def record(lines: dict[str, str], before: str) -> str:

@@ -52,13 +52,13 @@ PICTURES: dict[str, list[Panel]] = {
 def series(run: pathlib.Path, metric: str) -> tuple[list[int], list[float]]:
     """Steps at which a run logged a metric, and its values; of an evaluation both ends, too."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
-    found = {row["step"]: row[metric] for row in rows if metric in row and "step" in row}
+    values = {row["step"]: row[metric] for row in rows if metric in row and "step" in row}
     if metric.startswith("eval/"):
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
         name = metric.removeprefix("eval/")
         before, after = (summary[f"eval_{when}"][name] for when in ("before", "after"))
-        found = {0: before, **found, summary["steps"]: after}
-    return list(found), list(found.values())
+        values = {0: before, **values, summary["steps"]: after}
+    return list(values), list(values.values())
 
 
 def smooth(values: list[float]) -> np.ndarray:
@@ -141,11 +141,11 @@ def samples(run: pathlib.Path, count: int = 4) -> list[str]:
 
 def shown(row: dict[str, Any]) -> str:
     """A sample's text, or its turns, the environment's in brackets; and its reward."""
-    said = [
+    turns = [
         turn["text"] if turn["by"] == "policy" else f"[{turn['text']}]"
         for turn in row.get("turns", ())
     ]
-    text = " ".join(said) or row["completion"]
+    text = " ".join(turns) or row["completion"]
     return f"`{text}` ({row['reward']:g})" if text else f"nothing ({row['reward']:g})"
 
 

@@ -220,8 +220,8 @@ def make(directory: pathlib.Path, families: list[str], vocabularies: pathlib.Pat
         expected = {"text": prompt} | forward(place / "exported", prompt)
         completion = json.loads(sampled)[0]["completion"]
         if completion != expected["completion"]:
-            told = f"jrl sample says {completion!r}, the export {expected['completion']!r}"
-            raise SystemExit(f"{family}: {told}")
+            difference = f"jrl sample says {completion!r}, the export {expected['completion']!r}"
+            raise SystemExit(f"{family}: {difference}")
         (place / "expected.json").write_text(json.dumps(expected, indent=1))
         print(f"{family}: exported; jrl sample: {completion!r}", flush=True)
 

@@ -5,8 +5,8 @@ import re
 import tomllib
 
 project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())
-for wanted in project["project"]["dependencies"]:
-    name, version = re.fullmatch(r"([\w-]+)>=([\d.]+)", wanted).groups()
+for requirement in project["project"]["dependencies"]:
+    name, version = re.fullmatch(r"([\w-]+)>=([\d.]+)", requirement).groups()
     print(f"{name}=={version}")
     if name == "jax":
         print(f"jaxlib=={version}")

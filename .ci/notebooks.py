@@ -51,7 +51,7 @@ def execute(path: pathlib.Path) -> None:
     for cell in notebook.cells:
         cell.metadata = {}
         if cell.cell_type == "code":
-            cell.outputs = [kept(output) for output in cell.outputs if is_kept(output)]
+            cell.outputs = [stable(output) for output in cell.outputs if is_kept(output)]
     # Executing adds the kernel's version and the like.
     notebook.metadata.language_info = {"name": "python"}
     nbformat.write(notebook, path)
@@ -64,7 +64,7 @@ def is_kept(output: dict) -> bool:
     return output.get("name") == "stdout"
 
 
-def kept(output: dict) -> dict:
+def stable(output: dict) -> dict:
     """The output without a picture's description in words, and without addresses in memory."""
     if output["output_type"] == "display_data":
         output["metadata"] = {}

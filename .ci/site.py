@@ -57,10 +57,14 @@ NAV: list[tuple[str, Any]] = [
             ("Methods and functions of your own", "docs/own.md"),
             ("Signals", "docs/signals.md"),
             ("Rewards", "docs/rewards.md"),
+            ("Verifiers: code, SQL, proofs", "docs/verifiers.md"),
+            ("Judges", "docs/judges.md"),
+            ("Reward models", "docs/reward-models.md"),
+            ("Reward recipes", "docs/reward-recipes.md"),
             ("What a run leaves", "docs/runs.md"),
             ("Trackers", "docs/trackers.md"),
             ("Memory, compiling, collapse, resuming", "docs/howto.md"),
-            ("Code that means no good", "docs/safety.md"),
+            ("Malicious code", "docs/safety.md"),
         ],
     ),
     (
@@ -91,6 +95,7 @@ NAV: list[tuple[str, Any]] = [
             ("Weak scaling on paper", "benchmarks/weak_scaling.md"),
             ("Changelog", "CHANGELOG.md"),
             ("Contributing", "CONTRIBUTING.md"),
+            ("A map of the code", "docs/code.md"),
         ],
     ),
 ]
@@ -112,10 +117,10 @@ HOME_TITLE = "Reinforcement learning for language models in JAX"
 
 def sources(nav: list[tuple[str, Any]] = NAV) -> list[str]:
     """The files of the checkout that are pages, in the order of the navigation."""
-    found = []
+    files = []
     for _, entry in nav:
-        found += sources(entry) if isinstance(entry, list) else [entry]
-    return [source for source in found if source not in GENERATED]
+        files += sources(entry) if isinstance(entry, list) else [entry]
+    return [source for source in files if source not in GENERATED]
 
 
 def page_of(source: str) -> str:
@@ -125,17 +130,17 @@ def page_of(source: str) -> str:
 
 def navigation(nav: list[tuple[str, Any]] = NAV) -> list[Any]:
     """The navigation as Zensical reads it."""
-    made: list[Any] = []
+    entries: list[Any] = []
     for title, entry in nav:
         if isinstance(entry, list):
-            made.append({title: navigation(entry)})
+            entries.append({title: navigation(entry)})
         elif entry == "methods/":
-            made.append({title: methods.navigation(listed_methods())})
+            entries.append({title: methods.navigation(listed_methods())})
         elif entry == "reference/":
-            made.append({title: reference.navigation()})
+            entries.append({title: reference.navigation()})
         else:
-            made.append({title: page_of(entry)})
-    return made
+            entries.append({title: page_of(entry)})
+    return entries
 
 
 def write_pages(target: pathlib.Path) -> None:
@@ -202,13 +207,13 @@ def method_pages() -> dict[str, str]:
     from jrl.methods import all_methods
 
     functions, listed = all_methods(), listed_methods()
-    made = {"methods/index.md": methods.catalogue(listed)}
+    pages = {"methods/index.md": methods.catalogue(listed)}
     for method in listed:
         function = functions[method["name"]]
         path = pathlib.Path(inspect.getsourcefile(inspect.unwrap(function)) or "")
         home = f"`{path.relative_to(ROOT).as_posix()}`"
-        made[f"methods/{method['name']}.md"] = methods.method_page(method, function, home)
-    return made
+        pages[f"methods/{method['name']}.md"] = methods.method_page(method, function, home)
+    return pages
 
 
 def keys_page() -> str:
@@ -317,9 +322,9 @@ def main() -> None:
     path = os.pathsep.join([str(ROOT / ".ci"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "NO_COLOR": "1"}
     built = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    said = built.stdout + built.stderr
-    if built.returncode or "griffe: " in said:  # of a docstring that the reference cannot read
-        raise SystemExit(f"{said.partition('Traceback')[0]}the site was not built")
+    log = built.stdout + built.stderr
+    if built.returncode or "griffe: " in log:  # of a docstring that the reference cannot read
+        raise SystemExit(f"{log.partition('Traceback')[0]}the site was not built")
     print(f"{target / 'site'}: {sys.executable} -m http.server -d {target / 'site'} shows it")
 
 

@@ -47,40 +47,40 @@ def forward_flops(config: ModelConfig, tokens: float, pairs: float, scored: floa
     return float(2 * trunk_weights(config) * tokens + attention + head)
 
 
-def prefill_flops(config: ModelConfig, drawn: Completions) -> float:
+def prefill_flops(config: ModelConfig, completions: Completions) -> float:
     """Each prompt once; its last token belongs to decoding."""
-    p = drawn.prompts - 1
+    p = completions.prompts - 1
     return forward_flops(config, p.sum(), (p * (p + 1) // 2).sum(), 0)
 
 
-def decode_flops(config: ModelConfig, drawn: Completions) -> float:
+def decode_flops(config: ModelConfig, completions: Completions) -> float:
     """One pass a completion token, which sees everything before it."""
-    t = drawn.lengths
-    pairs = (t * drawn.prompts[:, None] + t * (t - 1) // 2).sum()
+    t = completions.lengths
+    pairs = (t * completions.prompts[:, None] + t * (t - 1) // 2).sum()
     return forward_flops(config, t.sum(), pairs, t.sum())
 
 
-def score_flops(config: ModelConfig, drawn: Completions) -> float:
+def score_flops(config: ModelConfig, completions: Completions) -> float:
     """One pass over prompts and completions, as a reference needs; training is three of them."""
-    p, t = drawn.prompts, np.maximum(drawn.lengths - 1, 0)
+    p, t = completions.prompts, np.maximum(completions.lengths - 1, 0)
     pairs = (p * (p + 1) // 2).sum() + (t * p[:, None] + t * (t + 1) // 2).sum()
-    return forward_flops(config, p.sum() + t.sum(), pairs, drawn.lengths.sum())
+    return forward_flops(config, p.sum() + t.sum(), pairs, completions.lengths.sum())
 
 
-def update_flops(config: ModelConfig, drawn: Completions, adapters: int = 0) -> float:
+def update_flops(config: ModelConfig, completions: Completions, adapters: int = 0) -> float:
     """A training step without recomputation: three passes.
 
     Args:
       config: the model.
-      drawn: what is trained on.
+      completions: what is trained on.
       adapters: trained weights of adapters on a frozen base, which has no gradients of its own and
         so costs two passes; 0 where all weights are trained.
     """
-    whole = score_flops(config, drawn)
+    whole = score_flops(config, completions)
     if not adapters:
         return 3 * whole
-    p, t = drawn.prompts, np.maximum(drawn.lengths - 1, 0)
-    tokens, scored = p.sum() + t.sum(), drawn.lengths.sum()
+    p, t = completions.prompts, np.maximum(completions.lengths - 1, 0)
+    tokens, scored = p.sum() + t.sum(), completions.lengths.sum()
     # Of attention, which has no weights, both gradients are needed in any case.
     attention = whole - forward_flops(config, tokens, 0, scored)
     return 2 * whole + attention + 6.0 * adapters * tokens
@@ -105,22 +105,22 @@ def prime_rl_flops(config: ModelConfig, length: int, adapters: int = 0) -> float
 
 
 def decode_bytes(
-    config: ModelConfig, drawn: Completions, weights_bytes: int, vector_bytes: int = 0
+    config: ModelConfig, completions: Completions, weights_bytes: int, vector_bytes: int = 0
 ) -> float:
     """What decoding must read: all weights every step, live keys and values, a prefix once.
 
     Args:
       config: the model.
-      drawn: what is sampled.
+      completions: what is sampled.
       weights_bytes: read in each step.
       vector_bytes: of a key or value of one head; 0 for numbers of the model's dtype.
     """
     vector_bytes = vector_bytes or config.head_dim * jnp.dtype(config.dtype).itemsize
     entry = 2 * config.layers * config.kv_heads * vector_bytes
-    steps = drawn.lengths.max(1)
-    own = (drawn.lengths * (drawn.lengths - 1) // 2).sum()
-    read = int(drawn.lengths.max()) * weights_bytes
-    return float(read + entry * (own + (steps * drawn.prompts).sum()))
+    steps = completions.lengths.max(1)
+    earlier = (completions.lengths * (completions.lengths - 1) // 2).sum()
+    read = int(completions.lengths.max()) * weights_bytes
+    return float(read + entry * (earlier + (steps * completions.prompts).sum()))
 
 
 # ---------------------------------------------------------------- rates

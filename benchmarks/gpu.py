@@ -272,14 +272,14 @@ def fractions(row: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    asked = parser()
-    args = asked.parse_args(argv)
+    arguments = parser()
+    args = arguments.parse_args(argv)
     if "weights" in args.int8 and args.float8:
-        asked.error("--int8 and --float8 both name weights; remove it from one")
+        arguments.error("--int8 and --float8 both name weights; remove it from one")
     try:
         updates(args)
     except ValueError as error:
-        asked.error(str(error))
+        arguments.error(str(error))
     # On GPUs JAX takes three quarters of the memory; this much is given to a run of JRL.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
     flags = sys.argv[1:] if argv is None else argv

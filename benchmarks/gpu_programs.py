@@ -40,7 +40,7 @@ class Program(NamedTuple):
     call: Any
     lower_s: float
     compile_s: float
-    held: int
+    held_bytes: int
 
 
 def memory_limit(args: argparse.Namespace) -> float:
@@ -98,12 +98,12 @@ def keep_text(program: Program, name: str, directory: str) -> None:
         )
 
 
-def show_kernels(profile: kernels.Profile, steps: int, title: str, wanted: str) -> dict[str, Any]:
+def show_kernels(profile: kernels.Profile, steps: int, title: str, only: str) -> dict[str, Any]:
     """The largest kernels, for the row; written to stderr, too, where ``wanted`` says so."""
     if not profile.events:
         return {}
     rows = kernels.largest(profile, steps)
-    if wanted == "kernels":
+    if only == "kernels":
         sys.stderr.write(f"\n{title}\n{kernels.as_text(rows)}\n")
         sys.stderr.flush()
     return {"kernels": rows}

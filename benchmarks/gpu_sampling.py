@@ -31,7 +31,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.slots import prefill
-from jrl.train.compiler import compiler_options
+from jrl.setup.compiler import compiler_options
 from jrl.types import Network
 
 
@@ -121,7 +121,7 @@ def sampling_row(model: Policy, work: Work, args: argparse.Namespace) -> Measure
         prefill_s = repeated(partial(before.call, weights, prompts, lengths), args.rounds)
         kernel = kernel_for(args.attention, config, Shape(n, work.prompt, work.prompt), steady=True)
     del weights
-    drawn = work.drawn()
+    completions = work.drawn()
     row: dict[str, Any] = {
         **{"batch": work.rows, "prompt": work.prompt, "new": work.new, "group": work.group},
         "int8": sorted(args.int8),
@@ -130,11 +130,11 @@ def sampling_row(model: Policy, work: Work, args: argparse.Namespace) -> Measure
         "prepare_s": model.prepare_s,
         "prefill_s": prefill_s,
         **decode_rates(model, work, whole - prefill_s - model.prepare_s, args),
-        "prefill_flop_s": floor.prefill_flops(config, drawn) / prefill_s,
+        "prefill_flop_s": floor.prefill_flops(config, completions) / prefill_s,
         "lower_s": program.lower_s,
         "compile_s": program.compile_s,
         "prefill_compile_s": before.compile_s,
-        "held_bytes": program.held,
+        "held_bytes": program.held_bytes,
     }
 
     def profile() -> dict[str, Any]:
@@ -158,10 +158,10 @@ def decode_rates(
     if seconds <= 0:
         return {}
     vector = model.config.head_dim + 4 if "cache" in args.int8 else 0
-    moved = floor.decode_bytes(model.config, work.drawn(), model.read_bytes, vector)
+    bytes_read = floor.decode_bytes(model.config, work.drawn(), model.read_bytes, vector)
     return {
         "decode_s": seconds,
         "token_step_ms": seconds / work.new * 1e3,
         "tok_s": work.rows * work.new / seconds,
-        "decode_bytes_s": moved / seconds,
+        "decode_bytes_s": bytes_read / seconds,
     }

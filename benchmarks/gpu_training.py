@@ -165,7 +165,7 @@ def variant_row(
         * (work.tokens / took),
         "lower_s": program.lower_s,
         "compile_s": program.compile_s,
-        "held_bytes": program.held,
+        "held_bytes": program.held_bytes,
         "kept_bytes": state_bytes,
     }
 

@@ -154,11 +154,11 @@ def lockstep(work: Work, env: HostEnv, group: int) -> Outcome:
         def ask(function: Callable[..., Any], arguments: dict[int, tuple]) -> dict[int, Any]:
             """The answers to one call for each row, when the last of them has come."""
             since = time.perf_counter()
-            for row, given in arguments.items():
-                calls.submit(row, function, env, chat, *given, seconds=CALL_SECONDS)
-            found = [calls.inbox.get() for _ in arguments]
+            for row, more in arguments.items():
+                calls.submit(row, function, env, chat, *more, seconds=CALL_SECONDS)
+            answers = [calls.inbox.get() for _ in arguments]
             totals["idle"] += (time.perf_counter() - since) * len(wave)
-            return {answer.number: answer.value for answer in found}
+            return {answer.number: answer.value for answer in answers}
 
         for first in range(0, len(episodes), slots):
             wave = episodes[first : first + slots]
@@ -170,9 +170,9 @@ def lockstep(work: Work, env: HostEnv, group: int) -> Outcome:
             live = dict(enumerate(wave))
             while live:
                 _draw(work, live, wave, totals)
-                said = {row: _said(work, e) for row, e in live.items()}
+                turns = {row: _step_arguments(work, e) for row, e in live.items()}
                 answers = {}
-                for row, (state, feedback, ids, state_id) in ask(call_step, said).items():
+                for row, (state, feedback, ids, state_id) in ask(call_step, turns).items():
                     episode = live[row]
                     episode.state = state
                     episode.pay(feedback)
@@ -208,7 +208,7 @@ def _draw(
             episode.turn.stop = StopReason(int(out.stop[row]))
 
 
-def _said(work: Work, episode: Episode) -> tuple[Any, ...]:
+def _step_arguments(work: Work, episode: Episode) -> tuple[Any, ...]:
     """What an environment is told of a turn, ``call_step``'s arguments."""
     cut = episode.turn.stop == StopReason.LENGTH
     return work.tokenizer, episode.state, episode.at.turn, episode.end_turn(), cut
@@ -263,14 +263,14 @@ def step_seconds(work: Work) -> float:
         row: RowStart((1,) * work.rows.prompt_tokens, row, 0, work.rows.max_new_tokens)
         for row in range(work.rows.slots)
     }
-    found = []
+    seconds = []
     for _ in range(7):
         work.rows.admit(starts)
         jax.block_until_ready(work.rows.suspend(0))
         began = time.perf_counter()
         out = work.rows.decode(0)
-        found.append((time.perf_counter() - began) / int(out.steps))
-    return statistics.median(found)
+        seconds.append((time.perf_counter() - began) / int(out.steps))
+    return statistics.median(seconds)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -286,20 +286,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rounds: list[dict[str, Any]] = []
     loops: list[tuple[str, Callable[..., Outcome]]] = [("free", free), ("lockstep", lockstep)]
     for number in range(args.rounds):
-        step_s, found = step_seconds(work), {}
+        step_s, outcomes = step_seconds(work), {}
         for name, loop in loops if number % 2 == 0 else loops[::-1]:
             env = environment(work, args.latency * step_s, number)
-            found[name] = loop(work, env, args.group)
+            outcomes[name] = loop(work, env, args.group)
         # Not quite all: another padding adds in another order, which can turn a near tie.
-        both = zip(*(drawn(found[name].transcripts) for name, _ in loops), strict=True)
+        both = zip(*(drawn(outcomes[name].transcripts) for name, _ in loops), strict=True)
         same = [a == b for a, b in both]
-        once, pasts = histories(found["free"].transcripts)
-        counts = found["free"].counts
+        once, pasts = histories(outcomes["free"].transcripts)
+        counts = outcomes["free"].counts
         rounds.append(
             {
                 "step_s": step_s,
                 "equal_first_turns": statistics.fmean(same),
-                **{name: figures(outcome, step_s) for name, outcome in found.items()},
+                **{name: figures(outcome, step_s) for name, outcome in outcomes.items()},
                 **{n: counts[n] for n in ("parked", "dropped", "read_tokens", "reread_tokens")},
                 "tokens_once": once,
                 "tokens_of_histories": pasts,
@@ -323,20 +323,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    asked = parser(__doc__ or "")
-    asked.add_argument(
+    options = parser(__doc__ or "")
+    options.add_argument(
         "--latency", type=float, default=10.0, help="mean of an answer, decode steps"
     )
-    asked.add_argument("--turn-tokens", type=int, default=32, help="of a turn, mean")
-    asked.add_argument("--answer-tokens", type=int, default=16)
-    asked.add_argument("--parked", type=int, default=None, help="rows that may be parked")
-    asked.add_argument("--rounds", type=int, default=3, help="of both loops")
-    asked.set_defaults(slots=8, chunk=16, group=4, turns=4, gen_len=384)
-    args = asked.parse_args(argv)
+    options.add_argument("--turn-tokens", type=int, default=32, help="of a turn, mean")
+    options.add_argument("--answer-tokens", type=int, default=16)
+    options.add_argument("--parked", type=int, default=None, help="rows that may be parked")
+    options.add_argument("--rounds", type=int, default=3, help="of both loops")
+    options.set_defaults(slots=8, chunk=16, group=4, turns=4, gen_len=384)
+    args = options.parse_args(argv)
     if args.group < 1 or args.slots < 1 or QUEUED * args.slots % args.group:
-        asked.error(f"--group {args.group}: must divide {QUEUED} times --slots {args.slots}")
+        options.error(f"--group {args.group}: must divide {QUEUED} times --slots {args.slots}")
     if not math.isfinite(args.latency) or args.latency < 0:
-        asked.error(f"--latency {args.latency}: must be 0 or more")
+        options.error(f"--latency {args.latency}: must be 0 or more")
     place(args)
     flags.write(measure(args), args.json)
 

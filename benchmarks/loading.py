@@ -114,29 +114,31 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--whole", action="store_true", help="read all of it on the host first")
     parser.add_argument(LOAD, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.load:
-        print(json.dumps(load(given.load, given.whole)))
+    args = parser.parse_args()
+    if args.load:
+        print(json.dumps(load(args.load, args.whole)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        if short := room(Path(folder), given.gigabytes * 1e9):
+        if short := room(Path(folder), args.gigabytes * 1e9):
             raise SystemExit(short)
-        written = write(Path(folder) / "model", given.gigabytes)
+        written = write(Path(folder) / "model", args.gigabytes)
         command = [sys.executable, "-m", "benchmarks.loading", LOAD, f"{folder}/model"]
-        flags = f"--xla_force_host_platform_device_count={given.devices}"
+        flags = f"--xla_force_host_platform_device_count={args.devices}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         done = subprocess.run(
-            [*command, *(["--whole"] if given.whole else [])],
+            [*command, *(["--whole"] if args.whole else [])],
             env=environment,
             capture_output=True,
             text=True,
             check=True,
         )
-    found = json.loads(done.stdout.splitlines()[-1])
-    over = found["peak_host_bytes"] - found["host_bytes_before"] - found["weights_bytes"]
-    how = "whole" if given.whole else "streamed"
+    measured = json.loads(done.stdout.splitlines()[-1])
+    over = measured["peak_host_bytes"] - measured["host_bytes_before"] - measured["weights_bytes"]
+    how = "whole" if args.whole else "streamed"
     print(
-        json.dumps({"how": how, "checkpoint_bytes": written, **found, "over_weights_bytes": over})
+        json.dumps(
+            {"how": how, "checkpoint_bytes": written, **measured, "over_weights_bytes": over}
+        )
     )
 
 

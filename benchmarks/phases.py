@@ -43,9 +43,9 @@ def reference_seconds(work: Work, state: TrainState, batch: Batch) -> float | No
         return None
 
     def run(params: Params, batch: Batch, sampling_params: SamplingParams) -> Stats:
-        wanted = {"network": work.network, "value": None, "want": frozenset({"ref_logprobs"})}
+        options = {"network": work.network, "value": None, "want": frozenset({"ref_logprobs"})}
         return in_parts(
-            lambda part: score(params, part, sampling_params, **wanted), batch, microbatches(work)
+            lambda part: score(params, part, sampling_params, **options), batch, microbatches(work)
         )
 
     program = jax.jit(run, out_shardings=replicated(work.mesh))
@@ -53,18 +53,18 @@ def reference_seconds(work: Work, state: TrainState, batch: Batch) -> float | No
 
 
 def against_floor(
-    work: Work, params: Params, drawn: Rollout, seconds: dict[str, float | None]
+    work: Work, params: Params, rollout: Rollout, seconds: dict[str, float | None]
 ) -> dict[str, Any]:
     """Rates of the machine, useful work of the last step, and the fraction reached.
 
     Args:
       work: what was run.
       params: the policy's.
-      drawn: the completions of the step.
+      rollout: the completions of the step.
       seconds: measured, by the names "prefill", "decode", "reference" and "train".
     """
     config = work.config
-    done = floor.Completions(np.asarray(drawn.prompt_lengths), np.asarray(drawn.lengths))
+    done = floor.Completions(np.asarray(rollout.prompt_lengths), np.asarray(rollout.lengths))
     weights_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     large = floor.gemm_rate(work.args.gemm, config.dtype)
     copy = floor.copy_rate(max(work.args.gemm // 8, 1))

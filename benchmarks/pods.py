@@ -54,11 +54,11 @@ def plan(name: str, program: str) -> dict[str, Any]:
     from jrl.plan.topology import parse_topology
 
     config = load_config(CONFIGS / f"{name}.toml")
-    found = quick_plan(config, parse_topology(SLICES[name]), placement=program)
-    given = as_json(found)
-    kept = ("mesh", "sampling_mesh", "parameters", "tokens_per_step", "chips", "chip")
-    row = {key: given[key] for key in kept} | {"in_8_bits": list(config.sampling.in_8_bits)}
-    return row | given["programs"]
+    estimate = quick_plan(config, parse_topology(SLICES[name]), placement=program)
+    fields = as_json(estimate)
+    facts = ("mesh", "sampling_mesh", "parameters", "tokens_per_step", "chips", "chip")
+    row = {key: fields[key] for key in facts} | {"in_8_bits": list(config.sampling.in_8_bits)}
+    return row | fields["programs"]
 
 
 # ---------------------------------------------------------------- tables
@@ -75,9 +75,9 @@ def state_bytes(row: Mapping[str, Any]) -> float:
 def gib_of(row: Mapping[str, Any]) -> tuple[float, float]:
     """GiB of a chip while sampling, training state included, and while training."""
     sampler, training = row["sampler"], row["train_step"]
-    held = sampler["bytes_by_part"].get("weights", 0.0)
-    drawn = sampler["bytes_per_chip"] - held + state_bytes(row)
-    return drawn / GIB, training["bytes_per_chip"] / GIB
+    weights = sampler["bytes_by_part"].get("weights", 0.0)
+    sampling = sampler["bytes_per_chip"] - weights + state_bytes(row)
+    return sampling / GIB, training["bytes_per_chip"] / GIB
 
 
 def utilisation(row: Mapping[str, Any]) -> float:
@@ -109,13 +109,13 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
             f"{row[p]['roofline_seconds']:.2f} ({row[p]['floor_seconds']:.2f})"
             for p in ("sampler", "train_step")
         ]
-        drawn, trained = gib_of(row)
+        sampling, trained = gib_of(row)
         room = row["chip"]["hbm_bytes"] / GIB
         cells = [f"`{name}.toml`", SLICES[name], mesh(row["mesh"])]
-        short = "".join(f", {what} in 8 bits" for what in row["in_8_bits"])
+        short = "".join(f", {part} in 8 bits" for part in row["in_8_bits"])
         cells += [mesh(row["sampling_mesh"]) + short, *times, f"{100 * utilisation(row):.0f} %"]
         cells += [f"{step_seconds(row):.1f}", str(BEFORE.get(name, "-"))]
-        cells += [f"{drawn:.1f} and {trained:.1f} of {room:.0f}"]
+        cells += [f"{sampling:.1f} and {trained:.1f} of {room:.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -136,14 +136,14 @@ def breakdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
         for program, word in (("sampler", "sampler"), ("train_step", "training")):
             if program not in row:
                 continue
-            found = row[program]
-            seconds = found["roofline_seconds"]
+            costs = row[program]
+            seconds = costs["roofline_seconds"]
             read = "-"
-            if found["reads"]:
-                read = f"{found['hbm_bytes'] / sum(found['reads'].values()):.2f}"
+            if costs["reads"]:
+                read = f"{costs['hbm_bytes'] / sum(costs['reads'].values()):.2f}"
             cells = [f"`{name}`", word, f"{seconds:.2f}"]
-            cells += [f"{100 * found['floor_seconds'] / seconds:.0f} %", read]
-            cells += [f"{found['operations'][kind]:.2f}" for kind in kinds]
+            cells += [f"{100 * costs['floor_seconds'] / seconds:.0f} %", read]
+            cells += [f"{costs['operations'][kind]:.2f}" for kind in kinds]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -207,13 +207,13 @@ def main() -> None:
     for program in args.program:
         for name in args.only:
             with stored(path) as rows:
-                there = program in rows.get(name, {})
-            if there and not args.again:
+                is_stored = program in rows.get(name, {})
+            if is_stored and not args.again:
                 continue
-            found = plan(name, program)
+            planned = plan(name, program)
             with stored(path) as rows:
-                rows[name] = rows.get(name, {}) | found
-            print(json.dumps({"configuration": name, "program": program} | found), flush=True)
+                rows[name] = rows.get(name, {}) | planned
+            print(json.dumps({"configuration": name, "program": program} | planned), flush=True)
     with stored(path) as rows:
         page = PAGE.format(table=table(complete(rows)), breakdown=breakdown(rows))
     args.out.with_suffix(".md").write_text(page)

@@ -10,7 +10,7 @@ verdict (``score``, ``result``, ``model_output_answer_correctness``), and what t
 ``pred``, the answer that the evaluation extracted, or the completion (``code``, ``response``,
 ``model_output_steps``). Rows with lists have several of each. With ``--of solutions`` rows have a
 worked solution: it is right for its own answer, and wrong for that answer plus one. The data are
-not part of this repository; docs/rewards.md names where they are.
+not part of this repository; docs/verifiers.md names where they are.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ import numpy as np
 
 from benchmarks.clock import rounded
 from jrl.config.judge import judge_table
+from jrl.judging.cache import QuestionVote
+from jrl.judging.client import JudgeClient
 from jrl.rewards import make_reward
 from jrl.rewards.base import Sample
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.replies import read_score
 from jrl.rewards.verdicts import Question
-from jrl.train.judge_cache import Asked
-from jrl.train.judge_client import JudgeClient
 from jrl.types import Prompt
 
 GOOD = "```python\nn = int(input())\nprint(sum(range(n)) * 2)\n```"
@@ -96,9 +96,9 @@ def _print() -> None:
 
 
 def _allocate() -> None:
-    kept = []
+    blocks = []
     while True:
-        kept.append(b"x" * (1 << 24))
+        blocks.append(b"x" * (1 << 24))
 
 
 def _raise() -> None:
@@ -146,11 +146,11 @@ def judge_stage(url: str, seconds: float) -> Stage:
     client = JudgeClient(judge_table("rewards.judge", keys), "rewards.judge")
 
     def run(kinds: Sequence[str]) -> tuple[int, dict[str, float]]:
-        asked = [
-            Asked(Question(({"role": "user", "content": f"{i} {kind}"},), _score))
+        questions = [
+            QuestionVote(Question(({"role": "user", "content": f"{i} {kind}"},), _score))
             for i, kind in enumerate(kinds)
         ]
-        verdicts, counts = client.verdicts(asked)
+        verdicts, counts = client.verdicts(questions)
         return sum(v is not None for v in verdicts), counts
 
     return Stage(FAULTS, run, ("silent",))
@@ -202,8 +202,8 @@ def faulty_judge(latency: float) -> Iterator[str]:
 
 def processor_seconds() -> float:
     """Of this process, of its children, and of what those waited for."""
-    ticks, own = os.sysconf("SC_CLK_TCK"), resource.getrusage(resource.RUSAGE_CHILDREN)
-    total = time.process_time() + own.ru_utime + own.ru_stime
+    ticks, of_children = os.sysconf("SC_CLK_TCK"), resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = time.process_time() + of_children.ru_utime + of_children.ru_stime
     children: list[str] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # a thread that has ended
@@ -245,10 +245,10 @@ def measured(stage: Stage, args: argparse.Namespace, items: int) -> dict[str, An
             kinds = (
                 hostile_items(stage, items, hostile, seed) if name == "hostile" else [""] * items
             )
-            wall, processor, seen = timed(stage, kinds)
+            wall, processor, extra = timed(stage, kinds)
             runs[name].append((wall, processor))
             if name == "hostile":
-                counts = {key: counts.get(key, 0) + x for key, x in seen.items()}
+                counts = {key: counts.get(key, 0) + x for key, x in extra.items()}
     out: dict[str, Any] = {"items": items, "hostile_items": hostile, "counts": counts}
     for i, clock in enumerate(("wall_s", "processor_s")):
         both = {name: statistics.median(run[i] for run in each) for name, each in runs.items()}

@@ -17,8 +17,8 @@ from benchmarks import phases
 from benchmarks.clock import peak_memory_mb, rounded, steady
 from benchmarks.flags import WARMUP, progress
 from benchmarks.work import Source, Work, build, new_state, report
+from jrl.collect.sources import simple_request
 from jrl.system.compile_cache import CompileCounter
-from jrl.train.sources import simple_request
 from jrl.types import Params, TrainState
 
 
@@ -32,10 +32,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             policy = state.params["policy"]
             for step in range(args.steps):
                 begin = time.perf_counter()
-                asked = simple_request(
+                request = simple_request(
                     state.key, {"policy": policy}, np.int32(step), positions(work, step)
                 )
-                source.draw(asked)
+                source.draw(request)
                 walls.append(time.perf_counter() - begin)
                 progress(f"step {step + 1}", {"step_s": walls[-1], "compiles": compiles.count})
                 counts.append(compiles.count)

@@ -83,13 +83,13 @@ def together(config: Config, seeds: int, args: argparse.Namespace) -> dict[str, 
     """``seeds`` runs as one program, or a single one as it is."""
     whole, keys = whole_run(config), jax.vmap(jax.random.key)(config.seed + jnp.arange(seeds))
     every = partial(jax.lax.map, whole) if args.in_turn else jax.vmap(whole)
-    many, given = (whole, keys[0]) if seeds == 1 else (every, keys)
+    many, run_keys = (whole, keys[0]) if seeds == 1 else (every, keys)
     begin = time.perf_counter()
-    program: Any = jax.jit(many).lower(given).compile()
+    program: Any = jax.jit(many).lower(run_keys).compile()
     compile_s = time.perf_counter() - begin
     seconds = []
     for _ in range(args.rounds):
-        took, (_, curves) = timed(program, given)
+        took, (_, curves) = timed(program, run_keys)
         seconds.append(took)
     run_s = statistics.median(seconds)
     return {
@@ -153,8 +153,11 @@ def apart(args: argparse.Namespace, config: Config) -> dict[str, Any]:
         shared = environment(str(Path(folder) / "cache"))
 
         def one(i: int) -> float:
-            own = [f"seed={config.seed + i}", f"run.dir={json.dumps(str(Path(folder) / str(i)))}"]
-            command = [sys.executable, "-m", "jrl", "train", args.config, *changes(args), *own]
+            settings = [
+                f"seed={config.seed + i}",
+                f"run.dir={json.dumps(str(Path(folder) / str(i)))}",
+            ]
+            command = [sys.executable, "-m", "jrl", "train", args.config, *changes(args), *settings]
             return finish(command, shared)
 
         begin = time.perf_counter()
@@ -162,15 +165,15 @@ def apart(args: argparse.Namespace, config: Config) -> dict[str, Any]:
             each = list(pool.map(one, range(count)))
         wall = time.perf_counter() - begin
         texts = [(Path(folder) / str(i) / "summary.json").read_text() for i in range(count)]
-    found = [json.loads(text) for text in texts]
+    summaries = [json.loads(text) for text in texts]
     return {
         "processes": count,
         "at_once": args.at_once,
         "wall_s": wall,
         "wall_s_per_seed": wall / count,
         "each_s": each,
-        "train_s": sum(summary["train_seconds"] for summary in found),
-        "accuracy_after": float(np.mean([summary["accuracy_after"] for summary in found])),
+        "train_s": sum(summary["train_seconds"] for summary in summaries),
+        "accuracy_after": float(np.mean([summary["accuracy_after"] for summary in summaries])),
     }
 
 

@@ -36,10 +36,10 @@ from jrl.types import Network, Params
 
 def samplers(config: ModelConfig) -> dict[str, Network]:
     """The samplers that are compared, by name."""
-    made = {}
+    networks = {}
     for dtype in dict.fromkeys((config.dtype, "bfloat16")):
-        made[dtype] = transformer(dataclasses.replace(config, dtype=dtype))
-    own = made[config.dtype]
+        networks[dtype] = transformer(dataclasses.replace(config, dtype=dtype))
+    network = networks[config.dtype]
     options = [("same", "int8")]
     if not any(config.sparse):
         options += [("int8", "same"), ("int8", "int8"), ("float8", "same")]
@@ -47,8 +47,8 @@ def samplers(config: ModelConfig) -> dict[str, Network]:
         parts = (("weights", weights), ("cache", cache))
         rounded = [part for part, kind in parts if kind != "same"]
         name = f"{weights if weights != 'same' else cache} {' and '.join(rounded)}"
-        made[name] = sampler(own, config, weights=weights, cache=cache)
-    return made
+        networks[name] = sampler(network, config, weights=weights, cache=cache)
+    return networks
 
 
 def measure(
@@ -68,15 +68,17 @@ def measure(
       **sizes: group and max_new_tokens.
     """
     tokens, lengths = prompts
-    ids, found = np.arange(len(lengths), dtype=np.int32), {}
+    ids, differences = np.arange(len(lengths), dtype=np.int32), {}
     score = jax.jit(partial(rollout_difference, network=transformer(config)))
     for name, network in samplers(config).items():
         draw = jax.jit(partial(generate, network=network, stop_tokens=(), **sizes))
         rollout, _ = draw(
             jax.random.key(0), params, tokens, lengths, sampling_params, np.int32(0), ids
         )
-        found[name] = {key: float(x) for key, x in score(params, rollout, sampling_params).items()}
-    return found
+        differences[name] = {
+            key: float(x) for key, x in score(params, rollout, sampling_params).items()
+        }
+    return differences
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -88,19 +90,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, params = _model(args)
     width = flags.prompt_width(args)
     args.vocab = config.vocab_size
-    asked = flags.prompts(args, 1)[0]
-    tokens = np.zeros((len(asked), width), np.int32)
-    for row, prompt in zip(tokens, asked, strict=True):
+    first = flags.prompts(args, 1)[0]
+    tokens = np.zeros((len(first), width), np.int32)
+    for row, prompt in zip(tokens, first, strict=True):
         row[: len(prompt)] = prompt
-    lengths = np.array([len(prompt) for prompt in asked], np.int32)
+    lengths = np.array([len(prompt) for prompt in first], np.int32)
     sampling_params = make_sampling_params(args.temperature, args.top_k, args.top_p)
     sizes = {"group": args.group, "max_new_tokens": args.gen_len}
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "trainer": config.dtype,
         "parameters": int(sum(np.prod(x.shape) for x in jax.tree.leaves(params))),
         "samplers": measure(params, config, (tokens, lengths), sampling_params, **sizes),
     }
-    text = json.dumps(found, indent=2)
+    text = json.dumps(record, indent=2)
     print(text)
     if args.json:
         Path(args.json).write_text(text + "\n")

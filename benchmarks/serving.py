@@ -97,8 +97,8 @@ def write_checkpoint(directory: Path, sizes: argparse.Namespace) -> None:
     hf.save(directory, shape, jax.device_get(transformer(shape).init(jax.random.key(0))))
     backend.save(str(directory / "tokenizer.json"))
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    found = {"eos_token": "<end>", "chat_template": template}
-    (directory / "tokenizer_config.json").write_text(json.dumps(found))
+    tokens = {"eos_token": "<end>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokens))
 
 
 @contextlib.contextmanager
@@ -113,10 +113,10 @@ def serving(sizes: argparse.Namespace) -> Iterator[Server]:
         try:
             assert process.stdout is not None
             line = next((x for x in process.stdout if x.startswith("serving")), "")
-            found = re.search(r"http://([\d.]+):(\d+)", line)
-            if found is None:
+            address = re.search(r"http://([\d.]+):(\d+)", line)
+            if address is None:
                 raise RuntimeError(f"the server ended with code {process.wait()}")
-            yield Server(process, found[1], int(found[2]))
+            yield Server(process, address[1], int(address[2]))
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
@@ -172,7 +172,7 @@ def soak(server: Server, requests: int, every: int, threads: int) -> dict[str, A
 
     Requests that end in another way than their kind should are counted as unexpected.
     """
-    found = [{"requests": 0} | server.usage()]
+    samples = [{"requests": 0} | server.usage()]
     counts: collections.Counter[str] = collections.Counter()
     wrong: collections.Counter[str] = collections.Counter()
 
@@ -203,11 +203,11 @@ def soak(server: Server, requests: int, every: int, threads: int) -> dict[str, A
             thread.join()
         seconds = time.perf_counter() - began
         time.sleep(1.0)  # what clients left is noticed and ended
-        found.append({"requests": numbers[-1] + 1} | server.usage() | {"seconds": seconds})
-        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-    settled = found[1:]
+        samples.append({"requests": numbers[-1] + 1} | server.usage() | {"seconds": seconds})
+        print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
+    settled = samples[1:]
     return {
-        "usage": found,
+        "usage": samples,
         "growth_mb": settled[-1]["rss_mb"] - settled[0]["rss_mb"],
         "threads": [each["threads"] for each in settled],
         "files": [each["files"] for each in settled],
@@ -221,7 +221,7 @@ def soak(server: Server, requests: int, every: int, threads: int) -> dict[str, A
 
 def alternatives(server: Server, requests: int, threads: int) -> dict[str, Any]:
     """Tokens a second and memory, by the number of alternatives asked for."""
-    found: dict[str, Any] = {}
+    rates: dict[str, Any] = {}
     endless = {"max_tokens": 100, "logit_bias": {"256": -100}, "temperature": 1.0}
     for name, more in (
         ("none", {}),
@@ -245,8 +245,8 @@ def alternatives(server: Server, requests: int, threads: int) -> dict[str, Any]:
         for thread in running:
             thread.join()
         tokens = requests // threads * threads * endless["max_tokens"]
-        found[name] = {"tokens_s": tokens / (time.perf_counter() - began)} | server.usage()
-    return found
+        rates[name] = {"tokens_s": tokens / (time.perf_counter() - began)} | server.usage()
+    return rates
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -264,10 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = p.parse_args(arguments)
     with serving(chosen) as server:
         if chosen.alternatives:
-            found = alternatives(server, chosen.requests, chosen.threads)
+            result = alternatives(server, chosen.requests, chosen.threads)
         else:
-            found = soak(server, chosen.requests, chosen.every, chosen.threads)
-    text = json.dumps(found, indent=2)
+            result = soak(server, chosen.requests, chosen.every, chosen.threads)
+    text = json.dumps(result, indent=2)
     print(text)
     if chosen.json:
         Path(chosen.json).write_text(text + "\n")

@@ -18,11 +18,11 @@ from benchmarks.clock import peak_memory_mb, processor_seconds, rounded, steady,
 from benchmarks.flags import progress
 from benchmarks.rollout import describe, sampling_figures
 from benchmarks.work import Source, Work, build, new_state, report
+from jrl.collect.collector import Collector
+from jrl.collect.packing import Packer
 from jrl.mesh import batch_shards, replicated
 from jrl.system.compile_cache import CompileCounter
-from jrl.train.collect import Collector
 from jrl.train.loop import policy_weights
-from jrl.train.packing import Packer
 from jrl.train.step import compile_step, make_step
 from jrl.types import Batch, TrainState
 

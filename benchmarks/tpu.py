@@ -26,23 +26,24 @@ import numpy as np
 
 from benchmarks.clock import rounded, steady
 from benchmarks.flags import write
+from jrl.collect.collector import Collector
+from jrl.collect.resharding import ReshardedSampler
+from jrl.collect.sources import Around, Groups, Source
 from jrl.config import Config, load_config
 from jrl.errors import UserError
 from jrl.mesh import replicated
 from jrl.plan.lower import run_model
 from jrl.plan.topology import Topology, parse_topology
 from jrl.plan.useful import lengths_of, model_flops
+from jrl.setup.adapters import policy_of
+from jrl.setup.kinds import kind_of
+from jrl.setup.placement import make_meshes
+from jrl.setup.run import Run
 from jrl.system import processes
 from jrl.system.compile_cache import enable_compile_cache
 from jrl.system.devices import find_devices
 from jrl.train import build, programs
 from jrl.train.batches import text_source
-from jrl.train.collect import Collector
-from jrl.train.kinds import kind_of
-from jrl.train.placement import make_meshes
-from jrl.train.resharding import ReshardedSampler
-from jrl.train.score import policy_of
-from jrl.train.sources import Around, Groups, Source
 from jrl.types import Prompt
 from jrl.types.asks import DrawRequest
 
@@ -72,20 +73,20 @@ class _Endless(NamedTuple):
     stop_ids: tuple[int, ...] = ()
 
 
-def synthetic_run(config: Config) -> build.Run:
+def synthetic_run(config: Config) -> Run:
     """A run on the devices that there are, with random weights and prompts.
 
     Raises:
       UserError: it needs what is not made up here, or does not fit the devices.
     """
-    for key, given, instead in (
+    for key, value, instead in (
         ("model.path", config.model.path, "give sizes in model.config"),
         ("data.task", getattr(config.data, "task", None), "remove it; prompts are random tokens"),
         ("data.env", getattr(config.data, "env", None), "remove it; prompts are random tokens"),
         ("placement", config.placement, "remove it; only colocated runs are measured"),
     ):
-        if given is not None:
-            raise UserError(f"{key} = {given!r} is not for this benchmark; {instead}")
+        if value is not None:
+            raise UserError(f"{key} = {value!r} is not for this benchmark; {instead}")
     mesh, _ = make_meshes(config)
     kind = kind_of(config)
     model, tokenizer = run_model(config, None), _Endless()
@@ -141,7 +142,7 @@ class Timed(Around):
         return with_points(self._draw(request), self._seed)
 
 
-def measure(run: build.Run, steps: int) -> dict[str, Any]:
+def measure(run: Run, steps: int) -> dict[str, Any]:
     """Median seconds of a step and of its programs, and the most memory of a chip."""
     clock, config = Clock(), run.config
     with jax.set_mesh(run.mesh):
@@ -169,10 +170,10 @@ def measure(run: build.Run, steps: int) -> dict[str, Any]:
             batch, _, cursor = collector.collect(state.key, weights, step=i, cursor=cursor)
             state, _ = train(state, batch, sampling_params)
             clock.end_step(time.perf_counter() - begin)
-    found = clock.medians()
-    found["sampler_s"] = found.pop("drawing_s") - found.get("resharding_s", 0.0)
+    medians = clock.medians()
+    medians["sampler_s"] = medians.pop("drawing_s") - medians.get("resharding_s", 0.0)
     used = jax.local_devices()[0].memory_stats() or {}
-    return found | {
+    return medians | {
         "first_step_s": clock.steps[0]["step_s"],
         "bytes_per_chip": used.get("peak_bytes_in_use"),
     }
@@ -189,7 +190,7 @@ def with_points(groups: Groups, seed: int) -> Groups:
 
 
 def figures(
-    times: Mapping[str, Any], run: build.Run, topology: Topology | None
+    times: Mapping[str, Any], run: Run, topology: Topology | None
 ) -> dict[str, float | None]:
     """Seconds, and tokens a second and model FLOP utilisation that follow from them.
 
@@ -200,35 +201,37 @@ def figures(
     """
     chips, sizes = run.mesh.size, lengths_of(run)
     tokens = sizes.prompts * sizes.group * sizes.new
-    found = {name: times.get(name) for name in ("step_s", *PROGRAMS.values())}
-    found["tokens_s_chip"] = tokens / times["step_s"] / chips
+    row = {name: times.get(name) for name in ("step_s", *PROGRAMS.values())}
+    row["tokens_s_chip"] = tokens / times["step_s"] / chips
     for program in ("sampler", "train_step"):
-        seconds, used = found[PROGRAMS[program]], None
+        seconds, used = row[PROGRAMS[program]], None
         if topology is not None and seconds:
             used = model_flops(run, program) / chips / topology.chip.flops / seconds
-        found[f"{program}_mfu"] = used
-    return found | {"bytes_per_chip": times["bytes_per_chip"]}
+        row[f"{program}_mfu"] = used
+    return row | {"bytes_per_chip": times["bytes_per_chip"]}
 
 
-def predicted(plan: Mapping[str, Any], run: build.Run, topology: Topology | None) -> dict[str, Any]:
+def predicted(plan: Mapping[str, Any], run: Run, topology: Topology | None) -> dict[str, Any]:
     """The figures of a plan's JSON.
 
     Raises:
       UserError: the plan is of another mesh, slice or number of tokens.
     """
-    own = run.config.sampling.mesh_axes if run.config.sampling.mesh else None
-    for what, planned, here in (
+    axes = run.config.sampling.mesh_axes if run.config.sampling.mesh else None
+    for field, planned, here in (
         ("topology", plan["topology"], topology and topology.name),
         ("mesh", plan["mesh"], dict(run.mesh.shape)),
-        ("sampling.mesh", plan["sampling_mesh"], own and dict(programs.drawing_mesh(run).shape)),
+        ("sampling.mesh", plan["sampling_mesh"], axes and dict(programs.drawing_mesh(run).shape)),
     ):
-        if planned != here and not (what == "sampling.mesh" and here == dict(run.mesh.shape)):
+        if planned != here and not (field == "sampling.mesh" and here == dict(run.mesh.shape)):
             raise UserError(
-                f"--plan is of {what} {planned}, and this run has {here}; make it again with"
+                f"--plan is of {field} {planned}, and this run has {here}; make it again with"
                 " jrl plan CONFIG KEY=VALUE --topology SLICE --json"
             )
-    times = {PROGRAMS[name]: made["roofline_seconds"] for name, made in plan["programs"].items()}
-    size = max(made["bytes_per_chip"] for made in plan["programs"].values())
+    times = {
+        PROGRAMS[name]: program["roofline_seconds"] for name, program in plan["programs"].items()
+    }
+    size = max(program["bytes_per_chip"] for program in plan["programs"].values())
     times |= {"step_s": plan["step_seconds"], "bytes_per_chip": size}
     return figures(times, run, topology)
 
@@ -257,7 +260,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     if args.plan:  # read before anything is compiled, so that a wrong one costs nothing
         plan = predicted(json.loads(Path(args.plan).read_text("utf-8")), run, topology)
     times = measure(run, args.steps)
-    own = figures(times, run, topology) | {"first_step_s": times["first_step_s"]}
+    measured = figures(times, run, topology) | {"first_step_s": times["first_step_s"]}
     return {
         "config": args.config,
         "overrides": args.overrides,
@@ -269,7 +272,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
         "steps": args.steps,
-        **beside(own, plan),
+        **beside(measured, plan),
     }
 
 

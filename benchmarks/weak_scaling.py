@@ -62,14 +62,14 @@ PROGRAMS = {"train_step": "training step", "sampler": "sampler"}
 
 def limits(row: dict[str, Any]) -> str:
     """What takes most of each program's time, with the seconds of each resource by itself."""
-    found = []
+    rows = []
     for name, word in PROGRAMS.items():
         bound, alone = row[name]["bound"], row[name]["alone"]
         first = max(bound, key=lambda k: bound[k])
         rest = ", ".join(f"{k} {alone[k]:.2f} s" for k in alone)
         share = 100 * bound[first] / row[name]["roofline_seconds"]
-        found.append(f"{first} limits {share:.0f} % of the {word} ({rest} each by itself)")
-    return "; ".join(found)
+        rows.append(f"{first} limits {share:.0f} % of the {word} ({rest} each by itself)")
+    return "; ".join(rows)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -84,12 +84,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     heads += ("training step, s", "sampler, s", "resharding, s", "step, s at least")
     lines = [f"| {' | '.join(heads)} |", "| " + "---: | " * len(heads)]
     for row in rows:
-        sent, drawn = (row[name]["collective_bytes"] for name in ("train_step", "sampler"))
+        sent, sampling = (row[name]["collective_bytes"] for name in ("train_step", "sampler"))
         over = [
             sum(v for k, v in sent.items() if axis in k.partition("/")[2].split("+"))
             for axis in ("fsdp", "data")
         ]
-        sizes = [sum(sent.values()), *over, sum(drawn.values())]
+        sizes = [sum(sent.values()), *over, sum(sampling.values())]
         names = ("train_step", "sampler", "resharding")
         times = [row[name]["roofline_seconds"] for name in names]
         cells = [f"{row['chips']:,}", *(f"{size / 1e9:.1f}" for size in sizes)]
@@ -136,17 +136,17 @@ def main() -> None:
     rows.sort(key=lambda row: row["chips"])
     about = __doc__.split("\n\n")[2].partition("Writes")[0].strip()
     most = rows[-1]
-    drawn = [sum(row["sampler"]["collective_bytes"].values()) / 1e9 for row in (rows[0], most)]
+    gigabytes = [sum(row["sampler"]["collective_bytes"].values()) / 1e9 for row in (rows[0], most)]
     longer = most["step_seconds"] / rows[0]["step_seconds"]
-    found = (
+    sentence = (
         f"On {most['chips']:,} chips {limits(most)}. A step takes {longer:.2f} times as long as on "
         f"{rows[0]['chips']} chips. What grows with the chips in sampling is the rollout itself, "
-        f"which every chip gets complete: {drawn[0]:.1f} GB sent become {drawn[1]:.1f} GB."
+        f"which every chip gets complete: {gigabytes[0]:.1f} GB sent become {gigabytes[1]:.1f} GB."
     )
     notes = (
         "What goes over both axes at once counts in both columns. Made by\n"
         f"`python -m benchmarks.weak_scaling`, which resumes where its JSON ends.\n\n"
-        f"{textwrap.fill(found, 100)}"
+        f"{textwrap.fill(sentence, 100)}"
     )
     if len(rows) < len(SLICES):
         notes += f"\n\nHere are {len(rows)} of the {len(SLICES)} slices that it compiles for."

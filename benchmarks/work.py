@@ -15,6 +15,8 @@ import optax
 from jax.sharding import Mesh
 
 from benchmarks import flags
+from jrl.collect.sources import Groups, entries
+from jrl.collect.sources_text import compiled_stream
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
@@ -23,10 +25,8 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams, make_sampling_params
+from jrl.setup.compiler import compiler_options
 from jrl.system.compile_cache import return_compiler_memory
-from jrl.train.compiler import compiler_options
-from jrl.train.sources import Groups, entries
-from jrl.train.sources_text import compiled_stream
 from jrl.train.state import init_state, state_shardings
 from jrl.types import Array, Network, Params, Rollout, StopReason, TrainState
 from jrl.types.asks import DrawRequest
@@ -89,13 +89,13 @@ def report(
     text: str, argv: Sequence[str] | None, measure: Callable[[argparse.Namespace], dict[str, Any]]
 ) -> None:
     """Measures what the flags say and prints it; a setting that cannot be is an error of theirs."""
-    asked = parser(text)
-    args = asked.parse_args(argv)
+    options = parser(text)
+    args = options.parse_args(argv)
     place(args)
     try:
         result = measure(args)
     except UserError as error:
-        asked.error(str(error))
+        options.error(str(error))
     flags.write(result, args.json)
 
 
@@ -191,8 +191,8 @@ def new_state(work: Work) -> tuple[TrainState, TrainState]:
     seed = np.uint32(work.args.seed)
     shardings = state_shardings(jax.eval_shape(make, seed), work.mesh, network=work.network)
     options = compiler_options(work.mesh)
-    made = jax.jit(make, out_shardings=shardings, compiler_options=options)(seed)
-    return made, shardings
+    state = jax.jit(make, out_shardings=shardings, compiler_options=options)(seed)
+    return state, shardings
 
 
 def sampler(work: Work) -> Any:
@@ -251,14 +251,14 @@ class Source:
         self.slot_use: list[float] = []
 
     def order(self, tickets: Any) -> Any:
-        """As ``jrl.train.sources.Source``: a prompt for each ticket."""
+        """As ``jrl.collect.sources.Source``: a prompt for each ticket."""
         return tickets
 
     def finish(self, complete: bool) -> None:
         """Nothing is held between draws."""
 
     def draw(self, request: DrawRequest) -> Groups:
-        """As ``jrl.train.sources.Source``; the prompts are those of the step."""
+        """As ``jrl.collect.sources.Source``; the prompts are those of the step."""
         begin = time.perf_counter()
         (tickets, _), step = entries(request), request.step
         tokens, lengths = self.work.prompts[int(step)]

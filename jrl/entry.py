@@ -21,7 +21,7 @@ from jrl.rewards.columns import SIGNATURE
 from jrl.storage.metrics import read_jsonl
 from jrl.system.directories import fresh_dir
 from jrl.types import Network, Params, TrainState
-from jrl.user_code import GIVEN, given, keep_rows
+from jrl.user_code import PYTHON_PREFIX, keep_rows, python_values
 
 if TYPE_CHECKING:
     from jrl.episodes import Env
@@ -35,7 +35,7 @@ Reward = Callable[..., Sequence[float]]
 
 
 class Result(NamedTuple):
-    """What a run leaves.
+    """Result of a run.
 
     Attributes:
       metrics: one dict a training step, as in ``metrics.jsonl``.
@@ -70,7 +70,7 @@ class Result(NamedTuple):
         """
         from jrl.evaluate import sample_run
 
-        with given(self.values):
+        with python_values(self.values):
             return sample_run(self.config, prompts=prompts)
 
     def export(self, directory: str | Path, *, adapters: bool = False) -> Path:
@@ -85,7 +85,7 @@ class Result(NamedTuple):
         """
         from jrl.run.export import export_run
 
-        with given(self.values):
+        with python_values(self.values):
             return export_run(self.config, Path(directory), adapters=adapters)
 
 
@@ -142,7 +142,7 @@ def fit(
       KeyboardInterrupt: after SIGINT or SIGTERM, when the state has been saved.
     """
     from jrl.run.run import run_config
-    from jrl.train.score import policy_of
+    from jrl.setup.adapters import policy_of
 
     values: dict[str, Any] = {}
     tree = _tree(config)
@@ -158,7 +158,7 @@ def fit(
     checked = build_config(tree)
     directory = Path(checked.run.dir or "")
     try:
-        with given(values):
+        with python_values(values):
             trained = run_config(checked, echo=echo, on_record=on_step)
     finally:
         if (directory / "config.toml").exists():  # for the commands on this run
@@ -207,8 +207,8 @@ def _set(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 def _merge(tree: dict[str, Any], name: str, value: Any) -> None:
     if isinstance(value, Mapping) and isinstance(tree.get(name), dict):
-        for inner, given_value in value.items():
-            _merge(tree[name], inner, given_value)
+        for inner, inner_value in value.items():
+            _merge(tree[name], inner, inner_value)
     else:
         tree[name] = copy.deepcopy(dict(value)) if isinstance(value, Mapping) else value
 
@@ -223,7 +223,7 @@ def _set_model(tree: dict[str, Any], model: Any, values: dict[str, Any]) -> None
         table["path"] = str(model)
     elif isinstance(model, Network) or callable(model):
         values["network"] = _that_network(model) if isinstance(model, Network) else model
-        table["network"] = f"{GIVEN}network"
+        table["network"] = f"{PYTHON_PREFIX}network"
     else:
         raise UserError(
             f"model = {model!r:.60}; give a directory, a name of the Hub, a dict of sizes, a"
@@ -232,7 +232,7 @@ def _set_model(tree: dict[str, Any], model: Any, values: dict[str, Any]) -> None
 
 
 def _that_network(network: Network) -> Callable[..., Network]:
-    """What makes a network that is already there; it must hold the run's sequences."""
+    """An existing network as a function of sizes; it must be long enough for the run."""
 
     def make(vocab_size: int, max_length: int) -> Network:
         if network.max_length < max_length:
@@ -255,7 +255,7 @@ def _set_method(tree: dict[str, Any], method: Any, values: dict[str, Any]) -> No
         tree["method"] = method
     elif isinstance(method, Method) or callable(method):
         values["method"] = method if callable(method) else lambda: method
-        tree["method"] = f"{GIVEN}method"
+        tree["method"] = f"{PYTHON_PREFIX}method"
     elif method is not None:
         raise UserError(
             f"method = {method!r:.60}; give a name of `jrl methods`, a jrl.methods.Method, or a"
@@ -268,7 +268,7 @@ def _set_env(tree: dict[str, Any], env: Any, values: dict[str, Any]) -> None:
         tree["data"]["env"] = env
     elif callable(env):
         values["env"] = env
-        tree["data"]["env"] = f"{GIVEN}env"
+        tree["data"]["env"] = f"{PYTHON_PREFIX}env"
     elif env is not None:
         raise UserError(
             f"env = {env!r:.60}; give the name of an environment, or a function that makes one"
@@ -286,12 +286,12 @@ def _set_data(
             listed = _checked(list(given_rows), name)
             # The name says what the rows are, so that a run is not resumed with others.
             values[f"{name}-{_digest(listed)}"] = listed
-            table[key] = f"{GIVEN}{name}-{_digest(listed)}"
+            table[key] = f"{PYTHON_PREFIX}{name}-{_digest(listed)}"
     if isinstance(task, str):
         table["task"] = task
     elif task is not None:
         values["task"] = task if not isinstance(task, Task) else lambda: task
-        table["task"] = f"{GIVEN}task"
+        table["task"] = f"{PYTHON_PREFIX}task"
 
 
 def _checked(rows: list[Any], name: str) -> list[dict[str, Any]]:
@@ -317,7 +317,7 @@ def _set_rewards(tree: dict[str, Any], reward: Any, values: dict[str, Any]) -> N
         elif callable(part):
             label = name or getattr(part, "__name__", "reward").strip("<>")
             values[label] = part
-            table.setdefault(f"{GIVEN}{label}", {})
+            table.setdefault(f"{PYTHON_PREFIX}{label}", {})
             if not _is_of_a_module(part):
                 tree.setdefault("reward_pool", {}).setdefault("workers", 0)
         elif name is not None and isinstance(part, int | float):
@@ -339,8 +339,8 @@ def _is_of_a_module(function: Callable[..., Any]) -> bool:
     script = getattr(sys.modules["__main__"], "__file__", None)
     try:
         guarded = script is None or "__main__" in Path(script).read_text(encoding="utf-8")
-        found = importlib.util.find_spec(str(module))
-        return guarded and found is not None and bool(pickle.dumps(function))
+        module_spec = importlib.util.find_spec(str(module))
+        return guarded and module_spec is not None and bool(pickle.dumps(function))
     except Exception:  # whatever a module's own finder, or pickling, raises
         return False
 

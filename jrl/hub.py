@@ -168,7 +168,7 @@ def data_files(name: HubName, key: str) -> list[Path]:
 
 
 def pinned_name(spec: str, kind: Kind, key: str) -> str:
-    """The same name with the commit that it means now; a file or directory as it is."""
+    """The name with its current commit; a file or directory unchanged."""
     name = hub_name(spec)
     if name is None or name.pinned or (kind == "model" and (name.config or name.split)):
         return spec
@@ -196,7 +196,7 @@ def offline() -> bool:
 def chosen_files(
     files: Iterable[str], card: Mapping[str, Any], name: HubName, key: str
 ) -> list[str]:
-    """Those files of a data set that hold the configuration and split that are named.
+    """Files of a dataset for the named configuration and split.
 
     As ``datasets`` finds them: by the ``configs`` of the card, else by "train", "test" and so on
     in the names of files and directories.
@@ -291,7 +291,7 @@ def _glob(pattern: str) -> re.Pattern[str]:
 
 
 def _class(text: str) -> str:
-    """Of a pattern, one letter or a class of letters such as ``[0-9]``, as a regular expression."""
+    """A regular expression of a pattern's next letter or class of letters, such as ``[0-9]``."""
     if len(text) == 1:
         return re.escape(text)
     inside = re.sub(r"([\\^&~|\[])", r"\\\1", text[1:-1].removeprefix("!"))
@@ -310,7 +310,7 @@ def _of_names(files: list[str]) -> dict[str, dict[str, list[str]]]:
 
 
 def _one_form(files: list[str]) -> list[str]:
-    """Of the files of a split those of the most common form, else rows would come twice."""
+    """A split's files of the most common format, since others would repeat its rows."""
     return max(([f for f in files if f.endswith(form)] for form in _FORMS), key=len)
 
 

@@ -295,7 +295,7 @@ def divided() -> bool:
 
 
 def platform() -> str:
-    """Of the mesh that programs are made for, or of this machine: "cpu", "gpu" or "tpu"."""
+    """Platform of the programs' mesh, or of this machine: "cpu", "gpu" or "tpu"."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return named_platform(device.platform if device is not None else jax.default_backend())
 

@@ -36,25 +36,27 @@ FORMS = "FILE.py:function or module:function"
 IMPORT_SECONDS = 120.0
 """Time for a file or module to be imported."""
 
-GIVEN = "python:"
+PYTHON_PREFIX = "python:"
 """Prefix of the name of a value passed in Python."""
 
-_given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
+_python_values: ContextVar[Mapping[str, Any]] = ContextVar(
+    "python_values", default=MappingProxyType({})
+)
 
 
 @contextlib.contextmanager
-def given(values: Mapping[str, Any]) -> Iterator[None]:
+def python_values(values: Mapping[str, Any]) -> Iterator[None]:
     """Inside, ``python:NAME`` in a configuration means ``values["NAME"]``.
 
-    >>> with given({"double": lambda x: 2 * x}):
+    >>> with python_values({"double": lambda x: 2 * x}):
     ...     load("python:double", "rewards")(3)
     6
     """
-    token = _given.set({**_given.get(), **values})
+    token = _python_values.set({**_python_values.get(), **values})
     try:
         yield
     finally:
-        _given.reset(token)
+        _python_values.reset(token)
 
 
 def keep_rows(directory: Path, values: Mapping[str, Any]) -> None:
@@ -68,13 +70,13 @@ def keep_rows(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def remember(directory: Path) -> None:
-    """From here on, the rows that ``keep_rows`` wrote are values that were passed.
+    """Makes the rows written by ``keep_rows`` available as passed values.
 
     Raises:
       UserError: a file of them is damaged; names its line.
     """
     rows = {path.stem: _read_rows(path) for path in sorted(directory.glob("*.jsonl"))}
-    _given.set({**_given.get(), **rows})
+    _python_values.set({**_python_values.get(), **rows})
 
 
 def _read_rows(path: Path) -> list[Any]:
@@ -98,19 +100,19 @@ def _read_rows(path: Path) -> list[Any]:
     return rows
 
 
-def given_value(spec: str, key: str) -> Any:
+def python_value(spec: str, key: str) -> Any:
     """The value that ``python:NAME`` names.
 
     Raises:
       UserError: outside of the program that passed it, such as in ``jrl eval`` on its run.
     """
-    name = spec.removeprefix(GIVEN)
-    if name not in _given.get():
+    name = spec.removeprefix(PYTHON_PREFIX)
+    if name not in _python_values.get():
         raise UserError(
             f"{key} = {spec!r} was passed to the run in Python and is not known here; name a file"
             " that holds it"
         )
-    return _given.get()[name]
+    return _python_values.get()[name]
 
 
 def load(spec: str, key: str) -> Callable[..., Any]:
@@ -132,8 +134,8 @@ def load(spec: str, key: str) -> Callable[..., Any]:
     >>> load("math:gcd", "rewards")(6, 4)
     2
     """
-    if spec.startswith(GIVEN):
-        return given_value(spec, key)
+    if spec.startswith(PYTHON_PREFIX):
+        return python_value(spec, key)
     place, _, name = spec.rpartition(":")
     setting = f"{key} = {spec!r}"
     if not place or not name:
@@ -156,8 +158,10 @@ def load(spec: str, key: str) -> Callable[..., Any]:
         ) from None
     except ModuleNotFoundError as error:
         if not is_file and f"{place}.".startswith(f"{error.name}."):
-            moved = moved_to(place)
-            hint = f"name {moved}" if moved else "name an installed module, or FILE.py:function"
+            new_name = moved_to(place)
+            hint = (
+                f"name {new_name}" if new_name else "name an installed module, or FILE.py:function"
+            )
             raise UserError(f"{setting}: there is no module {error.name!r}; {hint}") from None
         raise UserError(f"{setting}: {_what_failed(error, place)}") from error
     except (Exception, SystemExit) as error:

@@ -21,6 +21,11 @@ import optax
 import pytest
 
 import jrl
+from jrl.collect.collector import Collector
+from jrl.collect.groups import place_batch, to_batch
+from jrl.collect.sources import simple_request
+from jrl.collect.sources_task import TaskSource, task_rollout
+from jrl.collect.sources_text import TextSource
 from jrl.config import load_config
 from jrl.config.unions import Optimizer
 from jrl.data.tasks import get_task
@@ -35,17 +40,12 @@ from jrl.run.run import train
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.storage.metrics import read_jsonl
-from jrl.train.collect import Collector
 from jrl.train.compiled import held_out
-from jrl.train.groups import to_batch
 from jrl.train.loop import policy_weights, train_steps
 from jrl.train.optimizer import make_optimizer
 from jrl.train.score import score
-from jrl.train.sources import simple_request
-from jrl.train.sources_task import TaskSource, task_rollout
-from jrl.train.sources_text import TextSource
 from jrl.train.state import init_state, state_shardings
-from jrl.train.step import compile_step, make_step, place_batch
+from jrl.train.step import compile_step, make_step
 from jrl.types import Prompt, stream
 
 LIBRARY = Path(jrl.__file__).parent
@@ -267,7 +267,7 @@ def test_2_a_step_enters_the_files_that_explain_it():
     w = World()  # of its own: both programs are traced for the first time here
     w.state = w.make(jax.random.key(0))
     files = entered(lambda: w.fit(1))
-    assert {"train/collect.py", "train/step.py", "objectives/policy.py"} <= set(files)
+    assert {"collect/collector.py", "train/step.py", "objectives/policy.py"} <= set(files)
 
 
 def test_2_a_step_of_the_demo_enters_the_same_files(tmp_path, monkeypatch):
@@ -287,7 +287,7 @@ def test_2_a_step_of_the_demo_enters_the_same_files(tmp_path, monkeypatch):
     short = ["train.steps=1", "train.prompts=8", "sampling.group=4", "eval.problems=8"]
     short += ["warmup.steps=1", f"run.dir={tmp_path / 'run'}"]
     train(load_config(str(README.parent / "configs" / "tiny.toml"), short))
-    assert {"train/collect.py", "train/step.py", "objectives/policy.py"} <= set(seen)
+    assert {"collect/collector.py", "train/step.py", "objectives/policy.py"} <= set(seen)
 
 
 # A layout that does not come back also draws this warning; the assertions are to say what is wrong.

@@ -6,7 +6,7 @@ import json
 import threading
 
 
-def said(text):
+def reply_body(text):
     """A response of OpenAI's API with a text."""
     return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
 
@@ -29,7 +29,9 @@ def judge_server(answer):
                 number = len(bodies)
                 bodies.append(body)
             reply = answer(body, number)
-            status, headers, text = (200, {}, said(reply)) if isinstance(reply, str) else reply
+            status, headers, text = (
+                (200, {}, reply_body(reply)) if isinstance(reply, str) else reply
+            )
             with contextlib.suppress(OSError):  # whoever asked may have gone
                 self.send_response(status)
                 for name, value in headers.items():

@@ -22,10 +22,10 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.run.metric_names import check_metric_names
 from jrl.run.reward_probe import check_reward_columns, probe_rewards
+from jrl.setup.reward_parts import reward_pool
 from jrl.storage.metrics import check_run_dir
 from jrl.train import build, programs
 from jrl.train.batches import check_sources
-from jrl.train.reward_parts import reward_pool
 
 SIZES = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 TASK = ("data.task=sorting", f"model.config={SIZES}", "train.prompts=4", "eval.problems=4")

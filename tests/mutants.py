@@ -74,13 +74,13 @@ MUTANTS = {
     ),
     "a batch left on the host": Mutant(
         5,
-        "train/step.py",
+        "collect/groups.py",
         "    rows = _place(batch.replace(reward_weights=None), batch_sharding(mesh))\n",
         "    rows = jax.device_get(batch.replace(reward_weights=None))\n",
     ),
     "a constant sampling key": Mutant(
         6,
-        "train/sources_task.py",
+        "collect/sources_task.py",
         "stream(request.key, sample_stream(request), request.step)\n",
         "stream(request.key, sample_stream(request), 0)\n",
     ),
@@ -130,7 +130,7 @@ MUTANTS = {
     ),
     "the stop token left untrained": Mutant(
         8,
-        "train/groups.py",
+        "collect/groups.py",
         "        mask=rollout.mask & members[:, :, None],\n",
         "        mask=rollout.mask & members[:, :, None] & (rollout.tokens != 1),\n",
     ),
@@ -162,13 +162,13 @@ MUTANTS = {
     ),
     "a constant sampling key for prompts in text": Mutant(
         6,
-        "train/sources_text.py",
+        "collect/sources_text.py",
         "compiled_stream(root_key(request), request.stream, request.step)",
         "compiled_stream(root_key(request), request.stream, 0)",
     ),
     "the same prompts at every step": Mutant(
         6,
-        "train/plan.py",
+        "collect/plan.py",
         "xp.asarray(collected.cursor + count, np.int32)",
         "xp.asarray(collected.cursor, np.int32)",
     ),
@@ -222,13 +222,13 @@ MUTANTS = {
     ),
     "rewards of other problems": Mutant(
         8,
-        "train/sources_task.py",
+        "collect/sources_task.py",
         "judge_problems(task, parts, problems, rollout",
         "judge_problems(task, parts, jax.tree.map(lambda x: x[::-1], problems), rollout",
     ),
     "rewards of other prompts in text": Mutant(
         8,
-        "train/judging.py",
+        "judging/host.py",
         "make_sample(self.prompts[i], tokens",
         "make_sample(self.prompts[j % len(self.prompts)], tokens",
     ),

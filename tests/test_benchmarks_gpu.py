@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_known_before_it_runs():
     limit, double = gpu_programs.memory_limit(args), jax.jit(lambda x: 2 * x, donate_argnums=0)
     small, large = (jax.ShapeDtypeStruct((n,), np.float32) for n in (200, 300))
     program = gpu_programs.fitting(double, limit, small)
-    assert program.held == program_bytes(program.call) == 800  # donated: once
+    assert program.held_bytes == program_bytes(program.call) == 800  # donated: once
     assert min(program.lower_s, program.compile_s) > 0
     with pytest.raises(gpu_programs.DoesNotFit, match=r"needs 0\.0 GB"):
         gpu_programs.fitting(double, limit, large)

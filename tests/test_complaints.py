@@ -22,7 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny import jit
 
+from jrl.collect.groups import to_batch
+from jrl.collect.sources_text import TextSource
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.models import hf
@@ -31,8 +34,6 @@ from jrl.models.transformer import transformer
 from jrl.rewards.pool import Scores
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.groups import to_batch
-from jrl.train.sources_text import TextSource
 from jrl.train.state import init_state
 from jrl.train.step import check_split, make_step
 from jrl.types import Prompt, Rollout, StopReason
@@ -307,8 +308,6 @@ CONFIG = ModelConfig(
 )
 STOP = PAD = 0
 N, G, P, T = 4, 4, 4, 8
-# Programs of tests take longer to compile than to run.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(scope="module")

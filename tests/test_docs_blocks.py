@@ -80,7 +80,7 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
         "import numpy as np": "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
     },
     "docs/rewards.md": {
-        "# steps.py: a point at the end of each line, and one less over the tokens of an apology": (
+        "# steps.py: 1 at the end of each line, and -1 spread over the tokens of an apology": (
             "rewards/test_by_token::test_the_example_of_the_docs_pays_lines_and_apologies"
         )
     },

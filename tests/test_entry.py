@@ -28,7 +28,7 @@ from jrl.models.transformer import transformer
 from jrl.rewards import Sample, make_reward
 from jrl.run import run as running
 from jrl.train import programs
-from jrl.user_code import given
+from jrl.user_code import python_values
 
 ROWS = [{"question": f"{a}+{b}?", "answer": str(a + b), "a": a} for a in (1, 2) for b in (3, 4)]
 QUICK = {
@@ -302,7 +302,7 @@ def test_functions_of_modules_run_in_processes_and_those_of_scripts_here(monkeyp
 
 @pytest.mark.parametrize("function", [digits, in_trl_form])
 def test_functions_that_were_passed_reach_a_process(function):
-    with given({"mine": function}):
+    with python_values({"mine": function}):
         sent = pickle.dumps(make_reward("python:mine"))
     fields = {"id": 0, "text": "1", "tokens": [1], "answer": "2", "meta": {"a": 1}, "messages": ()}
     prompt = types.SimpleNamespace(**fields)

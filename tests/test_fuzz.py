@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jrl.config import build_config, describe, dump, load_config
 from jrl.models.tokenizer import CharTokenizer, load_tokenizer
 from jrl.sampling.request import RequestLimits
-from jrl.serving.openai_requests import COMMON, KNOWN, NEUTRAL, parse
+from jrl.serving.openai_requests import ACCEPTED, COMMON, NEUTRAL, parse
 
 NAMES = sorted(key.name for key in describe())
 FOUND = [
@@ -88,7 +88,9 @@ class Talker(CharTokenizer):
 
 @hypothesis.given(
     st.booleans(),
-    st.dictionaries(st.sampled_from(sorted(COMMON | KNOWN[0] | KNOWN[1] | set(NEUTRAL))), anything)
+    st.dictionaries(
+        st.sampled_from(sorted(COMMON | ACCEPTED[0] | ACCEPTED[1] | set(NEUTRAL))), anything
+    )
     | anything,
 )
 @QUICK

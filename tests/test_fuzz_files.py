@@ -196,7 +196,7 @@ def test_any_rows_become_prompts_or_are_refused(tmp_path, words, kind, data, pat
             overlong=long,
             invalid=bad,
         )
-        assert len(prompts) == counts.kept > 0
+        assert len(prompts) == counts.used > 0
         assert all(0 < len(prompt.tokens) <= 4 for prompt in prompts)
 
     outcome(build)
@@ -244,7 +244,7 @@ def test_what_is_sound_is_taken(checkpoint, words, steps, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "a b", "answer": 3}\n')
     given = {"template": "plain", "max_prompt_tokens": 9}
-    assert build_prompts(open_source(str(path)), words, **given)[1].kept == 1
+    assert build_prompts(open_source(str(path)), words, **given)[1].used == 1
     assert Checkpoints(steps, 2).restore(STATE)[1]["cursor"] == 2
     with pytest.raises(UserError):
         hf.load(tmp_path)

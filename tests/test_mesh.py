@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from jrl.collect.groups import place_batch
 from jrl.errors import UserError
 from jrl.mesh import (
     AXES,
@@ -29,7 +30,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
 from jrl.train.state import init_state, state_shardings
-from jrl.train.step import compile_step, make_step, place_batch
+from jrl.train.step import compile_step, make_step
 from jrl.types import Batch
 
 

@@ -145,7 +145,7 @@ def test_rows_of_a_run_from_python_that_are_damaged(line, tmp_path):
     path.write_bytes(b'{"question": "1", "answer": "2"}\n')
     context = contextvars.copy_context()
     context.run(own.remember, tmp_path)
-    rows = context.run(own.given_value, "python:rows-1", "data.train")
+    rows = context.run(own.python_value, "python:rows-1", "data.train")
     assert rows == [{"question": "1", "answer": "2"}]
 
 

@@ -25,7 +25,7 @@ GUIDE = (ROOT / "configs" / "README.md").read_text()
 NAMES = (
     *("own", "runs", "data", "python", "howto", "comparison", "environments"),
     *("start", "concepts", "recipes", "safety", "gallery", "rewards", "serving", "trackers"),
-    "signals",
+    *("signals", "verifiers", "judges", "reward-models", "reward-recipes", "code"),
 )
 DOCS = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in NAMES}
 OWN, RUNS, DATA, PYTHON, HOWTO, COMPARISON = (

@@ -16,8 +16,8 @@ from hub_mirror import checkpoint, lines
 import jrl
 from jrl.config import describe, load_config
 from jrl.methods import all_methods, list_methods
+from jrl.setup.objective import COMMON
 from jrl.train.build import setup
-from jrl.train.objective import COMMON
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -15,11 +15,11 @@ from jrl.methods import find_method, get_method
 from jrl.rewards import make_reward
 from jrl.run import run as running
 from jrl.run.run import train
+from jrl.setup.kinds import kind_of
+from jrl.setup.objective import method_of
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build
-from jrl.train.kinds import kind_of
-from jrl.train.objective import method_of
-from jrl.user_code import check_options, given_value, keep_rows, load, remember
+from jrl.user_code import check_options, keep_rows, load, python_value, remember
 
 MINE = '''
 """What a researcher writes: one file with a method, a task, a reward and a network."""
@@ -277,8 +277,8 @@ def test_rows_that_were_passed_are_kept_and_remembered(tmp_path):
     assert [path.name for path in (tmp_path / "python").iterdir()] == ["rows-1.jsonl"]
     context = contextvars.copy_context()
     context.run(remember, tmp_path / "python")
-    assert context.run(given_value, "python:rows-1", "data.train") == rows
+    assert context.run(python_value, "python:rows-1", "data.train") == rows
     with pytest.raises(UserError, match=r"data.train = 'python:rows-1' was passed"):
-        given_value("python:rows-1", "data.train")
+        python_value("python:rows-1", "data.train")
     keep_rows(tmp_path / "none", {"reward": len})
     assert not (tmp_path / "none").exists()

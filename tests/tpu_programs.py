@@ -239,7 +239,8 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
     """The attention kernels in compiled programs of a run, by name, and whether all axes are used.
 
     "in_loop" are those in the loop over tokens; "copied" is how many numbers the largest array has
-    that this loop copies or writes one by one; "loops" are all there are.
+    that this loop copies or writes one by one; "loops" are all there are. What the program's entry
+    copies, such as weights that it lays out anew, it copies once.
     """
     from jrl.config import build_config
     from jrl.plan import compile as plan
@@ -253,15 +254,16 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
     for name in programs:
         text = lowering[name](run).compile(compiler_options=plan.effort_options(-1.0)).as_text()
         bodies = set(re.findall(r"body=%([\w.\-]+)", text))
-        calls, loops, inside, copied = [], 0, "", 0
+        calls, loops, inside, entry, copied = [], 0, "", False, 0
         for line in text.splitlines():
             if line.endswith("{") and not line.startswith(" "):
+                entry = line.startswith("ENTRY ")
                 inside = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
             if 'custom_call_target="tpu_custom_call"' in line:
                 calls.append(line.split(" = ")[0].split("%")[-1].split(".")[0])
                 loops += inside in bodies
             moved = re.search(r" = \w+\[([\d,]+)\]\S* (?:copy|scatter)\(", line)
-            if moved and "/decode/" in line:
+            if moved and "/decode/" in line and not entry:
                 copied = max(copied, math.prod(map(int, moved[1].split(","))))
         found[name] = {"kernels": sorted(calls), "in_loop": loops, "devices": run.mesh.size}
         found[name] |= {"copied": copied, "loops": len(bodies)} if name == "sampler" else {}

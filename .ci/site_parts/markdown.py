@@ -35,8 +35,8 @@ def as_markdown(docstring: str) -> str:
             i = end
         elif blank and line.strip() and indent >= 4:
             end = end_of_block(lines, i, 4)
-            found = language_of(line)
-            out += fenced(lines[i:end], "text" if found == "toml" else found, 0)  # r_t = a formula
+            kind = language_of(line)  # "r_t = a formula" looks like TOML
+            out += fenced(lines[i:end], "text" if kind == "toml" else kind, 0)
             i = end
         else:
             start = i  # a paragraph at once, since code in it may run over a line's end

@@ -125,17 +125,17 @@ def facts(method: dict[str, Any], home: str) -> list[str]:
     if method["arxiv"]:
         paper = f"[{paper}](https://arxiv.org/abs/{method['arxiv']}) (arXiv:{method['arxiv']})"
     family = FAMILIES[method["family"]]
-    found = [f"- **Paper:** {paper}", f"- **Family:** [{family}](index.md#{slug(family)})"]
+    facts = [f"- **Paper:** {paper}", f"- **Family:** [{family}](index.md#{slug(family)})"]
     if method["base"]:
-        found.append(f"- **Differs from:** [{method['base']}]({method['base']}.md)")
-    found.append(f"- **Smallest group:** {method['min_group']}")
+        facts.append(f"- **Differs from:** [{method['base']}]({method['base']}.md)")
+    facts.append(f"- **Smallest group:** {method['min_group']}")
     if method["reward_parts"]:
-        found.append("- **Reward parts, in order:** " + ", ".join(method["reward_parts"]))
+        facts.append("- **Reward parts, in order:** " + ", ".join(method["reward_parts"]))
     if method["needs"]:
-        found.append("- **Statistics it reads:** " + ", ".join(f"`{n}`" for n in method["needs"]))
-    found.append("- **Parts of a step that it sets:** " + ", ".join(method["seams"]))
-    found.append(f"- **Source:** {home}")
-    return found
+        facts.append("- **Statistics it reads:** " + ", ".join(f"`{n}`" for n in method["needs"]))
+    facts.append("- **Parts of a step that it sets:** " + ", ".join(method["seams"]))
+    facts.append(f"- **Source:** {home}")
+    return facts
 
 
 def keys(method: dict[str, Any]) -> list[str]:
@@ -187,5 +187,5 @@ def navigation(methods: list[dict[str, Any]]) -> list[Any]:
 
 def slug(heading: str) -> str:
     """A heading's name in an address, as Markdown makes it."""
-    kept = "".join(c for c in heading.lower() if c.isalnum() or c in " -_")
-    return kept.strip().replace(" ", "-")
+    letters = "".join(c for c in heading.lower() if c.isalnum() or c in " -_")
+    return letters.strip().replace(" ", "-")

@@ -31,9 +31,9 @@ def pages() -> dict[str, str]:
     for name in PACKAGES:
         module = importlib.import_module(f"jrl.{name}")
         here = [n for n in names_of(module) if n not in top]
-        there = [n for n in names_of(module) if n in top]
-        note = "Also here: " + ", ".join(f"[`{n}`](jrl.md#jrl.{n})" for n in there) + "."
-        made[f"{name}.md"] = page(module.__name__, here, note if there else "")
+        elsewhere = [n for n in names_of(module) if n in top]
+        note = "Also here: " + ", ".join(f"[`{n}`](jrl.md#jrl.{n})" for n in elsewhere) + "."
+        made[f"{name}.md"] = page(module.__name__, here, note if elsewhere else "")
     return made
 
 

@@ -70,18 +70,18 @@ def run(command: Sequence[str], flags: Sequence[str], platform: str = "cpu") -> 
         return json.loads(path.read_text(encoding="utf-8"))
 
 
-def ratios(own: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+def ratios(ours: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """How many times as fast this library is by each time, and what share of the rest it takes."""
     out = {}
     for name in FASTER:
-        if own.get(name) and other.get(name):
-            out[name] = other[name] / own[name]
+        if ours.get(name) and other.get(name):
+            out[name] = other[name] / ours[name]
     for name in ("rollout_tok_s", "env_steps_s"):
-        if own.get(name) and other.get(name):
-            out[name] = own[name] / other[name]
+        if ours.get(name) and other.get(name):
+            out[name] = ours[name] / other[name]
     for name in LESS:
-        if own.get(name) and other.get(name):
-            out[name] = own[name] / other[name]
+        if ours.get(name) and other.get(name):
+            out[name] = ours[name] / other[name]
     return out
 
 
@@ -138,9 +138,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     about.add_argument("--json", default="")
     chosen, flags = about.parse_known_args(argv)
     # A wrong flag is named before anything runs.
-    asked = parser(__doc__ or "")
-    asked.add_argument("--peer-micro", type=int, help="prompts a microbatch of the peer alone")
-    asked.parse_args(flags)
+    checked = parser(__doc__ or "")
+    checked.add_argument("--peer-micro", type=int, help="prompts a microbatch of the peer alone")
+    checked.parse_args(flags)
     head = {"peer": chosen.peer, "platform": chosen.platform, "flags": flags}
 
     def keep(result: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ ALPHABET = "ldrusfhg01234567"
 FIRST = 3
 """The id of the first character; those before it pad, begin and end texts."""
 STEPS = itertools.count()
-TAKEN = {"turns": 0, "episodes": 0}
+COUNTS = {"turns": 0, "episodes": 0}
 LOCK = threading.Lock()
 
 
@@ -54,12 +54,12 @@ class Lake(BaseTaskEnv):
 
     def _initial_observation(self) -> Any:
         with LOCK:
-            TAKEN["episodes"] += 1
+            COUNTS["episodes"] += 1
         return self.opening
 
     def _step_impl(self, action: Any) -> EnvStepResult:
         with LOCK:
-            TAKEN["turns"] += 1
+            COUNTS["turns"] += 1
         number = int(action) - FIRST if str(action).strip() else -1
         letter = ALPHABET[number] if 0 <= number < len(ALPHABET) else ""
         self.place, reward, done = frozenlake.move(self.place, letter)
@@ -154,11 +154,11 @@ def main() -> None:
         jax.block_until_ready(jax.tree.leaves(nnx.state(actor, nnx.Param)))
         now = time.perf_counter()
         with LOCK:
-            taken = TAKEN["turns"]
+            turns_so_far = COUNTS["turns"]
         row = {"step_s": now - begin["at"], "compiles": record.compiles - begin["compiles"]}
         record.rows.append(row)
-        turns.append((taken - begin["turns"]) / (ARGS.batch * ARGS.group))
-        begin.update(at=now, turns=taken, compiles=record.compiles)
+        turns.append((turns_so_far - begin["turns"]) / (ARGS.batch * ARGS.group))
+        begin.update(at=now, turns=turns_so_far, compiles=record.compiles)
         return out
 
     engine.update_actor = timed

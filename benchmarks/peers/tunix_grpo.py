@@ -70,12 +70,12 @@ def model(mesh: jax.sharding.Mesh) -> nnx.Module:
         param_dtype=dtype,
     )
     with mesh:
-        made = qwen3.Qwen3(config, rngs=nnx.Rngs(params=ARGS.seed))
+        model = qwen3.Qwen3(config, rngs=nnx.Rngs(params=ARGS.seed))
         if mesh.size > 1:
-            state = nnx.state(made)
+            state = nnx.state(model)
             specs = nnx.get_partition_spec(state)
-            nnx.update(made, jax.lax.with_sharding_constraint(state, specs))
-    return made
+            nnx.update(model, jax.lax.with_sharding_constraint(state, specs))
+    return model
 
 
 def dataset() -> Iterator[dict[str, np.ndarray]]:

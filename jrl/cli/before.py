@@ -41,7 +41,7 @@ def methods(
     ] = False,
     family: Annotated[str | None, typer.Option(help="Only the methods of this family.")] = None,
     complete: Annotated[
-        bool, typer.Option("--complete", help="Only methods of which a run lacks nothing.")
+        bool, typer.Option("--complete", help="Only methods that a run supports completely.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -106,7 +106,7 @@ def show_config(
     if (
         settings.objective or settings.method != Config().method
     ):  # else there is nothing to be wrong
-        from jrl.train.objective import method_of
+        from jrl.setup.objective import method_of
 
         method_of(settings, None)
     if as_json:
@@ -130,13 +130,13 @@ def doctor(
     Example: jrl doctor configs/gsm8k.toml model.path=Qwen/Qwen3-0.6B data.train=openai/gsm8k/main
     """
     from jrl.cli.doctor import examine
-    from jrl.run.diagnostics import lacks
+    from jrl.run.diagnostics import obstacles
 
     machine = examine()
     lacking: list[str] = []
     if config is not None:
         try:
-            lacking = lacks(read(config, overrides))
+            lacking = obstacles(read(config, overrides))
         except UserError as error:  # facts about this machine are printed in any case
             lacking = str(error).splitlines()
     if as_json:

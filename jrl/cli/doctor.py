@@ -30,7 +30,7 @@ def examine() -> dict[str, str]:
     facts["disk"] = f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free in {Path.cwd()}"
     facts["compile_cache"] = _compile_cache()
     state = "offline (HF_HUB_OFFLINE)" if offline() else "online"
-    facts["hub_cache"] = f"{cache_directory()}, {_held(cache_directory())}; {state}"
+    facts["hub_cache"] = f"{cache_directory()}, {_size_of(cache_directory())}; {state}"
     return facts | {f"extra_{name}": text for name, text in _extras()}
 
 
@@ -68,10 +68,10 @@ def _compile_cache() -> str:
     from jrl.system.compile_cache import enable_compile_cache
 
     directory = enable_compile_cache()
-    return "off" if directory is None else f"{directory}, {_held(directory)}"
+    return "off" if directory is None else f"{directory}, {_size_of(directory)}"
 
 
-def _held(directory: Path) -> str:
+def _size_of(directory: Path) -> str:
     """Size of a directory; hard links count once."""
     if not directory.is_dir():
         return "empty"

@@ -137,7 +137,7 @@ def _placement_conflicts(config: Config) -> Iterator[str]:
             "[placement] and train.mode = 'compiled' are both given: a compiled run is one program"
             " on one mesh; remove [placement] or set train.mode to 'host'"
         )
-    if completions := config.data.given:
+    if completions := config.data.completions_key:
         yield f"[placement] needs a rollout, and {completions} has none; remove [placement]"
     shards = batch_parts(config.sampling.mesh_axes)
     if shards is not None:
@@ -161,7 +161,7 @@ def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
             "[sampling.mesh] and train.mode = 'compiled' are both given: a compiled run is one"
             " program on one mesh; remove [sampling.mesh] or set train.mode to 'host'"
         )
-    if completions := config.data.given:
+    if completions := config.data.completions_key:
         yield f"[sampling.mesh] needs a rollout, and {completions} has none; remove [sampling.mesh]"
     if theirs["context"] != 1:
         yield (

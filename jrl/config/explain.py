@@ -100,8 +100,8 @@ def explain_all(items: Sequence[Mapping[str, Any]]) -> list[str]:
     # Of a text or a table: what is wrong with it as a table says enough.
     lines = [explain(item) for item in items if item["loc"][-2:] != ("train", "str")]
     # A required key that is misspelt is not missing besides.
-    meant = {match[1] for line in lines if (match := re.search(r"did you mean (\S+)\?$", line))}
-    lines = [line for line in lines if line.partition(" is missing: ")[0] not in meant]
+    suggested = {match[1] for line in lines if (match := re.search(r"did you mean (\S+)\?$", line))}
+    lines = [line for line in lines if line.partition(" is missing: ")[0] not in suggested]
     unknown = [match[1] for line in lines if (match := re.match(r"unknown key (\S+);", line))]
     return [line for line in lines if not line.startswith(tuple(f"{key} = " for key in unknown))]
 

@@ -1,4 +1,4 @@
-"""The keys of a reward part that a judge gives: ``[rewards.NAME] function = "judge"``."""
+"""Keys of a reward part with a judge: ``[rewards.NAME] function = "judge"``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jrl.errors import UserError, nearest, unknown_choice
 T = TypeVar("T", bound=Table)
 
 FORMS = ("score", "yes_no", "rubric", "pairwise", "listwise", "steps")
-"""What a judge can be asked, by name."""
+"""Forms of questions to a judge, by name."""
 _ZOO = "jrl.zoo.rewards.judges"
 PUBLISHED_FORMS = {
     "brpo": f"{_ZOO}:brpo",
@@ -26,13 +26,13 @@ PUBLISHED_FORMS = {
     "rlaif_v": f"{_ZOO}:rlaif_v",
     "rubicon": "jrl.zoo.rewards.rubrics:rubicon",
 }
-"""Forms of one paper each, by name; each is a ``rewards.verdicts.NamedForm``."""
+"""Forms of single papers, by name; each is a ``rewards.verdicts.NamedForm``."""
 TOKEN_FORMS = ("steps", "capo")
-"""Forms that give a number for each token, as functions with ``by_token = true`` do."""
+"""Forms with a reward per token, as functions with ``by_token = true``."""
 RUBRIC_FORMS = ("rubric", "rubicon")
-"""Forms that are asked about criteria; "pairwise" may be."""
+"""Forms that need criteria; "pairwise" may have them."""
 POLICY, START = "policy", "start"
-"""What ``model`` names on the run's devices besides directories."""
+"""Values of ``model`` on the run's devices that are not directories."""
 _ENDPOINT_KEYS = (
     *("key_variable", "fields", "timeout", "seconds", "retries", "requests_per_minute"),
 )
@@ -42,64 +42,66 @@ _ENDPOINT_KEYS = (
 class Criterion(Table):
     """One criterion of a rubric."""
 
-    text: str = key(..., "what the judge decides on: met or not", min_length=1)
-    weight: float = key(1.0, "of the criterion in the score; below 0 for what is not wanted")
-    veto: bool = key(False, "whether the score is 0 where it is not met")
+    text: str = key(..., "the criterion in words; the judge says whether it is met", min_length=1)
+    weight: float = key(1.0, "weight in the score; negative for unwanted properties")
+    veto: bool = key(False, "true: the score is 0 unless the criterion is met")
     levels: list[str] = key(
-        [], "what each level means, the worst first, of which the judge names one; else met or not"
+        [], "meaning of each level, the worst first; the judge names one; empty: met or not"
     )
 
 
 class JudgeTable(Table):
-    """A judge: a model behind an endpoint or on the run's own devices, and what it is asked."""
+    """A judge, behind an endpoint or on the run's own devices, and its questions."""
 
     url: str = key(
-        "", "base of the API, such as http://localhost:8000/v1; empty: on the run's devices"
+        "", "base URL of the API, such as http://localhost:8000/v1; empty: on the run's devices"
     )
     model: str = key(
         ...,
-        'the model\'s name there; without url "policy", "start" (the checkpoint that the policy'
-        " began with), or the directory of a checkpoint or a run",
+        'the model\'s name at the API; without url "policy", "start" (the initial policy), or the'
+        " directory of a checkpoint or a run",
         min_length=1,
     )
-    key_variable: str = key("", "environment variable that holds the key of the API")
+    key_variable: str = key("", "environment variable with the API key")
     form: str = key(
         "score",
-        "what is asked: a number, yes or no, criteria, which of two is better, a ranking, wrong"
-        " steps, a paper's form, or FILE.py:function of one's own, (keys, name) -> Form",
+        "form of the question: score, yes_no, rubric, pairwise, listwise, steps, a paper's form,"
+        " or your own as FILE.py:function, (keys, name) -> Form",
     )
-    template: str = key("", "the question to the judge; {fields} are filled in")
-    system: str = key("", "a system message before it")
-    principle: str = key("", "what fills {principle}; else the row's column of that name")
+    template: str = key("", "question to the judge, with {fields}; by default that of the form")
+    system: str = key("", "system message before the question")
+    principle: str = key("", "value of {principle}; by default the row's column of that name")
     scale: Annotated[list[float], Field(min_length=2, max_length=2)] = key(
-        [1.0, 10.0], "least and greatest score, which become 0 and 1"
+        [1.0, 10.0], "lowest and highest score, mapped to 0 and 1"
     )
     criteria: list[Criterion] = key(
-        [], "of a rubric, or to compare by: tables with text, weight, veto and levels"
+        [], "criteria of a rubric or a comparison: tables with text, weight, veto and levels"
     )
-    column: str = key("", "column of the data with the criteria of each row, in place of criteria")
+    column: str = key("", "column of the data with each row's criteria, instead of criteria")
     against: Literal["reference", "group"] = key(
-        "reference", "what a completion is compared with: the row's answer, the group's others"
+        "reference", "compare with the row's answer (reference) or the group's other members"
     )
-    swap: bool = key(True, "whether both orders of a pair are asked; where they disagree, a tie")
-    only: str = key("", "a part: only samples with points above 0 there are judged")
-    votes: int = key(1, "how often each question is asked", ge=1, le=1024)
-    vote: Literal["mean", "majority", "min"] = key("mean", "what is made of the votes")
-    temperature: float = key(0.0, "of the judge's sampling", ge=0)
-    max_tokens: int = key(512, "limit of a reply", ge=1)
+    swap: bool = key(True, "ask about a pair in both orders; a tie if the verdicts disagree")
+    only: str = key("", "a part: judge only samples whose reward there is above 0")
+    votes: int = key(1, "times that each question is asked", ge=1, le=1024)
+    vote: Literal["mean", "majority", "min"] = key("mean", "how votes are combined")
+    temperature: float = key(0.0, "temperature of the judge", ge=0)
+    max_tokens: int = key(512, "longest reply, tokens", ge=1)
     max_prompt_tokens: int = key(
-        2048, "longest question to a model on the run's devices; longer ones have no verdict", ge=1
+        2048, "longest question on the run's devices, tokens; longer ones get no verdict", ge=1
     )
-    fields: dict[str, Any] = key({}, "further fields of each request, such as seed")
-    at_once: int = key(16, "requests, or rows decoded, at the same time", ge=1, le=4096)
-    timeout: float = key(60.0, "seconds for one request", gt=0)
+    fields: dict[str, Any] = key({}, "further fields of requests, such as seed")
+    at_once: int = key(16, "concurrent requests, or rows decoded concurrently", ge=1, le=4096)
+    timeout: float = key(60.0, "limit of one request, seconds", gt=0)
     seconds: float = key(
-        300.0, "for all verdicts of a step; what has none by then has no opinion", gt=0
+        300.0, "limit for all verdicts of a step, seconds; later ones count as no opinion", gt=0
     )
-    retries: int = key(4, "after replies 429 and 5xx, timeouts, lost connections", ge=0, le=100)
-    requests_per_minute: float = key(0.0, "limit of requests sent; 0 for none", ge=0)
+    retries: int = key(
+        4, "retries after status 429 and 5xx, timeouts and lost connections", ge=0, le=100
+    )
+    requests_per_minute: float = key(0.0, "rate limit; 0: none", ge=0)
     cache: str | bool = key(
-        True, "directory of verdicts already given; true is judge/ of the run, false none"
+        True, "directory of cached verdicts; true: judge/ of the run; false: no cache"
     )
 
     @property
@@ -116,7 +118,7 @@ class JudgeTable(Table):
 
 
 def _wrong(judge: JudgeTable) -> str:
-    """What does not go together, as "KEY = VALUE: ..."; "" for nothing."""
+    """A conflict between keys, as "KEY = VALUE: ..."; "" if there is none."""
     low, high = judge.scale
     if ":" not in judge.form and judge.form not in (names := (*FORMS, *PUBLISHED_FORMS)):
         return str(unknown_choice("form", judge.form, names))
@@ -139,7 +141,7 @@ def _wrong(judge: JudgeTable) -> str:
 
 
 def _unread(judge: JudgeTable) -> str:
-    """The first key that nobody reads where the judge is, as "KEY = VALUE: ..."; "" for none."""
+    """The first key that has no effect for this judge, as "KEY = VALUE: ..."; "" if none."""
     keys = _ENDPOINT_KEYS if judge.local else ("max_prompt_tokens",)
     name = next((name for name in keys if name in judge.model_fields_set), "")
     if name and judge.local:
@@ -158,7 +160,7 @@ def _unread(judge: JudgeTable) -> str:
 
 
 def weightless(criteria: list[Criterion]) -> str:
-    """What is wrong with the weights of criteria, as "criteria ..."; "" for nothing."""
+    """A mistake in the weights of criteria, as "criteria ..."; "" if there is none."""
     if not criteria:
         return "criteria = []; give a rubric at least one"
     if sum(max(c.weight, 0.0) for c in criteria) <= 0:
@@ -183,14 +185,14 @@ def judge_table(key: str, options: Mapping[str, Any]) -> JudgeTable:
 
 
 def criteria_of(rows: Any, where: str) -> list[Criterion]:
-    """The criteria that a row of the data holds: texts, or tables as in ``Criterion``.
+    """The criteria of a row of the data: texts, or tables as in ``Criterion``.
 
     Args:
       rows: the row's value.
       where: names it, for messages.
 
     Raises:
-      UserError: there are none, or they say nothing.
+      UserError: there are none, or no weight is above 0.
     """
     if not isinstance(rows, list | tuple):
         raise UserError(f"{where} is {rows!r:.60}; write a list of criteria")
@@ -228,8 +230,8 @@ def _line(table: type[Table], key: str, error: Any) -> str:
         text = (field and field.description) if len(path) == 1 else "give it"
         return f"{name} is missing: {text}"
     if error["type"] == "extra_forbidden":
-        known = table.model_fields if len(path) == 1 else Criterion.model_fields
-        return f"{name} = {value!r:.80}: no such key; {nearest(path[-1], known)}"
+        fields = table.model_fields if len(path) == 1 else Criterion.model_fields
+        return f"{name} = {value!r:.80}: no such key; {nearest(path[-1], fields)}"
     if error["type"] == "value_error":
         return f"{key}.{error['ctx']['error']}"
     return explain({**error, "loc": (key, *map(str, path))})

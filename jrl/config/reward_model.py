@@ -1,4 +1,4 @@
-"""The keys of a reward part that a trained model gives: ``[rewards.NAME] function = "model"``."""
+"""Keys of a reward part with a trained model: ``[rewards.NAME] function = "model"``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PUBLISHED_MODELS: Mapping[str, str] = {
     name: f"jrl.zoo.rewards.models:{name}"
     for name in ("fact_rlhf", "helpsteer2", "pav", "rlbff", "rlmt", "rluf", "upo")
 }
-"""Functions of parts that are reward models as single papers read them: functions of no argument
-that return keys of ``RewardModelTable``, which a part's own keys replace."""
+"""Reward models of single papers: functions without arguments that return keys of
+``RewardModelTable``, which a part's own keys override."""
 MODEL_NAMES = ("model", *PUBLISHED_MODELS)
-"""The functions of parts that are reward models."""
+"""Values of a part's ``function`` that mean a reward model."""
 _PASSES = ("dropout", "passes", "single_pass")
 TOKEN_KEYS = frozenset({"path", "by", "link", "ensemble", "uncertainty", "labels", *_PASSES})
-"""Keys of models that read the policy's tokens: those of run directories."""
+"""Keys of run directories' models, which read the policy's tokens."""
 Ensemble = Literal["mean", "min", "deviation", "uwo"]
 
 
@@ -30,7 +30,7 @@ def _listed(value: object) -> object:
 
 
 class RewardModelTable(Table):
-    """A reward model: where it is, what it reads, and what is made of its numbers."""
+    """A reward model: its path, its prompt, and how its outputs become a reward."""
 
     path: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...],
@@ -43,19 +43,19 @@ class RewardModelTable(Table):
     )
     template: str | list[dict[str, str]] = key(
         "",
-        "what the model reads, with {fields}: messages (tables with role and content) for the"
-        " chat template, or a text; without it the prompt's messages and the completion",
+        "input of the model, with {fields}: messages (tables with role and content) for the chat"
+        " template, or a text; by default the prompt's messages and the completion",
     )
-    principle: str = key("", "what fills {principle}; else the row's column of that name")
-    variables: dict[str, Any] = key({}, "of the chat template, such as enable_thinking")
+    principle: str = key("", "value of {principle}; by default the row's column of that name")
+    variables: dict[str, Any] = key({}, "variables of the chat template, such as enable_thinking")
     after: str = key(
         "",
-        'only what follows this text in a completion is read, such as "</think>"; else no opinion',
+        'score only the text after this one, such as "</think>"; without it no opinion',
     )
     labels: dict[str, float] = key(
         {},
-        "weights of the scores of a head with several labels, by the labels' names; of a run"
-        " directory's several numbers by their place, from 0 on, of which it is else the mean",
+        "weights of a head's scores, by the names of its labels; for a run directory's model with"
+        " several outputs by index, from 0 on, by default their mean",
     )
     answers: Annotated[list[str], Field(min_length=2, max_length=2)] | None = key(
         None,
@@ -64,34 +64,34 @@ class RewardModelTable(Table):
     )
     by: Literal["completion", "turn", "progress"] = key(
         "completion",
-        "of a run directory's model; completion: the value at the last token; turn: in episodes the"
-        " value at each turn's end is paid there; progress: at the end of each step, a line or a"
-        " turn, what it changed of the value; the part's points are the sum",
+        "for a run directory's model; completion: the value at the last token; turn: in episodes,"
+        " the value at each turn's end, as that turn's reward; progress: the change of the value"
+        " over each step (a line or a turn), at its end; the part's reward is the sum",
     )
     link: Literal["identity", "sigmoid"] = key(
-        "identity", "what scores go through: sigmoid makes a logit a probability"
+        "identity", "function of the score: sigmoid turns a logit into a probability"
     )
     ensemble: Ensemble = key(
         "mean",
-        "what is made of an ensemble's scores: mean; min; deviation: mean - uncertainty times the"
+        "reduction of an ensemble's scores: mean; min; deviation: mean - uncertainty times the"
         " standard deviation; uwo: mean - uncertainty times the variance",
     )
     uncertainty: float = key(1.0, "coefficient of an ensemble's spread", ge=0)
     dropout: float = key(
         0.0,
-        "share of the head's inputs that each pass leaves out, at random (Monte Carlo dropout); the"
+        "share of the head's inputs that each pass drops at random (Monte Carlo dropout); the"
         " passes are an ensemble",
         ge=0,
         lt=1,
     )
     passes: int = key(1, "passes with dropout", ge=1, le=1024)
     single_pass: int | None = key(
-        None, "of the passes the one that counts, from 0 on; else all, as an ensemble", ge=0
+        None, "use only this pass, from 0 on; by default all, as an ensemble", ge=0
     )
     max_tokens: int = key(
-        0, "longest text that is read, others get no opinion; 0 for the model's length", ge=0
+        0, "longest text, tokens; longer ones get no opinion; 0: the model's length", ge=0
     )
-    rows: int = key(16, "texts that go through the model at a time", ge=1, le=4096)
+    rows: int = key(16, "texts per forward pass", ge=1, le=4096)
 
     @property
     def reads_text(self) -> bool:
@@ -106,7 +106,7 @@ class RewardModelTable(Table):
 
 
 def _wrong_passes(table: RewardModelTable) -> str:
-    """What does not go together with dropout, as ``_wrong``."""
+    """Conflict between dropout and other keys, as ``_wrong``."""
     if not table.dropout:
         name = next((n for n in _PASSES[1:] if n in table.model_fields_set), "")
         return f"{name} = {getattr(table, name)} without dropout; set it to 0.1" if name else ""
@@ -123,7 +123,7 @@ def _wrong_passes(table: RewardModelTable) -> str:
 
 
 def _wrong(table: RewardModelTable) -> str:
-    """What does not go together, as "KEY = VALUE: ..."; "" for nothing."""
+    """Conflict between keys, as "KEY = VALUE: ..."; "" if there is none."""
     if wrong := _wrong_passes(table):
         return wrong
     one = len(table.path) == 1 and (table.passes == 1 or table.single_pass is not None)

@@ -55,12 +55,12 @@ _FLAG = re.compile(r"(?:^|\s)--?([\w-]+)(?:\s+([^-\s]\S*))?")
 _NUMBER = re.compile(r"[\d.]*")
 
 
-def hide_own(tree: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def hide_own(tree: Mapping[str, Any], option_keys: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration's tables with secrets in options of custom functions hidden.
 
     Args:
       tree: the tables.
-      own: for ``data`` and ``optimizer`` the names of the keys that are options.
+      option_keys: for ``data`` and ``optimizer`` the names of the keys that are options.
     """
     hidden = dict(tree)
     for table in ("rewards", "objective"):
@@ -68,7 +68,7 @@ def hide_own(tree: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
             name: hide(value) if isinstance(value, Mapping) else hide({name: value})[name]
             for name, value in tree[table].items()
         }
-    for table, names in own.items():
+    for table, names in option_keys.items():
         options = {name: value for name, value in tree[table].items() if name in names}
         hidden[table] = {**tree[table], **hide(options)}
     if tree["model"].get("config"):

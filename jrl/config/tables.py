@@ -217,8 +217,8 @@ class SamplingTable(Table):
     )
     draws: int = key(
         1,
-        "parts that a step's prompts in text are sampled in, one after the other: reward functions"
-        " and judges read one part while the next is sampled",
+        "parts of a step's prompts (in text), sampled one after the other: reward functions and"
+        " judges score one part while the next is sampled",
         ge=1,
     )
     int8: Annotated[
@@ -240,9 +240,9 @@ class SamplingTable(Table):
         Field(strict=False),
     ] = key(
         (),
-        "the same in float8_e4m3fn, for weights alone: a number has 4 significant bits, where int8"
-        " divides a channel's range into 254 steps, so that int8 is the more exact unless a"
-        " channel has a few numbers far above the others",
+        "the same in float8_e4m3fn, for weights only: 4 significant bits per number, while int8"
+        " divides a channel's range into 254 steps and so is more exact unless a channel has a few"
+        " outliers",
     )
 
     mesh: Mesh = key(
@@ -264,7 +264,7 @@ class SamplingTable(Table):
 
     @property
     def in_8_bits(self) -> tuple[str, ...]:
-        """Of "weights" and "cache" those that take 8 bits a number, in either format."""
+        """The parts, "weights" or "cache", with 8 bits per number, in either format."""
         return tuple(part for part, kind in self.formats.items() if kind != "same")
 
 
@@ -275,37 +275,37 @@ class RewardTable(Table):
 
     weight: float | None = key(
         None,
-        "factor of the part in the total; left out, 1, and 0 for what another part is made of",
+        "factor of the part in the sum; by default 1, and 0 if another part combines it",
     )
     judge: bool = key(False, "accuracy is the fraction of completions with 1 or more in this part")
     function: str | None = key(
-        None, "the reward function, where the part has another name: math, FILE.py:function"
+        None, "reward function, if it is not the part's name: math, FILE.py:function"
     )
     missing: Literal["none", "zero", "drop"] = key(
         "none",
-        "what None from the function means: none leaves the part out of that sample's sum, zero is"
-        " 0 points, drop takes the sample out of its group",
+        "how None from the function counts: none: the part is left out of that sample's sum; zero:"
+        " as 0; drop: the sample leaves its group",
     )
     range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = key(
-        None, "least and greatest number; another one is an error of the function"
+        None, "lowest and highest value; others are an error of the function"
     )
     where: dict[str, Any] = key(
-        {}, "column = value, or a list of values: asked for these rows of the data alone"
+        {}, "column = value, or a list of values: only for these rows of the data"
     )
     over: Literal["sample", "group", "batch"] | None = key(
         None,
-        "what a function of one's own is called with: one sample at a time (the default), a group,"
-        " or, as TRL's are, all samples of a step",
+        "samples per call of your own function: one (the default), a group, or all of a step as in"
+        " TRL",
     )
     by_token: bool = key(
         False,
-        "the function may return a list of numbers for a sample, one for each token; methods with"
-        " credit by token pay them there, others read their sum",
+        "the function may return a list for a sample, one number per token; methods with credit"
+        " per token read them there, others read their sum",
     )
     combine: str | None = key(
-        None, "makes the part of others: gate, product, sum, FILE.py:function, ..."
+        None, "combines other parts: gate, product, sum, FILE.py:function, ..."
     )
-    of: list[str] = key([], "the parts that combine reads")
+    of: list[str] = key([], "parts that combine reads")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -318,11 +318,11 @@ class RewardPoolTable(Table):
 
     workers: int = key(
         2,
-        "processes; 0 runs rewards in the trainer, without limits of time and memory",
+        "processes; 0: run rewards in the trainer, without limits of time and memory",
         ge=0,
         le=1024,
     )
-    timeout_seconds: float = key(10.0, "time for one completion; see on_timeout", gt=0)
+    timeout_seconds: float = key(10.0, "limit for one completion; see on_timeout", gt=0)
     memory_gib: float = key(
         4.0, "memory limit of one process and its children, in GiB; beyond it the call fails", gt=0
     )
@@ -485,7 +485,7 @@ class PlacementTable(Table):
 
 
 class PlanTable(Table):
-    """What `jrl plan` plans for; training reads none of it."""
+    """Hardware for `jrl plan`; ignored in training."""
 
     topology: str = key(
         "v5e:4x4",
@@ -505,15 +505,18 @@ def _log_target(value: str) -> str:
 class LogTable(Table):
     """Outputs of a run besides metrics.jsonl."""
 
-    KEPT: ClassVar[int] = 8
+    MIN_MEMBERS: ClassVar[int] = 8
     """Keep the fewest complete groups with at least 8 members in total."""
 
     samples_every: int = key(
         10,
-        "training steps between writes of groups to samples.jsonl, 8 members or more; 0: never",
+        "training steps between writes of complete groups, 8 members or more, to samples.jsonl;"
+        " 0: never",
         ge=0,
     )
-    by: str = key("", "column of the data: metrics reward_by/VALUE for each value, as data_source")
+    by: str = key(
+        "", "column of the data, such as data_source: adds metrics reward_by/VALUE for each value"
+    )
     to: Annotated[
         tuple[Annotated[str, AfterValidator(_log_target)], ...],
         AfterValidator(_once),

@@ -41,7 +41,7 @@ class DataTable(Table):
     """Properties of every kind of data, so that no reader has to ask for the kind."""
 
     @property
-    def given(self) -> str | None:
+    def completions_key(self) -> str | None:
         """The key that holds the completions; None where the policy draws them."""
         return None
 
@@ -52,7 +52,7 @@ class DataTable(Table):
 
     @property
     def name(self) -> str:
-        """Of the procedural task or the environment on the device; "" for none."""
+        """Name of the procedural task or the environment on the device; "" for none."""
         return ""
 
     @property
@@ -67,7 +67,7 @@ class DataTable(Table):
 
     @property
     def has_solutions(self) -> bool:
-        """Whether a warm start has something to learn from, and a tokenizer is given with it."""
+        """Whether the data have solutions for a warm start, and a tokenizer."""
         return False
 
     @property
@@ -78,8 +78,8 @@ class DataTable(Table):
     @property
     def branches(self) -> str:
         """The reason that members of a group cannot branch; "" if they can."""
-        return f"{self.given} holds the completions, and none is drawn; remove it" * bool(
-            self.given
+        return f"{self.completions_key} holds the completions, and none is drawn; remove it" * bool(
+            self.completions_key
         )
 
     @property
@@ -94,7 +94,7 @@ class DataTable(Table):
 
     @property
     def free_options(self) -> dict[str, Any]:
-        """The keys that a function of one's own may give any name."""
+        """Options of a user's function, of any name."""
         return {}
 
     def order_seed(self, seed: int) -> int | None:
@@ -108,12 +108,12 @@ class DataTable(Table):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """The reward parts that there are, functions of one's own aside; () for any."""
+        """Valid reward parts besides functions of the user; () for any."""
         return ()
 
     @property
     def own_rewards(self) -> bool:
-        """Whether functions of one's own may be reward parts."""
+        """Whether functions of the user may be reward parts."""
         return True
 
     @property
@@ -123,8 +123,7 @@ class DataTable(Table):
 
 
 EPISODE_REWARDS = {"reward": 1.0, "success": 0.0}
-"""Reward part of an episode -> weight where a run names none: the points that the environment paid,
-and 1 where it ended well."""
+"""Default weights of an episode's reward parts: the environment's reward, and 1 for success."""
 
 Weights = Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)]
 """Sources of data with their parts."""
@@ -207,14 +206,14 @@ class QuestionTable(RowTable, TextTable):
         None,
         "training prompts: FILE.jsonl, .parquet, .csv or .json, files as DIR/*.jsonl,"
         " tfds:NAME/SPLIT, or a data set of the Hugging Face Hub as ORG/NAME[/CONFIG][:SPLIT];"
-        " or a table of several with their weights; or episodes:N, numbers alone, for environments"
-        " that bring their problems; or recorded:DIR, sessions that `jrl serve"
-        " --record DIR` wrote; or dialogues:FILE, conversations in messages with rewards",
+        " or a table of several with their weights; or episodes:N, N problems that the environment"
+        " makes itself; or recorded:DIR, sessions recorded by `jrl serve --record DIR`; or"
+        " dialogues:FILE, conversations as messages with rewards",
     )
     fields: dict[Literal["question", "answer", "solution"], str] = key(
         {},
-        "names of a record's fields, where they are not question and answer; solution is the worked"
-        " solution that methods with demonstrations learn, by default the whole answer",
+        "names of a record's fields, if they are not question and answer; solution is the worked"
+        " solution that methods with demonstrations imitate, by default the whole answer",
     )
     answer_pattern: str | None = key(
         None, "regular expression whose first group is the final answer inside the answer field"
@@ -248,7 +247,7 @@ class TaskData(DataTable):
 
     @property
     def name(self) -> str:
-        """Of the task."""
+        """The task's name."""
         return self.task
 
     @property
@@ -299,7 +298,7 @@ class EnvData(DataTable):
 
     @property
     def name(self) -> str:
-        """Of the environment."""
+        """The environment's name."""
         return self.env
 
     @property
@@ -386,7 +385,7 @@ class ScoredTable(DataTable):
     """Shared keys of data with scored completions."""
 
     @property
-    def given(self) -> str | None:
+    def completions_key(self) -> str | None:
         """The key that holds the completions."""
         return "data.pairs"
 
@@ -486,7 +485,7 @@ class RecordedData(ChatTable):
         return RECORDED_KIND
 
     @property
-    def given(self) -> str | None:
+    def completions_key(self) -> str | None:
         """The key that holds the completions."""
         return self.kind
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 HOMES = {
     "jrl.data.pairs": ("pairs_of_samples",),
     "jrl.data.tasks": ("Problem", "SPLITS", "TASKS", "Task", "get_task"),
-    "jrl.data.tasks.base": ("DIGIT_0", "GOES", "check_range", "integers", "make_task"),
+    "jrl.data.tasks.base": ("DIGIT_0", "ARROW", "check_range", "integers", "make_task"),
 }
 """Module -> public names."""
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from jrl.data.tasks import Problem as Problem
     from jrl.data.tasks import Task as Task
     from jrl.data.tasks import get_task as get_task
+    from jrl.data.tasks.base import ARROW as ARROW
     from jrl.data.tasks.base import DIGIT_0 as DIGIT_0
-    from jrl.data.tasks.base import GOES as GOES
     from jrl.data.tasks.base import check_range as check_range
     from jrl.data.tasks.base import integers as integers
     from jrl.data.tasks.base import make_task as make_task

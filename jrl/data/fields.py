@@ -68,10 +68,10 @@ def look_up(row: Mapping[str, Any], key: str) -> Any:
 def check_fields(row: Mapping[str, Any], question: str, answer: str | None, where: str) -> None:
     """Raises UserError that names every field which a row lacks."""
     columns = {"question": question, "answer": answer}
-    lacks = {n: k for n, k in columns.items() if k is not None and not has(row, k)}
-    if lacks:
-        names = " and no field ".join(map(repr, lacks.values()))
-        keys = " and ".join(f"data.fields.{name}" for name in lacks)
+    missing = {n: k for n, k in columns.items() if k is not None and not has(row, k)}
+    if missing:
+        names = " and no field ".join(map(repr, missing.values()))
+        keys = " and ".join(f"data.fields.{name}" for name in missing)
         raise UserError(
             f"{where}: there is no field {names}; set {keys} to one of {', '.join(row)}"
         )

@@ -90,5 +90,5 @@ class GoalRows:
         return {**row, **goal_conditioned({**row, **scores})[index % 2]}
 
     def where(self, index: int) -> str:
-        """Where the row is that pair ``index`` was made of."""
+        """Location of the row that pair ``index`` was made from."""
         return self._rows.where(index // 2)

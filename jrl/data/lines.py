@@ -140,7 +140,7 @@ def _blocks(file: IO[bytes]) -> Iterator[bytes]:
 def index_lines(
     blocks: Iterable[bytes], check: Check | None = None
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    r"""Where the lines of a text begin that hold more than white space.
+    r"""Start offsets of the nonblank lines of a text.
 
     Args:
       blocks: the text, in pieces of any size.

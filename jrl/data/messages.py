@@ -187,7 +187,7 @@ class Wording(NamedTuple):
         return self
 
     def of_row(self, row: Mapping[str, Any], where: str) -> Wording:
-        """The same with the variables that a row has for itself, in "chat_template_kwargs".
+        """This format with the row's own variables, in "chat_template_kwargs".
 
         Args:
           row: the fields.

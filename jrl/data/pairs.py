@@ -60,7 +60,7 @@ class JudgedCounts(NamedTuple):
     Attributes:
       kind: "pairs", "labels" or "lists".
       rows: records read.
-      kept: groups made from them.
+      used: groups made from them.
       dropped: records skipped because a text was too long.
       truncated: records with a text that was truncated.
       longest_prompt: tokens, before any limit.
@@ -70,7 +70,7 @@ class JudgedCounts(NamedTuple):
 
     kind: str
     rows: int
-    kept: int
+    used: int
     dropped: int
     truncated: int
     longest_prompt: int
@@ -80,7 +80,7 @@ class JudgedCounts(NamedTuple):
     def __str__(self) -> str:
         """One line for a log."""
         return (
-            f"{self.kept} {self.kind} of {self.rows} rows; too long: {self.dropped} dropped, "
+            f"{self.used} {self.kind} of {self.rows} rows; too long: {self.dropped} dropped, "
             f"{self.truncated} truncated; longest prompt {self.longest_prompt} and completion "
             f"{self.longest_completion} tokens{'; ' * bool(self.invalid)}{self.invalid}"
         )
@@ -155,8 +155,8 @@ def build_judged(
                 labelled = _encode(index, row, where, found_kind, wording, rationales)
             if form not in ((), _form(labelled)):
                 raise UserError(
-                    f"{where}: visits, steps or attributes are in some rows only, or not as many;"
-                    " give them in all, or put the rows into separate files"
+                    f"{where}: visits, steps or attributes are in some rows only, or differ in"
+                    " number; give them in all rows, or use separate files"
                 )
             kind, form = found_kind, _form(labelled)
             p, t = len(labelled.prompt), max(map(len, labelled.completions))
@@ -168,8 +168,8 @@ def build_judged(
                 if overlong == "error":
                     more = " with what is left of sampling.max_new_tokens" * in_tokens(row)
                     by_rationale = bool(labelled.context) and len(labelled.completions[-1]) == t
-                    what = "rationale behind both answers" if by_rationale else "completion"
-                    raise _too_long(where, p, t, room, max_completion_tokens, more, what)
+                    name = "rationale behind both answers" if by_rationale else "completion"
+                    raise _too_long(where, p, t, room, max_completion_tokens, more, name)
                 labelled = _cut(labelled, room, max_completion_tokens)
                 if overlong == "drop" or _all_same(labelled):
                     dropped += 1
@@ -395,10 +395,12 @@ def _cut(row: Judged, prompt_tokens: int, completion_tokens: int) -> Judged:
     )
 
 
-def _too_long(where: str, p: int, t: int, max_p: int, max_t: int, more: str, what: str) -> TooLong:
+def _too_long(
+    where: str, p: int, t: int, max_p: int, max_t: int, more: str, completion: str
+) -> TooLong:
     name, size, key, limit = "prompt", p, f"data.max_prompt_tokens{more}", max_p
     if p <= max_p:
-        name, size, key, limit = what, t, "sampling.max_new_tokens", max_t
+        name, size, key, limit = completion, t, "sampling.max_new_tokens", max_t
     return TooLong(
         f"{where}: the {name} has {size} tokens and {key} is {limit}; raise it, or set "
         "data.overlong to drop or truncate"

@@ -1,4 +1,4 @@
-"""From rows to prompts: template, tokens, reference answer, and the length limit."""
+"""Prompts from rows: template, tokens, reference answer, and the length limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PromptCounts(NamedTuple):
 
     Attributes:
       rows: rows read.
-      kept: prompts made from them.
+      used: prompts made from them.
       dropped: rows skipped because their prompt was too long.
       truncated: prompts that lost their beginning because they were too long.
       longest_tokens: tokens of the longest prompt before any limit.
@@ -35,7 +35,7 @@ class PromptCounts(NamedTuple):
     """
 
     rows: int
-    kept: int
+    used: int
     dropped: int
     truncated: int
     longest_tokens: int
@@ -44,7 +44,7 @@ class PromptCounts(NamedTuple):
     def __str__(self) -> str:
         """One line for a log."""
         return (
-            f"{self.kept} prompts of {self.rows} rows; too long: {self.dropped} dropped, "
+            f"{self.used} prompts of {self.rows} rows; too long: {self.dropped} dropped, "
             f"{self.truncated} truncated; longest {self.longest_tokens} tokens"
             f"{'; ' * bool(self.invalid)}{self.invalid}"
         )
@@ -153,8 +153,8 @@ def build_prompts(
                     )
                 spoken = () if isinstance(question, str) else tuple(messages)
                 tokens = np.array(ids, np.int32)
-                asked = question if isinstance(question, str) else ""
-                prompt = Prompt(index, text, tokens, answer, meta, solution, spoken, asked)
+                question_text = question if isinstance(question, str) else ""
+                prompt = Prompt(index, text, tokens, answer, meta, solution, spoken, question_text)
                 prompts.append(prompt)
     left_out = bad_rows.finish(len(source))
     if not prompts:

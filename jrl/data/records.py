@@ -124,13 +124,13 @@ def _attributes(row: Mapping[str, Any], count: int, where: str) -> tuple[tuple[f
     sizes = {_length(numbers) for numbers in listed} if _length(listed) == count else set()
     if len(sizes) != 1 or min(sizes) < 1:
         raise UserError(
-            f"{where}: attributes = {str(listed)[:60]}; give a list of as many numbers for each of"
-            f" the {count} responses, null where one is not known"
+            f"{where}: attributes = {str(listed)[:60]}; give each of the {count}"
+            " responses a list of equally many numbers, null for an unknown one"
         )
     size = sizes.pop()
     filled = [[math.nan if x is None else x for x in numbers] for numbers in listed]
-    known = [[0.0 if x is None else x for x in numbers] for numbers in listed]
-    for i, numbers in enumerate(known):
+    finite = [[0.0 if x is None else x for x in numbers] for numbers in listed]
+    for i, numbers in enumerate(finite):
         _numbers(numbers, size, f"{where}: attributes[{i}]")
     return tuple(tuple(map(float, numbers)) for numbers in filled)
 

@@ -27,7 +27,7 @@ from jrl.hub import data_files, hub_name
 from jrl.system.extras import need
 from jrl.system.json_text import refuse_pointer
 from jrl.system.memory import check_fits
-from jrl.user_code import GIVEN, given_value
+from jrl.user_code import PYTHON_PREFIX, python_value
 
 _KINDS: Mapping[str, Callable[[Path], Source]] = {
     ".csv": CsvSource,
@@ -88,8 +88,8 @@ def open_source(
             if not weight > 0:
                 raise UserError(f"{key}: the weight of {name!r} is {weight}; it must be above 0")
         return Mixture({name: open_source(name, tfds_dir=tfds_dir, key=key) for name in spec}, spec)
-    if spec.startswith(GIVEN):
-        return MemoryRows(given_value(spec, key))
+    if spec.startswith(PYTHON_PREFIX):
+        return MemoryRows(python_value(spec, key))
     if spec.startswith(EPISODES):
         return MemoryRows(_numbered(spec, key), "episode")
     if spec.startswith("tfds:"):

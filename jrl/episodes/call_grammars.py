@@ -9,12 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from jrl.episodes.parsers import Call, Parser, Schemas, allowed_kinds
+from jrl.episodes.parsers import Call, Parser, Schemas, allowed_kinds, resolved
 from jrl.errors import UserError
 
 
 class Literal(Protocol):
-    """What makes the expression for a text in which control tokens are spelled out."""
+    """Maker of the grammar expression for a text with control tokens."""
 
     def __call__(self, text: str, *, last: bool = False) -> str:
         """The expression; ``last`` where the completion may end with the text's last token."""
@@ -98,7 +98,7 @@ def _parameters(schema: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[st
 
 
 def _coder_rules(name: str, schema: Mapping[str, Any], rule: str, literal: Literal) -> list[str]:
-    """Parameters between tags, strings without quotes; see ``parsers._parse_coder``."""
+    """Parameters between tags, strings without quotes; see ``parsers._scan_coder``."""
     properties, required = _parameters(schema)
     parts, rules = [literal(f"<tool_call>\n<function={name}>")], []
     for i, (key, value) in enumerate(properties.items()):
@@ -114,6 +114,7 @@ def _coder_rules(name: str, schema: Mapping[str, Any], rule: str, literal: Liter
 def _coder_value(schema: Any) -> str:
     if allowed_kinds(schema) != {"string"}:
         return json_expression(schema)
+    schema = resolved(schema, schema)
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is not None:
         if not all(isinstance(v, str) and v and "<" not in v for v in values) or not values:
@@ -124,7 +125,7 @@ def _coder_value(schema: Any) -> str:
 
 
 def _gemma_rules(name: str, schema: Mapping[str, Any], rule: str, literal: Literal) -> list[str]:
-    """One line of Python; JSON values are Python literals to ``parsers._parse_gemma``."""
+    """One line of Python; JSON values are Python literals to ``parsers._scan_gemma``."""
     properties, required = _parameters(schema)
     if wrong := [key for key in properties if not key.isidentifier()]:
         raise UserError(f"the argument {wrong[0]!r} is no name of Python; rename it")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from jrl.episodes.gate import run_within, seen
+from jrl.episodes.gate import retrieve_error, run_within
 from jrl.episodes.host import EnvError
 
 
@@ -102,7 +102,7 @@ class Calls:
         took = time.monotonic() - begin
         if not inner.done():
             inner.cancel()
-            inner.add_done_callback(seen)
+            inner.add_done_callback(retrieve_error)
             reason = f"no answer within {seconds:g} seconds"
             self.inbox.put(Answer(number, error=reason, timeout=True, seconds=took))
         elif inner.cancelled():

@@ -26,7 +26,7 @@ from jrl.episodes.coroutine import coroutine_env
 from jrl.episodes.host import ChatOptions, EnvExtras, HostEnv, Lifecycle, Limits
 from jrl.episodes.process import process_env
 from jrl.errors import UserError, unknown_choice
-from jrl.user_code import FORMS, GIVEN, check_options, load, made_by, parameters_of
+from jrl.user_code import FORMS, PYTHON_PREFIX, check_options, load, made_by, parameters_of
 
 LIMITS = Limits._fields
 COMMON = (*LIMITS, "template_variables", "isolate", "summary", "writer")
@@ -185,7 +185,7 @@ def _check_renamed(spec: str, options: Mapping[str, Any]) -> None:
 
 def _isolated(env: HostEnv, spec: str, options: Mapping[str, Any]) -> HostEnv:
     """The environment with each episode in a process; what this one holds only describes it."""
-    if spec.startswith(GIVEN):
+    if spec.startswith(PYTHON_PREFIX):
         raise UserError(
             f"data.isolate: {spec!r} was passed in Python, and processes cannot find it; name a "
             "file as FILE.py:function"

@@ -297,8 +297,8 @@ def paid_points(points: Array, players: Array, turn: Array, reward: Array) -> Ar
     """
     if reward.ndim == 0:
         return points.at[turn].add(reward, mode="drop")
-    number, nobody = jnp.arange(points.shape[0])[None], points.shape[0]
+    number, out_of_range = jnp.arange(points.shape[0])[None], points.shape[0]
     own_turns = (players[None] == jnp.arange(reward.shape[0])[:, None]) & (number <= turn)
     # A player without a turn has no token to be paid at; past the end its points are dropped.
-    last = jnp.where(own_turns.any(1), jnp.where(own_turns, number, -1).max(1), nobody)
+    last = jnp.where(own_turns.any(1), jnp.where(own_turns, number, -1).max(1), out_of_range)
     return points.at[last].add(reward, mode="drop")

@@ -26,7 +26,7 @@ from jrl.data.messages import Wording, after_prompt, end_of_turn, until_stop
 from jrl.data.tables import Source
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.recorded import ROW, joined_groups
-from jrl.episodes.recorded_files import Distribution, Drawn
+from jrl.episodes.recorded_files import Distribution, RecordedCompletion
 from jrl.episodes.transcript import Transcript
 from jrl.errors import UserError, nearest
 from jrl.models.chat_frames import (
@@ -112,7 +112,7 @@ def read_dialogues(
     """
     Wording(tokenizer, system, template, variables).check()
     writer = _writer(tokenizer, template, variables)
-    sessions: list[list[Drawn]] = []
+    sessions: list[list[RecordedCompletion]] = []
     bad = BadRows(skip=invalid == "skip")
     for index in range(len(source)):
         where = source.where(index)
@@ -264,7 +264,7 @@ class _Plain(NamedTuple):
 
 
 class _Chat(NamedTuple):
-    """By a chat template."""
+    """Encoder of conversations with a chat template."""
 
     frames: Frames
 
@@ -308,9 +308,9 @@ def _turns(
     writer: _Writer,
     row: int,
     where: str,
-) -> list[Drawn]:
+) -> list[RecordedCompletion]:
     """The turns of the assistant, each with what it continues."""
-    nodes: list[Drawn] = []
+    nodes: list[RecordedCompletion] = []
     for at, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
@@ -318,7 +318,7 @@ def _turns(
         if not len(prompt):
             raise UserError(f"{where}: there is no message before the assistant's first one")
         ids = np.array(writer.turn(messages[:at], message), np.int32)
-        node = Drawn(
+        node = RecordedCompletion(
             prompt=prompt,
             drawn=ids,
             logprobs=np.zeros(len(ids), np.float32),

@@ -108,7 +108,7 @@ class Clock:
 
 
 @dataclasses.dataclass
-class Seat:
+class RowState:
     """The row of an episode on the device, and where it waits.
 
     Attributes:
@@ -173,7 +173,7 @@ class Totals(NamedTuple):
     labels: dict[str, int]
 
 
-class CallKind(enum.Enum):
+class EnvCallKind(enum.Enum):
     """Kind of a call to an environment."""
 
     OPEN = "open"
@@ -182,7 +182,7 @@ class CallKind(enum.Enum):
     CLOSE = "close"
 
 
-class Call(NamedTuple):
+class EnvCall(NamedTuple):
     """A call that has not been answered.
 
     Attributes:
@@ -195,7 +195,7 @@ class Call(NamedTuple):
     """
 
     number: int
-    kind: CallKind
+    kind: EnvCallKind
     since: float
     until: float
     episode: Episode | None = None
@@ -219,7 +219,7 @@ class Episode:
       call: that it waits for; None while the policy samples.
       ending: None before the end.
       clock: for limits of time.
-      seat: its row.
+      row_state: its row.
       branch: what it left, and who may leave it.
     """
 
@@ -229,9 +229,9 @@ class Episode:
         self.state = ABSENT
         self.opening, self.room = np.zeros(0, np.int32), 0
         self.at, self.segments, self.totals = Position(), list[Segment](), Totals({}, {})
-        self.turn, self.clock, self.seat, self.branch = Turn(), Clock(), Seat(), Branch()
+        self.turn, self.clock, self.row_state, self.branch = Turn(), Clock(), RowState(), Branch()
         self.pending: Pending | None = None
-        self.call: Call | None = None
+        self.call: EnvCall | None = None
         self.ending: Ending | None = None
 
     def open(self, state: Any, opening: np.ndarray, state_id: int) -> None:
@@ -269,11 +269,11 @@ class Episode:
         self.turn.measured = np.concatenate(measured) if measured else np.zeros(0, np.float32)
         self.segments.append(self._labelled(Segment(tokens, True, logprobs, versions)))
         # The row has read all that it sampled.
-        self.seat.computed = len(self.opening) + self.at.length
+        self.row_state.computed = len(self.opening) + self.at.length
         return tokens
 
     def _labelled(self, segment: Segment) -> Segment:
-        """With the ids of now; a summary is a turn of its own, which the environment never sees."""
+        """The segment with its turn, state, context and player; a summary counts as a turn."""
         at = self.at
         # Every earlier context ended in one summary, which counts as a turn of its own here.
         turn = at.turn + at.context + (self.pending is not None)
@@ -322,7 +322,7 @@ class Episode:
         self.at = self.at._replace(context=self.at.context + 1, length=0)
         self.pending = None
         self._append(ids)
-        self.seat.computed = len(self.opening) + len(ids)
+        self.row_state.computed = len(self.opening) + len(ids)
 
     def past(self) -> np.ndarray:
         """[t] int32, all that lies behind the opening in this context, sampled or not."""
@@ -330,8 +330,8 @@ class Episode:
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
     def unread(self) -> list[int]:
-        """The end of ``past`` that a row which holds ``seat.computed`` tokens has not read."""
-        return self.past()[max(self.seat.computed - len(self.opening), 0) :].tolist()
+        """The end of ``past`` that a row which holds ``row_state.computed`` tokens has not read."""
+        return self.past()[max(self.row_state.computed - len(self.opening), 0) :].tolist()
 
     def row_start(self, limit: int) -> RowStart:
         """Start of a row of the episode.
@@ -398,7 +398,7 @@ class Episode:
         other.at = other.at._replace(length=length)
         other.branch = Branch(self, shared, self.at.turn, self.branch.usual, other.branch.spare)
         # What lies before the turn its source has computed, whether or not a copy of it is kept.
-        other.seat.computed = len(self.opening) + length
+        other.row_state.computed = len(self.opening) + length
 
     def continued(self, member: int) -> Episode:
         """An episode of its own that begins behind the last answer, with all that was so far."""

@@ -89,12 +89,12 @@ async def run_within(work: Coroutine[Any, Any, Any], seconds: float) -> asyncio.
             await asyncio.wait({task}, timeout=max(left, _POLL_SECONDS if clock.stopped else 0.0))
     except asyncio.CancelledError:
         task.cancel()
-        task.add_done_callback(seen)
+        task.add_done_callback(retrieve_error)
         raise
     return task
 
 
-def seen(task: asyncio.Future[Any]) -> None:
+def retrieve_error(task: asyncio.Future[Any]) -> None:
     """Retrieves a late error, or asyncio would log it."""
     if not task.cancelled():
         task.exception()
@@ -105,15 +105,15 @@ class Gate:
 
     Args:
       at_once: how many.
-      what: is waited for, for the error.
+      queue: its name, for the error.
       seconds: how long one waits while nobody goes through or comes out.
 
     Raises:
       EnvError: on entering, after ``seconds``.
     """
 
-    def __init__(self, at_once: int, what: str, seconds: float = QUEUE_SECONDS) -> None:
-        self._at_once, self._what, self._seconds = at_once, what, seconds
+    def __init__(self, at_once: int, queue: str, seconds: float = QUEUE_SECONDS) -> None:
+        self._at_once, self._queue, self._seconds = at_once, queue, seconds
         self._last_change = 0.0
         self._of_loop: Any = weakref.WeakKeyDictionary()  # a semaphore belongs to an event loop
 
@@ -133,7 +133,7 @@ class Gate:
                     left = max(came, self._last_change) + self._seconds - time.monotonic()
                     if left <= 0:
                         reason = f"waited {self._seconds:g} seconds in a queue that did not move"
-                        raise EnvError(f"{reason}, for {self._what}")
+                        raise EnvError(f"{reason}, for {self._queue}")
                     await asyncio.wait({turn}, timeout=left)
             except BaseException:
                 # The place may have been given in the moment in which the wait was broken off;

@@ -12,7 +12,7 @@ import numpy as np
 
 from jrl.episodes.branching import EpisodeBranches, tree_of
 from jrl.episodes.calls import Answer
-from jrl.episodes.episode import ABSENT, Call, Episode
+from jrl.episodes.episode import ABSENT, EnvCall, Episode
 from jrl.episodes.follow import Continue
 from jrl.episodes.play import Device, Scheduler, uncopied
 from jrl.episodes.transcript import Transcript
@@ -72,7 +72,7 @@ def play_episodes(
     Returns:
       All episodes; those whose environment failed have the reason why.
     """
-    groups = Groups(prompts, seeds, group, branches, ended if branches is None else None)
+    groups = GroupStrategy(prompts, seeds, group, branches, ended if branches is None else None)
     scheduler = Scheduler(device, world, groups)
     scheduler.run()
     counts = dict.fromkeys((*COUNTED, *COUNTED_ROWS), 0.0)
@@ -89,7 +89,7 @@ def play_episodes(
     return Played([rows for rows, _ in trees], counts)
 
 
-class Groups:
+class GroupStrategy:
     """The strategy of groups of episodes: each continues by itself, until it ends.
 
     Attributes:
@@ -195,7 +195,7 @@ class Groups:
         scheduler.slots.fork(branch, episode, limit)
         scheduler.copy(episode.state, waits=episode, copy_for=branch)
 
-    def copied(self, scheduler: Scheduler, call: Call, answer: Answer) -> None:
+    def copied(self, scheduler: Scheduler, call: EnvCall, answer: Answer) -> None:
         """Begins a branch with a copy of the environment, or ends it for want of one."""
         source, branch = call.episode, call.copy_for
         assert source is not None

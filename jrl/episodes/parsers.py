@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import json
+import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jrl.errors import UserError, unknown_choice
@@ -71,6 +73,10 @@ class Parser(NamedTuple):
       others: texts that show that a template is another family's all the same.
       list_tags: what the family writes around a list of tools.
       ends_turn: whether a call ends with a token at which the turn ends, so that a turn has one.
+      begin: (text, schemas) -> the character at which the first call begins, the length of the text
+        for none; None for a parser of one's own.
+      channels: (text without calls) -> (what was thought, what was said), where a format writes
+        them as messages of their own; None for a text without such messages.
       name: of the family; "" for a parser of one's own.
     """
 
@@ -82,6 +88,8 @@ class Parser(NamedTuple):
     others: tuple[str, ...] = ()
     list_tags: tuple[str, str] = ("", "")
     ends_turn: bool = False
+    begin: Callable[[str, Schemas], int] | None = None
+    channels: Callable[[str], tuple[str, str] | None] | None = None
     name: str = ""
 
     def fits(self, template: str) -> bool:
@@ -137,7 +145,12 @@ def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+def _finite(digits: str) -> float:
+    number = float(digits)
+    return number if math.isfinite(number) else _refuse(digits[:40])
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int]:
@@ -176,13 +189,19 @@ def _without_surrogates(value: Any) -> Any:
     return value
 
 
-def _call(value: Any, keys: Sequence[str] = ("arguments",)) -> Call | Malformed:
+_ARGUMENTS = ("arguments", "parameters")
+_BESIDE = {"name", "id", "type"}
+
+
+def _call(value: Any) -> Call | Malformed:
     """A call from {"name": ..., "arguments": ...}; arguments may be text that holds JSON."""
     if isinstance(value, Malformed):
         return value
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return _malformed('a call is a JSON object with a "name"')
-    arguments: Any = next((value[key] for key in keys if key in value), {})
+    arguments: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
+    if not _has_arguments(value):
+        return _malformed('the arguments of a call are the object "arguments"', value["name"])
     call = _with_arguments(value["name"], arguments)
     call_id = value.get("id")
     if isinstance(call, Call) and isinstance(call_id, str):
@@ -190,8 +209,15 @@ def _call(value: Any, keys: Sequence[str] = ("arguments",)) -> Call | Malformed:
     return call
 
 
+def _has_arguments(value: Mapping[str, Any]) -> bool:
+    """Whether an object has arguments where a call has them, or none at all."""
+    return any(key in value for key in _ARGUMENTS) or value.keys() <= _BESIDE
+
+
 def _with_arguments(name: str, arguments: Any) -> Call | Malformed:
     name = _without_surrogates(name)
+    if arguments is None or arguments == "":  # so OpenAI's clients write none
+        arguments = {}
     if isinstance(arguments, str):
         arguments = _json(arguments)
     if isinstance(arguments, Malformed):
@@ -204,54 +230,111 @@ def _with_arguments(name: str, arguments: Any) -> Call | Malformed:
         return _malformed("the arguments are nested too deeply", name)
 
 
+# ---------------------------------------------------------------- parts of a turn
+
+
+class _Part(NamedTuple):
+    """A call in a text.
+
+    Attributes:
+      begin: its first character, that of its mark included.
+      end: behind its last one; where it should begin, for a broken call.
+      call: what was read.
+      bare: whether nothing stands behind its mark that a call begins with.
+    """
+
+    begin: int
+    end: int
+    call: Call | Malformed
+    bare: bool = False
+
+
+Scan = Callable[[str, Schemas], Iterator[_Part]]
+"""(text, schemas) -> the calls in it, in order, those in thoughts included."""
+
+_THOUGHT_END = re.compile(r"</think>|\[/THINK\]")
+
+
+def _parts(text: str, parts: Iterable[_Part]) -> list[_Part]:
+    """The calls outside of thoughts; a mark beside calls that begins nothing is a word."""
+    calls, last = list(parts), 0
+    for match in _THOUGHT_END.finditer(text):
+        end = match.start()
+        if any(x.begin <= end < x.end for x in calls):
+            continue  # one inside a call is text
+        begin = text.rfind(match[0].replace("/", ""), last, end)  # < 0: the template has opened it
+        calls = [x for x in calls if not begin <= x.begin < end]
+        last = match.end()
+    some = any(isinstance(x.call, Call) for x in calls)
+    return [x for x in calls if not (some and x.bare)]
+
+
+def _family(scan: Scan, render: Callable[[Call], str], **more: Any) -> Parser:
+    """The parser of a family whose calls ``scan`` reads."""
+
+    def parse(text: str, schemas: Schemas) -> Parsed:
+        return tuple(part.call for part in _parts(text, scan(text, schemas)))
+
+    def begin(text: str, schemas: Schemas) -> int:
+        return next((part.begin for part in _parts(text, scan(text, schemas))), len(text))
+
+    return Parser(parse, render, begin=begin, **more)
+
+
 # ---------------------------------------------------------------- between tags
 
-_OPEN, _CLOSE, _THOUGHT = "<tool_call>", "</tool_call>", "</think>"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 Read = Callable[[str, int], tuple[Call | Malformed, int]]
 """(text, start of a call) -> (the call, its end). A broken call ends where it starts."""
 
 
-def _tagged(text: str, read: Read, bare: re.Pattern[str] | None = None) -> Parsed:
-    """The calls after <tool_call>; those inside thinking are ignored.
+def _tagged(
+    text: str, read: Read, first: re.Pattern[str], bare: re.Pattern[str] | None = None
+) -> Iterator[_Part]:
+    """The calls after <tool_call>.
 
     Args:
       text: of a turn.
       read: reads one call.
+      first: what a call begins with. So may another one behind it, before the closing tag.
       bare: how a call may begin without the tag.
     """
-    calls: list[Call | Malformed] = []
-    at, thinking = 0, _THOUGHT in text
+    at = 0
     while True:
-        starts = [(text.find(mark, at), mark) for mark in (_OPEN, *([_THOUGHT] * thinking))]
+        starts = [(text.find(_OPEN, at), _OPEN)]
         if bare is not None and (match := bare.search(text, at)):
             starts.append((match.start(), ""))
         start, mark = min(((i, m) for i, m in starts if i >= 0), default=(-1, ""))
         if start < 0:
-            return tuple(calls)
-        at = start + len(mark)
-        if mark == _THOUGHT:  # what came before it was thought, and is no call
-            calls, thinking = [], False
-            continue
+            return
+        begin = at = start + len(mark)
+        close, again = text.find(_CLOSE, at), text.find(_OPEN, at)
+        word = first.match(text, at) is None and (close < 0 or 0 <= again < close)
         call, end = read(text, at)
+        while isinstance(call, Call) and first.match(text, end):
+            yield _Part(start, end, call)
+            start, (call, end) = end, read(text, end)
         closed = text.startswith(_CLOSE, _after_space(text, end))
         if isinstance(call, Call) and mark and not closed:
-            close = text.find(_CLOSE, end)
-            again = text.find(_OPEN, end)
+            close, again = text.find(_CLOSE, end), text.find(_OPEN, end)
             closed = close >= 0 and not 0 <= again < close
         if mark and not closed and _CLOSE not in text[at:]:
             call = _malformed(f"{_CLOSE} is missing")
-        calls.append(call)
+        yield _Part(start, end, call, word)
         # After a broken call the search goes on inside it: where it ends is not known.
-        at = max(end, at + (not mark))
+        at = max(end, begin + (not mark))
 
 
-def _parse_hermes(text: str, schemas: Schemas) -> Parsed:
+_OBJECT = re.compile(r'\s*\{\s*["}]')
+
+
+def _scan_hermes(text: str, schemas: Schemas) -> Iterator[_Part]:
     def read(text: str, at: int) -> tuple[Call | Malformed, int]:
         value, end = _json_at(text, at)
         return _call(value), end
 
-    return _tagged(text, read)
+    return _tagged(text, read, _OBJECT)
 
 
 def _render_hermes(call: Call) -> str:
@@ -269,18 +352,19 @@ _UNCLOSED = re.compile(r"\n?(?=\n<parameter=[^>\n]+>\n|\s*</function>\s*(?:</too
 _FUNCTION_END = re.compile(r"\s*</function>")
 
 
-def _parse_coder(text: str, schemas: Schemas) -> Parsed:
+def _scan_coder(text: str, schemas: Schemas) -> Iterator[_Part]:
     def read(text: str, at: int) -> tuple[Call | Malformed, int]:
         head = _FUNCTION.match(text, at)
         if head is None:
             return _malformed("a call is <function=NAME> ... </function>"), at
         name, begin, at = head[1].strip(), at, head.end()
-        types = schemas.get(name, {}).get("properties", {})
+        schema = schemas.get(name, {})
+        types = schema.get("properties", {})
         arguments: dict[str, Any] = {}
         while parameter := _PARAMETER.match(text, at):
             value, at = _parameter_value(text, parameter.end())
             key = parameter[1].strip()
-            arguments[key] = _typed(value, types.get(key, {}))
+            arguments[key] = _typed(value, resolved(types.get(key, {}), schema), schema)
         end = _FUNCTION_END.match(text, at)
         if end is None:
             rest = text[at:].partition("</function>")[0]
@@ -289,7 +373,7 @@ def _parse_coder(text: str, schemas: Schemas) -> Parsed:
 
     offered = "|".join(map(re.escape, schemas))
     bare = re.compile(rf"^[ \t]*<function=(?:{offered})>", re.MULTILINE) if offered else None
-    return _tagged(text, read, bare)
+    return _tagged(text, read, _FUNCTION, bare)
 
 
 def _parameter_value(text: str, at: int) -> tuple[str, int]:
@@ -304,19 +388,52 @@ def _parameter_value(text: str, at: int) -> tuple[str, int]:
     return text[at:], len(text)
 
 
-def allowed_kinds(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; empty where it does not say."""
-    if not isinstance(schema, Mapping):
+_DEEPEST = 32
+"""References that are followed, one to another."""
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """A schema behind its references within ``root``; itself where they lead nowhere."""
+    for _ in range(_DEEPEST):
+        if not isinstance(schema, Mapping):
+            break
+        reference, parts = schema.get("$ref"), schema.get("allOf")
+        if isinstance(reference, str) and reference.startswith("#"):
+            target = root
+            for name in filter(None, reference[1:].split("/")):
+                name = name.replace("~1", "/").replace("~0", "~")
+                target = target.get(name) if isinstance(target, Mapping) else None
+            if not isinstance(target, Mapping):
+                break
+            schema = target
+        elif isinstance(parts, list) and len(parts) == 1 and "type" not in schema:
+            schema = parts[0]
+        else:
+            break
+    return schema
+
+
+def allowed_kinds(schema: Any, root: Any = None, depth: int = 0) -> set[str]:
+    """The JSON types that a schema allows; empty where it does not say.
+
+    Args:
+      schema: of a value.
+      root: in which references are looked up; None for the schema itself.
+      depth: of this schema in others.
+    """
+    root = schema if root is None else root
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return set()
     kind = schema.get("type")
     kinds = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
     for word in ("anyOf", "oneOf"):
         options = schema.get(word)
         if isinstance(options, list):
-            kinds = kinds.union(*map(allowed_kinds, options))
-    values = schema.get("enum")
-    if not kinds and isinstance(values, list) and all(isinstance(v, str) for v in values):
-        return {"string"}
+            kinds = kinds.union(*(allowed_kinds(option, root, depth + 1) for option in options))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not kinds and isinstance(values, list) and values:
+        return {next(kind for kind, fits in _IS.items() if fits(value)) for value in values}
     return kinds
 
 
@@ -331,18 +448,21 @@ _IS = {
 }
 
 
-def _typed(text: str, schema: Any) -> Any:
+_TRUTHS = {"true": True, "false": False, "null": None, "none": None}
+
+
+def _typed(text: str, schema: Any, root: Any) -> Any:
     """The value of a parameter that is written without quotes, by its schema.
 
     JSON and Python literals are read where the schema allows their type; any other text is text.
     """
-    kinds = allowed_kinds(schema)
+    kinds = allowed_kinds(schema, root)
     if kinds == {"string"}:
         return text
     value = _json(text)
     if not kinds:
         return text if isinstance(value, Malformed) else value
-    for candidate in (value, _literal(text)):
+    for candidate in (value, _literal(text), _TRUTHS.get(text.strip().lower(), value)):
         fits = any(_IS[kind](candidate) for kind in kinds if kind in _IS and kind != "string")
         if not isinstance(candidate, Malformed) and fits:
             return candidate
@@ -362,47 +482,68 @@ def _render_coder(call: Call) -> str:
 # ---------------------------------------------------------------- JSON after a control token
 
 _PYTHON_TAG = "<|python_tag|>"
-_OBJECT = re.compile(r'\{\s*"')
-_NAMED = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
+_NAMED = re.compile(r'\s*\{\s*(?:"type"\s*:\s*"\w*"\s*,\s*)?"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
+_LINE = re.compile(r'^[ \t]*(?=\{\s*"|```)', re.MULTILINE)
+_MOST_OBJECTS = 16
+"""Lines with an object that are tried as the first call behind words."""
 
 
-def _parse_llama(text: str, schemas: Schemas) -> Parsed:
-    begin = _after_space(text, 0)
-    marked = not text.startswith("{", begin) and _PYTHON_TAG in text
-    if marked:
-        begin = text.index(_PYTHON_TAG) + len(_PYTHON_TAG)
-    calls: list[Call | Malformed] = []
-    for value in _objects(text, begin):
-        call = _call(value, ("parameters", "arguments"))
-        if isinstance(value, Malformed) and not marked:
-            # Broken JSON is a broken call only where it names a tool.
-            name = _NAMED.search(text, begin)
-            offered = name is not None and name[1] in schemas
-        else:
-            offered = marked or (isinstance(value, dict) and value.get("name") in schemas)
-        if not offered:
-            break  # an answer, or words after the calls
-        calls.append(call)
-    if marked and not calls:
-        value, _ = _json_at(text, begin)
-        calls.append(_call(value, ("parameters", "arguments")))
-    return tuple(calls)
+def _scan_llama(text: str, schemas: Schemas) -> Iterator[_Part]:
+    last, starts = 0, [0, *(match.end() for match in _THOUGHT_END.finditer(text))]
+    for start, limit in itertools.pairwise([*starts, len(text) + 1]):
+        if start < last:
+            continue  # the end of a thought inside a call is text
+        for part in _llama_calls(text, start, limit, schemas):
+            yield part
+            last = part.end
 
 
-def _objects(text: str, at: int) -> Iterator[Any]:
-    """JSON objects one after another, perhaps with semicolons between them; the last may be broken.
-
-    Words after an object end the sequence.
-    """
-    while True:
-        while at < len(text) and (text[at].isspace() or text[at] == ";"):
-            at += 1
-        if not _OBJECT.match(text, at):
-            return
-        value, at = _json_at(text, at)
-        yield value
+def _llama_calls(text: str, start: int, limit: int, schemas: Schemas) -> Iterator[_Part]:
+    """The calls that begin in a part of a text: at once, behind the mark, or at a line's start."""
+    at = _after_space(text, start)
+    tag = -1 if text.startswith("{", at) else text.find(_PYTHON_TAG, at, limit)
+    if tag >= 0:
+        at = tag + len(_PYTHON_TAG)
+        value, end = _json_at(text, at)
+        yield _Part(tag, end, _call(value))
+        at = end
+    elif not text.startswith("{", at):
+        at = _line_of_call(text, at, limit, schemas)
+    while at < limit and _OBJECT.match(text, at):
+        value, end = _json_at(text, at)
+        if not (tag >= 0 and isinstance(value, dict)) and not _on_offer(text, at, value, schemas):
+            return  # an answer, or words after the calls
+        yield _Part(at, end, _call(value))
         if isinstance(value, Malformed):
             return
+        at = end
+        while at < len(text) and (text[at].isspace() or text[at] in ";,"):
+            at += 1
+
+
+def _line_of_call(text: str, at: int, limit: int, schemas: Schemas) -> int:
+    """Where the first line begins that is a call of a tool on offer, or ``limit``.
+
+    What stands between fences is an example.
+    """
+    fenced, tries = False, 0
+    for match in _LINE.finditer(text, at, limit):
+        if text.startswith("```", match.end()):
+            fenced = not fenced
+        elif not fenced and tries < _MOST_OBJECTS:
+            tries += 1
+            value, _ = _json_at(text, match.end())
+            if isinstance(value, dict) and _on_offer(text, match.end(), value, schemas):
+                return match.end()
+    return limit
+
+
+def _on_offer(text: str, at: int, value: Any, schemas: Schemas) -> bool:
+    """Whether JSON calls a tool on offer; broken JSON where it begins with the tool's name."""
+    if isinstance(value, Malformed):
+        name = _NAMED.match(text, at)
+        return name is not None and name[1] in schemas
+    return isinstance(value, dict) and value.get("name") in schemas and _has_arguments(value)
 
 
 def _render_llama(call: Call) -> str:
@@ -410,26 +551,27 @@ def _render_llama(call: Call) -> str:
 
 
 _MISTRAL = "[TOOL_CALLS]"
-_MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\](\w*))?(?:\[ARGS\])?\s*(?=\{)")
+_MISTRAL_HEAD = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\](\w*))?(?:\[ARGS\])?\s*(?=\{)")
+_LIST = re.compile(r"\s*[\[{]")
 
 
-def _parse_mistral(text: str, schemas: Schemas) -> Parsed:
-    calls: list[Call | Malformed] = []
-    at = text.find(_MISTRAL)
-    while at >= 0:
-        at += len(_MISTRAL)
+def _scan_mistral(text: str, schemas: Schemas) -> Iterator[_Part]:
+    mark = text.find(_MISTRAL)
+    while mark >= 0:
+        at = mark + len(_MISTRAL)
         head = _MISTRAL_HEAD.match(text, at)
         value, end = _json_at(text, head.end() if head else at)
         if head:  # from version 11 of the format on
             call = _with_arguments(head[1], value)
-            calls.append(call._replace(id=head[2] or "") if isinstance(call, Call) else call)
+            call = call._replace(id=head[2] or "") if isinstance(call, Call) else call
+            yield _Part(mark, end, call)
         else:
             items = value if isinstance(value, list) else [value]
-            calls += [_call(item) for item in items]
+            for item in items:
+                yield _Part(mark, end, _call(item), _LIST.match(text, at) is None)
             if not items:
-                calls.append(_malformed("[TOOL_CALLS] without a call"))
-        at = text.find(_MISTRAL, max(at, end))
-    return tuple(calls)
+                yield _Part(mark, end, _malformed("[TOOL_CALLS] without a call"))
+        mark = text.find(_MISTRAL, max(at, end))
 
 
 def _render_mistral(call: Call) -> str:
@@ -448,17 +590,18 @@ def _deepseek(words: str) -> str:
 _BEGIN, _END, _SEP = (_deepseek(f"tool {words}") for words in ("call begin", "call end", "sep"))
 _FENCE_BEGIN = re.compile(r"([^\n`]*)\n```json\n")  # the older form: "function", separator, name
 _FENCE_END = re.compile(r"\s*```")
+_DEEPSEEK_MARK = re.compile(
+    rf"(?:{re.escape(_deepseek('tool calls begin'))}\s*)?{re.escape(_BEGIN)}"
+)
 
 
-def _parse_deepseek(text: str, schemas: Schemas) -> Parsed:
-    calls: list[Call | Malformed] = []
-    at = text.find(_BEGIN)
-    while at >= 0:
-        at += len(_BEGIN)
+def _scan_deepseek(text: str, schemas: Schemas) -> Iterator[_Part]:
+    at = 0
+    while mark := _DEEPSEEK_MARK.search(text, at):
+        at = mark.end()
         separator, again = text.find(_SEP, at), text.find(_BEGIN, at)
         if separator < 0 or 0 <= again < separator:
-            calls.append(_malformed(f"{_SEP} is missing"))
-            at = again
+            yield _Part(mark.start(), at, _malformed(f"{_SEP} is missing"), again >= 0)
             continue
         name, body = text[at:separator].strip(), separator + len(_SEP)
         fence = _FENCE_BEGIN.match(text, body) if name == "function" else None
@@ -474,9 +617,9 @@ def _parse_deepseek(text: str, schemas: Schemas) -> Parsed:
         else:
             call = _malformed("the arguments must be a JSON object")
             call = value if isinstance(value, Malformed) else call
-        calls.append(call if name else _malformed("a call without the name of a tool"))
-        at = text.find(_BEGIN, max(body, end))
-    return tuple(calls)
+        call = call if name else _malformed("a call without the name of a tool")
+        yield _Part(mark.start(), end, call)
+        at = max(body, end)
 
 
 def _render_deepseek(call: Call) -> str:
@@ -493,27 +636,44 @@ _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 _CALL_END = "<|call|>"
 
 
-def _parse_harmony(text: str, schemas: Schemas) -> Parsed:
-    calls: list[Call | Malformed] = []
-    at = 0
+def _scan_harmony(text: str, schemas: Schemas) -> Iterator[_Part]:
+    at = calls = 0
     while head := _HARMONY_HEAD.search(text, at):
         at = head.end()
         recipient = _RECIPIENT.search(head[1])
         if recipient is None:  # words, up to the mark that ends a message
-            end = _HARMONY_END.search(text, at)
-            at = end.end() if end else at
+            closing = _HARMONY_END.search(text, at)
+            at = closing.end() if closing else at
             continue
         name = recipient[1]
-        value, end_of_value = _json_at(text, at)
-        at_end = text.startswith(_CALL_END, _after_space(text, end_of_value))
-        if at_end or (isinstance(value, Malformed) and _CALL_END in text[at:]):
-            calls.append(_with_arguments(name, value))
-        else:
-            calls.append(_malformed(f"{_CALL_END} is missing", name))
-        at = max(at, end_of_value)
-    if not calls and _RECIPIENT.search(text):
-        calls.append(_malformed("<|message|> is missing"))
-    return tuple(calls)
+        value, end = _json_at(text, at)
+        at_end = text.startswith(_CALL_END, _after_space(text, end))
+        whole = at_end or (isinstance(value, Malformed) and _CALL_END in text[at:])
+        call = _with_arguments(name, value) if whole else None
+        calls += 1
+        yield _Part(head.start(), end, call or _malformed(f"{_CALL_END} is missing", name))
+        at = max(at, end)
+    if not calls and _RECIPIENT.search(text, at):
+        yield _Part(at, at, _malformed("<|message|> is missing"))
+
+
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+def _harmony_channels(text: str) -> tuple[str, str] | None:
+    """What was thought on the channel "analysis", and what was said on others."""
+    texts: dict[bool, list[str]] = {True: [], False: []}
+    at = 0
+    while head := _HARMONY_HEAD.search(text, at):
+        end = _HARMONY_END.search(text, head.end())
+        at = end.end() if end else len(text)
+        channel = _CHANNEL.search(head[0])
+        message = text[head.end() : end.start() if end else at].strip()
+        texts[channel is not None and channel[1] == "analysis"].append(message)
+    if not at and _CHANNEL.match(text) is None:
+        return None
+    thought, said = ("\n".join(filter(None, texts[key])) for key in (True, False))
+    return thought, said
 
 
 def _render_harmony(call: Call) -> str:
@@ -525,22 +685,19 @@ def _render_harmony(call: Call) -> str:
 
 # ---------------------------------------------------------------- Python between fences
 
-_CODE_BEGIN, _CODE_END = "```tool_code\n", "```"
+_CODE_BEGIN, _CODE_END = re.compile(r"```tool_code[ \t\r]*\n"), "```"
 _LONGEST = 1 << 16
 """Characters of Python that are parsed at most; the parser's memory grows a hundredfold."""
 _MOST_FENCES = 16
 """Closing fences that are tried; one inside a string leaves the code before it unfinished."""
 
 
-def _parse_gemma(text: str, schemas: Schemas) -> Parsed:
-    calls: list[Call | Malformed] = []
-    at = text.find(_CODE_BEGIN)
-    while at >= 0:
-        begin = at + len(_CODE_BEGIN)
-        parsed, at = _code_at(text, begin)
-        calls += parsed
-        at = text.find(_CODE_BEGIN, at)
-    return tuple(calls)
+def _scan_gemma(text: str, schemas: Schemas) -> Iterator[_Part]:
+    at = 0
+    while mark := _CODE_BEGIN.search(text, at):
+        calls, at = _code_at(text, mark.end())
+        for call in calls:
+            yield _Part(mark.start(), at, call)
 
 
 def _code_at(text: str, begin: int) -> tuple[list[Call | Malformed], int]:
@@ -555,7 +712,7 @@ def _code_at(text: str, begin: int) -> tuple[list[Call | Malformed], int]:
         close += len(_CODE_END)
         statements = _statements(body)
         if not isinstance(statements, Malformed):
-            calls = [_python_call(statement) for statement in statements]
+            calls = [_python_call(node) for s in statements for node in _expressions(s)]
             return calls or [_malformed("tool_code without a call")], close
         first = first or ([statements], close)
     return first or ([_malformed("``` is missing")], len(text))
@@ -572,9 +729,14 @@ def _statements(body: str) -> list[ast.stmt] | Malformed:
         return _malformed(f"not Python: {error}")
 
 
-def _python_call(statement: ast.stmt) -> Call | Malformed:
-    """The call of a line such as ``name(a=1)`` or ``print(name(a=1))``."""
+def _expressions(statement: ast.stmt) -> Sequence[ast.expr | None]:
+    """The expression of a line, or those of the list that it is."""
     node = statement.value if isinstance(statement, ast.Expr) else None
+    return node.elts if isinstance(node, ast.List) and node.elts else [node]
+
+
+def _python_call(node: ast.expr | None) -> Call | Malformed:
+    """The call of a line such as ``name(a=1)`` or ``print(name(a=1))``."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
         node = node.args[0] if len(node.args) == 1 and not node.keywords else None
     if not isinstance(node, ast.Call):
@@ -585,6 +747,9 @@ def _python_call(statement: ast.stmt) -> Call | Malformed:
         return _malformed("each line must be one call, name(argument=value)")
     if node.args or not all(k.arg for k in node.keywords):
         return _malformed("arguments must be given by name", name)
+    names = [keyword.arg for keyword in node.keywords]
+    if len(set(names)) < len(names):
+        return _malformed("an argument is there twice", name)
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
         value = _value_of(keyword.value)
@@ -631,40 +796,46 @@ def _render_gemma(call: Call) -> str:
 
 
 _FAMILIES = {
-    "hermes": Parser(
-        _parse_hermes,
+    "hermes": _family(
+        _scan_hermes,
         _render_hermes,
         template=("<tool_call>",),
         others=("<parameter=", "<arg_key>"),  # Qwen3-Coder's, and GLM's
         list_tags=("<tools>\n", "\n</tools>"),
     ),
-    "qwen3_coder": Parser(
-        _parse_coder,
+    "qwen3_coder": _family(
+        _scan_coder,
         _render_coder,
         template=("<parameter=",),
         list_tags=("<tools>\n", "\n</tools>"),
     ),
-    "llama3": Parser(
-        _parse_llama,
+    "llama3": _family(
+        _scan_llama,
         _render_llama,
         template=("ipython", "<|python_tag|>"),
         others=("<function=", "<tool_call>", _BEGIN),
     ),
-    "mistral": Parser(
-        _parse_mistral,
+    "mistral": _family(
+        _scan_mistral,
         _render_mistral,
         template=(_MISTRAL,),
         list_tags=("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     ),
-    "gemma": Parser(
-        _parse_gemma,
+    "gemma": _family(
+        _scan_gemma,
         _render_gemma,
         role="user",
         result=lambda text: f"```tool_output\n{text}\n```",
         template=("<start_of_turn>",),
     ),
-    "deepseek": Parser(_parse_deepseek, _render_deepseek, template=(_BEGIN,)),
-    "gpt_oss": Parser(_parse_harmony, _render_harmony, template=("<|channel|>",), ends_turn=True),
+    "deepseek": _family(_scan_deepseek, _render_deepseek, template=(_BEGIN,)),
+    "gpt_oss": _family(
+        _scan_harmony,
+        _render_harmony,
+        template=("<|channel|>",),
+        ends_turn=True,
+        channels=_harmony_channels,
+    ),
 }
 PARSERS: Mapping[str, Parser] = {n: p._replace(name=n) for n, p in _FAMILIES.items()}
 """The formats by family: Hermes and Qwen 2.5 and 3, Qwen3-Coder, Llama 3, Mistral, Gemma 3,

@@ -24,9 +24,9 @@ import numpy as np
 from jrl.episodes.calls import Answer
 from jrl.episodes.episode import (
     ABSENT,
-    Call,
-    CallKind,
     Ending,
+    EnvCall,
+    EnvCallKind,
     Episode,
     Sampled,
 )
@@ -90,7 +90,7 @@ class Strategy(Protocol):
     def turn_ended(self, scheduler: Scheduler, episode: Episode) -> None:
         """Called when a turn has been sampled, before the world is asked."""
 
-    def copied(self, scheduler: Scheduler, call: Call, answer: Answer) -> None:
+    def copied(self, scheduler: Scheduler, call: EnvCall, answer: Answer) -> None:
         """A copy of an environment's state is there, or could not be made."""
 
     def continues(self, scheduler: Scheduler, episode: Episode, following: Continue) -> None:
@@ -116,7 +116,7 @@ class Scheduler:
         self.world, self.counts = world, collections.defaultdict[str, float](float)
         self.slots = DecodeSlots(device.rows, device.choose, self.counts)
         self._device, self._strategy = device, strategy
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, EnvCall] = {}
         self._next_call = 0
 
     @property
@@ -132,7 +132,7 @@ class Scheduler:
     @property
     def opening(self) -> int:
         """Episodes that are being opened."""
-        return sum(call.kind is CallKind.OPEN for call in self._calls.values())
+        return sum(call.kind is EnvCallKind.OPEN for call in self._calls.values())
 
     def run(self) -> None:
         """Plays until the strategy has nothing left and every call is answered."""
@@ -161,17 +161,17 @@ class Scheduler:
 
     def open(self, episode: Episode) -> None:
         """Opens its environment."""
-        call = self._called(CallKind.OPEN, episode)
+        call = self._called(EnvCallKind.OPEN, episode)
         self.world.open(call.number, episode, self.rows.prompt_tokens)
 
     def ask(self, episode: Episode) -> None:
         """Asks the environment about the turn that has ended."""
-        call = self._called(CallKind.STEP, episode)
+        call = self._called(EnvCallKind.STEP, episode)
         self.world.step(call.number, episode)
 
     def copy(self, state: Any, waits: Episode, copy_for: Episode) -> None:
         """Copies a state for an episode, while another or the same one waits."""
-        call = self._called(CallKind.FORK, waits, copy_for)
+        call = self._called(EnvCallKind.FORK, waits, copy_for)
         self.world.fork(call.number, state)
 
     def close(self, episode: Episode) -> None:
@@ -257,19 +257,19 @@ class Scheduler:
     # ------------------------------------------------------------ calls
 
     def _called(
-        self, kind: CallKind, episode: Episode | None, copy_for: Episode | None = None
-    ) -> Call:
+        self, kind: EnvCallKind, episode: Episode | None, copy_for: Episode | None = None
+    ) -> EnvCall:
         now, number = time.monotonic(), self._next_call
         until = now + self.world.rules.limits.call_seconds
         # Numbers are never used again, so that a late answer finds nobody and harms nobody.
-        call = Call(number, kind, now, until, episode, copy_for)
+        call = EnvCall(number, kind, now, until, episode, copy_for)
         self._next_call, self._calls[number] = number + 1, call
         if episode is not None:
             episode.call = call
         return call
 
     def _close(self, state: Any) -> None:
-        call = self._called(CallKind.CLOSE, None)
+        call = self._called(EnvCallKind.CLOSE, None)
         self.world.close(call.number, state)
 
     def _arrived(self, *, wait: bool) -> Iterator[Answer]:
@@ -300,13 +300,13 @@ class Scheduler:
             return
         episode.call = None
         # A copy is there for somebody else, whatever has become of the episode that waited.
-        if call.kind is CallKind.FORK:
+        if call.kind is EnvCallKind.FORK:
             self._strategy.copied(self, call, answer)
         elif episode.ending is not None:
             # It ended meanwhile; a late init still wants closing.
-            if call.kind is CallKind.OPEN and not answer.error:
+            if call.kind is EnvCallKind.OPEN and not answer.error:
                 self._close(answer.value[0])
-        elif call.kind is CallKind.OPEN:
+        elif call.kind is EnvCallKind.OPEN:
             self._opened(episode, answer)
         else:
             self._answered(episode, answer)

@@ -11,7 +11,7 @@ from jrl.episodes.host import EnvError, Feedback, Reply, reward_parts
 from jrl.models.chat_frames import Message
 from jrl.types import NOTHING
 
-Said = str | Message | Sequence[Message]
+MessagesLike = str | Message | Sequence[Message]
 """A text, which becomes a message of the user, one message, or several."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -78,7 +78,7 @@ class Policy:
         """The number of turns taken, of all roles."""
         return len(self._players)
 
-    async def __call__(self, messages: Said, *, state_key: Any = None) -> Reply:
+    async def __call__(self, messages: MessagesLike, *, state_key: Any = None) -> Reply:
         """A turn of the first role.
 
         Args:
@@ -96,7 +96,7 @@ class Policy:
         self._index(role)
         return functools.partial(self.role, role)
 
-    async def role(self, role: str, messages: Said, *, state_key: Any = None) -> Reply:
+    async def role(self, role: str, messages: MessagesLike, *, state_key: Any = None) -> Reply:
         """A turn of this role; see ``__call__``."""
         return await Turn(self, self._index(role), self._next_messages(messages), state_key)
 
@@ -144,7 +144,7 @@ class Policy:
             )
         return self.roles.index(role)
 
-    def _next_messages(self, messages: Said) -> list[Message]:
+    def _next_messages(self, messages: MessagesLike) -> list[Message]:
         if isinstance(messages, str):
             return [{"role": "user", "content": messages}]
         if isinstance(messages, Mapping):

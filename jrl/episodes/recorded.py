@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.episodes.recorded_files import Distribution, Drawn, read_file
+from jrl.episodes.recorded_files import Distribution, RecordedCompletion, read_file
 from jrl.episodes.transcript import Segment, Transcript
 from jrl.errors import UserError
 from jrl.types import Prompt, StopReason
@@ -140,7 +140,7 @@ def read_recorded(directory: str | Path, sampling: Distribution | None = None) -
 
 
 def joined_groups(
-    sessions: Iterable[Sequence[Drawn]], sampling: Distribution | None = None
+    sessions: Iterable[Sequence[RecordedCompletion]], sampling: Distribution | None = None
 ) -> tuple[tuple[tuple[Transcript, ...], ...], list[_Episode]]:
     """Groups of rows of sessions whose completions say what they continue; and the episodes.
 
@@ -158,7 +158,7 @@ def joined_groups(
 # ---------------------------------------------------------------- what continues what
 
 
-def _link(nodes: Sequence[Drawn]) -> None:
+def _link(nodes: Sequence[RecordedCompletion]) -> None:
     """Finds the predecessor of each completion of a session."""
     for i, node in enumerate(nodes):
         # Only what was complete when the request came: parallel requests of one session continue
@@ -196,12 +196,12 @@ class _Episode(NamedTuple):
       points: in all; None where nobody gave any.
     """
 
-    path: tuple[Drawn, ...]
+    path: tuple[RecordedCompletion, ...]
     trained: frozenset[int]
     points: float | None
 
 
-def _episodes(nodes: Sequence[Drawn]) -> Iterator[_Episode]:
+def _episodes(nodes: Sequence[RecordedCompletion]) -> Iterator[_Episode]:
     """The episodes of a session, those that were rewarded at their end first, and then the newest.
 
     Each completion is trained on in the first of them, as the ends that a reward came for are those
@@ -257,7 +257,7 @@ def _groups(
 
 def _rows(episode: _Episode, sampling: Distribution | None) -> Iterator[Transcript]:
     """The consistent stretches of an episode, but those that are trained on elsewhere."""
-    stretches: list[list[Drawn]] = []
+    stretches: list[list[RecordedCompletion]] = []
     for node in episode.path:
         if not node.joined:
             stretches.append([])
@@ -279,13 +279,16 @@ def _rows(episode: _Episode, sampling: Distribution | None) -> Iterator[Transcri
         turn += len(stretch)
 
 
-def _trains(node: Drawn, episode: _Episode, sampling: Distribution | None) -> bool:
+def _trains(node: RecordedCompletion, episode: _Episode, sampling: Distribution | None) -> bool:
     right = sampling is None or node.sampling == sampling
     return right and node.number in episode.trained and len(node.drawn) > 0
 
 
 def _segments(
-    stretch: Sequence[Drawn], turn: int, episode: _Episode, sampling: Distribution | None
+    stretch: Sequence[RecordedCompletion],
+    turn: int,
+    episode: _Episode,
+    sampling: Distribution | None,
 ) -> tuple[np.ndarray, list[Segment]]:
     """The opening of a row and its segments, with the points of its whole episode.
 
@@ -316,7 +319,9 @@ def _segments(
     return opening, segments
 
 
-def _outside(tokens: np.ndarray, turn: int, node: Drawn, points: float | None) -> Segment:
+def _outside(
+    tokens: np.ndarray, turn: int, node: RecordedCompletion, points: float | None
+) -> Segment:
     """Tokens that nobody drew, at a turn; equal prompts are equal states."""
     state = zlib.crc32(node.start) & 0x7FFFFFFF
     reward = () if points is None else (points,)

@@ -46,7 +46,7 @@ class Distribution(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Drawn:
+class RecordedCompletion:
     """A completion on record.
 
     Attributes:
@@ -75,7 +75,7 @@ class Drawn:
     seen: int
     points: float | None = None
     done: bool = False
-    parent: Drawn | None = None
+    parent: RecordedCompletion | None = None
     joined: bool = False
     row: int = -1
 
@@ -84,7 +84,7 @@ class Drawn:
         self.whole = self.start + self.drawn.tobytes()
 
 
-def read_file(path: Path) -> tuple[dict[str, Any] | None, list[list[Drawn]], int]:
+def read_file(path: Path) -> tuple[dict[str, Any] | None, list[list[RecordedCompletion]], int]:
     """The first line, sessions in the order of their first completion, and how many lines are cut.
 
     Without a first line, as where the server never came to serve, there is nothing.
@@ -95,7 +95,7 @@ def read_file(path: Path) -> tuple[dict[str, Any] | None, list[list[Drawn]], int
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     *lines, rest = data.split(b"\n")  # the last line of a server that was killed has no end
     damaged, server = int(bool(rest)), None
-    sessions: dict[str, list[Drawn]] = {}
+    sessions: dict[str, list[RecordedCompletion]] = {}
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
         try:
@@ -119,7 +119,7 @@ def read_file(path: Path) -> tuple[dict[str, Any] | None, list[list[Drawn]], int
     return server, list(sessions.values()), damaged
 
 
-def _node(row: Mapping[str, Any], where: str) -> tuple[str, Drawn]:
+def _node(row: Mapping[str, Any], where: str) -> tuple[str, RecordedCompletion]:
     """A completion's session, and the completion.
 
     Raises:
@@ -128,7 +128,7 @@ def _node(row: Mapping[str, Any], where: str) -> tuple[str, Drawn]:
     try:
         sampled, sampling = _array(row["drawn"], np.int32), row["sampling"]
         versions = row["versions"]
-        node = Drawn(
+        node = RecordedCompletion(
             prompt=_array(row["prompt"], np.int32),
             drawn=sampled,
             logprobs=_array(row["logprobs"], np.float32),
@@ -171,7 +171,7 @@ def _array(values: Any, dtype: Any = np.int32) -> np.ndarray:
     return array.astype(dtype)
 
 
-def _pay(nodes: Sequence[Drawn], row: Mapping[str, Any], where: str) -> None:
+def _pay(nodes: Sequence[RecordedCompletion], row: Mapping[str, Any], where: str) -> None:
     """Adds a reward to the newest completion of a session; none if its lines are lost."""
     points: Any = row.get("reward")
     done = row.get("done")

@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jrl.episodes.calls import Answer
-from jrl.episodes.episode import ABSENT, Call, Episode
+from jrl.episodes.episode import ABSENT, EnvCall, Episode
 from jrl.episodes.follow import Continue
 from jrl.episodes.play import Device, Scheduler, uncopied
 from jrl.episodes.rounds import Expansion, Rounds, SearchCost, search_rounds
 from jrl.episodes.transcript import Segment, Transcript
-from jrl.episodes.tree import Node, SearchPlan, Select, Step, Tree, worth
+from jrl.episodes.tree import Node, SearchPlan, Select, Step, Tree, step_score
 from jrl.episodes.world import World
 from jrl.sampling.row_costs import WaitCosts, WaitingPlace
 from jrl.types import Prompt, StopReason
@@ -145,7 +145,7 @@ def best_node(tree: Tree) -> int:
     """
     ended = [i for i in tree.leaves() if tree.step(i).points is not None]
     among = ended or list(range(1, len(tree.nodes))) or [0]
-    return max(among, key=lambda i: worth(tree, i))
+    return max(among, key=lambda i: step_score(tree, i))
 
 
 def won(tree: Tree) -> bool:
@@ -174,7 +174,7 @@ class Searched(NamedTuple):
     verified: bool = False
 
     def successes(self) -> list[bool]:
-        """Of each tree whether its best path ended well, or any, where that is verified."""
+        """Success of each tree: of its best path, or of any path if the environment verifies."""
         # Ranked by the score alone: how the others ended is not known when one is to be chosen.
         best = [(tree, best_node(tree)) for tree in self.trees]
         if self.verified:
@@ -206,7 +206,7 @@ def play_search(
       score: judges the paths of a round together.
       rounds: [N], at most; None for the plan's.
     """
-    strategy = Searching(prompts, seeds, plan, score, rounds, stops=world.verified)
+    strategy = SearchStrategy(prompts, seeds, plan, score, rounds, stops=world.verified)
     # Whether a row is dropped would depend on the clock, and with it the rounding of its values.
     scheduler = Scheduler(device._replace(choose=suspended_or_held), world, strategy)
     scheduler.run()
@@ -226,7 +226,7 @@ def suspended_or_held(wait: WaitCosts) -> WaitingPlace:
     return WaitingPlace.HELD if wait.held <= wait.parked else WaitingPlace.PARKED
 
 
-class Searching:
+class SearchStrategy:
     """The strategy of a search: in each round, episodes continue the selected nodes.
 
     A round ends when every turn of it has been answered, so that what is chosen next depends on no
@@ -345,7 +345,7 @@ class Searching:
         else:
             scheduler.ask(episode)
 
-    def copied(self, scheduler: Scheduler, call: Call, answer: Answer) -> None:
+    def copied(self, scheduler: Scheduler, call: EnvCall, answer: Answer) -> None:
         """Asks the copy about the turn."""
         episode = call.copy_for
         assert episode is not None

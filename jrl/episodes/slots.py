@@ -55,7 +55,7 @@ class DecodeSlots:
         return sum(not e.clock.began for e in self._ready)
 
     def waiting(self) -> Iterator[Episode]:
-        """Those whose time is running: in a slot, or waiting for their environments."""
+        """Episodes with a running clock: in a slot, or waiting for their environments."""
         yield from [e for e in self.slots if e is not None]
         yield from list(self._away)
 
@@ -69,11 +69,11 @@ class DecodeSlots:
           limit: tokens behind the opening at which its turn ends.
           parent: the node whose row it begins with a copy of; None for a row of its own.
         """
-        seat = episode.seat
-        seat.ready, seat.limit, seat.parent = time.monotonic(), limit, parent
+        row_state = episode.row_state
+        row_state.ready, row_state.limit, row_state.parent = time.monotonic(), limit, parent
         self._ready[episode] = None
         if parent is not None:
-            parent.seat.children += 1
+            parent.row_state.children += 1
 
     def fork(self, branch: Episode, source: Episode, limit: int) -> None:
         """Copies the past that a branch begins with, from the row that it leaves.
@@ -86,16 +86,16 @@ class DecodeSlots:
           limit: tokens behind the opening at which the first turn of the branch ends.
         """
         if self._room():
-            assert source.seat.row is not None
+            assert source.row_state.row is not None
             start, length = branch.row_start(limit), branch.at.length
-            branch.seat.suspended = self._rows.fork(source.seat.row, start, length)
-            branch.seat.runs = True  # its key and its limit are those of the branch already
+            branch.row_state.suspended = self._rows.fork(source.row_state.row, start, length)
+            branch.row_state.runs = True  # its key and its limit are those of the branch already
             self._suspended[branch] = None
 
     def resume(self, episode: Episode, limit: int) -> None:
         """Makes an episode ready to sample after an appended answer, wherever its row is."""
-        if episode.seat.row is not None:
-            episode.seat.limit = limit
+        if episode.row_state.row is not None:
+            episode.row_state.limit = limit
             self._answered[episode] = None
         else:
             self._away.pop(episode, None)
@@ -109,19 +109,20 @@ class DecodeSlots:
     def pause(self, episode: Episode) -> None:
         """Makes it a node: its row leaves its slot, and episodes may begin with copies of it."""
         self._away.pop(episode, None)
-        if episode.seat.row is not None:
+        if episode.row_state.row is not None:
             self._suspend(episode)
 
     def remove(self, episode: Episode) -> None:
         """Forgets the row of an episode that has ended, or of a node that nobody continues."""
-        seat = episode.seat
-        if seat.row is not None:
+        row_state = episode.row_state
+        if row_state.row is not None:
             # Else it would be decoded until somebody takes the slot.
-            self._rows.halt(seat.row)
-            self.slots[seat.row], seat.row = None, None
-        if episode in self._ready and seat.parent is not None:
-            seat.parent.seat.children -= 1
-        seat.suspended, seat.runs, seat.ready, seat.parent = None, False, None, None
+            self._rows.halt(row_state.row)
+            self.slots[row_state.row], row_state.row = None, None
+        if episode in self._ready and row_state.parent is not None:
+            row_state.parent.row_state.children -= 1
+        row_state.suspended = row_state.ready = row_state.parent = None
+        row_state.runs = False
         for table in (self._ready, self._answered, self._away, self._suspended):
             table.pop(episode, None)
 
@@ -156,45 +157,45 @@ class DecodeSlots:
         self._load(placed, answers)
 
     def _give_slot(self, episode: Episode, row: int, now: float) -> None:
-        seat, clock = episode.seat, episode.clock
-        assert seat.ready is not None
-        self.slots[row], seat.row = episode, row
+        row_state, clock = episode.row_state, episode.clock
+        assert row_state.ready is not None
+        self.slots[row], row_state.row = episode, row
         # Deadlines are those of policy and environment, not of the batch that an episode is in.
         # The time in which it could have used a slot and had none is no time of the episode.
-        clock.began = clock.began + now - seat.ready if clock.began else now
-        clock.turn_began, seat.ready = now, None
+        clock.began = clock.began + now - row_state.ready if clock.began else now
+        clock.turn_began, row_state.ready = now, None
         del self._ready[episode]
         self._suspended.pop(episode, None)
 
     def _load(self, placed: Sequence[Episode], answers: dict[int, More]) -> None:
         """Puts rows of episodes into their slots, and appends their unread tokens."""
-        children = [e for e in placed if e.seat.parent is not None]
+        children = [e for e in placed if e.row_state.parent is not None]
         self._read_nodes(children)
         starts: dict[int, RowStart] = {}
         for episode in placed:
-            seat, start = episode.seat, episode.row_start(episode.seat.limit)
-            row, suspended, parent = seat.row, seat.suspended, seat.parent
+            row_state, start = episode.row_state, episode.row_start(episode.row_state.limit)
+            row, suspended, parent = row_state.row, row_state.suspended, row_state.parent
             assert row is not None
             if parent is not None:
                 # Rekeyed by the child's number: siblings sample different tokens from one copy.
-                assert parent.seat.suspended is not None
-                self._rows.resume(row, parent.seat.suspended, start)
+                assert parent.row_state.suspended is not None
+                self._rows.resume(row, parent.row_state.suspended, start)
                 self._begun(episode, parent)
             elif suspended is not None:
                 self._rows.resume(row, suspended)
-                if not seat.runs:
+                if not row_state.runs:
                     self._append(episode, answers)
             else:
                 starts[row], past = start, episode.past().tolist()
-                self._counts["reread_tokens"] += seat.computed
+                self._counts["reread_tokens"] += row_state.computed
                 if past:
-                    answers[row] = More(past, seat.limit)
-            seat.suspended, seat.runs = None, False
+                    answers[row] = More(past, row_state.limit)
+            row_state.suspended, row_state.runs = None, False
         self._read(starts, answers)
 
     def _append(self, episode: Episode, answers: dict[int, More]) -> None:
         """Appends unread tokens to a row in its slot, which then runs again."""
-        row, unread, limit = episode.seat.row, episode.unread(), episode.seat.limit
+        row, unread, limit = episode.row_state.row, episode.unread(), episode.row_state.limit
         assert row is not None
         if unread:
             answers[row] = More(unread, limit)
@@ -217,37 +218,39 @@ class DecodeSlots:
         An answer is read once, before the first of those that continue it begins, however many
         they are; and so is a prompt, whose root is a node that has sampled nothing.
         """
-        nodes = list(dict.fromkeys(e.seat.parent for e in children if e.seat.parent is not None))
+        nodes = list(
+            dict.fromkeys(e.row_state.parent for e in children if e.row_state.parent is not None)
+        )
         starts: dict[int, RowStart] = {}
         answers: dict[int, More] = {}
         changed: list[tuple[int, Episode]] = []
         # There are at least as many slots here as nodes, since each of these has such a child.
         for child, node in zip(children, nodes, strict=False):
-            row, unread, seat = child.seat.row, node.unread(), node.seat
+            row, unread, row_state = child.row_state.row, node.unread(), node.row_state
             assert row is not None
-            if seat.suspended is not None and not unread:
+            if row_state.suspended is not None and not unread:
                 continue
-            if seat.suspended is not None:
-                self._rows.resume(row, seat.suspended)
+            if row_state.suspended is not None:
+                self._rows.resume(row, row_state.suspended)
             else:  # evicted, or a root: read from its first token on
                 starts[row], unread = node.row_start(node.room), node.past().tolist()
-                self._counts["reread_tokens"] += seat.computed
+                self._counts["reread_tokens"] += row_state.computed
             if unread:
                 answers[row] = More(unread, node.room)
             changed.append((row, node))
         self._read(starts, answers)
         for row, node in changed:
-            node.seat.suspended = self._rows.suspend(row)
-            node.seat.computed = len(node.opening) + node.at.length
+            node.row_state.suspended = self._rows.suspend(row)
+            node.row_state.computed = len(node.opening) + node.at.length
             self._keep(node)
 
     def _begun(self, episode: Episode, node: Episode) -> None:
         """Notes that an episode has its copy; the last one of a node needs no other."""
-        episode.seat.parent, episode.seat.computed = None, node.seat.computed
-        node.seat.children -= 1
+        episode.row_state.parent, episode.row_state.computed = None, node.row_state.computed
+        node.row_state.children -= 1
         # A node is expanded once, but for a root, which other paths begin at when all have ended.
-        if not node.seat.children and node.at.turn:
-            node.seat.suspended = None
+        if not node.row_state.children and node.at.turn:
+            node.row_state.suspended = None
             self._suspended.pop(node, None)
 
     def _keep(self, episode: Episode) -> None:
@@ -259,12 +262,12 @@ class DecodeSlots:
                 break
             if other is not episode and self._idles(other):
                 del self._suspended[other]
-                other.seat.suspended = None
+                other.row_state.suspended = None
 
     def _idles(self, episode: Episode) -> bool:
         """Whether it is a node that nobody continues now, so that its copy could be read again."""
-        waits = episode in self._ready or episode in self._away or episode.seat.runs
-        return not waits and not episode.seat.children
+        waits = episode in self._ready or episode in self._away or episode.row_state.runs
+        return not waits and not episode.row_state.children
 
     # ------------------------------------------------------------ rows that wait
 
@@ -274,10 +277,10 @@ class DecodeSlots:
         return needed - leaving < self._rows.max_suspended
 
     def _suspend(self, episode: Episode) -> None:
-        row = episode.seat.row
+        row = episode.row_state.row
         assert row is not None
-        episode.seat.suspended = self._rows.suspend(row)
-        self.slots[row], episode.seat.row = None, None
+        episode.row_state.suspended = self._rows.suspend(row)
+        self.slots[row], episode.row_state.row = None, None
         self._keep(episode)
 
     def _idle(self, now: float) -> dict[int, WaitCosts]:
@@ -317,6 +320,6 @@ class DecodeSlots:
         if place == WaitingPlace.PARKED:
             self._suspend(episode)
         else:
-            self.slots[row], episode.seat.row = None, None
+            self.slots[row], episode.row_state.row = None, None
         self._counts[place.value] += 1
         return row

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jrl.episodes.calls import run_either
-from jrl.episodes.gate import run_within, seen
+from jrl.episodes.gate import retrieve_error, run_within
 from jrl.episodes.host import ChatOptions, EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.episodes.parsers import Call, Malformed, Parser, Schemas, without_addresses
 from jrl.episodes.schemas import check_schema, fault
@@ -164,7 +164,7 @@ async def _answer(
     running = await run_within(run_either(tool.call, **checked.arguments), tool.seconds)
     if not running.done():
         running.cancel()
-        running.add_done_callback(seen)
+        running.add_done_callback(retrieve_error)
         metrics["tool_timeouts"] = metrics.get("tool_timeouts", 0.0) + 1
         return f"Error: {tool.name} took more than {tool.seconds:g} seconds"
     try:

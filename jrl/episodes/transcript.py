@@ -97,7 +97,7 @@ class Transcript(NamedTuple):
 
 
 def conversation(transcript: Transcript, tokenizer: Tokenizer) -> list[Message]:
-    """What was said behind the opening, the policy's words as the assistant's."""
+    """The conversation after the opening, with the policy as the assistant."""
     messages: list[Message] = []
     for segment in transcript.segments:
         if segment.drawn:

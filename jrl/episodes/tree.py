@@ -163,7 +163,7 @@ def puct(c: float = 1.0) -> Score:
 
 
 def descend(score: Score) -> Select:
-    """From the root to the child of the best score, until a node that can be expanded."""
+    """Descends from the root to the best-scored child until a node can be expanded."""
 
     def select(tree: Tree) -> list[int]:
         # Subtrees in which all has ended are left out, or a descent would stop at a leaf.
@@ -229,7 +229,7 @@ def promise(tree: Tree, i: int) -> float:
     return node.value if node.visits else math.exp(likelihood(tree, i))
 
 
-def worth(tree: Tree, i: int) -> float:
+def step_score(tree: Tree, i: int) -> float:
     """A step's points, 0 if unscored; ranks the paths that a search has found."""
     step = tree.nodes[i].step
     return 0.0 if step is None or step.points is None else step.points

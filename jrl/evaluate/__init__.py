@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
+from jrl.collect.sources import Groups, join_groups, simple_request, take_groups, to_host
 from jrl.config import Config
 from jrl.config.stored import is_run
 from jrl.errors import UserError
@@ -17,14 +18,13 @@ from jrl.evaluate.samples import samples_of
 from jrl.evaluate.statistics import evaluation_metrics
 from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
+from jrl.setup.adapters import restore_policy
+from jrl.setup.kinds import AskedKind
+from jrl.setup.reward_parts import reward_pool
+from jrl.setup.run import Run, question_prompts
 from jrl.train import build, programs
-from jrl.train.adapters import restore_policy
 from jrl.train.batches import run_source
-from jrl.train.build import Run
-from jrl.train.kinds import AskedKind
 from jrl.train.memory_check import check_evaluation
-from jrl.train.reward_parts import reward_pool
-from jrl.train.sources import Groups, join_groups, simple_request, take_groups, to_host
 from jrl.types import Array, Params, Prompt, StopReason
 
 if TYPE_CHECKING:
@@ -172,13 +172,13 @@ def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:
     directory = run.config.run.dir
     if directory is None or (checkpoint is None and not is_run(directory)):
         return *programs.new_policy(run), 0
-    wanted = {
+    counters = {
         "step": jax.ShapeDtypeStruct((), np.int32),
         "key": jax.eval_shape(jax.random.key_data, jax.eval_shape(lambda: jax.random.key(0))),
     }
     layout = programs.policy_layout(run)
     policy, restored = restore_policy(
-        run.config, run.network, layout, checkpoint=checkpoint, also=wanted
+        run.config, run.network, layout, checkpoint=checkpoint, also=counters
     )
     return restored["key"], policy, int(restored["step"])
 
@@ -272,7 +272,7 @@ def sample_run(
         run = asked_in_text(run, prompts)
         config = run.config
     elif not on_device:
-        chosen = build.question_prompts(run, prompts) if prompts else run.data.prompts["eval"]
+        chosen = question_prompts(run, prompts) if prompts else run.data.prompts["eval"]
         if not chosen:
             raise UserError("data.eval is missing; give prompts, or a file of held-out ones")
         run = run._replace(data=run.data._replace(prompts={"eval": chosen}))

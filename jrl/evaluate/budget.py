@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jrl.collect.run_rows import prompt_seeds
 from jrl.config import Config
 from jrl.episodes.search import Searched, by_path
 from jrl.episodes.tree import SearchPlan, search_plan
@@ -35,7 +36,6 @@ from jrl.evaluate.search import ids_of, points_of, problems_of, right_answers
 from jrl.evaluate.searcher import searched_run, searcher_of
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
-from jrl.train.run_rows import prompt_seeds
 
 COMPUTE_OPTIMAL = "compute_optimal"
 """What ``jrl eval --search`` calls this evaluation."""

@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jrl.collect.groups import place_batch
+from jrl.collect.pairs import BatchSizes
 from jrl.data.pairs import judged_batch
 from jrl.evaluate.statistics import wilson
 from jrl.mesh import replicated
 from jrl.objectives.policy import combine_terms, compute_advantages, policy_loss
 from jrl.sampling.params import SamplingParams
-from jrl.train.build import Run
-from jrl.train.pairs import BatchSizes
+from jrl.setup.run import Run
 from jrl.train.score import in_parts, policies_of
-from jrl.train.step import Pairs, Parts, complete, live_statistics, place_batch, summarise
+from jrl.train.step import Pairs, Parts, complete, live_statistics, summarise
 from jrl.types import Array, Batch, TrainState
 
 Measure = Callable[[TrainState, Batch, SamplingParams], Pairs]

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jrl.collect.groups import external
+from jrl.collect.sources import Groups
 from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.evaluate.sample_tokens import MOST, training_view
-from jrl.train.groups import external
-from jrl.train.sources import Groups
 from jrl.types import Rollout, StopReason, opinions
 
 

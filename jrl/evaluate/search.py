@@ -21,6 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jrl.collect.members import demonstration_rollout
+from jrl.collect.run_rows import prompt_seeds
 from jrl.config import Config
 from jrl.config.judge import POLICY
 from jrl.data.prompts import pad_prompts
@@ -32,11 +34,9 @@ from jrl.evaluate import load_policy, right_part
 from jrl.evaluate.searcher import opened, searched_run, searcher_of
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
+from jrl.setup.reward_parts import judge_of, reward_pool
+from jrl.setup.run import Run
 from jrl.train.batches import undrawn_source
-from jrl.train.build import Run
-from jrl.train.members import demonstration_rollout
-from jrl.train.reward_parts import judge_of, reward_pool
-from jrl.train.run_rows import prompt_seeds
 from jrl.types import Array, Prompt
 
 
@@ -84,7 +84,7 @@ def search_run(
     plan = search_plan(name, width, rounds=rounds)
     if plan.whole and folder is not None and config.data.plays:
         raise UserError(
-            f"--out: --search {name} plays whole episodes, of which no step can be compared; use"
+            f"--out: --search {name} plays complete episodes, which have no steps to compare; use"
             f" one of {', '.join(n for n in SEARCHES if not SEARCHES[n].whole)}"
         )
     verifier = verifier_of(config, by, reduce)
@@ -186,12 +186,18 @@ def points_of(
     lengths = np.array([len(path) for path in paths], np.int32)
     for row, path in zip(tokens, paths, strict=True):
         row[: len(path)] = path
-    asked = [prompts[i] for i in whose]
-    about = asked if isinstance(problems, list) else jax.tree.map(lambda x: x[whose], problems)
+    prompts_of_paths = [prompts[i] for i in whose]
+    about = (
+        prompts_of_paths
+        if isinstance(problems, list)
+        else jax.tree.map(lambda x: x[whose], problems)
+    )
     ended = np.ones(len(paths), bool) if complete is None else complete
-    rollout = demonstration_rollout(*pad_prompts(asked, run.width), tokens, lengths, ended, 1)
+    rollout = demonstration_rollout(
+        *pad_prompts(prompts_of_paths, run.width), tokens, lengths, ended, 1
+    )
     with reward_pool(run.config) as pool:
-        judged = undrawn_source(run, pool, "eval").judge(about, asked, rollout)
+        judged = undrawn_source(run, pool, "eval").judge(about, prompts_of_paths, rollout)
     names = run.kind.eval_parts or run.rewards.weights
     right = [*names][right_part(run, names)]
     if run.rewards.givers.get(right) == "judge" and judge_of(run.config, right).model == POLICY:

@@ -13,6 +13,8 @@ from functools import partial
 import jax
 import numpy as np
 
+from jrl.collect.host_episodes import host_source
+from jrl.collect.run_rows import completion_ends, prompt_seeds, run_rows, step_ends
 from jrl.config import Config
 from jrl.episodes.play import Device
 from jrl.episodes.search import Searched, Searcher, by_likelihood, by_path, play_search
@@ -21,11 +23,9 @@ from jrl.episodes.world import TextWorld
 from jrl.errors import UserError
 from jrl.evaluate import load_policy
 from jrl.sampling.places import entropy
+from jrl.setup.run import Run
 from jrl.train import build, programs
-from jrl.train.build import Run
-from jrl.train.host_episodes import host_source
 from jrl.train.memory_check import check_problems, check_slots
-from jrl.train.run_rows import completion_ends, prompt_seeds, run_rows, step_ends
 from jrl.types import Array, Params, Prompt
 
 _SLOTS = 32

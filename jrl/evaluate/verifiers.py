@@ -12,25 +12,25 @@ from functools import partial
 import jax
 import numpy as np
 
+from jrl.collect.groups import to_batch
+from jrl.collect.members import demonstration_rollout
 from jrl.config import Config
 from jrl.config.judge import PUBLISHED_FORMS
 from jrl.data.prompts import pad_prompts
 from jrl.episodes.search import Path, Scorer, by_likelihood
 from jrl.errors import UserError, unknown_choice
+from jrl.judging.host import Texts
+from jrl.judging.judges import judges_of
+from jrl.judging.text_parts import TextParts
 from jrl.rewards.model import ModelReward
 from jrl.sampling.params import make_sampling_params
+from jrl.setup.kinds import kind_of
+from jrl.setup.objective import method_of
+from jrl.setup.reward_parts import judge_of, parts_of
+from jrl.setup.run import Run
 from jrl.train import programs
-from jrl.train.build import Run
-from jrl.train.groups import to_batch
-from jrl.train.judges import judges_of
-from jrl.train.judging import Texts
-from jrl.train.kinds import kind_of
-from jrl.train.members import demonstration_rollout
-from jrl.train.objective import method_of
 from jrl.train.reward_model import model_of, trains_reward
-from jrl.train.reward_parts import judge_of, parts_of
 from jrl.train.score import score
-from jrl.train.text_parts import TextParts
 from jrl.types import Array, Params, Prompt, Rollout, StopReason
 
 Verifier = Callable[[Run, Params, int | None], tuple[Params, Scorer]]
@@ -157,28 +157,28 @@ def _by_judge(
     rollout = _rollout_of(paths, *sizes)
     stop = np.array(rollout.stop)
     stop[len(paths) :] = StopReason.ABSENT
-    known = {p.tokens.tobytes(): p for listed in run.data.prompts.values() for p in listed}
+    by_tokens = {p.tokens.tobytes(): p for listed in run.data.prompts.values() for p in listed}
     prompts = []
     for path in (*paths, *[paths[0]] * (len(stop) - len(paths))):
         ids = np.asarray(path.opening, np.int32)
         text = run.tokenizer.decode(ids.tolist())
-        prompts.append(known.get(ids.tobytes()) or Prompt(0, text, ids, ""))
+        prompts.append(by_tokens.get(ids.tobytes()) or Prompt(0, text, ids, ""))
     texts = Texts(prompts, rollout.replace(stop=stop), run.tokenizer)
     points, *_ = judges(texts, {}, 0, {"policy": params})
-    (values,) = (given[: len(paths), 0].tolist() for given in points.values())
+    (values,) = (scores[: len(paths), 0].tolist() for scores in points.values())
     return [None if math.isnan(value) else value for value in values]
 
 
 def _log_ratios(run: Run, policy: Params, first: Params) -> Callable[[Rollout], Array]:
     """(rollout) -> [N, G, T] float32, nats: the policy's log-probabilities less the first one's."""
-    want, law = frozenset({"logprobs", "ref_logprobs"}), make_sampling_params()
+    want, sampling_params = frozenset({"logprobs", "ref_logprobs"}), make_sampling_params()
 
     @jax.jit
     def ratios(policy: Params, first: Params, rollout: Rollout) -> Array:
         n, g, _ = rollout.tokens.shape
         batch = to_batch(rollout, jax.numpy.zeros((n, g, 1)), jax.numpy.ones(1))
         both = {"policy": policy, "ref": first}
-        stats = score(both, batch, law, network=run.network, value=None, want=want)
+        stats = score(both, batch, sampling_params, network=run.network, value=None, want=want)
         return stats["logprobs"] - stats["ref_logprobs"]
 
     return partial(ratios, policy, first)

@@ -6,14 +6,13 @@
 >>> jrl.methods.grpo is all_methods()["grpo"]
 True
 
-``COMMON`` lists those that practitioners use. A file added to one of ``PACKAGES`` adds its
-decorated functions.
+``COMMON`` lists those that practitioners use. A file added to one of
+``definition.PACKAGES`` adds its decorated functions.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -35,7 +34,7 @@ from jrl.methods.curriculum import (
     rows_in_turn,
     top_rows,
 )
-from jrl.methods.definition import Published, published, variant
+from jrl.methods.definition import Published, all_methods, published, variant
 from jrl.methods.domains import (
     AboveOne,
     AtLeastOne,
@@ -188,34 +187,6 @@ def _modules() -> frozenset[str]:
     return frozenset(file.name for file in pkgutil.iter_modules(__path__))
 
 
-PACKAGES = ("jrl.methods", "jrl.zoo.methods")
-"""Packages whose files hold published methods. By name, as the core imports nothing of the zoo."""
-
-
-@functools.cache
-def all_methods() -> MappingProxyType[str, Published]:
-    """Every decorated function in the files of ``PACKAGES``, by name, in alphabetical order.
-
-    Raises:
-      ValueError: when two files define methods of one name.
-    """
-    methods: dict[str, Published] = {}
-    paths = {package: importlib.import_module(package).__path__ for package in PACKAGES}
-    files = [f for name, path in paths.items() for f in pkgutil.iter_modules(path, f"{name}.")]
-    for file in files:
-        module = importlib.import_module(file.name)
-        for value in vars(module).values():
-            if not isinstance(value, Published) or value.__module__ != module.__name__:
-                continue
-            if value.name in methods:
-                raise ValueError(
-                    f"two methods are named {value.name!r}: in {methods[value.name].__module__} "
-                    f"and in {value.__module__}; qualify one of them"
-                )
-            methods[value.name] = value
-    return MappingProxyType(dict(sorted(methods.items())))
-
-
 class OwnMethod:
     """A plain function of one's own that returns a ``Method``.
 
@@ -262,8 +233,8 @@ class OwnMethod:
         check_options(self._function, coefficients, "objective")
         method = made_by(self._function, f"method = {self.name!r}", **coefficients)
         if not isinstance(method, Method):
-            what = f"method = {self.name!r} returned {method!r:.40}"
-            raise UserError(f"{what}; return a jrl.methods.Method")
+            result = f"method = {self.name!r} returned {method!r:.40}"
+            raise UserError(f"{result}; return a jrl.methods.Method")
         return method
 
 

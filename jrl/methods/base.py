@@ -45,14 +45,14 @@ class FirstDraw(NamedTuple):
     """Counts of the members that ``Plan.first`` asks for.
 
     Attributes:
-      own: whether the policy draws members to train on.
+      samples: whether the policy samples members to train on.
       baseline_members: greedy completions of each prompt, never trained on.
       demonstrations: members of each prompt that the data gives.
       tree: how the group's samples branch off one another; None where they do not.
       search: how a tree is searched whose leaves are the group's samples; None for no search.
     """
 
-    own: bool
+    samples: bool
     baseline_members: int
     demonstrations: int
     tree: Branching | None
@@ -73,7 +73,7 @@ def first_draw(plan: Plan) -> FirstDraw:
     trees = [ask.tree for ask in sampled if ask.tree is not None]
     tree = trees[0] if trees else None
     return FirstDraw(
-        own=any(ask.use == TRAIN for ask in sampled),
+        samples=any(ask.use == TRAIN for ask in sampled),
         baseline_members=sum(ask.width for ask in sampled if ask.use == BASELINE),
         demonstrations=sum(ask.width for ask in demonstrations),
         tree=tree if isinstance(tree, Branching) else None,

@@ -120,14 +120,14 @@ def unchanged(state: Any, *rest: Any) -> Any:
 
 
 class RoundTools(Protocol):
-    """What a curriculum may do on the host as a round begins; problems are named by their rows."""
+    """Host operations of a curriculum at the start of a round; problems are named by their rows."""
 
     @property
     def rows(self) -> int:
-        """How many problems there are, those that were added included."""
+        """Number of problems, added ones included."""
 
     def draw(self, rows: np.ndarray, count: int) -> Any:
-        """``count`` members of each problem, judged: ``train.groups.PlacedGroups`` on the host."""
+        """``count`` members of each problem, judged: ``collect.groups.PlacedGroups`` on host."""
 
     def write(self, rows: np.ndarray, count: int) -> list[Any]:
         """Problems that another model, asked for ``count``, writes after these; none if it fails.
@@ -143,12 +143,12 @@ class RoundTools(Protocol):
 
 
 def no_counts(state: Any) -> dict[str, float]:
-    """Nothing to report."""
+    """No counts."""
     return {}
 
 
 class Between(NamedTuple):
-    """What a curriculum does on the host as a round of steps begins.
+    """The host part of a curriculum, run at the start of a round of steps.
 
     With it ``choose`` and ``update`` are not compiled: they may use NumPy, and the state's arrays
     may grow. A checkpoint holds the state and the problems that were added.
@@ -185,7 +185,7 @@ class Curriculum(NamedTuple):
 
     @property
     def uses(self) -> frozenset[str]:
-        """What ``between`` needs of a run."""
+        """Requirements of ``between`` on a run."""
         return frozenset() if self.between is None else self.between.uses
 
 

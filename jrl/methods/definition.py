@@ -16,9 +16,12 @@ The paper is read from the docstring, where all methods of one paper but the fir
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import pkgutil
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +74,7 @@ class _FromPaper(Method):
     made_by = "Method"
 
 
-def _moved(value: Any, default: Any) -> bool:
+def _is_changed(value: Any, default: Any) -> bool:
     """Whether a coefficient is not at its default; an array may be traced, and counts as moved."""
     return isinstance(value, jax.Array) or value != default
 
@@ -81,8 +84,6 @@ class Published:
 
     Attributes:
       name: the method's name, that of its function.
-      paper: the exact title, or None where the docstring names no paper.
-      arxiv: the arXiv id, or None.
       family: the name of the file that the method stands in.
       coefficients: the arguments by name, those of the base of a variant included.
       base: the method that this one is a variant of, or None.
@@ -96,19 +97,12 @@ class Published:
         base: Published | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
-        doc = " ".join((function.__doc__ or "").split())
-        another = _ANOTHERS.search(doc)
-        first = function.__globals__.get(another[1]) if another else None
-        paper = paper_of(doc)
         self.name: str = function.__name__
-        self.paper: str | None = None if paper is None else paper.title
-        self.arxiv: str | None = None if paper is None else paper.arxiv
-        if isinstance(first, Published):
-            self.paper, self.arxiv = first.paper, first.arxiv
         self.family = function.__module__.rpartition(".")[2]
         self.coefficients = coefficients
         self.base = base
         self._build = build
+        self._globals = function.__globals__
         # What help() and completion show: a variant's own function takes its base instead.
         self.__signature__ = inspect.Signature(
             [c.parameter for c in coefficients.values()], return_annotation=Method
@@ -156,7 +150,7 @@ class Published:
         changed = {
             name: value
             for name, value in coefficients.items()
-            if name not in defaults or _moved(value, defaults[name])
+            if name not in defaults or _is_changed(value, defaults[name])
         }
         arguments = ", ".join(f"{name}={as_text(value, 1)}" for name, value in changed.items())
         method.made_by = f"{self.name}({arguments})"
@@ -172,6 +166,26 @@ class Published:
         """The method at its defaults, arguments without one made up: to look at, not to train."""
         required = (c for c in self.coefficients.values() if c.required)
         return self(**{c.name: c.domain.example for c in required})
+
+    @functools.cached_property
+    def _source(self) -> Paper | None:
+        """The paper: its own, or that of the method that the docstring names, of any file."""
+        doc = " ".join((self.__doc__ or "").split())
+        if (another := _ANOTHERS.search(doc)) is None:
+            return paper_of(doc)
+        name, beside = another[1], self._globals
+        first = beside[name] if name in beside else all_methods().get(name)
+        return first._source if isinstance(first, Published) else paper_of(doc)
+
+    @property
+    def paper(self) -> str | None:
+        """The exact title of the paper, or None where the docstring names none."""
+        return None if self._source is None else self._source.title
+
+    @property
+    def arxiv(self) -> str | None:
+        """The paper's arXiv id, or None."""
+        return None if self._source is None else self._source.arxiv
 
     @property
     def summary(self) -> str:
@@ -261,6 +275,34 @@ def variant(
         return Published(function, build, {**declared, **{**inherited, **declared}}, base)
 
     return decorate
+
+
+PACKAGES = ("jrl.methods", "jrl.zoo.methods")
+"""Packages whose files hold published methods. By name, as the core imports nothing of the zoo."""
+
+
+@functools.cache
+def all_methods() -> MappingProxyType[str, Published]:
+    """Every decorated function in the files of ``PACKAGES``, by name, in alphabetical order.
+
+    Raises:
+      ValueError: when two files define methods of one name.
+    """
+    methods: dict[str, Published] = {}
+    paths = {package: importlib.import_module(package).__path__ for package in PACKAGES}
+    files = [f for name, path in paths.items() for f in pkgutil.iter_modules(path, f"{name}.")]
+    for file in files:
+        module = importlib.import_module(file.name)
+        for value in vars(module).values():
+            if not isinstance(value, Published) or value.__module__ != module.__name__:
+                continue
+            if value.name in methods:
+                raise ValueError(
+                    f"two methods are named {value.name!r}: in {methods[value.name].__module__} "
+                    f"and in {value.__module__}; qualify one of them"
+                )
+            methods[value.name] = value
+    return MappingProxyType(dict(sorted(methods.items())))
 
 
 def state_kept(objective: Objective) -> list[str]:

@@ -85,7 +85,7 @@ def of_parts(apply: Callable[[Array, Any], Array]) -> Callable[[Any, StepView], 
 
 def only(groups: Any, keep: Array) -> Any:
     """The groups without the members that are not in ``keep`` ([m, M] or [m, 1] bool)."""
-    return groups.replace(kept=groups.kept & keep)
+    return groups.replace(selected=groups.selected & keep)
 
 
 def rank(values: Array, live: Array) -> Array:
@@ -155,15 +155,15 @@ def standalone(groups: Any) -> Any:
     lent = same.any(axis=2) & ~mask & (position < jnp.asarray(rollout.lengths)[:, :, None])
     lender = jnp.argmax(same, axis=2)
 
-    def taken(x: Any) -> Array:
+    def borrowed(x: Any) -> Array:
         theirs = jnp.take_along_axis(jnp.asarray(x), lender, axis=1)
         return jnp.where(lent, theirs, x)
 
     return groups.replace(
         rollout=rollout.replace(
             mask=mask | lent,
-            sampler_logprobs=taken(rollout.sampler_logprobs),
-            versions=taken(rollout.versions),
+            sampler_logprobs=borrowed(rollout.sampler_logprobs),
+            versions=borrowed(rollout.versions),
         )
     )
 
@@ -190,7 +190,7 @@ def fill_groups(groups: Any, where: Array, rows: Any, available: Array) -> Any:
 
     recorded = groups_of(groups)
     merged = {n: put(x, rows[n]) for n, x in recorded.items()}
-    members = filled[:, None] & merged["kept"]
+    members = filled[:, None] & merged["selected"]
     groups = with_members(groups, merged, members)
     return groups.replace(ticket=jnp.where(filled, STORED, groups.ticket))
 
@@ -248,7 +248,7 @@ def members_of(groups: Any) -> dict[str, Array]:
     rollout = {f"rollout.{n}": getattr(groups.rollout, n) for n in _TOKENS + _NUMBERS}
     ids = {f"ids.{n}": x for n, x in groups.ids.items() if x.ndim > 1 and n not in _OF_PLACE}
     stats = {f"stats.{n}": x for n, x in groups.stats.items()}
-    scores = {"rewards": groups.rewards, "use": groups.use, "kept": groups.kept}
+    scores = {"rewards": groups.rewards, "use": groups.use, "selected": groups.selected}
     return {**rollout, **ids, **stats, **scores}
 
 

@@ -54,7 +54,7 @@ class StepView(NamedTuple):
       curriculum: the curriculum's state, to read.
       edits: the states of the edits, to read.
       tools: what the data offers: ``solutions(asks)`` and ``hints(groups, level, levels)``; see
-        ``train.plan.Tools``.
+        ``collect.plan.Tools``.
     """
 
     step: Any
@@ -137,7 +137,7 @@ def more(groups: Any, count: Any, width: int, **how: Any) -> Ask:
     """Further members of the groups so far, numbered after those that each has.
 
     Args:
-      groups: ``train.groups.PlacedGroups``.
+      groups: ``collect.groups.PlacedGroups``.
       count: [m] int, members of each, 0 for none.
       width: static, the most members.
       **how: further fields of ``Ask``.

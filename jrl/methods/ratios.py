@@ -511,7 +511,7 @@ def stable_reinforce(
     steps = (transforms.whiten("sequences"), drop_outliers(sigmas))
     return base.with_(
         advantage=transforms.chain(*kl_penalty(kl_kind, kl_coef, "sequence"), *steps),
-        ratio=ratios.held(ratio_limit),
+        ratio=ratios.clamped(ratio_limit),
         rewards=of_parts(consistent_rewards) if composed else unchanged,
         parts=COMPOSED if composed else (),
         group=1,

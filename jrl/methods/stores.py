@@ -416,7 +416,7 @@ class HostStore:
         for i in np.flatnonzero(at < len(self._age)):
             rows[int(at[i])] = self._trimmed({n: x[i] for n, x in recorded.items()})
         shapes = {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in recorded.items()}
-        return HostStore(slots, _held(rows, slots), self.groups, shapes)
+        return HostStore(slots, _occupied(rows, slots), self.groups, shapes)
 
     def of_prompt(self, groups: Any, count: int, keys: Array) -> tuple[Any, np.ndarray]:
         """See ``Store.of_prompt``."""
@@ -440,7 +440,7 @@ class HostStore:
         """See ``Store.pop``."""
         slots, at, exists = jax.device_get(_compiled_take_oldest(self.slots, count))
         rows = self._padded(at)
-        return HostStore(slots, _held(self.rows, slots), self.groups, self.shapes), rows, exists
+        return HostStore(slots, _occupied(self.rows, slots), self.groups, self.shapes), rows, exists
 
     def without(self, drop: Callable[[Mapping[str, Any]], Any]) -> HostStore:
         """See ``Store.without``."""
@@ -448,7 +448,7 @@ class HostStore:
             return self
         dropped = np.asarray(drop(self._padded(np.arange(len(self._age)))))
         slots = self.slots.replace(age=np.where(dropped, FREE, self._age))
-        return HostStore(slots, _held(self.rows, slots), self.groups, self.shapes)
+        return HostStore(slots, _occupied(self.rows, slots), self.groups, self.shapes)
 
     def holds(self, prompts: Any) -> np.ndarray:
         """[n] bool: whether any rows of these prompts [n] are held."""
@@ -526,7 +526,7 @@ _compiled_take_oldest = jax.jit(take_oldest, static_argnums=1)
 _SLOT_ARRAYS = ("prompt", "age", "priority", "count")
 
 
-def _held(rows: Mapping[int, Any], slots: Slots) -> dict[int, Any]:
+def _occupied(rows: Mapping[int, Any], slots: Slots) -> dict[int, Any]:
     """The rows whose slots are not free."""
     age = np.asarray(slots.age)
     return {slot: row for slot, row in rows.items() if age[slot] != FREE}

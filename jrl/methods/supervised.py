@@ -137,7 +137,7 @@ def one_token_rollout(wrong: float, temperature: float) -> Statistic:
 
 @variant(sft, weigh="sequences")
 def otr(base: Method, beta: BelowOne = -0.1, temperature: Positive = 1.3) -> Method:
-    """At every data token: policy gradient on one token sampled in its place, right or wrong.
+    """Policy gradient, at every data token, on one token sampled in its place.
 
     "One-Token Rollout: Guiding Supervised Fine-Tuning of LLMs with Policy Gradient"
     (arXiv:2509.26313). With the given prefix, a token a drawn from the policy's distribution q at a
@@ -157,7 +157,7 @@ def otr(base: Method, beta: BelowOne = -0.1, temperature: Positive = 1.3) -> Met
 # ---------------------------------------------------------------- the policy's own best
 
 
-def _kept(scores: Array) -> Array:
+def _imitated(scores: Array) -> Array:
     """1 for members that are imitated: ``ratios.reinforce`` is then their likelihood. NaN shows."""
     return jnp.where(jnp.isnan(scores), scores, 1)
 
@@ -168,7 +168,7 @@ def best_of_batch(keep: float) -> Transform:
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         seg = segments.segments(batch.members)
         high = ~(scores < segments.quantile(scores, seg, 1 - keep))
-        return _kept(scores), batch.replace(mask=batch.mask & of_members(high, batch))
+        return _imitated(scores), batch.replace(mask=batch.mask & of_members(high, batch))
 
     return transforms.stateless(apply)
 
@@ -186,7 +186,7 @@ def middle_steps(low: float, high: float, success: float) -> Transform:
         bounds = [jnp.max(segments.quantile(doubt, each, q)) for q in (low, high)]
         inside = (doubt >= bounds[0]) & (doubt <= bounds[1])
         inside = inside | jnp.expand_dims(jnp.isnan(scores), 2)
-        return _kept(scores), batch.replace(mask=won & inside)
+        return _imitated(scores), batch.replace(mask=won & inside)
 
     return transforms.stateless(apply, frozenset({"sampler_logprobs"}))
 

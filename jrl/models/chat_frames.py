@@ -105,8 +105,8 @@ class Frames(NamedTuple):
             head, _, tail = frame.partition(mark)
             if not (rendered.startswith(head) and rendered.endswith(tail)):
                 raise UserError(
-                    f"the chat template writes a {message['role']} message in another frame "
-                    f"because of what it says: {message['content']!r:.60}"
+                    f"the chat template renders a {message['role']} message differently because of"
+                    f" its content: {message['content']!r:.60}"
                 )
             text += part
             spans.append((len(text), len(text) + len(rendered) - len(head) - len(tail)))

@@ -99,7 +99,7 @@ class WeightFirst(struct.PyTreeNode, Factored):
 
     @classmethod
     def of(cls, w: Array, inputs: int) -> WeightFirst:
-        """From a weight [input axes, output axes]."""
+        """Prepares a weight [input axes, output axes]."""
         return cls(jnp.moveaxis(w, range(inputs), range(-inputs, 0)))
 
     def times(self, spec: str, x: Array, dtype: Any = None, axes: Axes | None = None) -> Array:

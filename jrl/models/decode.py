@@ -186,7 +186,7 @@ def extend(
     options: Options = PLAIN,
     fresh: RowAttention | None = None,
 ) -> tuple[Array, Cache]:
-    """The same as ``hidden`` for the next Q tokens of each row; see ``types.Network.extend``.
+    """``hidden`` for the next Q tokens of each row; see ``types.Network.extend``.
 
     Own column c of a row holds the token at position c + the length of its prefix. Every row must
     have written its tokens up to p before position p is asked for; what is beyond is not looked

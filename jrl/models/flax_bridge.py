@@ -267,8 +267,8 @@ def _draws(name: str) -> UserError:
     )
 
 
-def _impure(name: str, what: str) -> str:
+def _impure(name: str, state: str) -> str:
     return (
-        f"{name} keeps state besides its parameters ({what}); JRL's networks are functions of"
+        f"{name} keeps state besides its parameters ({state}); JRL's networks are functions of"
         " their parameters alone, so build it without batch statistics or caches"
     )

@@ -149,7 +149,7 @@ class Sum(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """How ``layers.block`` does a token step; in place of ``Mix``.
+    """Functions with which ``layers.block`` does a token step, in place of ``Mix``.
 
     Attributes:
       attend: (product with "qkv" [S, 1, K, H / K + 2, h] or a ``Sum``, weights of the norms of
@@ -316,7 +316,7 @@ def fused(
     from jrl.models.gpu_kernels import Reach, Scores, Turn, added_norm, attend_cache
 
     window = config.windows[layer]
-    own, prompt = cache.rows[layer][0], None
+    rows, prompt = cache.rows[layer][0], None
     if cache.prefix is not None:
         prompt = _numbers(cache.prefix[layer][0])
     cos, sin = (x[:, 0] for x in rotation)
@@ -332,9 +332,9 @@ def fused(
     )
 
     # Each device looks at its own rows and heads; nothing is sent.
-    def look(x: Array, own: Any, prompt: Any, turn: tuple, reached: tuple) -> Any:
-        made = Turn(*turn), Reach(*reached)
-        return attend_cache(x, own, prompt, *made, how=how, interpret=_interpret())
+    def look(x: Array, rows: Any, prompt: Any, turn: tuple, reached: tuple) -> Any:
+        positions = Turn(*turn), Reach(*reached)
+        return attend_cache(x, rows, prompt, *positions, how=how, interpret=_interpret())
 
     def attend(out: Any, vectors: tuple[Array | None, ...]) -> tuple[Array, Any]:
         everywhere, of_heads = PartitionSpec(), PartitionSpec(heads)
@@ -342,16 +342,16 @@ def fused(
         of_turn = by_row, by_row, everywhere, everywhere, of_heads
         specs = (
             PartitionSpec(None, batch, heads),
-            jax.tree.map(lambda _: by_head, _numbers(own)),
+            jax.tree.map(lambda _: by_head, _numbers(rows)),
             jax.tree.map(lambda _: by_head, prompt),
             tuple(None if x is None else s for x, s in zip(turn, of_turn, strict=True)),
             tuple(None if x is None else by_row for x in reached),
         )
         per_head = config.heads // config.kv_heads + 2
         x = _parts(out, config.kv_heads, per_head, config.head_dim)
-        inputs = x, _numbers(own), prompt, turn, reached
-        seen, new = by_device(look, specs, *inputs, results=(by_head, specs[1]))
-        return seen[:, None], ({**own, **new},)
+        inputs = x, _numbers(rows), prompt, turn, reached
+        attended, new = by_device(look, specs, *inputs, results=(by_head, specs[1]))
+        return attended[:, None], ({**rows, **new},)
 
     def norm(x: Array, out: Any, weight: Array) -> tuple[Array, Array]:
         add = functools.partial(
@@ -366,14 +366,14 @@ def fused(
 
 
 def _numbers(piece: dict[str, Array]) -> dict[str, Array]:
-    """What attention reads of a piece of a cache."""
+    """The arrays of a piece of a cache that attention reads."""
     return {name: piece[name] for name in ("k", "v", "k_scale", "v_scale") if name in piece}
 
 
 def reaches(
     config: ModelConfig, cache: Cache, positions: Array, live: Array
 ) -> dict[int | None, Any]:
-    """What a token step's queries see of the cache, for each window of the model's layers.
+    """Visible columns of the cache in a token step, for each window of the model's layers.
 
     Args:
       config: the model.
@@ -390,11 +390,11 @@ def reaches(
     # The earliest row of a prompt decides where reading begins.
     earliest = jnp.where(lives, at, jnp.iinfo(jnp.int32).max).reshape(lengths.shape[0], -1).min(1)
 
-    def seen(window: int | None) -> Any:
+    def reach_of(window: int | None) -> Any:
         begin = None if window is None else jnp.clip(earliest - (window - 1), 0, lengths)
         return Reach(columns, at, begin, lengths)
 
-    return {window: seen(window) for window in set(config.windows)}
+    return {window: reach_of(window) for window in set(config.windows)}
 
 
 # ---------------------------------------------------------------- the draw
@@ -414,16 +414,16 @@ def _of_rows(function: Callable[..., Any], logits: Array, *others: Array) -> Any
     rows, vocab = logits.shape
     batch, parts = _over("batch", rows) or (), parts_of("vocab", vocab)
     over = _over("vocab", vocab) or ()
-    apart = parts > 1 and rows % (parts * parts_of("batch", rows)) == 0
+    divided = parts > 1 and rows % (parts * parts_of("batch", rows)) == 0
 
     def one(logits: Array, *others: Array) -> Any:
-        if apart:
+        if divided:
             logits = jax.lax.all_to_all(logits, over, 0, 1, tiled=True)
         elif parts > 1:
             logits = jax.lax.all_gather(logits, over, axis=1, tiled=True)
         return function(logits, *others)
 
-    in_rows = PartitionSpec((*batch, *(over if apart else ())) or None)
+    in_rows = PartitionSpec((*batch, *(over if divided else ())) or None)
     specs = PartitionSpec(batch or None, over or None), *(in_rows for _ in others)
     return by_device(one, specs, logits, *others, results=in_rows)
 

@@ -211,7 +211,7 @@ def blocks(rows_e: Array, height: int) -> tuple[Array, Callable[[Array], Block]]
 
 
 def _padded(x_md: Array, height: int) -> Array:
-    """With room for a block that begins at the last row."""
+    """The rows with padding for a block that begins at the last one."""
     return jnp.pad(x_md, ((0, height), (0, 0)))
 
 

@@ -120,7 +120,7 @@ def value_networks(network: Network, outputs: int) -> ValueNetwork:
     def each(function: Callable[..., Array]) -> Callable[..., Array]:
         def apply(params: Params, *inputs: Any) -> Array:
             # Not ``vmap``: the activations of one network are enough to hold at a time.
-            values = jax.lax.map(lambda own: function(own, *inputs), params)
+            values = jax.lax.map(lambda member: function(member, *inputs), params)
             return jnp.moveaxis(values, 0, -1)
 
         return apply
@@ -137,7 +137,7 @@ def value_networks(network: Network, outputs: int) -> ValueNetwork:
 
 
 def after_token(value: ValueNetwork) -> ValueNetwork:
-    """The same network one token later: the number at a column is that of the next live one.
+    """A value network shifted by one token: each column has the number of the next live one.
 
     A value estimate stands before a token is drawn; a reward model judges what it has read, the
     last token included. Where no live column follows, the number is the column's own.

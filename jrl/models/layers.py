@@ -25,7 +25,7 @@ from jrl.models.attention.choice import Owners, is_cudnn, row_attention, shared_
 from jrl.models.attention.dense import NO_WINDOW
 from jrl.models.config import ModelConfig, Rope
 from jrl.models.gpu import Fused
-from jrl.models.matmul import PRODUCT, SEEN, WIDE, project
+from jrl.models.matmul import ATTENDED, PRODUCT, WIDE, project
 from jrl.models.weights import WeightSpec, weights
 from jrl.types import NOTHING, Array, Head, Params, RoutingRecord, SharedRows
 
@@ -249,7 +249,7 @@ def _projected(
 def _projected_at_once(
     config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation
 ) -> tuple[Array, Array, Array]:
-    """The same of weights prepared for sampling: few and small operations, queries and keys as one.
+    """Queries, keys and values from weights prepared for sampling, in few and small operations.
 
     The axis g holds the queries of a key-value head, then its key and its value.
     """
@@ -387,7 +387,7 @@ class Residual(NamedTuple):
 
 
 def residual_sum(x: Array | Residual) -> Array:
-    """What a layer returned, as one array."""
+    """A layer's output as one array."""
     return x.x + gpu.whole(x.out, x.x.dtype) if isinstance(x, Residual) else x
 
 
@@ -440,14 +440,14 @@ def block(
 
 # ---------------------------------------------------------------- complete sequences
 
-_KEPT = {
-    "scores": (PRODUCT, WIDE, SEEN),
-    "elementwise": (PRODUCT, WIDE, SEEN),
+_SAVED = {
+    "scores": (PRODUCT, WIDE, ATTENDED),
+    "elementwise": (PRODUCT, WIDE, ATTENDED),
     "dots": (PRODUCT, WIDE),
-    "mlp": (PRODUCT, SEEN),
+    "mlp": (PRODUCT, ATTENDED),
     "full": (),
 }
-REMAT = (*_KEPT, "none")
+REMAT = (*_SAVED, "none")
 """What the backward pass of a layer recomputes: all but products with weights and attention, all
 but products, all but attention and the products that are not wide, all, nothing. "scores" is the
 first of these, and keeps the vocabulary's scores as well. All but "none" are in the order of the
@@ -495,7 +495,7 @@ def hidden_shared(
     remat: str = "none",
     options: Options = PLAIN,
 ) -> tuple[Array, dict[str, Array]]:
-    """The same for rows that share prompts; see ``types.NetworkExtras.hidden_shared``.
+    """``hidden`` for rows that share prompts; see ``types.NetworkExtras.hidden_shared``.
 
     Prompts and rows go through each layer one after the other, and the rows read the prompts' keys
     and values there. A router's sums are over the tokens of both.
@@ -593,9 +593,9 @@ def _through_layers(
 
     Its second results are stacked. The record, if any, has a leading axis of sparse layers.
     """
-    if remat in _KEPT:
-        policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
-        if SEEN in _KEPT[remat]:
+    if remat in _SAVED:
+        policy = jax.checkpoint_policies.save_only_these_names(*_SAVED[remat])
+        if ATTENDED in _SAVED[remat]:
             policy = jax.checkpoint_policies.save_from_both_policies(policy, is_cudnn)
         # Inside a scan nothing is shared across the loop's boundary, so the barriers of prevent_cse
         # would only block fusions.
@@ -637,14 +637,14 @@ def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
 def head(params: Params, *, config: ModelConfig, remat: str = "none") -> Head:
     """The weight and layout of ``logits``; see ``types.NetworkExtras.head``."""
     weight, axis = (params["embed"], 0) if config.tied_embeddings else (params["head"], 1)
-    return Head(weight, axis, config.logit_softcap, kept=remat == "scores")
+    return Head(weight, axis, config.logit_softcap, saves_scores=remat == "scores")
 
 
 # ---------------------------------------------------------------- dtypes of weights
 
 
 def stored_dtype(config: ModelConfig) -> Any:
-    """Of matrices that ``prepare`` returns: the shorter dtype of weights and activations."""
+    """Dtype of the matrices of ``prepare``: the shorter of weights and activations."""
     return min(jnp.dtype(config.dtype), jnp.dtype(config.param_dtype), key=lambda x: x.itemsize)
 
 

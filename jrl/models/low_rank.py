@@ -103,10 +103,10 @@ def _low(x: Array, a: Array, inputs: int, scale: float) -> Array:
 
 
 def _backward(
-    spec: str, scale: float, dtype: Any, kept: tuple[Array, ...], g: Array
+    spec: str, scale: float, dtype: Any, residuals: tuple[Array, ...], g: Array
 ) -> tuple[Array, Array, Array, Array]:
     del dtype
-    x, base, a, b, low_mr = kept
+    x, base, a, b, low_mr = residuals
     inputs, outputs, rows = _sizes(spec, x, base)
     x_mk, g_mn = x.reshape(rows, inputs), g.reshape(rows, outputs).astype(x.dtype)
     w_kn, a_kr = base.reshape(inputs, outputs).astype(x.dtype), a.reshape(inputs, -1)

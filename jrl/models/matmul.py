@@ -31,7 +31,7 @@ PRODUCT = "product"
 WIDE = "wide"
 """The same of those that are as wide as a layer's feed-forward part, which are half of all."""
 
-SEEN = "seen"
+ATTENDED = "attended"
 """The same for what attention's backward pass starts from: weights, outputs, log sums."""
 
 
@@ -140,7 +140,7 @@ _matmul.defvjp(_forward, _backward)
 def gradients(
     spec: str, x: Array, w: Array, g: Array, axes: Axes | None = None
 ) -> tuple[Array, Array]:
-    """Of ``x`` and ``w``, in their dtypes, where that of ``matmul(spec, x, w)`` is ``g``."""
+    """Gradients of ``x`` and ``w``, in their dtypes, if that of ``matmul(spec, x, w)`` is ``g``."""
     operands, out = spec.split("->")
     left, right = operands.split(",")
     # float32 cotangents times bfloat16 weights would leave the fast matrix units.
@@ -257,7 +257,7 @@ def einsum(spec: str, a: Array, b: Array, dtype: Any = jnp.float32) -> Array:
 
 
 def gradient_einsum(spec: str, a: Array, b: Array, dtype: Any = jnp.float32) -> Array:
-    """The same for backward passes, whose products sum over rows or over a weight's outputs."""
+    """A matmul for backward passes, whose products sum over rows or a weight's outputs."""
     if cpu.tuned(a.dtype):
         return cpu.gradient_einsum(spec, a, b)
     return jnp.einsum(spec, a, b, preferred_element_type=dtype)

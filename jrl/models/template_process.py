@@ -128,7 +128,7 @@ def _end() -> None:
 
 
 def _read(stream: BinaryIO | Any, size: int, end: float) -> bytes:
-    """As many bytes of a pipe, or TimeoutError at ``end`` on the clock, or EOFError."""
+    """Reads bytes of a pipe; TimeoutError at ``end`` on the clock, or EOFError."""
     data = bytearray()
     while len(data) < size:
         left = end - time.monotonic()

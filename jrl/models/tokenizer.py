@@ -427,9 +427,15 @@ class FileTokenizer:
             )
         if template not in self.templates:
             raise unknown_choice("template", template, self.templates)
+        source = self.templates[template]
+        if "reasoning_content" not in source:  # gpt-oss's calls it so
+            messages = [
+                {**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m
+                for m in messages
+            ]
         fixed = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         context = {"tools": None, "documents": None, **self.special, **variables, **fixed}
-        return render(self.templates[template], context, self._source)
+        return render(source, context, self._source)
 
 
 def load_tokenizer(directory: str | Path) -> FileTokenizer:

@@ -44,7 +44,7 @@ class _Walk(NamedTuple):
     shards: int
     size: int  # columns of a shard
     width: int  # those that are multiplied at once
-    kept: bool = False  # whether the backward pass gets the scores, as float32
+    saves_scores: bool = False  # for the backward pass, as float32
 
     @property
     def parts(self) -> int:
@@ -52,7 +52,7 @@ class _Walk(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Of the scores met so far, each [B, T] float32."""
+    """Running sums over the scores, each [B, T] float32."""
 
     peak: Array
     total: Array  # of exp(score - peak)
@@ -94,10 +94,10 @@ def fused_logprobs(
     # Each device walks over its own shard of the vocabulary, so that no part crosses devices.
     size = head.weight.shape[head.axis] // shards
     if room is None:
-        room = KEPT_ROOM if head.kept else ROOM.get(platform(), ROOM["tpu"])
+        room = KEPT_ROOM if head.saves_scores else ROOM.get(platform(), ROOM["tpu"])
     most = size if local_tokens * size <= at_once else min(size, max(128, room // local_tokens))
     width = _part_width(size, most, TILE if platform() == "gpu" else 1)
-    walk = _Walk(head.axis, head.softcap, entropy, shards, size, width, head.kept)
+    walk = _Walk(head.axis, head.softcap, entropy, shards, size, width, head.saves_scores)
     temperature = jax.lax.stop_gradient(temperature)
     early = head.softcap is None and hidden.dtype == jnp.float32
     # Dividing D numbers a token in place of V; in bfloat16, or under a cap, the result would
@@ -213,28 +213,28 @@ def _fused_forward(
     def visit(sums: _Sums, i: Array | int) -> tuple[_Sums, Array | None]:
         part = _part(walk, weight, i, hidden.dtype)
         scores = _scores(walk, hidden, part, temperature)
-        return _add(walk, sums, scores, tokens, i), scores if walk.kept else None
+        return _add(walk, sums, scores, tokens, i), scores if walk.saves_scores else None
 
-    kept: tuple[Array, ...] = ()
+    saved: tuple[Array, ...] = ()
     # One part is not a loop: XLA then fuses the scores with what is done to them. Kept ones are in
     # none, either: a loop would copy each part into a stack of them.
-    if walk.parts == 1 or walk.kept:
+    if walk.parts == 1 or walk.saves_scores:
         for i in range(walk.parts):
             sums, scores = visit(sums, i)
-            kept += (scores,) if scores is not None else ()
+            saved += (scores,) if scores is not None else ()
     else:
         sums, _ = jax.lax.scan(visit, sums, _parts(walk))
     log_total = sums.peak + jnp.log(sums.total)
     mean = sums.mean / sums.total
     out = sums.chosen - log_total, log_total - mean if walk.entropy else zeros
     # Two numbers a token are kept: from them the backward pass gets the softmax of any part.
-    return out, (hidden, weight, tokens, temperature, log_total, mean, kept)
+    return out, (hidden, weight, tokens, temperature, log_total, mean, saved)
 
 
 def _fused_backward(walk: _Walk, residuals: tuple, g: tuple[Array, Array]) -> tuple:
-    hidden, weight, tokens, temperature, log_total, mean, kept = residuals
+    hidden, weight, tokens, temperature, log_total, mean, saved = residuals
     of_chosen, of_entropy = (x[:, :, None, None] for x in g)
-    spec, looped = _spec(walk), walk.parts > 1 and not walk.kept
+    spec, looped = _spec(walk), walk.parts > 1 and not walk.saves_scores
     written = jnp.float32 if looped else weight.dtype
 
     def visit(i: Array | int, scores: Array | None = None) -> tuple[Array, Array]:
@@ -262,7 +262,7 @@ def _fused_backward(walk: _Walk, residuals: tuple, g: tuple[Array, Array]) -> tu
 
     along = walk.axis + 1
     if not looped:
-        visits = [visit(i, kept[i] if kept else None) for i in range(walk.parts)]
+        visits = [visit(i, saved[i] if saved else None) for i in range(walk.parts)]
         back = functools.reduce(jnp.add, (back for back, _ in visits))
         slopes = _joined(walk, [slopes.astype(weight.dtype) for _, slopes in visits])
     else:

@@ -1,4 +1,4 @@
-"""From per-token losses to ``(sum, count)``: the only place that sees ``[B, T]``.
+"""Aggregation of per-token losses to ``(sum, count)``: the only place that sees ``[B, T]``.
 
 Each function returns float32 scalars that add up over microbatches and devices; the caller divides
 once. ``losses`` are [B, T] float32, nats times advantage, ``mask`` [B, T] bool. Losses outside the

@@ -96,7 +96,7 @@ def _apart(scores: Array, batch: Batch, gap: float) -> Array:
     return ~(high - low <= gap)
 
 
-def given(batch: Batch) -> Array:
+def demonstrations(batch: Batch) -> Array:
     """[N, G] bool: demonstrations, also those of whose tokens none is trained on."""
     return batch.stats["external"].max(axis=2) > 0
 
@@ -105,7 +105,7 @@ def demonstrations_first() -> Transform:
     """The score is 1 for a demonstration and 0 for a draw of the policy: self-play's preference."""
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
-        return given(batch).astype(jnp.float32), batch
+        return demonstrations(batch).astype(jnp.float32), batch
 
     return stateless(apply, frozenset({"external"}))
 
@@ -118,7 +118,7 @@ def own_only(inner: Transform) -> Transform:
     """
 
     def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
-        outside = given(batch)
+        outside = demonstrations(batch)
         inside = batch.replace(members=batch.members & ~outside)
         values, _, state = inner.apply(scores, inside, state)
         return jnp.where(outside, scores, values), batch, state

@@ -94,16 +94,16 @@ def _sides(group: Members, needs: frozenset[str]) -> tuple[Side, Side, Array]:
     """The chosen side, the rejected side and their score gap."""
     zero = jnp.zeros_like(group.tokens)
 
-    def known(name: str, read: Callable[[str], Array]) -> Array:
+    def read_if_needed(name: str, read: Callable[[str], Array]) -> Array:
         return read(name) if name in needs else zero
 
     sides = Side(
         logprob=group.total("logprobs"),
-        ref=known("ref_logprobs", group.total),
+        ref=read_if_needed("ref_logprobs", group.total),
         tokens=group.tokens,
-        shift=known("shift", group.first),
-        weight=known("pair_weight", group.first),
-        external=known("external", group.first),
+        shift=read_if_needed("shift", group.first),
+        weight=read_if_needed("pair_weight", group.first),
+        external=read_if_needed("external", group.first),
     )
     best = jnp.argmax(jnp.where(group.live, group.score, -jnp.inf))
     worst = jnp.argmin(jnp.where(group.live, group.score, jnp.inf))

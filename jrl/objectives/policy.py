@@ -1,4 +1,4 @@
-"""From a batch to a scalar loss: the two functions a training step calls.
+"""The loss of a batch: the two functions that a training step calls.
 
     advantages, batch, state, metrics = compute_advantages(objective, batch, state)   # once a step
     terms, metrics = policy_loss(objective, stats, batch, advantages, state)  # once a microbatch

@@ -136,7 +136,7 @@ def geometric_clipped(clip_low: float, clip_high: float) -> Ratio:
     return Ratio(apply)
 
 
-def held(limit: float) -> Ratio:
+def clamped(limit: float) -> Ratio:
     """Each token's ratio within [1 / limit, limit]; beyond it the token has no gradient.
 
     The Pre-CLIP of ``stable_reinforce``: PPO's clip leaves the loss of a negative advantage

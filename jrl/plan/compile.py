@@ -52,9 +52,9 @@ from jrl.plan.topology import (
     several,
 )
 from jrl.plan.useful import decoding, floor_seconds, loop_trips, model_flops, sampler_runs
+from jrl.setup.gather import prepared_bytes
+from jrl.setup.run import Run
 from jrl.system.extras import install_line
-from jrl.train import build
-from jrl.train.gather import prepared_bytes
 from jrl.train.programs import check_resharding, drawing_mesh
 from jrl.train.remat import AUTO, choose, with_remat
 from jrl.train.shapes import abstract_batch
@@ -263,7 +263,7 @@ def quick_plan(
         return make_plan(config, topology, echo=echo, placement=placement, effort=effort)
     period = int(np.lcm.reduce([len(p) for p in _patterns(model)]))
 
-    def of(layers: int) -> build.Run:
+    def of(layers: int) -> Run:
         table = config.model.model_copy(update={"config": {**sizes, "layers": layers}})
         return abstract_run_on(config.model_copy(update={"model": table}), topology)
 
@@ -325,7 +325,7 @@ def extrapolate(low: Program, high: Program, steps: float, topology: Topology) -
     )
 
 
-def abstract_run_on(config: Config, topology: Topology) -> build.Run:
+def abstract_run_on(config: Config, topology: Topology) -> Run:
     """``lower.abstract_run`` on the mesh of a topology, its division over all meshes checked."""
     mesh = plan_mesh(config, topology)
     run = abstract_run(config, mesh)
@@ -336,7 +336,7 @@ def abstract_run_on(config: Config, topology: Topology) -> build.Run:
 
 
 def _programs(
-    run: build.Run,
+    run: Run,
     topology: Topology,
     names: Sequence[str],
     placement: str,
@@ -383,8 +383,8 @@ def resident_bytes(
     return dict(state) if name == "train_step" else {"weights": state["weights"], **models}
 
 
-def judge_program(run: build.Run, topology: Topology) -> dict[str, Program]:
-    """What a chip holds while judges and likelihoods are asked, by "judge".
+def judge_program(run: Run, topology: Topology) -> dict[str, Program]:
+    """Memory of a chip while judges and likelihoods are asked, by "judge".
 
     That is between sampler and training step: keys and values of a judge, or states of a likelihood
     beside what stays; other activations are not counted. {} without either on the devices.
@@ -407,7 +407,7 @@ def compile_estimate(
     return f"about {seconds / 60:.0f} min"
 
 
-def _lowered(run: build.Run, name: str, weights: Any) -> Any:
+def _lowered(run: Run, name: str, weights: Any) -> Any:
     if name == "resharding":
         return lower_resharding(run)
     return lower_step(run) if name == "train_step" else lower_sampler(run, weights)
@@ -451,7 +451,7 @@ def effort_options(effort: float) -> dict[str, Any] | None:
     return {"optimization_level": "O3" if effort > 0 else "O1" if effort > -0.5 else "O0"}
 
 
-def judged(run: build.Run, topology: Topology, programs: dict[str, Program]) -> Plan:
+def judged(run: Run, topology: Topology, programs: dict[str, Program]) -> Plan:
     """The plan of these programs: whether they fit, and what would make them fit."""
     programs = programs | judge_program(run, topology)
     changes = [r for n, p in programs.items() for r in remedies(run, topology, n, p.bytes_per_chip)]
@@ -476,7 +476,7 @@ def _patterns(model: ModelConfig) -> tuple[tuple[bool, ...], ...]:
 
 
 def _out_of_memory(
-    error: str, run: build.Run, name: str, state: Mapping[str, float], seconds: float
+    error: str, run: Run, name: str, state: Mapping[str, float], seconds: float
 ) -> Program:
     """The partial result of a program that does not fit into memory."""
     arguments = _arguments(run, name, state)
@@ -487,7 +487,7 @@ def _out_of_memory(
     return Program(sizes, False, None, None, None, None, None, seconds)
 
 
-def _arguments(run: build.Run, name: str, state: Mapping[str, float]) -> dict[str, float]:
+def _arguments(run: Run, name: str, state: Mapping[str, float]) -> dict[str, float]:
     """Bytes of what a program is given, by part."""
     if name == "train_step":
         return {part: size for part, size in state.items() if part not in MODELS}
@@ -496,14 +496,14 @@ def _arguments(run: build.Run, name: str, state: Mapping[str, float]) -> dict[st
     return {"weights": state["weights"]}
 
 
-def prepared_size(run: build.Run) -> float:
+def prepared_size(run: Run) -> float:
     """Bytes on a chip of the sampler's own copy of the weights."""
     return prepared_bytes(run.config, run.shape, drawing_mesh(run))
 
 
 def _measured(
     compiled: Any,
-    run: build.Run,
+    run: Run,
     topology: Topology,
     name: str,
     state: Mapping[str, float],
@@ -540,13 +540,13 @@ def _measured(
     full_seconds = None
     if decode is not None:
         unfilled = _repeated(program_costs(text, shape, trips=trips), runs)
-        if _moved(unfilled) > _moved(costs):  # else no kernel reads a cache in part
+        if _total_bytes(unfilled) > _total_bytes(costs):  # else no kernel reads a cache in part
             full_seconds = roofline(unfilled, topology, mesh.devices)[0]
     return Program(
         bytes_per_chip=sizes,
         fits=sizes["total"] <= topology.chip.hbm_bytes,
         flops=sum(c.runs * c.flops for c in costs),
-        hbm_bytes=_moved(costs),
+        hbm_bytes=_total_bytes(costs),
         collective_bytes=_by_kind(costs, mesh.axis_names),
         roofline_seconds=least,
         bound=by_resource,
@@ -576,7 +576,7 @@ def _kernels(text: str, name: str, costs: list[Cost]) -> dict[str, float] | None
     parts = [c._replace(runs=1.0) for c in costs if loop is not None and c.name == loop.body]
     parts = parts or costs
     copied = sum(c.runs * c.kinds.get("copies", (0.0, 0.0))[1] for c in parts)
-    return launches._asdict() | {"bytes": _moved(parts), "copied": copied}
+    return launches._asdict() | {"bytes": _total_bytes(parts), "copied": copied}
 
 
 def _repeated(costs: list[Cost], times: float) -> list[Cost]:
@@ -584,7 +584,7 @@ def _repeated(costs: list[Cost], times: float) -> list[Cost]:
     return [cost._replace(runs=times * cost.runs) for cost in costs]
 
 
-def _moved(costs: list[Cost]) -> float:
+def _total_bytes(costs: list[Cost]) -> float:
     return sum(c.runs * c.bytes for c in costs)
 
 

@@ -190,7 +190,7 @@ _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 
 
 def _splash_flops(operation: Operation, operations: dict[str, Operation]) -> float:
-    """Of JAX's attention kernel, which reports none: all blocks, masked ones included."""
+    """Cost of JAX's attention kernel, which reports none: all blocks, masked ones included."""
     match = _SPLASH.match(operation.name)
     if match is None:
         return 0.0
@@ -201,7 +201,7 @@ def _splash_flops(operation: Operation, operations: dict[str, Operation]) -> flo
 
 
 def _cache_flops(operation: Operation, operations: dict[str, Operation]) -> float:
-    """Of the kernel that reads caches in decoding: two products with all of a cache's columns."""
+    """Cost of the kernel that reads caches in decoding: two products with all columns."""
     if not operation.name.startswith("read_cache"):
         return 0.0
     sources = [operations[name].outputs[0].sizes for name in operation.operands]

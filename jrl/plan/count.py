@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from jrl.collect.resharding import ReshardedSampler
 from jrl.config import Config
 from jrl.plan.compile import (
     Plan,
@@ -34,10 +35,9 @@ from jrl.plan.memory import (
 )
 from jrl.plan.topology import Topology
 from jrl.plan.useful import floor_seconds, model_flops, sampler_runs
-from jrl.train import build
+from jrl.setup.run import Run
 from jrl.train.programs import drawing_mesh, train_sampler
 from jrl.train.remat import counted_bytes
-from jrl.train.resharding import ReshardedSampler
 
 SAMPLER_TEMPORARIES = 2**28
 """Bytes besides weights and cache that a decode step is taken to need on a chip."""
@@ -82,7 +82,7 @@ def counted_plan(
     return judged(run, topology, programs)
 
 
-def _training(run: build.Run, topology: Topology, state: dict[str, float]) -> Program:
+def _training(run: Run, topology: Topology, state: dict[str, float]) -> Program:
     config = run.config
     options = Training(dict(run.mesh.shape.items()), config.model.remat, config.train.microbatches)
     trained = sum(size for part, size in state.items() if part not in MODELS)
@@ -94,14 +94,14 @@ def _training(run: build.Run, topology: Topology, state: dict[str, float]) -> Pr
     return _program(run, topology, "train_step", sizes, times)
 
 
-def _resharding(run: build.Run, topology: Topology, state: dict[str, float]) -> Program:
+def _resharding(run: Run, topology: Topology, state: dict[str, float]) -> Program:
     sizes = {**state, "prepared": prepared_size(run)}
     mesh = dict(drawing_mesh(run).shape.items())
     seconds = resharding_seconds(run.config, run.shape, topology, mesh)
     return _program(run, topology, "resharding", sizes, {"network": seconds})
 
 
-def _sampler(run: build.Run, topology: Topology, state: dict[str, float]) -> Program:
+def _sampler(run: Run, topology: Topology, state: dict[str, float]) -> Program:
     sizes = {
         **state,
         "prepared": prepared_size(run),
@@ -116,7 +116,7 @@ def _sampler(run: build.Run, topology: Topology, state: dict[str, float]) -> Pro
 
 
 def _program(
-    run: build.Run,
+    run: Run,
     topology: Topology,
     name: str,
     sizes: dict[str, float],

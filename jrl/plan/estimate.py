@@ -17,7 +17,7 @@ from jrl.mesh import RULES
 from jrl.models.config import ModelConfig
 from jrl.models.flops import Lengths, forward_flops
 from jrl.plan.topology import Topology
-from jrl.train.gather import (
+from jrl.setup.gather import (
     ROOM,
     cached_tokens,
     has_room,

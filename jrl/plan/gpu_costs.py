@@ -43,7 +43,7 @@ def gpu_flops(operation: Operation, operations: Mapping[str, Operation]) -> floa
 
 
 def _cudnn_flops(operation: Operation, sizes: Sequence[tuple[int, ...]]) -> float:
-    """Of cuDNN's attention: two products with all keys, backward five; masked pairs included."""
+    """Cost of cuDNN's attention: two products with all keys, backward five; no mask saves any."""
     match = re.search(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?"', operation.text)
     shape = r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]'
     scores = re.search(shape, operation.text)
@@ -54,7 +54,7 @@ def _cudnn_flops(operation: Operation, sizes: Sequence[tuple[int, ...]]) -> floa
 
 
 def _cublas_flops(operation: Operation, sizes: Sequence[tuple[int, ...]]) -> float:
-    """Of a product by cuBLAS, whose first result it is."""
+    """Cost of a product by cuBLAS, whose first result it is."""
     if 'custom_call_target="__cublas$' not in operation.text:
         return 0.0
     match = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', operation.text)

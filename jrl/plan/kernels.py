@@ -205,15 +205,15 @@ def _scope(program: HloProgram, operation: Operation, operations: Mapping[str, O
 
     XLA drops the names of some: then the nearest of what it reads decides.
     """
-    near, seen = [operation], {operation.name}
+    near, visited = [operation], {operation.name}
     while near:
         for each in near:
             if names := _names(program, each):
                 return Counter(map(_part, names)).most_common(1)[0][0]
         reads = [name for each in near for name in each.operands if name in operations]
-        near = [operations[name] for name in dict.fromkeys(reads) if name not in seen]
+        near = [operations[name] for name in dict.fromkeys(reads) if name not in visited]
         near = [each for each in near if each.kind not in ("constant", "iota", "parameter")]
-        seen.update(each.name for each in near)
+        visited.update(each.name for each in near)
     return ""
 
 
@@ -231,7 +231,7 @@ def _names(program: HloProgram, operation: Operation) -> list[str]:
 
 def _part(name: str) -> str:
     scopes = set(re.split(r"[/()]", name))
-    return next((part for part, own in SCOPES.items() if scopes & set(own)), "rest")
+    return next((part for part, names in SCOPES.items() if scopes & set(names)), "rest")
 
 
 def _draws(program: HloProgram, body: str) -> bool:

@@ -85,7 +85,7 @@ class Scope:
         return self._values[name, None]
 
     def element(self, name: str, index: int) -> Value:
-        """The same of an element of the tuple that an operation makes."""
+        """Value of an element of the tuple that an operation makes."""
         if (name, index) not in self._values:
             operation = self.operations.get(name)
             self._values[name, index] = self._part(operation, index) if operation else None

@@ -9,18 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrl.collect.members import is_plain, members_of
+from jrl.collect.resharding import ReshardedSampler
+from jrl.collect.sources import simple_request
 from jrl.config import Config, from_table
 from jrl.errors import UserError
 from jrl.methods.plan import dry_view
 from jrl.models import hf
 from jrl.models.config import ModelConfig
+from jrl.setup.frozen import run_shape
+from jrl.setup.kinds import kind_of
+from jrl.setup.run import Run
 from jrl.train import build, programs
-from jrl.train.frozen import run_shape
-from jrl.train.kinds import kind_of
-from jrl.train.members import is_plain, members_of
-from jrl.train.resharding import ReshardedSampler
 from jrl.train.shapes import abstract_batch
-from jrl.train.sources import simple_request
 from jrl.types.asks import Asks, new_ask
 
 
@@ -30,7 +31,7 @@ class _Ids(NamedTuple):
     stop_ids: tuple[int, ...] = (0,)
 
 
-def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> build.Run:
+def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> Run:
     """A run whose two programs can be lowered, without data, tokenizer or weights.
 
     The sizes of the model come from ``model.config``, or from the checkpoint's config.json; the
@@ -73,7 +74,7 @@ def run_model(config: Config, task: Any) -> ModelConfig:
 # ---------------------------------------------------------------- the two programs, lowered
 
 
-def lower_resharding(run: build.Run) -> Any:
+def lower_resharding(run: Run) -> Any:
     """The lowered program that reshards weights for the sampler's mesh; None without one."""
     program = programs.train_sampler(run)
     if not isinstance(program, ReshardedSampler):
@@ -83,7 +84,7 @@ def lower_resharding(run: build.Run) -> Any:
         return program.weights.lower(policy)
 
 
-def lower_sampler(run: build.Run, weights: Any = None) -> Any:
+def lower_sampler(run: Run, weights: Any = None) -> Any:
     """The sampler, lowered for the mesh that it samples on; None where the method samples nothing.
 
     Args:
@@ -113,14 +114,14 @@ def lower_sampler(run: build.Run, weights: Any = None) -> Any:
     return _lower(run, program, *args, *more)
 
 
-def first_asks(run: build.Run, n: int) -> Asks:
+def first_asks(run: Run, n: int) -> Asks:
     """The first asks of a step with ``n`` prompts."""
     plan, zeros = run.method.plan, np.zeros(n, np.int32)
     ask = new_ask(zeros, zeros, run.config.sampling.group, tree=plan.tree)
     return plan.first((ask,), dry_view())
 
 
-def lower_step(run: build.Run) -> Any:
+def lower_step(run: Run) -> Any:
     """The training step, lowered for the run's mesh."""
     state, shardings = programs.abstract_state(run)
     sampling_params = jax.eval_shape(lambda: run.sampling_params)
@@ -128,7 +129,7 @@ def lower_step(run: build.Run) -> Any:
     return _lower(run, program, state, abstract_batch(run), sampling_params)
 
 
-def _lower(run: build.Run, program: Any, *args: Any, **kwargs: Any) -> Any:
+def _lower(run: Run, program: Any, *args: Any, **kwargs: Any) -> Any:
     with jax.set_mesh(run.mesh):
         return program.lower(*args, **kwargs)
 

@@ -9,16 +9,16 @@ import numpy as np
 
 from jrl.mesh import batch_shards
 from jrl.plan.topology import CHIPS, Topology, larger
-from jrl.train import build
-from jrl.train.gather import (
+from jrl.setup.adapters import policy_of
+from jrl.setup.gather import (
     cached_tokens,
     gathers,
     slots_on_chip,
     token_bytes,
 )
+from jrl.setup.run import Run
 from jrl.train.held_models import HeldModel, held_models
 from jrl.train.programs import abstract_state, drawing_mesh, held_bytes
-from jrl.train.score import policy_of
 
 GIB = 1 << 30
 
@@ -29,7 +29,7 @@ STAYS = ("weights", "value", "optimizer", "frozen", *MODELS)
 """Parts of a chip's memory that stay through a step."""
 
 
-def state_bytes(run: build.Run) -> dict[str, float]:
+def state_bytes(run: Run) -> dict[str, float]:
     """Bytes of the training state on one chip, by part."""
     state, _ = abstract_state(run)
     policy, trained = held_bytes(policy_of(state, run.network)), held_bytes(state.params["policy"])
@@ -43,12 +43,12 @@ def state_bytes(run: build.Run) -> dict[str, float]:
     return {name: value for name, value in parts.items() if value}
 
 
-def held_models_of(run: build.Run) -> list[HeldModel]:
+def held_models_of(run: Run) -> list[HeldModel]:
     """The judges, likelihoods and reward models that a run holds beside its policy."""
     return held_models(run.config, run.rewards, run.shape)
 
 
-def judge_model_bytes(run: build.Run) -> dict[str, float]:
+def judge_model_bytes(run: Run) -> dict[str, float]:
     """Bytes on one chip of the weights of judges and reward models, which stay all the while."""
     axes, parts = dict(run.mesh.shape.items()), dict.fromkeys(MODELS, 0.0)
     for model in held_models_of(run):
@@ -56,18 +56,18 @@ def judge_model_bytes(run: build.Run) -> dict[str, float]:
     return {name: value for name, value in parts.items() if value}
 
 
-def judge_working_bytes(run: build.Run) -> float:
+def judge_working_bytes(run: Run) -> float:
     """Bytes on one chip of the judge or likelihood that takes most while it is asked; 0 of none."""
     axes = dict(run.mesh.shape.items())
     return max((model.working_bytes(axes) for model in held_models_of(run)), default=0.0)
 
 
-def cache_bytes(run: build.Run) -> float:
+def cache_bytes(run: Run) -> float:
     """Bytes of keys and values on one chip: each prompt's once, each completion's own."""
     return _cached(run, run.config.prompts_at_once, run.width)
 
 
-def further_cache_bytes(run: build.Run) -> float:
+def further_cache_bytes(run: Run) -> float:
     """Bytes by which the cache of a plan's further groups, under longer prompts, is larger."""
     groups = run.method.further_groups(run.config.train.prompts)
     width = run.width + run.method.plan.tokens
@@ -75,7 +75,7 @@ def further_cache_bytes(run: build.Run) -> float:
     return max(further - cache_bytes(run), 0.0)
 
 
-def _cached(run: build.Run, prompts: int, width: int) -> float:
+def _cached(run: Run, prompts: int, width: int) -> float:
     """Bytes of keys and values on one chip of prompts that are this wide, and their groups."""
     config, mesh, draw = run.config, drawing_mesh(run), run.method.draw
     group = config.sampling.group + draw.baseline_members
@@ -88,9 +88,7 @@ def _cached(run: build.Run, prompts: int, width: int) -> float:
 # ---------------------------------------------------------------- what would make it fit
 
 
-def remedies(
-    run: build.Run, topology: Topology, name: str, sizes: Mapping[str, float]
-) -> list[str]:
+def remedies(run: Run, topology: Topology, name: str, sizes: Mapping[str, float]) -> list[str]:
     """Suggested changes, most effective first; empty for a program that fits.
 
     Args:
@@ -120,9 +118,9 @@ def remedies(
             )
         factor = stays / (0.6 * limit)
         bigger = larger(topology, topology.chips / topology.slices * factor)
-        if held := [part for part in MODELS if sizes.get(part)]:
-            size = sum(sizes[part] for part in held) / GIB
-            lines.append(f"{' and '.join(held).replace('_', ' ')} take {size:.1f} GiB of it")
+        if models := [part for part in MODELS if sizes.get(part)]:
+            size = sum(sizes[part] for part in models) / GIB
+            lines.append(f"{' and '.join(models).replace('_', ' ')} take {size:.1f} GiB of it")
         if bigger is not None and topology.slices == 1:
             lines.append(f"the state fits on {bigger} with mesh.fsdp over all its chips")
         else:
@@ -161,7 +159,7 @@ def remedies(
     return lines + roomier(topology, sizes["total"] / (0.9 * limit))
 
 
-def resharding_remedies(run: build.Run, factor: float, topology: Topology) -> list[str]:
+def resharding_remedies(run: Run, factor: float, topology: Topology) -> list[str]:
     """Ways to fit the sampler's copy of the weights beside the training state.
 
     Args:

@@ -30,9 +30,9 @@ from jrl.plan.estimate import Training, resharding_seconds, sampling_seconds, tr
 from jrl.plan.isolate import EndedError, Isolated
 from jrl.plan.lower import run_model
 from jrl.plan.topology import Topology
-from jrl.train.build import remat_of
-from jrl.train.gather import slots_on_chip
-from jrl.train.kinds import kind_of
+from jrl.setup.gather import slots_on_chip
+from jrl.setup.kinds import kind_of
+from jrl.setup.run import remat_of
 
 Sizes = tuple[tuple[str, int], ...]
 
@@ -257,7 +257,7 @@ def _slots(config: Config, mesh: Sizes) -> list[int | None]:
 
 
 def _formats(config: Config) -> list[Formats]:
-    """With fewer parts in 8 bits; nothing is rounded that the configuration does not round."""
+    """Variants with fewer parts in 8 bits; nothing else is rounded."""
     keys = {"int8": config.sampling.int8, "float8": config.sampling.float8}
     parts = [(key, part) for key, names in keys.items() for part in names]
     fewer = [x for n in range(len(parts)) for x in itertools.combinations(parts, n)]

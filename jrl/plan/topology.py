@@ -142,11 +142,11 @@ def parse_topology(name: str) -> Topology:
         raise UserError(
             f"topology = {name!r}; write CHIP:SHAPE such as v5e:4x4 for a TPU slice and GPUxCOUNT"
             " such as h100x8 for a host of GPUs, with several NUMBER*..., such as 2*v5e:16x16"
-            f"\n{_known()}"
+            f"\n{_choices()}"
         )
     slices, family, shape = int(match[1] or 1), match[2], match[3]
     if family not in CHIPS:
-        raise UserError(f"{unknown_choice('topology', family, CHIPS)}\n{_known()}")
+        raise UserError(f"{unknown_choice('topology', family, CHIPS)}\n{_choices()}")
     sizes = tuple(map(int, shape.split("x")))
     if shape not in SHAPES[family] and not _cuboid(family, sizes):
         choices = ", ".join(spelled(family, s) for s in SHAPES[family])
@@ -176,7 +176,7 @@ def _cuboid(family: str, sizes: tuple[int, ...]) -> bool:
     return bool(cubes and sorted(sizes) == list(sizes) and np.prod(sizes) <= most)
 
 
-def _known() -> str:
+def _choices() -> str:
     slices = [f"known: {f}:{', '.join(x)}" for f, x in SHAPES.items() if x is not _HOSTS]
     hosts = [spelled(f, _HOSTS[-1]) for f, x in SHAPES.items() if x is _HOSTS]
     return "\n".join([*slices, f"known: {', '.join(hosts)} (or x1, x2, x4)"])
@@ -218,7 +218,7 @@ def compile_devices(topology: Topology) -> list[jax.Device]:
 
 
 def _tpu_options(topology: Topology) -> dict[str, Any]:
-    """What JAX asks libtpu for."""
+    """Options that JAX passes to libtpu."""
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             "libtpu is not installed, and compiling for a TPU needs it, on any Linux machine and"
@@ -241,7 +241,7 @@ def _tpu_options(topology: Topology) -> dict[str, Any]:
 
 
 def gpu_options(topology: Topology) -> dict[str, Any]:
-    """What JAX asks the plugin for CUDA for: so many hosts of a GPU that is described in a file.
+    """Options that JAX passes to the CUDA plugin: hosts of a GPU described in a file.
 
     The files ``gpus/*.txtpb`` are XLA's ``GpuTargetConfigProto``; nothing is asked of a driver.
     """

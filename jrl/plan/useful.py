@@ -17,21 +17,21 @@ from jrl.models import gpu
 from jrl.models.flops import Lengths, forward_flops
 from jrl.plan.topology import Topology
 from jrl.sampling.params import MOST_HALVINGS
-from jrl.train import build
-from jrl.train.gather import gathers, sampler_bytes, slots_on_chip, token_bytes
+from jrl.setup.gather import gathers, sampler_bytes, slots_on_chip, token_bytes
+from jrl.setup.run import Run
 from jrl.train.utilisation import rows_of_a_prompt, training_passes
 
 _TILE = 128
 """Columns of a cache on TPUs are a multiple of this."""
 
 
-def lengths_of(run: build.Run) -> Lengths:
+def lengths_of(run: Run) -> Lengths:
     """The sizes of a run's rollout."""
     new = run.kind.new_tokens
     return Lengths(run.config.train.prompts, rows_of_a_prompt(run), run.width, new)
 
 
-def model_flops(run: build.Run, name: str) -> float:
+def model_flops(run: Run, name: str) -> float:
     """Model FLOPs of a program, all chips together; 0 of a resharding.
 
     Args:
@@ -45,13 +45,13 @@ def model_flops(run: build.Run, name: str) -> float:
     return forward * _sampled_groups(run) if name == "sampler" else 0.0
 
 
-def _sampled_groups(run: build.Run) -> float:
+def _sampled_groups(run: Run) -> float:
     """Groups that a step samples, those of further rounds at most, over its own."""
     prompts = run.config.train.prompts
     return 1 + run.method.further_groups(prompts) / prompts
 
 
-def sampler_runs(run: build.Run) -> float:
+def sampler_runs(run: Run) -> float:
     """Times that the sampler's program runs in a step; those of further groups count as its own."""
     return run.config.sampling.draws * _sampled_groups(run)
 
@@ -76,7 +76,7 @@ class Decoding(NamedTuple):
     live: Mapping[str, float]
 
 
-def decoding(run: build.Run, mesh: Mesh) -> Decoding:
+def decoding(run: Run, mesh: Mesh) -> Decoding:
     """Reads of one chip of the sampler's mesh."""
     config, model, sizes = run.config, run.shape, lengths_of(run)
     from jrl.models.attention import cache_read, splash_cache  # Pallas takes long to import
@@ -108,7 +108,7 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     return Decoding(sizes.new * rounds * sampler_runs(run), size, cache, read_by)
 
 
-def loop_trips(run: build.Run, mesh: Mesh, name: str) -> dict[str, int]:
+def loop_trips(run: Run, mesh: Mesh, name: str) -> dict[str, int]:
     """The most iterations of a program's loops that end early, by their ``jax.named_scope``.
 
     XLA cannot tell them: the loops of the sampler end when no sequence runs.
@@ -135,7 +135,7 @@ def loop_trips(run: build.Run, mesh: Mesh, name: str) -> dict[str, int]:
     return trips
 
 
-def floor_seconds(run: build.Run, mesh: Mesh, topology: Topology, name: str) -> float:
+def floor_seconds(run: Run, mesh: Mesh, topology: Topology, name: str) -> float:
     """The least time of a program on these chips, by the work that it cannot avoid.
 
     Of a training step its model FLOPs at peak; of a sampler also weights and live cache read once

@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 def findings(
     curves: Sequence[Any], quiet: frozenset[str] = frozenset(), *, fixed_length: bool = False
 ) -> list[Finding]:
-    """One for each curve that ``NOTES`` knows, in the order of the curves.
+    """A check for each curve with a note, in the order of the curves.
 
     Args:
       curves: ``report.Curve`` of a run.

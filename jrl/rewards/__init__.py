@@ -16,7 +16,7 @@ from jrl.rewards.exact import exact_reward
 from jrl.rewards.format import confidence, format_reward
 from jrl.rewards.instructions import instructions
 from jrl.rewards.math import math_reward
-from jrl.user_code import FORMS, GIVEN, check_options, load
+from jrl.user_code import FORMS, PYTHON_PREFIX, check_options, load
 
 if TYPE_CHECKING:
     from jrl.rewards.verdicts import Form as Form
@@ -160,7 +160,7 @@ def make_reward(name: str, key: str = "", /, **options: Any) -> RewardFn:
         function([], **options)  # says what is wrong with the options
     if ":" not in name:
         return functools.partial(function, **options)
-    if name.startswith(GIVEN):  # a worker process could not find it by this name
+    if name.startswith(PYTHON_PREFIX):  # a worker process could not find it by this name
         return functools.partial(adapted(function), **options)
     return UserReward(name, options)
 

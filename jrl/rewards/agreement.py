@@ -37,10 +37,10 @@ def majority(samples: list[Sample]) -> list[float]:
     The pseudo-label of "TTRL: Test-Time Reinforcement Learning" (arXiv:2504.16084).
     """
     classes = answer_classes(samples)
-    given = [c for c in classes if c is not None]
-    if not given:
+    present = [c for c in classes if c is not None]
+    if not present:
         return [0.0] * len(samples)
-    best = max(dict.fromkeys(given), key=given.count)
+    best = max(dict.fromkeys(present), key=present.count)
     return [float(c == best) for c in classes]
 
 
@@ -105,9 +105,9 @@ def new_ngrams(samples: list[Sample], size: int = 4) -> list[float]:
     words = [sample.completion.split() for sample in samples]
     grams = [{tuple(w[i : i + size]) for i in range(len(w) - size + 1)} for w in words]
     points = []
-    for i, own in enumerate(grams):
+    for i, ngrams in enumerate(grams):
         others = set().union(*(g for j, g in enumerate(grams) if j != i))
-        points.append(len(own - others) / max(1, len(words[i]) - size + 1))
+        points.append(len(ngrams - others) / max(1, len(words[i]) - size + 1))
     return points
 
 

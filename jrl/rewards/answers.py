@@ -164,7 +164,7 @@ _FUNCTIONS = frozenset(
 
 
 def read(text: str, commas: bool = False, depth: int = 0) -> Answer:
-    r"""What a cleaned text is by the grammar.
+    r"""Parsed value of a cleaned text.
 
     Args:
       text: of ``markup.clean``.
@@ -250,7 +250,7 @@ def _listed(items: Sequence[Answer]) -> Items | Named:
 
 
 def _sequence(text: str, depth: int) -> Items | Answer | None:
-    """What stands in brackets, a union of such, or a chain of inequalities."""
+    """Value of a bracketed text, a union of such, or a chain of inequalities."""
     inner = functools.partial(read, depth=depth + 1)
     pieces = re.split(r"\s*\\cup(?![a-z])\s*|(?<=[)\]])\s+U\s+(?=[(\[])", text)
     if len(pieces) > 1 and all(pieces):

@@ -105,7 +105,7 @@ Returned = Points | list[float]
 
 
 def total(points: Returned) -> float:
-    """One number: the sum of those by token; 0 for no opinion."""
+    """A reward as one number: the sum of those per token; 0 for no opinion."""
     return float(sum(points)) if isinstance(points, list) else points or 0.0
 
 

@@ -85,10 +85,10 @@ def adapted(function: Callable[..., Any]) -> Callable[..., list[Points]]:
     if form == "samples":
         return function
     on = {"columns": _on_columns, "solution": _on_solutions, "solutions": _on_batch}[form]
-    made = functools.wraps(function)(functools.partial(on, function))
+    adapted = functools.wraps(function)(functools.partial(on, function))
     if form == "solutions":
-        made.over = getattr(function, "over", "batch")  # type: ignore[attr-defined]
-    return made
+        adapted.over = getattr(function, "over", "batch")  # type: ignore[attr-defined]
+    return adapted
 
 
 def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str) -> None:
@@ -141,7 +141,7 @@ def _on_columns(
 
 
 def _from_trainer(name: str, samples: list[Sample]) -> Any:
-    """What TRL's trainer passes under a name."""
+    """Argument that TRL's trainer passes under a name."""
     if name != _STATE:
         return _logs_nothing
     first = samples[0] if samples else None
@@ -150,7 +150,7 @@ def _from_trainer(name: str, samples: list[Sample]) -> Any:
 
 
 def _logs_nothing(*values: Any, **named: Any) -> None:
-    """In the place of functions that log."""
+    """Replacement for functions that log."""
 
 
 def _constants(function: Any) -> tuple[Any, ...]:
@@ -167,9 +167,9 @@ def _columns(samples: list[Sample]) -> dict[str, Any]:
     names = dict.fromkeys(name for sample in samples for name in sample.prompt.meta)
     metas: list[Mapping[str, Any]] = [sample.prompt.meta for sample in samples]
     questions = [getattr(sample.prompt, "question", "") for sample in samples]
-    asked = {"question": questions} if any(questions) else {}
+    question_column = {"question": questions} if any(questions) else {}
     return (
-        asked
+        question_column
         | {name: [meta.get(name) for meta in metas] for name in names}
         | {
             "answer": [sample.prompt.answer for sample in samples],
@@ -237,7 +237,7 @@ def _on_batch(function: Callable[..., Any], samples: list[Sample], **options: An
 
 
 def _score(value: Any) -> Any:
-    """What verl takes of a returned value: "score" of a dict, the first of several."""
+    """The score in a value returned to verl: "score" of a dict, the first of several."""
     if isinstance(value, dict):
         return value["score"]
     return value[0] if isinstance(value, tuple | list) and value else value

@@ -209,8 +209,8 @@ def bounded(c: Columns, column: str, weights: Sequence[float] = ()) -> Any:
     padded = xp.asarray([each + [math.nan] * (most - len(each)) for each in references])
     if c.rows:
         shifted = total[..., None] - padded[:, None].astype(total.dtype)
-        wins, known = 1 / (1 + xp.exp(-shifted)), ~xp.isnan(shifted)
-        points = xp.where(known, wins, 0).sum(-1) / xp.where(known.any(-1), known.sum(-1), math.nan)
+        wins, valid = 1 / (1 + xp.exp(-shifted)), ~xp.isnan(shifted)
+        points = xp.where(valid, wins, 0).sum(-1) / xp.where(valid.any(-1), valid.sum(-1), math.nan)
     return points
 
 

@@ -184,7 +184,7 @@ def boxed(text: str) -> str | None:
 
 
 def _joined(text: str, boxes: list[_Box]) -> str | None:
-    """What the last boxes hold: one, or a list of those with "and" or a comma between them."""
+    """Contents of the last boxes: one, or a list of those joined by "and" or a comma."""
     if not boxes:
         return None
     contents = [boxes[-1].content]
@@ -264,7 +264,7 @@ def expected_answer(answer: Any) -> str:
 
 
 def last_statement(text: str) -> str | None:
-    """What a text that ends with "The answer is ..." says there, else None.
+    """The answer in a text that ends with "The answer is ...", else None.
 
     >>> last_statement("She is faster. The answer is Evelyn.")
     'Evelyn'

@@ -100,8 +100,8 @@ def _placeholders(text: str, k: Mapping[str, Any]) -> bool:
 
 def _postscript(text: str, k: Mapping[str, Any]) -> bool:
     marker = k["postscript_marker"].strip()
-    known = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
-    pattern = known.get(marker, r"\s*" + _pattern(marker.lower()) + r".*$")
+    patterns = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
+    pattern = patterns.get(marker, r"\s*" + _pattern(marker.lower()) + r".*$")
     return bool(re.search(pattern, text.lower(), re.MULTILINE))
 
 

@@ -140,12 +140,12 @@ def check_template(table: JudgeTable, columns: Iterable[str], key: str) -> None:
       key: "rewards.NAME", for messages.
     """
     form = text_of(table.form)
-    known = [*dict.fromkeys([*COMMON_FIELDS, *form.fields, *columns])]
+    fields = [*dict.fromkeys([*COMMON_FIELDS, *form.fields, *columns])]
     for place, text in (("template", table.template), ("system", table.system)):
-        if field := unknown_field([text], known):
+        if field := unknown_field([text], fields):
             raise UserError(
                 f"{key}.{place} has {{{field}}}, which is no field of form ="
-                f" {table.form!r} and no column of the data; {nearest(field, known)}"
+                f" {table.form!r} and no column of the data; {nearest(field, fields)}"
             )
     used = _FIELD.findall(table.template)
     absent = [names for names in form.shows if not any(name in used for name in names)]
@@ -157,7 +157,7 @@ def check_template(table: JudgeTable, columns: Iterable[str], key: str) -> None:
 def messages_of(
     table: JudgeTable, sample: Sample, fields: Mapping[str, str], template: str = ""
 ) -> tuple[Mapping[str, str], ...]:
-    """What a judge is asked, as messages.
+    """The question to a judge, as messages.
 
     Args:
       table: the judge's keys.
@@ -204,16 +204,20 @@ def pieces(template: str, values: Mapping[str, Any]) -> Iterator[tuple[str, bool
     yield template[end:], False
 
 
-def unknown_field(texts: Iterable[str], known: Sequence[str]) -> str | None:
+def unknown_field(texts: Iterable[str], allowed: Sequence[str]) -> str | None:
     """The first {field} of templates that is none of the known ones."""
     fields = (field for text in texts for field in _FIELD.findall(text))
-    return next((field for field in fields if field not in known), None)
+    return next((field for field in fields if field not in allowed), None)
 
 
 def question_of(sample: Sample) -> str:
-    """What was asked: the last message of the user, the row's question, or the whole prompt."""
-    said = [m["content"] for m in sample.prompt.messages if m["role"] == "user"]
-    return str(said[-1]) if said else getattr(sample.prompt, "question", "") or sample.prompt.text
+    """The user's last message of a sample, the row's question, or the whole prompt."""
+    questions = [m["content"] for m in sample.prompt.messages if m["role"] == "user"]
+    return (
+        str(questions[-1])
+        if questions
+        else getattr(sample.prompt, "question", "") or sample.prompt.text
+    )
 
 
 def shown(sample: Sample) -> dict[str, str]:
@@ -224,7 +228,7 @@ def shown(sample: Sample) -> dict[str, str]:
 
 
 def answer_of(sample: Sample) -> str:
-    """What is compared: a completion, or what came of an episode."""
+    """The text that is compared: a completion, or an episode's conversation."""
     return _spoken(sample.messages) if sample.messages else sample.completion
 
 

@@ -100,7 +100,7 @@ def _clean(text: str) -> str:
 
 
 def bare(text: str) -> str:
-    """Without spaces, emphasis, signs of mathematics and punctuation around it."""
+    """The text without surrounding spaces, emphasis, maths delimiters and punctuation."""
     before = None
     while text != before:
         before = text
@@ -123,7 +123,7 @@ def bare(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    """Where the bracket at ``start`` is closed; any bracket closes any, as in (1, 2]."""
+    """Index of the bracket that closes the one at ``start``; any closes any, as in (1, 2]."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] in "([{") - (text[i] in ")]}")

@@ -152,8 +152,10 @@ def _chosen(text: str, sample: Sample, choices: str, letters: str) -> int:
     if named:
         return letters.index(named[-1])
     words = f" {normalised(text)} "
-    held = [i for i, option in enumerate(options) if len(option) > 1 and f" {option} " in words]
-    if len(held) == 1:
-        return held[0]
+    contained = [
+        i for i, option in enumerate(options) if len(option) > 1 and f" {option} " in words
+    ]
+    if len(contained) == 1:
+        return contained[0]
     bare = [letter.upper() for letter in _LETTER.findall(text) if letter.upper() in usable]
     return letters.index(bare[-1]) if bare else -1

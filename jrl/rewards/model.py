@@ -42,7 +42,7 @@ def last_values(values: Array, mask: Array) -> Array:
 
 
 def reduce_ensemble(points: Array, ensemble: Ensemble, uncertainty: float) -> Array:
-    """One number of those of M reward models.
+    """Reduction of M reward models' scores to one number.
 
     "Reward Model Ensembles Help Mitigate Overoptimization" (arXiv:2310.02743):
 
@@ -98,10 +98,10 @@ def dropout_passes(
     size = (weight.shape[axis],)
 
     def one(number: Array) -> Array:
-        kept = jax.random.bernoulli(jax.random.fold_in(root, number), 1 - dropout, size)
+        mask = jax.random.bernoulli(jax.random.fold_in(root, number), 1 - dropout, size)
         shape = [1] * weight.ndim
         shape[axis] = size[0]
-        return weight * kept.reshape(shape) / (1 - dropout)
+        return weight * mask.reshape(shape) / (1 - dropout)
 
     return jax.vmap(one)(numbers)
 
@@ -126,7 +126,7 @@ def at_turn_ends(values: Any, mask: Any, turns: Any) -> np.ndarray:
 
 
 def at_progress(values: Any, mask: Any, steps: Any) -> np.ndarray:
-    """What each step changes of the value, at the step's last live token; 0 elsewhere.
+    """Change of the value over each step, at the step's last live token; 0 elsewhere.
 
     The progress of "Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning"
     (arXiv:2410.08146), with v_h the value behind step h:

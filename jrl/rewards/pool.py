@@ -114,7 +114,7 @@ class RewardPool:
         return any(rules.by_token is not None for rules in self._rules.values())
 
     def begin(self) -> Begun:
-        """Where calls about single samples begin before ``scores``; use it in a ``with``."""
+        """Starts calls about single samples before ``scores``; use it in a ``with``."""
         return Begun(self)
 
     def scores(
@@ -230,15 +230,15 @@ class RewardPool:
         self, calls: Sequence[_Call], samples: Sequence[Sample], begun: Begun | None = None
     ) -> Generator[tuple[_Call, list[Returned] | Failure]]:
         """Yields each call with its rewards or its Failure, once, in any order."""
-        asked = [(each, [samples[i] for i in each.members]) for each in calls]
+        with_samples = [(each, [samples[i] for i in each.members]) for each in calls]
         if self._workers is None:
             with self._turn:
                 self._prepare()
-                for each, theirs in asked:
+                for each, theirs in with_samples:
                     yield each, call(self.functions[each.name], theirs)
             return
         messages: list[tuple[_Call, bytes]] = []
-        for each, theirs in asked:
+        for each, theirs in with_samples:
             # All messages before the first call: a sample that cannot be sent is a failure of its
             # call only.
             message = pickled_call(each.name, theirs)
@@ -262,7 +262,7 @@ class RewardPool:
             self._workers.printed = 0
 
     def _prepare(self) -> None:
-        """In this process, what workers do before their first call."""
+        """Runs in this process the preparation that workers do before their first call."""
         for name, function in self.functions.items() if not self._prepared else ():
             try:
                 attribute(function, "prepare", lambda: None)()

@@ -1,4 +1,4 @@
-"""What a reward model reads of a sample: a template, the model's own tokenizer, token ids."""
+"""Input of a reward model: a template, the model's own tokenizer, token ids."""
 
 from __future__ import annotations
 
@@ -130,11 +130,11 @@ def check_reader(
     template = table.template
     texts = [template] if isinstance(template, str) else [m["content"] for m in template]
     common = [name for name in COMMON_FIELDS if answers or name != "reference"]
-    known = [*dict.fromkeys([*common, "completion", "conversation", *columns])]
-    if field := unknown_field(texts, known):
+    allowed = [*dict.fromkeys([*common, "completion", "conversation", *columns])]
+    if field := unknown_field(texts, allowed):
         raise UserError(
             f"{key}.template has {{{field}}}, which is no field and no column of the data;"
-            f" {nearest(field, known)}"
+            f" {nearest(field, allowed)}"
         )
     if template and not any(f in t for t in texts for f in ("{completion}", "{conversation}")):
         raise UserError(

@@ -88,7 +88,7 @@ def read_ranking(reply: str, count: int) -> list[int] | None:
 
 
 def read_criteria(reply: str, count: int, levels: Sequence[int] = ()) -> list[float] | None:
-    """How far each of ``count`` criteria is met, in [0, 1]; None unless all are decided.
+    """Degree to which each of ``count`` criteria is met, in [0, 1]; None unless all are decided.
 
     Args:
       reply: a JSON object with "1", "2", ... or such an object under "criteria"; each true, false,
@@ -104,15 +104,15 @@ def read_criteria(reply: str, count: int, levels: Sequence[int] = ()) -> list[fl
     >>> read_criteria('{"1": true}', 2) is None
     True
     """
-    found = _object(_final(reply)) or {}
-    inside = found.get("criteria", found)
+    parsed = _object(_final(reply)) or {}
+    inside = parsed.get("criteria", parsed)
     if not isinstance(inside, dict):
         return None
     sizes = levels or [0] * count
     values = [_met(inside.get(str(i)), n) for i, n in enumerate(sizes, 1)]
     extra = [name for name in inside if name.isdecimal() and not 1 <= int(name[:9]) <= count]
-    known = [value for value in values if value is not None]
-    return known if len(known) == count and not extra else None
+    verdicts = [value for value in values if value is not None]
+    return verdicts if len(verdicts) == count and not extra else None
 
 
 def read_object(reply: str) -> dict[str, Any] | None:
@@ -172,12 +172,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _verdict(reply: str, names: Sequence[str], *, bare: bool = False) -> Any:
-    """What a reply ends with: a value of its JSON object, or a text; None for nothing."""
+    """Final value of a reply: from its JSON object, or a text; None if there is none."""
     text = _final(reply)
-    found = _object(text)
-    if found is not None:
-        given = [found[name] for name in names if name in found]
-        return given[0] if len(given) == 1 else None
+    parsed = _object(text)
+    if parsed is not None:
+        scores = [parsed[name] for name in names if name in parsed]
+        return scores[0] if len(scores) == 1 else None
     if brackets := _BRACKETS.search(text[-1100:]):
         return brackets[1]
     line = re.sub(r"[*_`#]", "", text[-1100:].rpartition("\n")[2]).strip()
@@ -212,7 +212,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _starts(text: str) -> list[int]:
-    """Where an outermost object may begin; a hundred, so that a hostile reply takes no time.
+    """Possible starts of an outermost object; at most 100, to bound the time of hostile replies.
 
     What is inside of another brace is a part of something, perhaps of something that was cut.
     """

@@ -46,7 +46,7 @@ class Rules(NamedTuple):
 
     def asks_row(self, meta: Mapping[str, Any]) -> bool:
         """Whether the function is asked about the samples of a row, by its columns."""
-        return all(_fits(meta.get(name), wanted) for name, wanted in self.where.items())
+        return all(_fits(meta.get(name), allowed) for name, allowed in self.where.items())
 
     def check(self, points: list[Returned], samples: Sequence[Sample]) -> list[Returned] | Failure:
         """The points, or a Failure that names the first sample whose points cannot be read.
@@ -75,5 +75,5 @@ class Rules(NamedTuple):
         return points
 
 
-def _fits(value: Any, wanted: Any) -> bool:
-    return value in wanted if isinstance(wanted, list | tuple) else value == wanted
+def _fits(value: Any, allowed: Any) -> bool:
+    return value in allowed if isinstance(allowed, list | tuple) else value == allowed

@@ -57,27 +57,29 @@ def _call(value: Any) -> dict[str, Any] | None:
     return {"name": value["name"], "arguments": arguments}
 
 
-def call_score(expected: Sequence[Call], made: Sequence[Call]) -> float:
-    """How well calls match those that are expected, 0 to 1.
+def call_score(expected: Sequence[Call], calls: Sequence[Call]) -> float:
+    """Agreement of calls with the expected ones, 0 to 1.
 
     "ToolRL: Reward is All Tool Learning Needs" (arXiv:2504.13958): the multiset Jaccard of the
     names, and for each expected call the best of those of its name that are left: the Jaccard of
     the arguments' names plus the arguments with the same value; over the most there can be.
     """
-    if list(expected) == list(made):
+    if list(expected) == list(calls):
         return 1.0
-    score = _jaccard([c["name"] for c in expected], [c["name"] for c in made])
+    score = _jaccard([c["name"] for c in expected], [c["name"] for c in calls])
     most, used = 1.0, set[int]()
     for call in expected:
-        wanted = call["arguments"]
-        most += 1 + len(wanted)
+        arguments = call["arguments"]
+        most += 1 + len(arguments)
         best, at = 0.0, -1
-        for i, other in enumerate(made):
+        for i, other in enumerate(calls):
             if i in used or other["name"] != call["name"]:
                 continue
-            given = other["arguments"]
-            value = _jaccard(list(wanted), list(given))
-            value += sum(k in given and given[k] == x for k, x in wanted.items())
+            other_arguments = other["arguments"]
+            value = _jaccard(list(arguments), list(other_arguments))
+            value += sum(
+                k in other_arguments and other_arguments[k] == x for k, x in arguments.items()
+            )
             if value > best:
                 best, at = value, i
         if at >= 0:
@@ -110,11 +112,11 @@ def tool_calls(samples: list[Sample], column: str = "answer") -> list[float | No
     points: list[float | None] = []
     for sample in samples:
         expected = expected_calls(sample, column)
-        made = calls_in(said(sample))
+        calls = calls_in(policy_text(sample))
         if not expected:
             points.append(None)
         else:
-            points.append(0.0 if made is None else call_score(expected, made))
+            points.append(0.0 if calls is None else call_score(expected, calls))
     return points
 
 
@@ -133,11 +135,11 @@ def tools_used(samples: list[Sample], names: Sequence[str]) -> list[float]:
     """
     if isinstance(names, str) or not names:
         raise UserError(f"rewards.tools_used.names = {names!r}; give a list of names of tools")
-    made = [calls_in(said(sample)) or [] for sample in samples]
-    return [float(set(names) <= {call["name"] for call in calls}) for calls in made]
+    calls_by_sample = [calls_in(policy_text(sample)) or [] for sample in samples]
+    return [float(set(names) <= {call["name"] for call in calls}) for calls in calls_by_sample]
 
 
-def said(sample: Sample) -> str:
+def policy_text(sample: Sample) -> str:
     """All that the policy said in a sample."""
     turns = [m["content"] for m in sample.messages if m["role"] == "assistant"]
     return "\n".join(map(str, turns)) if turns else sample.completion

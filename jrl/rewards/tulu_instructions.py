@@ -42,8 +42,8 @@ def _paragraphs(text: str, n: int, first_word: str, i: int) -> bool:
 
 
 def _postscript(text: str, marker: str) -> bool:
-    _, there, rest = text.partition(marker)
-    return bool(there) and len((there + rest).strip()) > len(marker)
+    _, separator, rest = text.partition(marker)
+    return bool(separator) and len((separator + rest).strip()) > len(marker)
 
 
 def _bullets(text: str, n: int) -> bool:

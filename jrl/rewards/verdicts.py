@@ -1,4 +1,4 @@
-"""What judges are asked about samples, and the points that their verdicts are. Imports no JAX.
+"""Questions to judges about samples, and rewards from their verdicts. Imports no JAX.
 
     form = make_form(table, "rewards.helpful")      # of a [rewards.NAME] with function = "judge"
     questions = form.questions(samples, vote=0)     # each with messages and a reader of the reply
@@ -47,7 +47,7 @@ class Question(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a judge is asked about a unit of samples.
+    """Form of a judge's questions about a unit of samples.
 
     Attributes:
       by_group: whether a unit is the members of a group; else one sample.
@@ -112,7 +112,7 @@ def make_form(table: JudgeTable, key: str) -> Form:
 
 
 def pooled(votes: Sequence[float], how: str) -> float | None:
-    """One verdict of several, or None of none.
+    """Reduction of several verdicts to one; None if there are none.
 
     Args:
       votes: those that could be read.
@@ -183,13 +183,13 @@ def by_criteria(
     """
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        asked = []
+        out = []
         for sample in samples:
             if rubric := _criteria(table, sample, key):
                 fields = {**shown(sample), "criteria": _listed(rubric)}
                 read = partial(read_criteria, count=len(rubric), levels=_levels(rubric))
-                asked.append(question(table, sample, fields, read))
-        return asked
+                out.append(question(table, sample, fields, read))
+        return out
 
     def points(
         samples: Sequence[Sample], verdicts: Sequence[Sequence[list[float]]]
@@ -243,12 +243,12 @@ def by_steps(table: JudgeTable, pay: Callable[[Sample, list[float]], list[float]
     """
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        asked = []
+        out = []
         for sample in samples:
             if count := len(steps_of(sample.completion)):
                 fields = {**shown(sample), "steps": numbered_steps(sample.completion)}
-                asked.append(question(table, sample, fields, partial(read_steps, count=count)))
-        return asked
+                out.append(question(table, sample, fields, partial(read_steps, count=count)))
+        return out
 
     def points(
         samples: Sequence[Sample], verdicts: Sequence[Sequence[list[int]]]
@@ -289,14 +289,14 @@ def _pairwise(table: JudgeTable, key: str) -> Form:
         return [(i, -1) for i in asks if samples[i].prompt.answer not in (None, "")]
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        asked = []
+        out = []
         for i, j in pairs(samples):
             mine = answer_of(samples[i])
             other = answer_of(samples[j]) if by_group else str(samples[i].prompt.answer)
             for first, second in ((mine, other), (other, mine))[:orders]:
                 fields = {"first": first, "second": second, "criteria": rubric(samples[i])}
-                asked.append(question(table, samples[i], fields, read_preference))
-        return asked
+                out.append(question(table, samples[i], fields, read_preference))
+        return out
 
     def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
         results: list[list[float]] = [[] for _ in samples]
@@ -313,7 +313,7 @@ def _pairwise(table: JudgeTable, key: str) -> Form:
 
 
 def preferred(verdicts: Sequence[float | None]) -> float | None:
-    """What the first of a pair gets, of the verdicts in both orders, or in one.
+    """Reward of a pair's first sample, from the verdicts in both orders, or in one.
 
     Args:
       verdicts: for those named first in each order; 1 where that one is better.

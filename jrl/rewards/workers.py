@@ -40,7 +40,7 @@ _FAILURES_IN_A_ROW = 8
 _LOOK_SECONDS = 0.1
 _START_SECONDS = 600
 """Time for a worker to load the functions."""
-_SLOW_SECONDS, _SLOW_TIMES, _SEEN = 0.5, 4, 8
+_SLOW_SECONDS, _SLOW_TIMES, _MIN_CALLS = 0.5, 4, 8
 """A call is slow after this time, and this multiple of the median of the last calls, once so many
 have ended."""
 _BESIDE = 8
@@ -61,7 +61,7 @@ _NOT_STARTED = (
 
 
 class Limits(Protocol):
-    """Of one call: seconds, and GiB of its worker and the descendants of that."""
+    """Limits of one call: seconds, and GiB of its worker and the worker's descendants."""
 
     timeout_seconds: float
     memory_gib: float
@@ -257,7 +257,7 @@ class Workers:
         """The number of calls that are slow, as far as others may run beside them."""
         # A process that takes its place needs the other half of the limit to start.
         limit = self._limits.timeout_seconds / 2
-        if len(self._seconds) >= _SEEN:
+        if len(self._seconds) >= _MIN_CALLS:
             usual = statistics.median(self._seconds)
             limit = min(limit, max(_SLOW_SECONDS, _SLOW_TIMES * usual))
         slow = sum(worker.seconds() > limit for worker in self._busy())

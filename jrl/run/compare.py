@@ -33,15 +33,15 @@ from jrl.errors import UserError
 from jrl.methods import find_method
 from jrl.models import hf
 from jrl.sampling.params import make_sampling_params
+from jrl.setup.adapters import policy_of
+from jrl.setup.kinds import kind_of
+from jrl.setup.objective import COMMON, method_of
+from jrl.setup.run import Run
 from jrl.storage.metrics import plain, write_atomic
 from jrl.system.compile_cache import enable_compile_cache
 from jrl.train import build, programs
-from jrl.train.build import Run
 from jrl.train.compiled import held_out, iterate, warm_start
-from jrl.train.kinds import kind_of
 from jrl.train.memory_check import check_weights
-from jrl.train.objective import COMMON, method_of
-from jrl.train.score import policy_of
 from jrl.types import Array, Params
 
 RESAMPLES = 10_000

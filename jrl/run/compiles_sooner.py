@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import jax
 
+from jrl.collect.packing import SHAPES
 from jrl.models import gpu
 from jrl.models.matmul import time_follows_rows
 from jrl.sampling.slot_sizes import SHRINK_TOKENS
 from jrl.sampling.slots import pieces_of
-from jrl.train.build import Run
-from jrl.train.packing import SHAPES
+from jrl.setup.run import Run
 
 
 def compiles_sooner(run: Run) -> dict[str, str]:

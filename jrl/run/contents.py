@@ -23,12 +23,12 @@ from jrl.config.stored import stored_contents
 from jrl.errors import UserError
 from jrl.hub import hub_name
 from jrl.models.tokenizer import FileTokenizer
-from jrl.train.build import Run
+from jrl.setup.run import Run
 
 Contents = dict[str, str]
 """Key or file -> a hash; of rows their number stands before it, "16:9f86d081884c7d65"."""
 
-_OWN = re.compile(r"(?:source:)?(.+\.py):\w+")
+_USER_FILE = re.compile(r"(?:source:)?(.+\.py):\w+")
 _WHOLE = 1 << 26
 """Bytes up to which a file of a directory is read whole; of larger ones the first and last MiB."""
 
@@ -88,8 +88,8 @@ def _changed(key: str, before: str, now: str) -> str:
     if colon and then != rows:
         return f"{key} has {rows} rows, and had {then} when the run began"
     names = {"model.path": "another tokenizer or chat template", "lora.path": "other adapters"}
-    what = "other rows" if colon else names.get(key, "other files")
-    return f"{key} holds {what} than when the run began"
+    change = "other rows" if colon else names.get(key, "other files")
+    return f"{key} holds {change} than when the run began"
 
 
 def _directories(config: Config) -> Iterator[tuple[str, str]]:
@@ -105,7 +105,7 @@ def _directories(config: Config) -> Iterator[tuple[str, str]]:
 def _own_files(config: Config) -> list[Path]:
     """The user's Python files that a configuration names, wherever it does."""
     values = [*config.rewards, *(v for v in flatten(config).values() if isinstance(v, str))]
-    names = {match[1] for value in values if (match := _OWN.fullmatch(value))}
+    names = {match[1] for value in values if (match := _USER_FILE.fullmatch(value))}
     return sorted(path for path in map(Path, names) if path.is_file())
 
 

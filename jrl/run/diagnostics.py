@@ -12,26 +12,26 @@ from jrl.config.unions import DIALOGUES, RECORDED, SOURCE
 from jrl.data.sources import open_source
 from jrl.data.tables import FirstRows, Source
 from jrl.errors import Mistakes, UserError
+from jrl.judging.judges import check_judges
 from jrl.models import hf
 from jrl.models.tokenizer import load_tokenizer
 from jrl.run.reward_probe import check_reward_columns, missing_math
+from jrl.setup.frozen import run_shape
+from jrl.setup.kinds import TextKind, kind_of
+from jrl.setup.objective import method_of
+from jrl.setup.placement import make_meshes
+from jrl.setup.reward_parts import reward_pool
 from jrl.system.devices import find_devices
 from jrl.system.extras import install_line, missing
 from jrl.train import build
-from jrl.train.frozen import run_shape
-from jrl.train.judges import check_judges
-from jrl.train.kinds import TextKind, kind_of
-from jrl.train.objective import method_of
 from jrl.train.optimizer import make_optimizer
-from jrl.train.placement import make_meshes
 from jrl.train.reward_model import check_text_models
-from jrl.train.reward_parts import reward_pool
 
 _ROWS = 100
 """Rows of each source that become prompts, to see whether fields and template fit."""
 
 
-def lacks(config: Config) -> list[str]:
+def obstacles(config: Config) -> list[str]:
     """The obstacles of a configuration here, one line each; [] if none.
 
     Each part is looked at alone, so that one that is wrong does not hide the others. Checkpoints
@@ -82,7 +82,7 @@ def with_others(error: UserError, config: Config) -> UserError:
     lines = str(error).splitlines()
     seen_lines = {bare(line) for line in lines}
     # Without math-verify a run continues, so that is no mistake beside another.
-    others = [line for line in lacks(config) if line != missing_math(config)]
+    others = [line for line in obstacles(config) if line != missing_math(config)]
     return UserError("\n".join(lines + [line for line in others if bare(line) not in seen_lines]))
 
 

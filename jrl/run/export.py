@@ -15,9 +15,8 @@ from jrl.models import hf
 from jrl.models.hf.peft import save_adapters
 from jrl.models.tokenizer import CharTokenizer
 from jrl.run.model_card import base_name, model_card, write_card
+from jrl.setup.adapters import lora_of, plain_policy
 from jrl.train import build
-from jrl.train.adapters import lora_of
-from jrl.train.state import plain_policy
 
 
 def export_run(

@@ -10,24 +10,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jrl.collect.collector import Batches
+from jrl.collect.plan import CollectState, packed, unpacked
+from jrl.collect.sources import Groups
+from jrl.collect.tree_search import drawn_weights
 from jrl.mesh import replicated
 from jrl.rewards.pool import RewardPool
 from jrl.run.out_of_memory import memory_of
 from jrl.run.progress import Progress
 from jrl.run.records import RunRecords, all_heard
+from jrl.setup.run import Run
 from jrl.system.processes import stop_requested
 from jrl.system.signals import Stopping
 from jrl.system.wait_reports import waiting
 from jrl.train import programs
 from jrl.train.batches import training_batches
-from jrl.train.build import Run
-from jrl.train.collect import Batches
 from jrl.train.compiled import Iteration, iterate
 from jrl.train.loop import train_steps
-from jrl.train.plan import CollectState, packed, unpacked
-from jrl.train.sources import Groups
 from jrl.train.step import Metrics, Step
-from jrl.train.tree_search import drawn_weights
 from jrl.types import Array, Batch, Params, TrainState
 
 SEGMENT = 100

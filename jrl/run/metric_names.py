@@ -7,8 +7,9 @@ import jax
 from jrl.config import Config
 from jrl.errors import UserError, unknown_choice
 from jrl.evaluate import evaluation_names
+from jrl.setup.run import Run
 from jrl.storage.metrics import CLOCKS
-from jrl.train import build, programs
+from jrl.train import programs
 from jrl.train.shapes import abstract_batch
 
 RECORDED = CLOCKS | {
@@ -22,7 +23,7 @@ RECORDED = CLOCKS | {
 """Metrics that a record has beside those of the training step, in runs of one kind or another."""
 
 
-def check_metric_names(run: build.Run) -> None:
+def check_metric_names(run: Run) -> None:
     """Raises UserError for a metric in [watch] or checkpoint.best that no record will have.
 
     The step is traced for it, not compiled. Environments and judged data have metrics of their own:
@@ -66,7 +67,7 @@ def asked_of_evaluations(config: Config) -> list[tuple[str, str]]:
     return [(key, n.removeprefix("eval/")) for key, n in references if n.startswith("eval/")]
 
 
-def _check_evaluations(run: build.Run) -> None:
+def _check_evaluations(run: Run) -> None:
     """Raises UserError for a metric of evaluations that none will have."""
     config, data = run.config, run.data
     references, held_out = asked_of_evaluations(config), run.kind.held_out(config, data)

@@ -15,8 +15,8 @@ import jax
 from jrl.config import Config
 from jrl.errors import UserError
 from jrl.mesh import batch_shards
+from jrl.setup.run import Run, remat_of
 from jrl.system.memory import in_units, is_exhausted
-from jrl.train.build import Run, remat_of
 from jrl.train.remat import ORDER
 
 FUNCTIONS = {
@@ -53,12 +53,12 @@ def text_of(error: Exception, program: str, run: Run) -> str:
     """One line: program, what it holds, what the device has, XLA's reason, keys with values."""
     reason = " ".join(str(error).split("\n")[0].split())[:200]
     keys = ", ".join(remedies(program, run))
-    what = f"out of memory in the {program}{_holds(program)}{_device(run)}"
-    return f"{what} ({reason}); set one of {keys}"
+    message = f"out of memory in the {program}{_holds(program)}{_device(run)}"
+    return f"{message} ({reason}); set one of {keys}"
 
 
 def _holds(program: str) -> str:
-    """What the largest compiled program of this name holds; "" where there is none yet."""
+    """Memory of the largest compiled program of this name, as text; "" if there is none yet."""
     names = {f"jit_{name}" for name in FUNCTIONS[program]}
     largest: Any = None
     for executable in jax.local_devices()[0].client.live_executables():

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
+from jrl.collect.pairs import sizes_of
+from jrl.collect.sources import Groups
 from jrl.errors import Overdue, RunStopped, StorageError, UserError, unknown_choice
 from jrl.evaluate import Evaluator
 from jrl.evaluate.pairs import JudgedEvaluator
@@ -21,6 +23,15 @@ from jrl.run.contents import check_contents, contents_of
 from jrl.run.metric_names import asked_of_evaluations
 from jrl.run.out_of_memory import memory_of
 from jrl.run.reward_metrics import rewards_by
+from jrl.setup.adapters import (
+    check_base,
+    keep_base,
+    policy_of,
+    with_base,
+    with_kept_base,
+    without_base,
+)
+from jrl.setup.run import Run
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.integrity import first_nonfinite
 from jrl.storage.lock import is_replaced, moved_to, run_lock
@@ -30,12 +41,7 @@ from jrl.system.compile_cache import CompileCounter
 from jrl.system.processes import check_same, first_says
 from jrl.system.signals import Stopping
 from jrl.system.wait_reports import waiting
-from jrl.train.adapters import check_base, keep_base, with_base, with_kept_base, without_base
-from jrl.train.build import Run
-from jrl.train.pairs import sizes_of
 from jrl.train.reward_model import trains_reward
-from jrl.train.score import policy_of
-from jrl.train.sources import Groups
 from jrl.train.state import free_memory, rolled_back
 from jrl.train.step import with_slot_use
 from jrl.train.utilisation import utilisation
@@ -70,7 +76,7 @@ class Position(NamedTuple):
     failed: float = 0.0
 
 
-class Moved(StorageError):
+class RunMoved(StorageError):
     """The run directory is elsewhere now, or nowhere; tells what is saved there."""
 
 
@@ -109,7 +115,7 @@ class RunRecords:
         self._reasons: list[str] = []
         self._fault: Exception | None = None  # of an evaluation, or of what is called back
         self._full = ""  # why the logs cannot be written
-        self._gone = ""  # that the run directory is not where it was
+        self._moved_text = ""  # that the run directory is not where it was
         self._failure = ""  # why episodes failed
         self._done: int | None = None  # steps; None before the run begins or resumes
         self._rollback: Broken | None = None
@@ -360,12 +366,14 @@ class RunRecords:
           StorageError: the run directory is gone, or the save in the background has failed.
         """
         if jax.process_index() == 0 and (not Path(self.dir).is_dir() or is_replaced(self.dir)):
-            self._gone = (
+            self._moved_text = (
                 f"step {done}: run.dir = {self.dir!r} is not there any more: it was renamed,"
                 f" removed or replaced"
             )
             if jax.process_count() > 1:  # the others do not know, and save together only
-                raise Moved(f"{self._gone}; what was saved before is in the directory that it was")
+                raise RunMoved(
+                    f"{self._moved_text}; what was saved before is in the directory that it was"
+                )
             return []
         self.checkpoints.check()
         # The first process speaks for all, as what it measures by itself differs from the others'.
@@ -376,7 +384,7 @@ class RunRecords:
             raise NonFinite(
                 f"step {done}: the gradient is not finite (reward {record.get('reward')}, loss "
                 f"{record['loss']}); its update was left out, and nothing was saved after it; "
-                f"{self._kept()}. The same command meets the same step: look for NaN "
+                f"{self._saved_text()}. The same command meets the same step: look for NaN "
                 "rewards in samples.jsonl, lower optimizer.learning_rate or optimizer.clip_norm in "
                 "another run.dir, or let a few pass with "
                 'watch.skipped_updates={above=0, steps=5, action="stop"}'
@@ -420,7 +428,7 @@ class RunRecords:
         steps = [step for step in self.checkpoints.steps() if step < broken.since]
         if self.position.rollbacks == ROLLBACKS or not steps:
             why = f"after {ROLLBACKS} rollbacks" if steps else "and no checkpoint is from before"
-            raise RunStopped(f"{reason}, {why}; nothing was saved since; {self._kept()}")
+            raise RunStopped(f"{reason}, {why}; nothing was saved since; {self._saved_text()}")
         trained = without_base(state)
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trained
@@ -444,7 +452,9 @@ class RunRecords:
         for step in reversed(steps):
             with contextlib.suppress(UserError):
                 return self.checkpoints.restore(shapes, step)[0]
-        raise RunStopped(f"every checkpoint up to step {steps[-1]} is damaged; {self._kept()}")
+        raise RunStopped(
+            f"every checkpoint up to step {steps[-1]} is damaged; {self._saved_text()}"
+        )
 
     def end_if_broken(self, state: TrainState) -> None:
         """Saves, and raises the error that ends the run, if a step has met one.
@@ -457,8 +467,8 @@ class RunRecords:
           StorageError: the logs cannot be written, or the run directory is not there any more.
           Exception: whatever an evaluation or ``on_record`` raised.
         """
-        if self._gone:
-            raise Moved(f"{self._gone}; {self._saved_elsewhere(state)}")
+        if self._moved_text:
+            raise RunMoved(f"{self._moved_text}; {self._saved_elsewhere(state)}")
         if self._fault is not None:
             fault, self._fault = self._fault, None
             if all_heard(fault) and not self._suspects:
@@ -470,7 +480,9 @@ class RunRecords:
         self.checkpoints.wait()
         if self._full:
             raise StorageError(f"step {int(state.step)}: {self._full}; free disk space")
-        raise RunStopped(f"{self._reasons[0]}; stopped by the limit of [watch], and {self._kept()}")
+        raise RunStopped(
+            f"{self._reasons[0]}; stopped by the limit of [watch], and {self._saved_text()}"
+        )
 
     def rewards_by(self, groups: Groups) -> dict[str, float]:
         """Means of rewards by the column ``log.by``; {} where none is named."""
@@ -509,7 +521,9 @@ class RunRecords:
             task = None if self.config.data.scored else run.kind.task
             names = run.rewards.weights
             host_advantages = None if advantages is None else jax.device_get(advantages)
-            records = samples_of(groups, run.tokenizer, task, names, log.KEPT, host_advantages)
+            records = samples_of(
+                groups, run.tokenizer, task, names, log.MIN_MEMBERS, host_advantages
+            )
             self._writer.write_samples(done, records)
 
     def save_if_due(self, done: int, state: TrainState) -> None:
@@ -519,7 +533,7 @@ class RunRecords:
 
         None while a limit that rolls back is being broken: the newest is one to go back to.
         """
-        if self._gone:
+        if self._moved_text:
             return
         best = (self.config.checkpoint.best or "").removeprefix("-")
         improved = best.startswith("eval/") and self._better(self._record) is not None
@@ -542,7 +556,7 @@ class RunRecords:
         if fault is not None:
             raise NonFinite(
                 f"step {int(state.step)}: {fault} is not finite, so the state was not saved; "
-                f"{self._kept()}. Lower optimizer.learning_rate or optimizer.clip_norm "
+                f"{self._saved_text()}. Lower optimizer.learning_rate or optimizer.clip_norm "
                 "in another run.dir"
             )
         if self._record.get("step") == int(state.step):
@@ -569,7 +583,7 @@ class RunRecords:
             return None
         return int(record["step"]), float(value), metric
 
-    def _kept(self) -> str:
+    def _saved_text(self) -> str:
         """A phrase naming the last saved step, after the background save."""
         with contextlib.suppress(StorageError):
             self.checkpoints.wait()
@@ -599,7 +613,7 @@ class RunRecords:
         metrics: dict[str, float] = {}
         if self._evaluator.available and not trains_reward(self.config):
             evaluation = self._evaluator(state.key, policy_of(state, self.run.network))
-            groups = -(-self.config.log.KEPT // self.config.eval.samples)  # whole ones
+            groups = -(-self.config.log.MIN_MEMBERS // self.config.eval.samples)  # whole ones
             samples = evaluation.samples[: groups * self.config.eval.samples]
             self._writer.write_samples(int(state.step), samples)
             metrics |= evaluation.metrics

@@ -11,9 +11,9 @@ from jrl.config import Config
 from jrl.config.secrets import reveal
 from jrl.errors import UserError
 from jrl.rewards.rules import Rules
+from jrl.setup.reward_parts import function_of, parts_of, reward_tables
 from jrl.system.processes import all_say
 from jrl.system.wait_reports import waiting
-from jrl.train.reward_parts import function_of, parts_of, reward_tables
 from jrl.types import Prompt
 from jrl.verifiers import code, sql
 from jrl.verifiers.references import Reference, broken_rows, message_of
@@ -64,9 +64,11 @@ def check_references(config: Config, prompts: Mapping[str, Sequence[Prompt]]) ->
 
         say = lambda left=left: f"{left[0]} solutions of the data to run"  # noqa: E731
         with waiting("rewards", say, seconds=0):
-            told = all_say(broken_rows(share, config.reward_pool.workers, done))
+            by_process = all_say(broken_rows(share, config.reward_pool.workers, done))
         at = {reference.row: i for i, reference in enumerate(references)}
-        broken = sorted((tuple(each) for part in told for each in part), key=lambda x: at[x[0]])
+        broken = sorted(
+            (tuple(each) for part in by_process for each in part), key=lambda x: at[x[0]]
+        )
         if broken:
             notes.append(message_of(name, broken, len(references)))
     if notes and config.reward_pool.on_error == "stop":

@@ -21,7 +21,7 @@ def pinned(config: Config) -> Config:
     Raises:
       UserError: a name that neither the Hub nor its cache knows.
     """
-    pins = _kept(config)
+    pins = _recorded_commits(config)
 
     def pin(spec: str, kind: Kind, key: str) -> str:
         return pins[spec] if spec in pins else pinned_name(spec, kind, key)
@@ -51,7 +51,7 @@ def _of_data(files: str | Mapping[str, float], pin: Callable[..., str], key: str
     return {pin(spec, "dataset", key): weight for spec, weight in files.items()}
 
 
-def _kept(config: Config) -> dict[str, str]:
+def _recorded_commits(config: Config) -> dict[str, str]:
     """Name without a revision -> the same with a commit, for those of the run in ``run.dir``."""
     path = Path(config.run.dir or "") / "config.toml"
     if config.run.dir is None or config.run.resume == "never" or not path.is_file():

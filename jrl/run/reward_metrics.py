@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jrl.collect.groups import counted
+from jrl.collect.sources import Groups
 from jrl.errors import UserError
-from jrl.train.groups import counted
-from jrl.train.sources import Groups
 from jrl.types import Prompt, opinions
 
 MOST_VALUES = 64
@@ -21,8 +21,8 @@ def check_column(column: str, prompts: Sequence[Prompt]) -> None:
     """Raises UserError for a column that the training prompts do not have."""
     if column and not (prompts and any(column in prompt.meta for prompt in prompts)):
         columns = ", ".join(dict.fromkeys(n for prompt in prompts[:100] for n in prompt.meta))
-        there = f"there are {columns}" if columns else "there are none"
-        raise UserError(f"log.by = {column!r}: the data has no such column; {there}")
+        columns_note = f"there are {columns}" if columns else "there are none"
+        raise UserError(f"log.by = {column!r}: the data has no such column; {columns_note}")
 
 
 def rewards_by(groups: Groups, weights: Mapping[str, float], column: str) -> dict[str, float]:
@@ -39,10 +39,10 @@ def rewards_by(groups: Groups, weights: Mapping[str, float], column: str) -> dic
     """
     rewards, ids = jax.device_get((groups.rewards, groups.ids))
     rewards, members = np.asarray(rewards), np.asarray(counted(jax.device_get(groups.rollout)))
-    known = opinions(rewards, ids) & members[:, :, None]
+    valid = opinions(rewards, ids) & members[:, :, None]
     names = [_name(prompt.meta.get(column)) for prompt in groups.subject]
-    kept = list(dict.fromkeys(names))[:MOST_VALUES]
-    names = [name if name in kept else "others" for name in names]
+    values = list(dict.fromkeys(names))[:MOST_VALUES]
+    names = [name if name in values else "others" for name in names]
     score = rewards @ np.array(list(weights.values()), np.float32)
     metrics: dict[str, float] = {}
     for value in dict.fromkeys(names):
@@ -51,9 +51,9 @@ def rewards_by(groups: Groups, weights: Mapping[str, float], column: str) -> dic
             continue
         metrics[f"reward_by/{value}"] = float(score[rows][members[rows]].mean())
         for r, part in enumerate(weights if len(weights) > 1 else ()):
-            there = known[rows][:, :, r]
-            if there.any():
-                metrics[f"reward_by/{value}/{part}"] = float(rewards[rows][:, :, r][there].mean())
+            mask = valid[rows][:, :, r]
+            if mask.any():
+                metrics[f"reward_by/{value}/{part}"] = float(rewards[rows][:, :, r][mask].mean())
     return metrics
 
 

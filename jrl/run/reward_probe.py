@@ -11,14 +11,14 @@ import numpy as np
 from jrl.config import Config
 from jrl.config.tables import RewardTable
 from jrl.errors import UserError
+from jrl.judging.host import with_ends
 from jrl.rewards.base import Sample
 from jrl.rewards.columns import check_columns
 from jrl.rewards.pool import RewardPool
 from jrl.run.reward_metrics import check_column
+from jrl.setup.reward_parts import function_of, reward_tables
+from jrl.setup.run import Run
 from jrl.system.extras import install_line, missing
-from jrl.train.build import Run
-from jrl.train.judging import with_ends
-from jrl.train.reward_parts import function_of, reward_tables
 from jrl.types import Prompt
 from jrl.user_code import load
 
@@ -58,7 +58,7 @@ def reward_text(run: Run) -> str:
 def missing_math(config: Config) -> str:
     """A line where rewards.math has no math-verify to compare by; "" elsewhere."""
     used = "math" in [function_of(n, table) for n, table in reward_tables(config).items()]
-    if not used or config.data.given or not missing(["math-verify"]):
+    if not used or config.data.completions_key or not missing(["math-verify"]):
         return ""
     return (
         "rewards.math compares numbers, and anything else as text, because math-verify is not"
@@ -82,8 +82,8 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
     tokens = np.array(run.tokenizer.encode(text), np.int32)
     sample = Sample(prompt=prompt, completion=text, tokens=tokens, stop="stop_token")
     if run.config.data.plays:  # as an episode of one turn
-        said = ({"role": "assistant", "content": text},)
-        sample = dataclasses.replace(sample, messages=said, stop="done")
+        messages = ({"role": "assistant", "content": text},)
+        sample = dataclasses.replace(sample, messages=messages, stop="done")
     if pool.by_token:
         sample = with_ends(sample, run.tokenizer)
     pool.probe(names, sample, run.config.sampling.group)
@@ -107,8 +107,8 @@ def check_reward_columns(config: Config, prompts: Sequence[Prompt]) -> None:
                 )
     columns = prompts[0].meta if prompts else ()
     for name in _own_rewards(config):
-        asked = ["question"] if prompts and prompts[0].question else []
-        columns_known = [*asked, *columns, *config.rewards[name].options]
+        question = ["question"] if prompts and prompts[0].question else []
+        columns_known = [*question, *columns, *config.rewards[name].options]
         function = load(function_of(name, tables[name]), "rewards")
         check_columns(function, columns_known, f"rewards.{name}")
 

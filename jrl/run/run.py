@@ -14,6 +14,7 @@ import jax
 
 from jrl.config import Config, flatten
 from jrl.errors import Overdue, UserError
+from jrl.judging.judges import check_judges, probe_judges
 from jrl.models.tokenizer import FileTokenizer
 from jrl.report.page import write_report
 from jrl.rewards.pool import RewardPool
@@ -23,31 +24,29 @@ from jrl.run.loops import Training, train_compiled, train_on_host
 from jrl.run.metric_names import check_metric_names
 from jrl.run.out_of_memory import memory_of
 from jrl.run.progress import above_live_line
-from jrl.run.records import Moved, RunRecords
+from jrl.run.records import RunMoved, RunRecords
 from jrl.run.reference_check import check_references
 from jrl.run.revisions import pinned
 from jrl.run.reward_probe import check_reward_columns, missing_math, probe_rewards, reward_text
+from jrl.setup.adapters import has_base, policy_of, with_kept_base
+from jrl.setup.kinds import EpisodeKind
+from jrl.setup.objective import sampler_differs
+from jrl.setup.reward_parts import reward_pool
+from jrl.setup.run import Run
 from jrl.storage.step_files import what_is_saved
 from jrl.system.compile_cache import enable_compile_cache, return_compiler_memory
 from jrl.system.compile_reports import CompileNotes
 from jrl.system.devices import find_devices
 from jrl.system.processes import check_same
 from jrl.system.signals import Stopping
-from jrl.system.wait_reports import Waits, moved, waiting
+from jrl.system.wait_reports import Waits, io_progress, waiting
 from jrl.train import build, programs
-from jrl.train.adapters import has_base, with_kept_base
 from jrl.train.ahead import StepAhead
 from jrl.train.batches import check_sources
-from jrl.train.build import Run
 from jrl.train.compiled import warm_start, with_policy
-from jrl.train.judges import check_judges, probe_judges
-from jrl.train.kinds import EpisodeKind
-from jrl.train.objective import sampler_differs
 from jrl.train.remat import settled
 from jrl.train.reward_model import check_text_models
-from jrl.train.reward_parts import reward_pool
 from jrl.train.sampler_difference import difference_text
-from jrl.train.score import policy_of
 from jrl.types import TrainState
 
 
@@ -109,7 +108,7 @@ def run_config(
         stack.enter_context(Waits(config.train.wait_seconds, echo, partial(_overdue, stopping)))
         with stopping.at_once():
             try:
-                with waiting("model and the data", moved):
+                with waiting("model and the data", io_progress):
                     config = pinned(config)
                     check_same("configuration", flatten(config))
                     run, pool = _set_up(config, stack, echo)
@@ -133,7 +132,7 @@ def run_config(
             return _run(Training(run, shardings, records, stopping, pool, echo, step), state)
         except UserError as error:
             saved = what_is_saved(records.dir)
-            if saved in str(error) or isinstance(error, Moved):
+            if saved in str(error) or isinstance(error, RunMoved):
                 raise
             first, *more = str(error).split("\n")
             raise type(error)("\n".join([f"{first}; {saved}", *more])) from error
@@ -195,7 +194,7 @@ def _run(training: Training, state: TrainState) -> Trained:
     run, records, stopping = training.run, training.records, training.stopping
     with stopping.interruptible():
         state, notes = _begin(training, state)
-    if sampler_differs(run.config) and run.method.draw.own:
+    if sampler_differs(run.config) and run.method.draw.samples:
         training.echo(difference_text(run, state))
     if run.config.train.mode == "compiled":
         state = train_compiled(training, state, notes)
@@ -251,7 +250,9 @@ def _warmed_up(run: Run, state: TrainState, echo: Callable[[str], object]) -> Tr
     )
     policy, losses = warm(state.key, policy)
     echo(f"warm start: {warmup.steps} supervised steps, loss {float(losses[-1]):.3f}")
-    return with_policy(state, policy, run.optimizer, network=run.network, given=run.networks)
+    return with_policy(
+        state, policy, run.optimizer, network=run.network, unchanged_policies=run.networks
+    )
 
 
 def _report(directory: str, echo: Callable[[str], object]) -> str | None:

@@ -19,23 +19,23 @@ class TokenReport(struct.PyTreeNode):
     """The report on up to W tokens of each of S rows; column w is step w of the call.
 
     Attributes:
-      wanted: [S] int32, alternatives that each row asked for; -1 for no report at all.
+      alternatives: [S] int32, alternatives that each row asked for; -1 for no report at all.
       logprobs: [S, W] float32, nats, of the tokens drawn; see ``reported_logprobs``.
       top_ids: [S, W, K] int32, the likeliest tokens, the likeliest first.
       top_logprobs: [S, W, K] float32, nats.
     """
 
-    wanted: Array
+    alternatives: Array
     logprobs: Array
     top_ids: Array
     top_logprobs: Array
 
     @classmethod
-    def empty(cls, wanted: Array, width: int, top: int) -> TokenReport:
+    def empty(cls, alternatives: Array, width: int, top: int) -> TokenReport:
         """A report without entries, for ``width`` steps and up to ``top`` alternatives."""
-        s = wanted.shape[0]
+        s = alternatives.shape[0]
         return cls(
-            wanted=wanted,
+            alternatives=alternatives,
             logprobs=jnp.zeros((s, width), jnp.float32),
             top_ids=jnp.zeros((s, width, top), jnp.int32),
             top_logprobs=jnp.zeros((s, width, top), jnp.float32),
@@ -59,7 +59,7 @@ class TokenReport(struct.PyTreeNode):
             token_logprob = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
             likeliest = lambda: tuple(jax.lax.top_k(logprobs, report.top_ids.shape[2]))  # noqa: E731
             nothing = lambda: (report.top_logprobs[:, 0], report.top_ids[:, 0])  # noqa: E731
-            some = jnp.any(report.wanted > 0)
+            some = jnp.any(report.alternatives > 0)
             # On a GPU there is a report only where a row asked for it, see ``Rows``.
             branches = gpu.branches()
             top_values, ids = jax.lax.cond(some, likeliest, nothing) if branches else likeliest()
@@ -71,7 +71,7 @@ class TokenReport(struct.PyTreeNode):
 
         if not gpu.branches():
             return filled(self)
-        return jax.lax.cond(jnp.any(self.wanted >= 0), filled, lambda report: report, self)
+        return jax.lax.cond(jnp.any(self.alternatives >= 0), filled, lambda report: report, self)
 
 
 def reported_logprobs(logits: Array, sampling_params: SamplingParams) -> Array:

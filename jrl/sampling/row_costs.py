@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from jrl.sampling.chunk_length import costs
 
-_KEPT, _INTERVAL = 12, 16
+_TIMINGS, _INTERVAL = 12, 16
 """Keep the last 12 timings; after 6, time one call in 16."""
 _WAITS = 256
 """Number of recent environment latencies kept."""
@@ -68,7 +68,7 @@ class Timings:
     """Seconds of one kind of work, as a line over its size."""
 
     def __init__(self) -> None:
-        self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=_KEPT)
+        self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=_TIMINGS)
         self._timed: set[Hashable] = set()
         self._count = 0
         self._line: tuple[float, float] | None = None
@@ -84,7 +84,7 @@ class Timings:
         self._count += 1
         # Timing waits for the device, which decoding does not otherwise do; so it stays rare once
         # the line is known.
-        return len(self._times) < _KEPT // 2 or self._count % _INTERVAL == 0
+        return len(self._times) < _TIMINGS // 2 or self._count % _INTERVAL == 0
 
     def record(self, size: int, seconds: float) -> None:
         """Records the seconds of work of a size."""

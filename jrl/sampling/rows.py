@@ -322,7 +322,7 @@ class Rows:
 
     def decode(
         self,
-        wanted: int | None = None,
+        idle_slots: int | None = None,
         policies: Sequence[int] | None = None,
         *,
         steps: int | None = None,
@@ -335,8 +335,8 @@ class Rows:
         The chunk ends early where slots are idle, see ``RowCosts.idle_steps``.
 
         Args:
-          wanted: slots that are idle when their rows do not run; None for all, 0 for a chunk that
-            never ends early.
+          idle_slots: slots that count as idle when their rows do not run; None for all, 0 for a
+            chunk that never ends early.
           policies: [S], which policy each row is sampled by, where there are several.
           steps: at most ``chunk``; None for ``chunk``, whose cost is measured now and then.
           reports: [S], alternatives to report with each token of a row; -1 for no report.
@@ -345,7 +345,7 @@ class Rows:
           fetch: whether the output is brought to the host; else it is not waited for.
         """
         # Slots for which there is no work are not idle, and must not end the chunk early.
-        most, chunk = self.slots if wanted is None else wanted, self._chunk
+        most, chunk = self.slots if idle_slots is None else idle_slots, self._chunk
         run = functools.partial(
             self._run_chunk,
             at_once=gpu.block_of(chunk if steps is None else steps),
@@ -386,7 +386,7 @@ class Rows:
         # Where reports can be asked for they always have an array, so that there is one program;
         # on a GPU it would branch in every step, and there are two.
         counts = np.array([-1] * self.slots if reports is None else reports, np.int32)
-        asked = self._reports and (gpu.branches() or bool(counts.max() >= 0))
+        reports_wanted = self._reports and (gpu.branches() or bool(counts.max() >= 0))
         self._batch, out = self._decode(
             self._weights,
             self.batch,
@@ -394,7 +394,7 @@ class Rows:
             self._halted,
             np.int32(steps),
             idle,
-            counts if asked else None,
+            counts if reports_wanted else None,
             policies,
             masks,
             at_once=at_once,

@@ -75,16 +75,16 @@ class IdleLimit(NamedTuple):
     """Limit of idle slot-steps in one call of ``decode``.
 
     Attributes:
-      wanted: [] int32, slots for which there is work; each of them that does not run is idle.
+      needed: [] int32, slots for which there is work; each of them that does not run is idle.
       steps: [] int32, slot-steps. The first decode step is taken however many slots are idle.
     """
 
-    wanted: Array
+    needed: Array
     steps: Array
 
     def of(self, runs: Array) -> Array:
         """[] int32: slots that are idle while ``runs`` [] int32 of them run."""
-        return jnp.maximum(self.wanted - runs, 0)
+        return jnp.maximum(self.needed - runs, 0)
 
 
 class Members(struct.PyTreeNode):
@@ -325,8 +325,12 @@ def decode(
 
     def running(carry: tuple[Array, Slots, Array]) -> Array:
         i, slots, spent = carry
-        goes, runs = lasts(carry), jnp.sum(slots.stop == StopReason.RUNNING)
-        return goes if idle is None else goes & ((i == 0) | (spent + idle.of(runs) <= idle.steps))
+        unfinished, runs = lasts(carry), jnp.sum(slots.stop == StopReason.RUNNING)
+        return (
+            unfinished
+            if idle is None
+            else unfinished & ((i == 0) | (spent + idle.of(runs) <= idle.steps))
+        )
 
     one_token = partial(_one_token, weights, stops, first, network, idle, measure)
     # Steps between two looks at the end: a number that is known, and no more than there are.
@@ -367,7 +371,7 @@ def _one_token(
     idle: IdleLimit | None,
     measure: Measure | None,
     carry: tuple[Array, Slots, Array],
-    goes: Array | bool = True,
+    active: Array | bool = True,
 ) -> tuple[Array, Slots, Array]:
     """One decode step: a token more in every running row.
 
@@ -379,12 +383,12 @@ def _one_token(
       idle: counts the slot-steps that draw nothing; None where nobody asks.
       measure: as in ``decode``.
       carry: the number of the step, the state, and the slot-steps so far that drew nothing.
-      goes: [] bool, False for a step that leaves everything as it is.
+      active: [] bool, False for a step that leaves everything as it is.
     """
     i, slots, spent = carry
     column = None if first is None else first + i
-    runs = (slots.stop == StopReason.RUNNING) & goes
-    spent = spent if idle is None else spent + jnp.where(goes, idle.of(jnp.sum(runs)), 0)
+    runs = (slots.stop == StopReason.RUNNING) & active
+    spent = spent if idle is None else spent + jnp.where(active, idle.of(jnp.sum(runs)), 0)
     # The newest token is the only one that the cache lacks; its position is the row's last.
     position = slots.prompt_lengths + slots.lengths - 1
     cache = slots.cache.replace(column=column)
@@ -401,7 +405,7 @@ def _one_token(
     report = slots.report
     if report is not None:
         # Past the last column nothing is written.
-        at = jnp.where(goes, i, report.logprobs.shape[1])
+        at = jnp.where(active, i, report.logprobs.shape[1])
         report = report.with_step(at, logits, token, slots.sampling_params)
     lengths = slots.lengths + runs
     at_limit = jnp.where(lengths >= slots.limits, StopReason.LENGTH, StopReason.RUNNING)

@@ -36,7 +36,7 @@ from jrl.sampling.slots import (
 from jrl.types import Array, Branching, Cache, Network, Params, Rollout
 
 
-class Drawn(NamedTuple):
+class TreeRollout(NamedTuple):
     """A rollout and the tree that it is.
 
     Attributes:
@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
 
 
 def check_branching(branching: Branching, group: int, slots: int = 0) -> Branching:
-    """The same with the number of roots written out.
+    """The branching with its number of roots filled in.
 
     Raises:
       UserError: names what does not fit, and what would.
@@ -93,7 +93,7 @@ def generate_tree(
     max_new_tokens: int,
     stop_tokens: Sequence[int],
     slots: int = 0,
-) -> Drawn:
+) -> TreeRollout:
     """``group`` completions of each prompt that share beginnings: program 1 of an iteration.
 
     Args:
@@ -140,7 +140,7 @@ def generate_tree(
     results, mask, owner, steps = on_own_prompts(grow, *args, network=network)
     rollout = as_rollout(results, prompts, version, group, sampled=mask)
     node = jax.vmap(nodes_of)(owner, rollout.lengths)
-    return Drawn(rollout, steps.sum(), node)
+    return TreeRollout(rollout, steps.sum(), node)
 
 
 def nodes_of(owner: Array, lengths: Array) -> Array:

@@ -1,4 +1,4 @@
-"""From a run or a checkpoint to a server of its policy."""
+"""Starts a server of the policy of a run or a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from jrl.serving import http, server
 from jrl.serving.openai_tools import tool_parser
 from jrl.serving.record import Recorder
 from jrl.serving.worker import EngineWorker
-from jrl.train.adapters import put_policy, restore_policy, start_params, trained_network
-from jrl.train.frozen import run_shape
-from jrl.train.kinds import kind_of
+from jrl.setup.adapters import put_policy, restore_policy, start_params, trained_network
+from jrl.setup.frozen import run_shape
+from jrl.setup.kinds import kind_of
+from jrl.setup.objective import method_of
 from jrl.train.memory_check import check_slots
-from jrl.train.objective import method_of
 from jrl.types import Network, Params
 
 

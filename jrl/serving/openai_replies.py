@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.request import TokenLogprobs, Update
@@ -65,8 +66,8 @@ class ReplyChoice:
 
     def _waits(self) -> bool:
         """Whether what the text so far means is known only later: a call, or a thought."""
-        if self._request.tools is not None:
-            return True  # a call is known for one at its end
+        if self._request.tools is not None or self._channels is not None:
+            return True  # calls and messages are known for such at their end
         # The space behind a thought belongs to it.
         return self._request.thinking and not self._text.partition(THOUGHT_END)[2].strip()
 
@@ -92,11 +93,9 @@ class ReplyChoice:
         if not self._request.chat:
             choice["text"] = text
             return choice
-        thought, text = self._thought(text) if not tokens.start else ("", text)
-        before, calls = self._calls()
+        thought, content, calls = self._message(text, first=not tokens.start)
         if calls:
             choice["finish_reason"] = "tool_calls"
-        content = before if calls else text
         reasoning = {"reasoning_content": thought} if thought else {}
         if piece:
             numbered = [{"index": i, **call} for i, call in enumerate(calls)]
@@ -107,25 +106,39 @@ class ReplyChoice:
             choice["message"] |= reasoning | ({"tool_calls": calls} if calls else {})
         return choice
 
-    def _thought(self, text: str) -> tuple[str, str]:
-        """The thought that a reply by a grammar begins with, and what follows it.
+    @property
+    def _channels(self) -> Callable[[str], tuple[str, str] | None] | None:
+        """What tells thoughts from words where the model's format has messages for both."""
+        return self._request.parser.channels if self._request.parser else None
 
-        Clients read the content of such a reply as JSON.
+    def _message(self, text: str, *, first: bool) -> tuple[str, str | None, list[Json]]:
+        """What was thought, what was said, and the calls.
+
+        Clients read the content of a reply by a grammar as JSON, so what was thought before it is
+        told apart. Calls are those of a choice that has ended by itself.
         """
-        if not self._request.thinking:
-            return "", text
-        thought, end, rest = text.partition(THOUGHT_END)
-        return thought.strip(), rest.lstrip() if end else ""
-
-    def _calls(self) -> tuple[str | None, list[Json]]:
-        """The words before the calls, and the calls, of a choice that has ended by itself."""
-        tools = self._request.tools
-        if tools is None or self.finish != "stop":
-            return None, []
+        request = self._request
+        thought = ""
+        if request.thinking and first:
+            thought, _, text = text.partition(THOUGHT_END)
+            text = text.lstrip()
+        if request.tools is None and self._channels is None:
+            return thought.strip(), text, []
         sampled = self._tokenizer.decode(self._sampled, skip_special=False)
-        if self._request.thinking:
+        if request.thinking:
             sampled = sampled.partition(THOUGHT_END)[2]
-        return calls_of(sampled, tools)
+        calls: list[Json] = []
+        if request.tools is not None and self.finish == "stop":
+            before, calls = calls_of(sampled, request.tools)
+        content = (before or "") if calls else text
+        messages = None
+        if self._channels is not None:
+            drawn = self._tokenizer.decode(self._tokens, skip_special=False)
+            messages = self._channels(content if calls else drawn)
+        if messages is not None:
+            stops = request.requests[0].stop_strings
+            thought, content = (functools.reduce(_before, stops, part) for part in messages)
+        return thought.strip(), (content or None) if calls else content, calls
 
     def _chat_logprobs(self, tokens: range) -> Json:
         def entry(token: int, logprob: float) -> Json:
@@ -155,6 +168,10 @@ class ReplyChoice:
 
     def _piece(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special=False)
+
+
+def _before(text: str, stop: str) -> str:
+    return text.partition(stop)[0]
 
 
 def _finite(logprob: float) -> float:

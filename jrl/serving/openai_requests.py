@@ -52,7 +52,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 COMMON = frozenset(
     {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias", "seed", "stop"}
 ) | {"n", "logprobs", "stream", "stream_options"}
-KNOWN: Mapping[bool, frozenset[str]] = {
+ACCEPTED: Mapping[bool, frozenset[str]] = {
     False: COMMON | {"prompt", "best_of"},
     True: COMMON
     | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice"}
@@ -112,6 +112,7 @@ class ApiRequest:
       stream: whether to reply in pieces.
       usage: whether the last piece counts the tokens.
       tools: of a chat completion; None for none.
+      parser: of the model's family, for a chat completion; None where nothing says so.
       thinking: whether the reply follows a grammar and begins inside a thought.
     """
 
@@ -122,6 +123,7 @@ class ApiRequest:
     stream: bool
     usage: bool
     tools: Tools | None = None
+    parser: Parser | None = None
     thinking: bool = False
 
     @property
@@ -217,6 +219,7 @@ def parse(
         stream=stream,
         usage=bool(_get(options, "include_usage", bool, None)),
         tools=tools,
+        parser=parser if chat else None,
         thinking=thinking and grammar is not None,
     )
 
@@ -296,7 +299,7 @@ def _integer(body: Json, name: str, default: int | None, low: int, high: int) ->
 
 def _check_names(body: Json, chat: bool) -> None:
     for name, value in body.items():
-        if name in KNOWN[chat] or name in IGNORED:
+        if name in ACCEPTED[chat] or name in IGNORED:
             continue
         if name not in NEUTRAL:
             raise ApiError(f"unknown parameter {name!r}", param=name, code="unknown_parameter")

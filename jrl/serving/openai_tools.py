@@ -33,7 +33,7 @@ class Tools(NamedTuple):
       only: the one tool that must be called; None for any.
     """
 
-    told: tuple[Json, ...]
+    offered: tuple[Json, ...]
     parser: Parser
     enforced: bool = False
     only: str | None = None
@@ -41,7 +41,7 @@ class Tools(NamedTuple):
     @property
     def schemas(self) -> Schemas:
         """JSON schema of the arguments, by the tool's name."""
-        return {each["function"]["name"]: each["function"]["parameters"] for each in self.told}
+        return {each["function"]["name"]: each["function"]["parameters"] for each in self.offered}
 
 
 def tool_parser(name: str | None, tokenizer: Tokenizer) -> Parser | None:
@@ -172,7 +172,7 @@ def conversation(
       UserError: the template refuses the messages, writes no tools or no calls, or does not read a
         variable; or something beside the contents spells a control token.
     """
-    offered = list(tools.told) if tools else []
+    offered = list(tools.offered) if tools else []
     check_variables(variables, tokenizer, "chat_template_kwargs")
     check_fields(tokenizer, [dict(m) for m in messages], offered, "the request")
     results = [
@@ -212,15 +212,8 @@ def calls_of(raw: str, tools: Tools) -> tuple[str | None, list[Json]]:
     calls = [call for call in parsed if isinstance(call, Call)]
     if not parsed or len(calls) < len(parsed):
         return None, []
-    begin = raw.find(_mark(tools.parser))
-    before = raw[:begin].strip() if begin > 0 else ""
-    return before or None, [_written(call) for call in calls]
-
-
-def _mark(parser: Parser) -> str:
-    """The opening mark of the family's calls."""
-    before, _, _ = parser.render(Call("NAME", {})).partition("NAME")
-    return before.split("\n")[0].split('"')[0].rstrip(" {[") or "{"
+    begin = 0 if tools.parser.begin is None else tools.parser.begin(raw, tools.schemas)
+    return raw[:begin].strip() or None, [_written(call) for call in calls]
 
 
 def _written(call: Call) -> Json:

@@ -249,7 +249,7 @@ def run(
         for number, handler in before.items():
             signal.signal(number, handler)
         service.sampler.close(grace_seconds)
-    for what, error in (("engine", service.sampler.failure), ("HTTP server", running.error)):
+    for component, error in (("engine", service.sampler.failure), ("HTTP server", running.error)):
         if error is not None:
-            raise RuntimeError(f"the {what} failed: {error}") from error
+            raise RuntimeError(f"the {component} failed: {error}") from error
     echo("stopped")

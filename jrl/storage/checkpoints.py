@@ -25,7 +25,7 @@ from jrl.errors import StorageError, UserError
 from jrl.storage.lock import is_replaced
 from jrl.storage.step_contents import contents, drop_late_callbacks, read_contents
 from jrl.storage.step_files import readable, write_record
-from jrl.system.wait_reports import moved, waiting
+from jrl.system.wait_reports import io_progress, waiting
 
 STEP_DIGITS = 8
 
@@ -120,14 +120,14 @@ class Checkpoints:
                 f"checkpoint step {step} is older than step {max(later)} in {self.directory}, which"
                 " another continuation wrote; delete the later steps or use another run.dir"
             )
-        arrays, meta = contents(state, extra or {}, step=step, what=f"checkpoint step {step}")
+        arrays, meta = contents(state, extra or {}, step=step, label=f"checkpoint step {step}")
         self._best = best
         try:
             writer = self._open_writer()
             for old in sorted(self._damaged & set(self.steps())):
                 writer.delete(old)
             self._writing = step
-            with waiting(f"saving of step {step}", moved):
+            with waiting(f"saving of step {step}", io_progress):
                 writer.save(
                     step,
                     args=ocp.args.Composite(
@@ -181,7 +181,7 @@ class Checkpoints:
             return
         try:
             if wait:
-                with waiting(f"saving of step {self._writing}", moved):
+                with waiting(f"saving of step {self._writing}", io_progress):
                     self._writer.wait_until_finished()
             self._writer.check_for_errors()
         except (OSError, ValueError) as error:
@@ -265,8 +265,8 @@ class Checkpoints:
             if not _all_processes(fault is None):
                 raise fault or OSError("another process could not read it")
             step_text = f"checkpoint step {step} in {self.directory}"
-            with waiting(f"reading of step {step}", moved):
-                result = read_contents(path, template, step=step, subset=subset, what=step_text)
+            with waiting(f"reading of step {step}", io_progress):
+                result = read_contents(path, template, step=step, subset=subset, label=step_text)
         if repaired:
             warnings.warn(
                 f"{step_text}: {', '.join(repaired)} damaged, and read from a copy", stacklevel=3

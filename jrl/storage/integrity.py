@@ -21,7 +21,7 @@ _FIRST = 0x9E3779B9  # mixed for the first word, where 0 would stay 0
 
 
 def checksum(tree: Params) -> Array:
-    """One number for the bits of each leaf, the same however the leaf is divided over devices.
+    """A checksum for each leaf, independent of how the leaf is divided over devices.
 
     The words of a leaf are hashed together with their places and added up modulo 2^32, so that the
     order of the sum does not matter and the order of the words does: two shards that changed places

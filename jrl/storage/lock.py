@@ -25,7 +25,7 @@ from jrl.system.processes import first_says
 
 NAME = "run.lock"
 
-_held: dict[str, tuple[int, int, int]] = {}
+_locks: dict[str, tuple[int, int, int]] = {}
 """Directories that this process has locked -> device and number of the file that it locked, and its
 descriptor."""
 
@@ -57,10 +57,10 @@ def run_lock(directory: str | Path) -> Iterator[None]:
             raise (UserError if fault[0] == "held" else StorageError)(fault[1])
         if file is not None:
             status = os.fstat(file.fileno())
-            _held[os.path.abspath(directory)] = status.st_dev, status.st_ino, file.fileno()
+            _locks[os.path.abspath(directory)] = status.st_dev, status.st_ino, file.fileno()
         yield
     finally:
-        _held.pop(os.path.abspath(directory), None)
+        _locks.pop(os.path.abspath(directory), None)
         if file is not None:
             file.close()  # which unlocks it; the file stays, since removing it would be a race
 
@@ -70,7 +70,7 @@ def is_replaced(directory: str | Path) -> bool:
 
     What is written by its name would go to another directory, which nothing locks.
     """
-    locked = _held.get(os.path.abspath(directory))
+    locked = _locks.get(os.path.abspath(directory))
     if locked is None:
         return False
     try:
@@ -83,11 +83,11 @@ def is_replaced(directory: str | Path) -> bool:
 
 
 def moved_to(directory: str | Path) -> Path | None:
-    """Where a directory that this process has locked lies now; None where nobody knows.
+    """Current path of a directory locked by this process; None if unknown.
 
     Linux tells the path of an open file, also after its directory was renamed.
     """
-    locked = _held.get(os.path.abspath(directory))
+    locked = _locks.get(os.path.abspath(directory))
     if locked is None:
         return None
     with contextlib.suppress(OSError):

@@ -368,7 +368,7 @@ class RunWriter:
 
     @property
     def unwritten(self) -> dict[str, str]:
-        """By file, lines that it has not taken yet, for a checkpoint to hold; {} as a rule."""
+        """Unwritten lines by file, for a checkpoint; {} as a rule."""
         return dict(self._pending)
 
     def retry(self) -> None:

@@ -23,7 +23,7 @@ FORMAT = 2  # 1 had no checksums
 
 
 def contents(
-    state: Any, extra: Mapping[str, Any], *, step: int, what: str
+    state: Any, extra: Mapping[str, Any], *, step: int, label: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The named arrays of a step, and its JSON metadata.
 
@@ -31,7 +31,7 @@ def contents(
       state: any pytree of arrays, typed PRNG keys and Python numbers.
       extra: values of the host.
       step: its number, which its directory is named after.
-      what: is saved, for messages.
+      label: names the checkpoint, for messages.
 
     Raises:
       UserError: ``extra`` cannot be JSON, or two leaves have one name.
@@ -47,7 +47,7 @@ def contents(
     try:
         meta = json.loads(json.dumps(described))
     except (TypeError, ValueError) as error:
-        raise UserError(f"{what}: extra cannot be JSON: {error}") from error
+        raise UserError(f"{label}: extra cannot be JSON: {error}") from error
     arrays = {name: _stored(leaf) for name, leaf in (leaves | lifted).items() if np.size(leaf)}
     meta["checksums"] = checksums(arrays)
     meta["crc32"] = crc_of(meta)
@@ -55,7 +55,7 @@ def contents(
 
 
 def read_contents(
-    path: str, template: Any, *, step: int, subset: bool, what: str
+    path: str, template: Any, *, step: int, subset: bool, label: str
 ) -> tuple[Any, dict[str, Any]]:
     """The state and ``extra`` of a step, verified.
 
@@ -64,7 +64,7 @@ def read_contents(
       template: as ``Checkpoints.restore`` takes it.
       step: the number that its directory has.
       subset: whether the checkpoint may hold more leaves.
-      what: is read, for messages.
+      label: names the checkpoint, for messages.
 
     Raises:
       UserError: a leaf is missing, left over, or of another shape or dtype; or the directory is
@@ -76,10 +76,10 @@ def read_contents(
     layout = meta["leaves"]
     if (holds := meta.get("step", step)) != step:  # older checkpoints do not say
         raise UserError(
-            f"{what} holds step {holds}: directories of steps were renamed; give each the number"
+            f"{label} holds step {holds}: directories of steps were renamed; give each the number"
             " of the step that it holds"
         )
-    _check_layout(what, layout, leaves, subset)
+    _check_layout(label, layout, leaves, subset)
     lifted = {} if subset else _lifted(meta["extra"])
     nonempty = {name: leaf for name, leaf in (leaves | lifted).items() if np.size(leaf)}
     arrays = _read_arrays(path, nonempty) if nonempty else {}
@@ -120,7 +120,7 @@ def _read_arrays(path: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drop_late_callbacks() -> None:
-    """From here on nothing is printed of arrays that end after another could not be transferred.
+    """Silences arrays that are deleted after a transfer of another one failed.
 
     Each comes back to an event loop that the first error has closed, seconds later where a disk is
     full, and would print a traceback; the first error itself is raised.
@@ -259,7 +259,7 @@ def _empty(leaf: Any) -> Any:
 
 
 def _check_layout(
-    what: str, stored: Mapping[str, Any], leaves: Mapping[str, Any], subset: bool
+    label: str, stored: Mapping[str, Any], leaves: Mapping[str, Any], subset: bool
 ) -> None:
     def text(layout: Mapping[str, Any]) -> str:
         return f"{layout['dtype']}{layout['shape']}"
@@ -273,7 +273,7 @@ def _check_layout(
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise UserError(
-            f"{what} does not match this run: {'; '.join(problems[:3])}"
+            f"{label} does not match this run: {'; '.join(problems[:3])}"
             f"{more}. Restore it with the model, objective and optimizer that wrote it,"
             " or use another run.dir"
         )

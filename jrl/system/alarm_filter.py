@@ -20,22 +20,22 @@ class Filter:
     """Takes bytes as they come, and returns those to pass on."""
 
     def __init__(self) -> None:
-        self._held = b""
+        self._unfinished = b""
         self._left = 0
 
     def __call__(self, data: bytes) -> bytes:
-        """What is certain by now."""
-        *lines, rest = (self._held + data).split(b"\n")
+        """Bytes that can be passed on already."""
+        *lines, rest = (self._unfinished + data).split(b"\n")
         out = b"".join(line + b"\n" for line in lines if not self._is_alarm(line))
         # Half a line waits only where it may become the alarm's.
         waits = self._left > 0 or _STARTS.match(rest)
-        self._held = rest if waits else b""
+        self._unfinished = rest if waits else b""
         return out + (b"" if waits else rest)
 
     def end(self) -> bytes:
-        """What is left at the end."""
-        held, self._held = self._held, b""
-        return b"" if held and self._is_alarm(held) else held
+        """The remaining bytes at the end."""
+        rest, self._unfinished = self._unfinished, b""
+        return b"" if rest and self._is_alarm(rest) else rest
 
     def _is_alarm(self, line: bytes) -> bool:
         if ALARM.search(line):

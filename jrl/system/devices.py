@@ -73,8 +73,8 @@ def libtpu_is_idle() -> bool:
     JAX would start it all the same unless it is told which platforms there are, and libtpu prints
     six lines on the terminal that look like errors.
     """
-    asked = getattr(jax.config, "jax_platforms", "") or "JAX_FORCE_TPU_INIT" in os.environ
-    if asked or importlib.util.find_spec("libtpu") is None:
+    requested = getattr(jax.config, "jax_platforms", "") or "JAX_FORCE_TPU_INIT" in os.environ
+    if requested or importlib.util.find_spec("libtpu") is None:
         return False
     if any(glob.glob(pattern) for pattern in OTHERS):
         return False

@@ -32,13 +32,13 @@ def install_line(extra: str) -> str:
     return f"{pip} {' '.join(shlex.quote(each) for each in packages(extra)) or extra}"
 
 
-def need(module: str, extra: str, what: str) -> Any:
+def need(module: str, extra: str, needed_by: str) -> Any:
     """A module of an extra.
 
     Args:
       module: its dotted name.
       extra: that brings it.
-      what: needs it, for the message.
+      needed_by: names the feature that needs it, for the message.
 
     Raises:
       UserError: it is not installed; with the line that installs it here.
@@ -47,7 +47,7 @@ def need(module: str, extra: str, what: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         name = error.name or module
-        raise UserError(f"{what} needs {name}; install it: {install_line(extra)}") from None
+        raise UserError(f"{needed_by} needs {name}; install it: {install_line(extra)}") from None
 
 
 def packages(extra: str, distribution: str = DISTRIBUTION) -> list[str]:

@@ -107,11 +107,11 @@ def all_say(value: Any) -> list[Any]:
     return [json.loads(text) for text in _everyone_says(json.dumps(value))]
 
 
-def check_same(what: str, values: Mapping[str, Any]) -> None:
+def check_same(label: str, values: Mapping[str, Any]) -> None:
     """Raises the same UserError on every process when they do not hold the same values.
 
     Args:
-      what: they are, for the message.
+      label: names them, for the message.
       values: JSON values by name.
     """
     if jax.process_count() == 1:
@@ -128,7 +128,7 @@ def check_same(what: str, values: Mapping[str, Any]) -> None:
     if lines:
         more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
         listed = "\n".join([*lines[:8], *more])
-        raise UserError(f"the processes of this run disagree on their {what}:\n{listed}")
+        raise UserError(f"the processes of this run disagree on their {label}:\n{listed}")
 
 
 def _everyone_says(text: str) -> list[str]:

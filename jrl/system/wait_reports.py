@@ -30,7 +30,7 @@ class Wait:
     """One wait of one thread.
 
     Attributes:
-      what: the object waited for, after "waiting for the".
+      subject: the object waited for, after "waiting for the".
       of: its owner, such as "step 12"; None inherits the surrounding wait's.
       detail: progress text; called from another thread.
       seconds: minimum time before the wait may be ended, whatever the limit.
@@ -40,7 +40,7 @@ class Wait:
       says: age at which the wait is reported next, seconds.
     """
 
-    what: str
+    subject: str
     of: str | None
     detail: Callable[[], str]
     seconds: float
@@ -53,7 +53,7 @@ class Wait:
         """The wait in words: object, age, progress."""
         of = f" of {self.of}" if self.of else ""
         detail = f", {self.last_detail}" if self.last_detail else ""
-        return f"the {self.what}{of}: {now - self.began:.0f} s{detail}"
+        return f"the {self.subject}{of}: {now - self.began:.0f} s{detail}"
 
     def look(self, now: float) -> None:
         """Updates the progress text."""
@@ -71,7 +71,7 @@ _longest: dict[str, float] = {}
 
 @contextlib.contextmanager
 def waiting(
-    what: str,
+    subject: str,
     detail: Callable[[], str] = str,
     *,
     of: str | None = None,
@@ -80,7 +80,7 @@ def waiting(
     """Registers a wait of this thread for the duration of the block.
 
     Args:
-      what: the object waited for, after "waiting for the".
+      subject: the object waited for, after "waiting for the".
       detail: a short progress text; a change of it counts as progress. Called from another thread.
       of: its owner, such as "step 12"; None inherits the surrounding wait's.
       seconds: minimum time without progress before the wait may be ended, whatever the limit.
@@ -89,20 +89,20 @@ def waiting(
     with _lock:
         stack = _waits.setdefault(thread, [])
         of = stack[-1].of if of is None and stack else of
-        report_after = max(SAY_SECONDS, 2 * _longest.get(what, 0.0))
-        wait = Wait(what, of, detail, seconds, now, now, says=report_after)
+        report_after = max(SAY_SECONDS, 2 * _longest.get(subject, 0.0))
+        wait = Wait(subject, of, detail, seconds, now, now, says=report_after)
         stack.append(wait)
     try:
         yield
     finally:
         with _lock:
             stack.remove(wait)
-            _longest[what] = max(_longest.get(what, 0.0), time.monotonic() - now)
+            _longest[subject] = max(_longest.get(subject, 0.0), time.monotonic() - now)
             if not stack:
                 _waits.pop(thread, None)
 
 
-def moved() -> str:
+def io_progress() -> str:
     """Bytes read and written by this process so far: the progress of a wait for files."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         counts = [line.split() for line in Path("/proc/self/io").read_text().splitlines()]

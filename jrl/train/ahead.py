@@ -15,8 +15,8 @@ from typing import Any, Self
 import jax
 
 from jrl.mesh import named_platform
+from jrl.setup.run import Run
 from jrl.train import programs
-from jrl.train.build import Run
 from jrl.train.shapes import abstract_batch, abstract_parameters
 
 
@@ -73,7 +73,7 @@ class StepAhead:
 
 
 def _shapes(tree: Any) -> Any:
-    """What two trees of arrays, or of their shapes, are compared by."""
+    """Key for comparing two trees of arrays, or of their shapes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 

@@ -1,4 +1,4 @@
-"""Where the batches of a run come from: its source, everything around it, and who collects.
+"""A run's batches: its source, the wrappers around it, and the collector.
 
 A reader finds here, in one list, what stands between the training loop and the sampler.
 """
@@ -15,19 +15,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrl.collect.collector import Batches, Collector
+from jrl.collect.curriculum import HostRounds, host_tools, with_problems
+from jrl.collect.host_episodes import HostEpisodes, host_source
+from jrl.collect.pairs import JudgedSource, sizes_of
+from jrl.collect.plan_tools import Hinter, TaskTools, TextTools
+from jrl.collect.recorded import RecordedSource
+from jrl.collect.resharding import ReshardedSampler
+from jrl.collect.reward_stages import JudgedParts, judged_parts
+from jrl.collect.reward_sums import FiniteSums
+from jrl.collect.run_rows import line_ends
+from jrl.collect.sources import Source, epoch_order
+from jrl.collect.sources_own import Sampler, make_own_source
+from jrl.collect.sources_task import EnvSource, TaskSource
+from jrl.collect.sources_text import TextSampler, TextSource
+from jrl.collect.tree_search import search_source, undrawn_text
 from jrl.episodes.transcript import RowShape
 from jrl.mesh import replicated
 from jrl.methods.curriculum import Curriculum, Table
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
-from jrl.system.signals import Stopping
-from jrl.train import programs
-from jrl.train.build import Run, question_prompts
-from jrl.train.collect import Batches, Collector
-from jrl.train.curriculum import HostRounds, host_tools, with_problems
-from jrl.train.disjoint import draw_ahead, restored
-from jrl.train.host_episodes import HostEpisodes, host_source
-from jrl.train.kinds import (
+from jrl.setup.kinds import (
     AskedKind,
     DialogueKind,
     EnvKind,
@@ -39,24 +47,17 @@ from jrl.train.kinds import (
     TaskPairKind,
     TextKind,
 )
-from jrl.train.pairs import JudgedSource, sizes_of
-from jrl.train.plan_tools import Hinter, TaskTools, TextTools
-from jrl.train.recorded import RECORDED_REWARD, RecordedSource
-from jrl.train.resharding import ReshardedSampler
-from jrl.train.reward_parts import parts_by_progress
-from jrl.train.reward_stages import JudgedParts, judged_parts
-from jrl.train.reward_sums import FiniteSums
-from jrl.train.run_rows import line_ends
-from jrl.train.sources import Source, epoch_order
-from jrl.train.sources_own import Sampler, make_own_source
-from jrl.train.sources_task import EnvSource, TaskSource
-from jrl.train.sources_text import TextSampler, TextSource
-from jrl.train.tree_search import search_source, undrawn_text
+from jrl.setup.recorded import RECORDED_REWARD
+from jrl.setup.reward_parts import parts_by_progress
+from jrl.setup.run import Run, question_prompts
+from jrl.system.signals import Stopping
+from jrl.train import programs
+from jrl.train.disjoint import draw_ahead, restored
 from jrl.types import Prompt
 
 
 def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Source:
-    """What draws the groups of a run, and what wraps it, from the inside out.
+    """The source of a run's groups with its wrappers, from the inside out.
 
     Args:
       run: from ``build.setup``.
@@ -103,7 +104,7 @@ def _is_number(value: Any) -> bool:
 
 
 def tools_of(run: Run) -> Callable[[Any], Any] | None:
-    """What the data of a run offers to plans."""
+    """Tools that the data of a run offers to plans."""
     return TOOLS[type(run.kind)](run)
 
 
@@ -307,7 +308,7 @@ HELD_OUT: Mapping[type[TextKind], MakeSource] = {
 
 
 def undrawn_source(run: Run, pool: RewardPool | None, split: str) -> Source:
-    """What has the problems of a split and judges completions of them, but draws none.
+    """A source with the problems and rewards of a split that samples nothing.
 
     Args:
       run: on a task, or on prompts in text.
@@ -359,7 +360,7 @@ def _of_text(run: Run, hinted: Hinter | None) -> Callable[[Any], Any]:
         new,
         hinted,
         tokenizer=run.tokenizer,
-        asked=lambda question: question_prompts(run, [question], 1 << 30)[0].tokens,
+        tokens_of=lambda question: question_prompts(run, [question], 1 << 30)[0].tokens,
         longest=run.network.max_length - new,
     )
     return lambda key: tools
@@ -380,7 +381,7 @@ TOOLS: Mapping[type[TextKind], Callable[[Run], Callable[[Any], Any] | None]] = {
 
 
 def _evaluation(run: Run) -> tuple[Any, SamplingParams]:
-    """What draws held-out completions, compiled, and the distribution that it draws from."""
+    """The compiled sampler of held-out completions, and its sampling parameters."""
     table, sampling = run.config.eval, run.config.sampling
     params = make_sampling_params(table.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     program = programs.sampler_program(run, split="eval", group=table.samples)
@@ -399,5 +400,5 @@ def _taking_requests(program: Any) -> Any:
 
 
 def _free(program: Any) -> Callable[[], None] | None:
-    """What frees the weights that a program holds between draws; None where it holds none."""
+    """Function that frees a program's weights between draws; None if it holds none."""
     return program.free if isinstance(program, ReshardedSampler) else None

@@ -6,100 +6,43 @@ run = bare_run(config, mesh, model=...)   # without data and weights, to plan it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import optax
 from jax.sharding import Mesh
 
 from jrl.config.checks import check_batch
 from jrl.config.secrets import reveal
 from jrl.config.tables import Config
-from jrl.data.prompts import build_prompts
-from jrl.data.sources import MemoryRows, open_source
-from jrl.data.tasks import Task
-from jrl.episodes import Env
+from jrl.data.sources import open_source
 from jrl.errors import UserError
+from jrl.judging.models import load_judge_models
 from jrl.mesh import batch_shards
 from jrl.methods.base import Method
 from jrl.models import hf
 from jrl.models.attention.choice import check_attention_on_mesh
 from jrl.models.config import ModelConfig
 from jrl.models.heads import after_token
-from jrl.models.quant import sampler
-from jrl.models.routing import recording
 from jrl.models.tokenizer import check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.params import SamplingParams, make_sampling_params
-from jrl.train.adapters import lora_of, start_params, trained_network
-from jrl.train.features import Features, check_features, features_of
-from jrl.train.frozen import frozen_shape, run_shape
-from jrl.train.gather import gathers
-from jrl.train.judge_models import load_judge_models
-from jrl.train.kinds import RunData, TextKind, kind_of
+from jrl.setup.adapters import lora_of, start_params, trained_network
+from jrl.setup.features import check_features, features_of
+from jrl.setup.frozen import frozen_shape, run_shape
+from jrl.setup.kinds import RunData, TextKind, kind_of
+from jrl.setup.objective import method_of
+from jrl.setup.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
+from jrl.setup.reward_parts import accuracy_part, parts_of
+from jrl.setup.run import Run, policy_network
 from jrl.train.memory_check import check_training
-from jrl.train.objective import method_of
 from jrl.train.optimizer import make_optimizer
-from jrl.train.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
 from jrl.train.reward_model import load_reward_models, make_value, trains_reward
-from jrl.train.reward_parts import RunRewards, accuracy_part, parts_of
 from jrl.train.state import frozen_names
 from jrl.train.step import check_vocabularies
-from jrl.types import NOTHING, Network, Params, Prompt, ValueNetwork
+from jrl.types import NOTHING, Network, Params
 from jrl.user_code import check_options, check_takes, load, made_by
-
-
-class Run(NamedTuple):
-    """Everything a run is made of, before its state.
-
-    Attributes:
-      config: what was asked for.
-      mesh: where it trains.
-      rollout_mesh: where completions to train on are drawn; None for ``mesh``.
-      model: the policy's shape, or None for a network of one's own.
-      network: the policy.
-      value: the value network, or None.
-      networks: the frozen policies that the configuration names and the method reads, by name.
-      params: the checkpoint's weights, on the host or in their files, or None to draw them.
-      tokenizer: the model's, or the task's.
-      kind: of its data.
-      data: what was read from files.
-      width: P, tokens.
-      sampling_params: the distribution that is drawn from and trained.
-      rewards: what completions are judged by.
-      method: what to train with, its schedule that of this run.
-      optimizer: from optax.
-    """
-
-    config: Config
-    mesh: Mesh
-    rollout_mesh: Mesh | None
-    model: ModelConfig | None
-    network: Network
-    value: ValueNetwork | None
-    networks: dict[str, Network]
-    params: Params
-    tokenizer: Any
-    kind: TextKind
-    data: RunData
-    width: int
-    sampling_params: SamplingParams
-    rewards: RunRewards
-    method: Method
-    optimizer: optax.GradientTransformation
-
-    @property
-    def task(self) -> Task | Env | None:
-        """The procedural task or the environment on the device, or None."""
-        return self.kind.task
-
-    @property
-    def shape(self) -> ModelConfig:
-        """The policy's shape, in a run of the library's own decoder."""
-        assert self.model is not None
-        return self.model
 
 
 def setup(config: Config, *, trains: bool = True) -> Run:
@@ -211,36 +154,6 @@ def bare_run(
     )
 
 
-def run_features(run: Run) -> Features:
-    """What ``check_features`` compares."""
-    data = run.kind.features
-    return features_of(run.config, run.method, network=run.network, model=run.model, data=data)
-
-
-def sampler_of(run: Run, network: Network | None = None) -> Network:
-    """The policy as completions to train on are drawn from it; ``network`` is it elsewhere."""
-    network = network or run.network
-    if run.model is None or network.extras.own_layout:
-        return network
-    network = sampler(network, run.model, **run.config.sampling.formats)
-    return recording(network, run.model) if run.config.replays_routing else network
-
-
-def remat_of(config: Config) -> str:
-    """``model.remat``; "elementwise" where ``remat.settled`` has not replaced "auto" yet."""
-    return "elementwise" if config.model.remat == "auto" else config.model.remat
-
-
-def policy_network(config: Config, model: ModelConfig, mesh: Mesh) -> Network:
-    """The policy as a function of whole weights."""
-    return transformer(
-        model,
-        attention=config.model.attention,
-        remat=remat_of(config),
-        gather=gathers(config, model, mesh),
-    )
-
-
 def _frozen_networks(config: Config, method: Method) -> dict[str, Network]:
     """The frozen policies that are named and read, each of its own size."""
     needed = frozen_names(method.objective, method.schedule)
@@ -331,16 +244,3 @@ def _check_tokens(config: Config, data: RunData, vocab_size: int) -> None:
     texts["train"] += [x.tokens for group in data.recorded for row in group for x in row.segments]
     for split, arrays in texts.items():
         check_ids(max((int(x.max()) for x in arrays), default=0), vocab_size, f"data.{split}")
-
-
-def question_prompts(run: Run, questions: Sequence[str], most: int = 0) -> list[Prompt]:
-    """Prompts without answers, made as the run's own are; at most as long as those, or ``most``."""
-    data = run.config.data
-    prompts, _ = build_prompts(
-        MemoryRows([{"question": q} for q in questions], "prompt"),
-        run.tokenizer,
-        answer_key=None,
-        **data.wording,
-        max_prompt_tokens=most or run.width,
-    )
-    return prompts

@@ -20,6 +20,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jrl.collect.edit import edit_counts, edited, learned, mean_sizes, outcome_of
+from jrl.collect.episodes import on_device, solution_batch
+from jrl.collect.groups import PlacedGroups, batch_of, counted, widened
+from jrl.collect.plan import (
+    CollectState,
+    Now,
+    Setting,
+    new_collected,
+    sample_step,
+    traced_rounds,
+)
+from jrl.collect.sources import Groups, simple_request
 from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.methods import get_method
@@ -29,22 +41,10 @@ from jrl.rewards.combine import Combined
 from jrl.rewards.combine import combined as combined_points
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
+from jrl.setup.adapters import drawn_trees, policy_of
+from jrl.setup.features import check_features, method_features
 from jrl.system.compile_reports import report_traced_run
-from jrl.train.edit import edit_counts, edited, learned, mean_sizes, outcome_of
-from jrl.train.episodes import on_device, solution_batch
-from jrl.train.features import check_features, method_features
-from jrl.train.groups import PlacedGroups, batch_of, counted, widened
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
-from jrl.train.plan import (
-    CollectState,
-    Now,
-    Setting,
-    new_collected,
-    sample_step,
-    traced_rounds,
-)
-from jrl.train.score import drawn_trees, policy_of
-from jrl.train.sources import Groups, simple_request
 from jrl.train.state import init_state
 from jrl.train.step import Metrics, Step, check_value, make_step, with_slot_use
 from jrl.types import (
@@ -75,7 +75,7 @@ class Iteration(NamedTuple):
     rollout: Callable[..., Groups]
 
     def begin(self, state: TrainState) -> CollectState:
-        """What drawing carries at the start of a run, from the state at step 0."""
+        """Initial state of sampling, from the training state at step 0."""
         setting, shapes = self.setting, None
         if edits := setting.method.edits:  # whose stores have the shapes of a step's groups
             bare = setting._replace(method=setting.method._replace(edits=()))
@@ -94,11 +94,11 @@ class Iteration(NamedTuple):
         """The groups of a step before the edits, what drawing carries, and counts."""
         policies = self.setting.method.plan.policies
         trees = drawn_trees(state, self.network, policies)
-        made = {"policy": state.step}
-        made |= {policy.name: policy.version(state.step) for policy in policies}
+        versions = {"policy": state.step}
+        versions |= {policy.name: policy.version(state.step) for policy in policies}
 
         def draw(asks: Asks) -> Groups:
-            request = DrawRequest(state.key, trees, made, state.step, asks)
+            request = DrawRequest(state.key, trees, versions, state.step, asks)
             return self.rollout(request, sampling_params=sampling_params)
 
         now = Now(state.key, state.step)
@@ -115,7 +115,7 @@ class Iteration(NamedTuple):
             now = Now(state.key, done)
             trained, collected, share = edited(groups, collected, now, setting)
             more = edit_counts(groups, trained, share, setting)
-        batch = batch_of(trained, own=method.draw.own)
+        batch = batch_of(trained, sampled=method.draw.samples)
         state, metrics = self.train(state, batch, sampling_params)
         if (curriculum := setting.method.curriculum) is not None:
             assert setting.table is not None
@@ -177,8 +177,8 @@ def make_iteration(
         table=None if curriculum is None else pool_table(curriculum.pool),
     )
     drawing = network if sampler is None else sampler
-    made = {part.name for part in combined}
-    paid = {name: weight for name, weight in weights.items() if name not in made}
+    combined_names = {part.name for part in combined}
+    paid = {name: weight for name, weight in weights.items() if name not in combined_names}
     how: dict[str, Any] = {"task": task, "parts": paid, "network": drawing}
     rollout = partial(device.rollout, slots=slots, chunk=chunk, **how)
     if combined:
@@ -396,7 +396,7 @@ def make_run(
             return state
         policy = policy_of(state, network)
         policy, _ = warm_start(state.key, policy, task=task, network=network, **warmup)
-        return with_policy(state, policy, rate, network=network, given=frozen)
+        return with_policy(state, policy, rate, network=network, unchanged_policies=frozen)
 
     def one_step(used: Method, rate: optax.GradientTransformation) -> Step:
         return make_step(
@@ -440,7 +440,7 @@ def with_policy(
     optimizer: optax.GradientTransformation,
     *,
     network: Network | None = None,
-    given: Collection[str] = (),
+    unchanged_policies: Collection[str] = (),
 ) -> TrainState:
     """The state with another policy from step 0: fresh moments, and so are copies of it.
 
@@ -449,7 +449,7 @@ def with_policy(
       policy: its new tree.
       optimizer: that of the state.
       network: the policy; may be left out where it is one, and the whole of it is trained.
-      given: names of frozen policies that were given, and stay as they are.
+      unchanged_policies: names of frozen policies that keep their own weights.
     """
     frozen = state.frozen
     if network is not None and network.extras.split is not None:
@@ -458,6 +458,6 @@ def with_policy(
     params, init = state.params | {"policy": policy}, optimizer.init
     if network is not None and network.extras.stack is not None:
         init = jax.vmap(init)
-    for name in frozen.keys() - {"base", *given}:
+    for name in frozen.keys() - {"base", *unchanged_policies}:
         frozen = frozen | {name: jax.tree.map(jnp.copy, policy)}
     return state.replace(params=params, opt_state=init(params), frozen=frozen)

@@ -33,17 +33,17 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jrl.collect.collector import Collector, StepGroups
+from jrl.collect.sources import Groups, to_host
 from jrl.config.tables import PlacementTable
 from jrl.episodes.play import Newer
 from jrl.errors import UserError
 from jrl.mesh import AXES, replicated
+from jrl.setup.run import Run
 from jrl.storage.integrity import checksum
 from jrl.system.signals import STEP_SECONDS, Stopping
 from jrl.system.wait_reports import waiting
 from jrl.train import programs
-from jrl.train.build import Run
-from jrl.train.collect import Collector, StepGroups
-from jrl.train.sources import Groups, to_host
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord, Split
 
 
@@ -66,7 +66,7 @@ class Drawer(Protocol):
         """(what is to be kept of the groups, their batch on the training mesh)."""
 
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint must hold where nothing is drawn ahead."""
+        """State for a checkpoint without groups sampled ahead."""
 
 
 class Ahead:
@@ -265,7 +265,7 @@ class Ahead:
 
 
 def ages(groups: Groups, step: int, most: int) -> dict[str, float]:
-    """How old the tokens of a batch are when they are trained on: staleness, staleness_max.
+    """Age of a batch's tokens when they are trained on: staleness, staleness_max.
 
     Args:
       groups: of the batch.
@@ -295,7 +295,7 @@ def ages(groups: Groups, step: int, most: int) -> dict[str, float]:
 def draw_ahead(
     run: Run, collector: Collector, cursor: int, carried: Sequence[StepGroups], stopping: Stopping
 ) -> Ahead:
-    """What draws the batches of a run whose rollout has devices of its own.
+    """Batches of a run whose rollout has separate devices.
 
     Args:
       run: with a ``rollout_mesh``.
@@ -357,14 +357,14 @@ class Handover:
     """
 
     def __init__(self, where: Any, mesh: Mesh, rollout_mesh: Mesh) -> None:
-        def lies(on: Mesh) -> Any:
+        def shardings_on(on: Mesh) -> Any:
             return jax.tree.map(lambda sharding: NamedSharding(on, sharding.spec), where)
 
         self.rollout_mesh = rollout_mesh
         # What leaves the one mesh is divided into the very shards that the other one takes in.
         narrowed = mesh.size % rollout_mesh.size == 0
-        leaves = lies(_like(rollout_mesh, mesh) if narrowed else mesh)
-        self._lands = lies(rollout_mesh if narrowed else _like(mesh, rollout_mesh))
+        leaves = shardings_on(_like(rollout_mesh, mesh) if narrowed else mesh)
+        self._lands = shardings_on(rollout_mesh if narrowed else _like(mesh, rollout_mesh))
         self._spread = self._settle = _untouched
         if narrowed and mesh.devices.shape != rollout_mesh.devices.shape:
             self._spread = jax.jit(_untouched, out_shardings=leaves)
@@ -484,7 +484,7 @@ def _move(x: Array, to: NamedSharding) -> Array:
 
 
 def _box(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Where a shard lies in its array, as something to look up."""
+    """Position of a shard in its array, as a dict key."""
     return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
 
 

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jrl.config import Config
 from jrl.errors import UserError
 from jrl.hub import model_directory
+from jrl.judging.models import judge_directory, judge_shape
 from jrl.mesh import RULES
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.train.frozen import run_shape
-from jrl.train.gather import token_bytes, weight_numbers
-from jrl.train.judge_models import judge_directory, judge_shape
-from jrl.train.kinds import kind_of
-from jrl.train.reward_parts import RunRewards, judge_of, likelihood_of, model_of_part
+from jrl.setup.frozen import run_shape
+from jrl.setup.gather import token_bytes, weight_numbers
+from jrl.setup.kinds import kind_of
+from jrl.setup.reward_parts import RunRewards, judge_of, likelihood_of, model_of_part
 from jrl.train.reward_runs import is_reward_run, reward_run, value_shape
 
 UNDIVIDED: Mapping[str, int] = {axis: 1 for axes in RULES.values() for axis in axes}
@@ -91,32 +91,32 @@ def held_models(config: Config, rewards: RunRewards, policy: ModelConfig | None)
     Raises:
       UserError: a directory that is neither a checkpoint nor a run.
     """
-    held, seen = [], set[str]()
+    models, directories = [], set[str]()
     for name in rewards.given_by("judge"):
         if not (table := judge_of(config, name)).local:
             continue
         directory, shape = judge_directory(config, name), judge_shape(config, name)
-        held.append(
+        models.append(
             HeldModel(
                 name,
-                () if shape is None or directory in seen else (shape,),
+                () if shape is None or directory in directories else (shape,),
                 judge=shape or policy,
                 slots=table.at_once,
                 tokens=table.max_prompt_tokens + table.max_tokens,
                 in_8_bits=() if shape else config.sampling.in_8_bits,
             )
         )
-        seen.add(directory or "")
+        directories.add(directory or "")
     for name in rewards.given_by("likelihood"):
         likely, longest = likelihood_of(config, name), config.data.longest_prompt
         longest += kind_of(config).new_tokens + likely.max_answer_tokens
         if policy is not None:
             tokens, answer = min(longest, policy.max_length), likely.max_answer_tokens
-            held.append(HeldModel(name, (), 1, policy, likely.rows, tokens, answer))
+            models.append(HeldModel(name, (), 1, policy, likely.rows, tokens, answer))
     for name in rewards.given_by("model"):
         paths = model_of_part(config, name).path
-        held.append(HeldModel(name, _reward_networks(config, name, paths), len(paths)))
-    return held
+        models.append(HeldModel(name, _reward_networks(config, name, paths), len(paths)))
+    return models
 
 
 def _reward_networks(config: Config, name: str, paths: tuple[str, ...]) -> tuple[ModelConfig, ...]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from jrl.train.sources import Groups
+from jrl.collect.sources import Groups
 from jrl.train.step import Metrics, Step
 from jrl.types import Array, Batch, Params, TrainState
 

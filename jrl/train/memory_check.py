@@ -1,4 +1,4 @@
-"""What the sizes of a run take of memory at the least, checked before anything is compiled.
+"""Lower bound on a run's memory, checked before anything is compiled.
 
 Counted are arrays that exist in every run of such sizes: weights, also of judges and reward models,
 completions, and the keys and values of those that are decoded at a time. Activations, gradients and
@@ -16,8 +16,8 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.models.config import ModelConfig
+from jrl.setup.gather import cached_tokens
 from jrl.system.memory import check_fits, host_bytes
-from jrl.train.gather import cached_tokens
 from jrl.train.held_models import held_models
 
 _TOKEN_BYTES = 4 + 4 + 4 + 1
@@ -42,7 +42,7 @@ def check_training(run: Any) -> None:
     config, draw = run.config, run.method.draw
     check_weights(run)
     check_held_models(run)
-    draws = draw.own and config.data.given is None
+    draws = draw.samples and config.data.completions_key is None
     setting = f"train.prompts = {config.train.prompts}"
     if draws:
         setting += f" with sampling.group = {config.sampling.group}"

@@ -161,7 +161,7 @@ def _kinds(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def _of_another_kind(value: Any, kind: str) -> str:
-    """What a value must be, where it is not; else ""."""
+    """Requirement that a value violates; "" if none."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     match kind:
         case "bool" if not isinstance(value, bool):

@@ -12,22 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jrl.collect.episodes import held_out_rollout, on_device
+from jrl.collect.host_episodes import check_host
+from jrl.collect.packing import Packer
+from jrl.collect.resharding import (
+    ReshardedSampler,
+    drawn_from_prepared,
+    network_on,
+    weights_program,
+)
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.curriculum import unchanged
 from jrl.models import hf
 from jrl.sampling.generate import generate
 from jrl.sampling.tree import generate_tree
-from jrl.train.adapters import put_policy, trained_network
-from jrl.train.build import Run, policy_network, run_features, sampler_of
-from jrl.train.compiled import Iteration, make_iteration, shown_in_compiled
-from jrl.train.compiler import compiler_options
-from jrl.train.episodes import held_out_rollout, on_device
-from jrl.train.features import check_features
-from jrl.train.frozen import check_named, frozen_params
-from jrl.train.gather import GIB, device_memory, prepared_bytes
-from jrl.train.host_episodes import check_host
-from jrl.train.kinds import (
+from jrl.setup.adapters import put_policy, trained_network
+from jrl.setup.compiler import compiler_options
+from jrl.setup.features import check_division, check_features
+from jrl.setup.frozen import check_named, frozen_params
+from jrl.setup.gather import GIB, device_memory, prepared_bytes
+from jrl.setup.kinds import (
     DialogueKind,
     EnvKind,
     EpisodeKind,
@@ -38,23 +43,11 @@ from jrl.train.kinds import (
     TaskPairKind,
     TextKind,
 )
-from jrl.train.objective import router_training
-from jrl.train.packing import Packer
-from jrl.train.placement import sampler_mesh
-from jrl.train.resharding import (
-    ReshardedSampler,
-    drawn_from_prepared,
-    network_on,
-    weights_program,
-)
-from jrl.train.state import (
-    check_division,
-    check_frozen,
-    frozen_names,
-    init_policy,
-    init_state,
-    state_shardings,
-)
+from jrl.setup.placement import sampler_mesh
+from jrl.setup.run import Run, policy_network, run_features, sampler_of
+from jrl.train.compiled import Iteration, make_iteration, shown_in_compiled
+from jrl.train.router import router_training
+from jrl.train.state import check_frozen, frozen_names, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.value_start import value_start
 from jrl.train.watch import skip_rule
@@ -112,7 +105,7 @@ def _check_group(run: Run) -> None:
     """Raises UserError when a method that compares members is given groups too small for it."""
     name, method, group = run.config.method, run.method, run.config.sampling.group
     draw = method.draw
-    members = (group if draw.own else 0) + draw.demonstrations
+    members = (group if draw.samples else 0) + draw.demonstrations
     needed = max(method.least_group, 2 if method.objective.surrogate.over == "group" else 1)
     if members < needed:
         raise UserError(
@@ -203,7 +196,7 @@ def _check_disjoint(run: Run, mesh: Mesh) -> None:
 
 
 def state_layout(run: Run) -> tuple[Callable[..., TrainState], TrainState]:
-    """What makes a state from (key, policy params or None, frozen), and where its leaves lie.
+    """Initialiser of a state from (key, policy params or None, frozen), and the state's shardings.
 
     Raises:
       UserError: a weight that the mesh does not divide.
@@ -282,7 +275,7 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
 
 
 def _checkpoint_shardings(run: Run, network: Network) -> Any:
-    """Where the weights of a checkpoint lie that a network's parameters are made of."""
+    """Shardings of the checkpoint's weights that become a network's parameters."""
     while (derived := network.extras.derived) is not None and derived.split is None:
         network = derived.network
     shapes = jax.eval_shape(network.init, jax.random.key(0))
@@ -341,7 +334,7 @@ def policy_layout(run: Run, mesh: Mesh | None = None) -> Params:
 
 
 def policy_shardings(run: Run, mesh: Mesh | None = None) -> Any:
-    """Where the policy's weights lie on the run's mesh or another; see ``policy_layout``."""
+    """Shardings of the policy's weights on the run's mesh or another; see ``policy_layout``."""
     return jax.tree.map(lambda x: x.sharding, policy_layout(run, mesh))
 
 
@@ -354,21 +347,21 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     def make(seed: Any, params: Params) -> Any:
         return init_policy(jax.random.key(seed), params, network=run.network)
 
-    made = jax.jit(
+    program = jax.jit(
         make,
         out_shardings=(replicated(run.mesh), where),
         donate_argnums=() if run.network.extras.own_layout else 1,
         compiler_options=compiler_options(run.mesh),
     )
-    return made(np.uint32(run.config.seed), params)
+    return program(np.uint32(run.config.seed), params)
 
 
 def train_sampler(run: Run) -> Any:
     """Program 1 of a training step, compiled; None where the method draws nothing from text."""
     draw = run.method.draw
-    group = run.config.sampling.group if draw.own else 0
+    group = run.config.sampling.group if draw.samples else 0
     data = run.config.data
-    if (data.given and not data.scored) or not (group or data.has_solutions):
+    if (data.completions_key and not data.scored) or not (group or data.has_solutions):
         return None
     return sampler_program(run, split="train", group=group, tree=draw.tree)
 
@@ -381,8 +374,10 @@ def sampler_program(
     tree: Branching | None = None,
 ) -> Any:
     """Program 1, compiled: ``task_rollout`` for a task, episodes, or ``generate`` for text."""
-    sampling, own = run.config.sampling, sampler_mesh(run.config, run.mesh)
-    network = sampler_of(run, network_on(run, own)) if split == "train" else evaluated(run)
+    sampling, sampling_mesh = run.config.sampling, sampler_mesh(run.config, run.mesh)
+    network = (
+        sampler_of(run, network_on(run, sampling_mesh)) if split == "train" else evaluated(run)
+    )
     if (task := run.kind.task) is not None:
         weights = run.rewards.weights
         named = {name: weights[name] for name in run.rewards.given_by("data")}
@@ -446,9 +441,9 @@ def evaluated(run: Run) -> Network:
 
 
 def drawing_mesh(run: Run, split: str = "train") -> Mesh:
-    """Where completions of a split are drawn."""
-    apart = run.rollout_mesh if split == "train" else None
-    return apart or sampler_mesh(run.config, run.mesh) or run.mesh
+    """The mesh that samples completions of a split."""
+    rollout_mesh = run.rollout_mesh if split == "train" else None
+    return rollout_mesh or sampler_mesh(run.config, run.mesh) or run.mesh
 
 
 def train_program(run: Run, shardings: TrainState) -> Step:
@@ -457,7 +452,7 @@ def train_program(run: Run, shardings: TrainState) -> Step:
 
 
 def shown_groups(run: Run) -> int:
-    """Groups of a batch that samples.jsonl keeps, whole: of ``LogTable.KEPT`` members or more."""
+    """Complete groups of a batch for samples.jsonl: ``LogTable.MIN_MEMBERS`` members or more."""
     draw, group = run.method.draw, run.config.sampling.group
     if run.config.data.scored:
         return 0
@@ -466,12 +461,12 @@ def shown_groups(run: Run) -> int:
         return run.method.batch_groups(run.config.train.prompts)
     if not run.config.log.samples_every:
         return 0
-    members = (group if draw.own else 0) + draw.baseline_members + draw.demonstrations
-    return min(-(-run.config.log.KEPT // members), run.config.train.prompts)
+    members = (group if draw.samples else 0) + draw.baseline_members + draw.demonstrations
+    return min(-(-run.config.log.MIN_MEMBERS // members), run.config.train.prompts)
 
 
 def packer(run: Run) -> Packer | None:
-    """What packs the completions of each batch into rows; None unless ``train.mode`` is packed."""
+    """Packer of completions into rows; None unless ``train.mode`` is packed."""
     if run.config.train.mode != "packed":
         return None
     return Packer(run.config.train.microbatches, batch_shards(run.mesh))

@@ -22,11 +22,12 @@ from jrl.config.stored import stored_config
 from jrl.mesh import named_platform
 from jrl.models.config import ModelConfig
 from jrl.models.vocabulary import ROOM
+from jrl.setup.gather import device_memory, prepared_bytes, weight_numbers
+from jrl.setup.placement import sampler_mesh
+from jrl.setup.run import Run, remat_of
 from jrl.system.memory import in_units, is_exhausted, program_bytes
 from jrl.system.processes import first_says
 from jrl.train import build, programs
-from jrl.train.gather import device_memory, prepared_bytes, weight_numbers
-from jrl.train.placement import sampler_mesh
 from jrl.train.shapes import abstract_batch, abstract_parameters
 
 AUTO = "auto"
@@ -82,7 +83,7 @@ class Choice(NamedTuple):
 # ---------------------------------------------------------------- the choice
 
 
-def settled(run: build.Run, echo: Callable[[str], object] = lambda line: None) -> build.Run:
+def settled(run: Run, echo: Callable[[str], object] = lambda line: None) -> Run:
     """The run with a rematerialisation in place of "auto", as ``config.model.remat`` names it.
 
     That of a run directory that is resumed; else the best for the memory of the devices, which is
@@ -101,9 +102,7 @@ def settled(run: build.Run, echo: Callable[[str], object] = lambda line: None) -
     return with_remat(run, choice.remat)
 
 
-def choose(
-    run: build.Run, limit: float, measure: Callable[[build.Run], float] | None = None
-) -> Choice:
+def choose(run: Run, limit: float, measure: Callable[[Run], float] | None = None) -> Choice:
     """The first of ``ORDER`` that fits, or else the last.
 
     Args:
@@ -130,11 +129,11 @@ def choose(
     return Choice(remat, size, limit, refused, share == COMPILED)
 
 
-def with_remat(run: build.Run, remat: str) -> build.Run:
+def with_remat(run: Run, remat: str) -> Run:
     """The run with another ``model.remat``."""
     table = run.config.model.model_copy(update={"remat": remat})
     config = run.config.model_copy(update={"model": table})
-    if remat == build.remat_of(run.config):  # its networks have it already
+    if remat == remat_of(run.config):  # its networks have it already
         return run._replace(config=config)
     again = build.bare_run(
         config,
@@ -156,7 +155,7 @@ def _stored(config: Config) -> str | None:
     return None if remat == AUTO else remat
 
 
-def _resident(run: build.Run) -> float:
+def _resident(run: Run) -> float:
     """Bytes that stay on a device beside a step: the sampler's weights on a mesh of its own."""
     mesh = sampler_mesh(run.config, run.mesh)
     if mesh is None or run.model is None:
@@ -167,7 +166,7 @@ def _resident(run: build.Run) -> float:
 # ---------------------------------------------------------------- what a step takes
 
 
-def compiled_bytes(run: build.Run) -> float:
+def compiled_bytes(run: Run) -> float:
     """Bytes of a device that the compiled training step takes; infinity where XLA says too many.
 
     Compiled for complete groups of full length, as a run that packs no rows does with its first
@@ -187,31 +186,31 @@ def compiled_bytes(run: build.Run) -> float:
     return program_bytes(compiled)
 
 
-def counted_bytes(run: build.Run) -> float:
+def counted_bytes(run: Run) -> float:
     """Rough bytes of a device that the training step takes, without compiling it."""
     state, _ = programs.abstract_state(run)
-    held, trained = programs.held_bytes(state), programs.held_bytes(state.params)
+    state_bytes, trained = programs.held_bytes(state), programs.held_bytes(state.params)
     model, config = run.shape, run.config
     tensor = run.mesh.shape["tensor"]
     batch = abstract_batch(run)
     tokens = programs.held_bytes((batch.prompt_tokens, batch.tokens)) / 4
     tokens /= config.train.microbatches * run.mesh.shape["context"]
     size = jnp.dtype(model.dtype).itemsize
-    kept = model.layers * saved_numbers(model, tensor, config.model.remat)
+    stored = model.layers * saved_numbers(model, tensor, config.model.remat)
     # What one layer's backward pass holds at a time, and states of the last layer's.
     passing = saved_numbers(model, tensor, "none") + 6.0 * model.embed_dim
     gradient = trained
     if config.train.microbatches > 1:  # summed in float32
         gradient += 4.0 * trained / jnp.dtype(model.param_dtype).itemsize
-    activations = tokens * size * (kept + passing)
-    return held + gradient + activations + _gathered_bytes(run) + _head_bytes(run, tokens)
+    activations = tokens * size * (stored + passing)
+    return state_bytes + gradient + activations + _gathered_bytes(run) + _head_bytes(run, tokens)
 
 
-def _platform(run: build.Run) -> str:
+def _platform(run: Run) -> str:
     return named_platform(run.mesh.devices.flat[0].platform)
 
 
-def _gathered_bytes(run: build.Run) -> float:
+def _gathered_bytes(run: Run) -> float:
     """Bytes of a layer's whole weights, the next one's, and the float32 gradient of one."""
     model, axes = run.shape, run.mesh.shape
     if axes["fsdp"] == 1:
@@ -220,7 +219,7 @@ def _gathered_bytes(run: build.Run) -> float:
     return each * (2 * jnp.dtype(model.dtype).itemsize + 4)
 
 
-def _head_bytes(run: build.Run, tokens: float) -> float:
+def _head_bytes(run: Run, tokens: float) -> float:
     """Bytes of a part of the scores with its gradient, and of the sums of the head's gradient.
 
     Of kept scores also four bytes each, and two of their gradients, which exist together.
@@ -228,9 +227,9 @@ def _head_bytes(run: build.Run, tokens: float) -> float:
     model, tensor = run.shape, run.mesh.shape["tensor"]
     scores = tokens * model.vocab_size / tensor
     part = 10.0 * min(float(ROOM[_platform(run)]), scores)
-    kept = 6.0 * scores if run.config.model.remat == "scores" else 0.0
+    stored = 6.0 * scores if run.config.model.remat == "scores" else 0.0
     sums = 0.0 if run.config.lora is not None else 4.0 * model.vocab_size * model.embed_dim
-    return part + kept + sums / (tensor * run.mesh.shape["fsdp"])
+    return part + stored + sums / (tensor * run.mesh.shape["fsdp"])
 
 
 def saved_numbers(model: ModelConfig, tensor: int, remat: str) -> float:

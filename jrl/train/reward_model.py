@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jrl.collect.groups import to_batch
 from jrl.config import Config
 from jrl.config.reward_model import TOKEN_KEYS, RewardModelTable
 from jrl.config.tables import RewardTable
@@ -22,19 +23,18 @@ from jrl.models.heads import after_token, value_head, value_network, value_netwo
 from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.objectives.members import value_output
+from jrl.rewards.ensembles import one_of
 from jrl.rewards.model import ModelReward
 from jrl.rewards.reading import check_reader
 from jrl.rewards.rules import Rules
+from jrl.rewards.text_models import TextModel, load_text_model
 from jrl.sampling.params import make_sampling_params
-from jrl.train.adapters import restore_policy, trained_network
-from jrl.train.frozen import run_shape
-from jrl.train.groups import to_batch
-from jrl.train.kinds import EpisodeKind, kind_of
-from jrl.train.reward_ensembles import one_of
-from jrl.train.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
+from jrl.setup.adapters import restore_policy, trained_network
+from jrl.setup.frozen import run_shape
+from jrl.setup.kinds import EpisodeKind, kind_of
+from jrl.setup.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
 from jrl.train.reward_runs import is_reward_run, reward_run, value_shape
 from jrl.train.score import in_parts, score
-from jrl.train.text_models import TextModel, load_text_model
 from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, ValueNetwork
 
 VALUES: dict[str, Callable[[Network, int], ValueNetwork]] = {
@@ -275,13 +275,13 @@ def params_of(
         lambda key: {"policy": network.init(key), "value": value.init(key)}, jax.random.key(0)
     )
     axes = {"policy": network.axes(), "value": value.axes()}
-    wanted = jax.tree.map(
+    targets = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
         shapes,
         tree_shardings(mesh, axes, shapes),
     )
-    also = {"params": {"value": wanted["value"]}}
+    also = {"params": {"value": targets["value"]}}
     policy, restored = restore_policy(
-        config, network, wanted["policy"], checkpoint=checkpoint, also=also
+        config, network, targets["policy"], checkpoint=checkpoint, also=also
     )
     return {"policy": policy, "value": restored["params"]["value"]}

@@ -13,8 +13,8 @@ from jrl.hub import hub_name, model_directory
 from jrl.methods import get_method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.train.frozen import run_shape
-from jrl.train.kinds import kind_of
+from jrl.setup.frozen import run_shape
+from jrl.setup.kinds import kind_of
 
 
 def is_reward_run(path: str) -> bool:
@@ -60,7 +60,7 @@ def reward_run(config: Config, key: str, path: str) -> Config:
 
 
 def tokenizer_of(config: Config) -> bytes | str:
-    """What two configurations share when their tokens mean the same."""
+    """Facts that two configurations share if their tokens mean the same."""
     if config.data.has_solutions:
         return "the tasks' own"
     return (model_directory(config.model.path or "") / "tokenizer.json").read_bytes()

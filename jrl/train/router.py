@@ -7,12 +7,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jrl.config import Config
 from jrl.models.moe import balance_loss, z_loss
+from jrl.setup.objective import common_coefficients
 from jrl.types import Array, Batch, Stats
 
 
 class RouterTraining(NamedTuple):
-    """How the routers of a policy with experts are trained.
+    """Settings for training the routers of a policy with experts.
 
     Attributes:
       balance: what ``moe.balance_loss`` is multiplied by; its shares of visits are those of a
@@ -80,3 +82,10 @@ def router_pairs(sums: Stats) -> dict[str, tuple[Array, Array]]:
         "router_dropped": (requests - visits.sum(), requests),
         "router_moved": (sums["router_moved"].sum(), requests),
     }
+
+
+def router_training(config: Config) -> RouterTraining:
+    """Settings for training the routers of a model with experts."""
+    common = common_coefficients(config)
+    coefficients = common.get("router_balance", 0.0), common.get("router_z", 0.0)
+    return RouterTraining(*coefficients, replay=config.replays_routing)

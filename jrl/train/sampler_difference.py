@@ -1,4 +1,4 @@
-"""How far the sampler's distribution is from the one that training scores completions by."""
+"""Difference of the sampler's distribution from the one that training scores with."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrl.collect.groups import to_batch
+from jrl.collect.sources import simple_request
 from jrl.objectives.kl import k3
+from jrl.setup.adapters import policy_of
+from jrl.setup.run import Run
 from jrl.train.batches import SOURCES
-from jrl.train.build import Run
-from jrl.train.groups import to_batch
-from jrl.train.score import policy_of, score
-from jrl.train.sources import simple_request
+from jrl.train.score import score
 from jrl.types import Array, Batch, Network, Params, Rollout, TrainState
 
 
@@ -83,11 +84,11 @@ def measure_run(run: Run, state: TrainState) -> dict[str, float]:
 
 
 def difference_text(run: Run, state: TrainState) -> str:
-    """What a run says when its sampler draws from another distribution than the policy's."""
+    """Message about a sampler whose distribution is not the policy's."""
     drift = measure_run(run, state)
-    what = " and ".join(run.config.sampling.in_8_bits)
+    parts = " and ".join(run.config.sampling.in_8_bits)
     return (
-        f"sampling with {what} in 8 bits draws from another distribution than the policy's: over "
+        f"sampling with {parts} in 8 bits draws from another distribution than the policy's: over "
         f"{drift['tokens']:.0f} tokens log-probabilities differ by {drift['mean_difference']:.2g} "
         f"nats on average and {drift['max_difference']:.2g} at most, and KL(sampler, policy) is "
         f"{drift['kl']:.2g} nats a token; {correction_text(run)}"
@@ -95,7 +96,7 @@ def difference_text(run: Run, state: TrainState) -> str:
 
 
 def correction_text(run: Run) -> str:
-    """What is done about a sampler's distribution that is another one than the policy's."""
+    """The correction for a sampler's distribution that is not the policy's, as text."""
     needs = run.method.objective.surrogate.needs
     if {"sampler_logprobs", "proximal_logprobs"} <= needs:
         return "losses are weighted for it (importance sampling)"

@@ -7,9 +7,9 @@ many, forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from jrl.types import (
     SharedRows,
     Statistic,
     Stats,
-    TrainState,
     ValueNetwork,
 )
 
@@ -333,27 +332,6 @@ def _chunks(rows: int, columns: int, limit: int) -> tuple[int, int]:
     )
     # Rows first, then columns: a part of whole rows keeps its columns contiguous.
     return parts, max(1, min(columns, limit // (local_rows // parts)))
-
-
-def policy_of(state: TrainState, network: Network) -> Params:
-    """The policy's joined parameters, for the network's functions; no array is copied."""
-    if network.extras.split is None:
-        return state.params["policy"]
-    return network.extras.split.join(state.params["policy"], state.frozen["base"])
-
-
-def drawn_trees(
-    state: TrainState, network: Network, policies: Sequence[Any] = ()
-) -> dict[str, Params]:
-    """The trees that completions to train on are drawn with, by name.
-
-    Args:
-      state: of the run.
-      network: the policy.
-      policies: those of the plan that draw besides the policy.
-    """
-    trees = {other.name: other.params(state) for other in policies}
-    return {"policy": policy_of(state, network)} | trees
 
 
 def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) -> Params:

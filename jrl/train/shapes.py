@@ -12,13 +12,13 @@ from jrl.mesh import batch_sharding, replicated
 from jrl.models.config import ModelConfig
 from jrl.models.routing import record_dtype
 from jrl.sampling.params import SamplingParams
-from jrl.train import build
-from jrl.train.kinds import TextKind
-from jrl.train.reward_parts import parts_by_token
+from jrl.setup.kinds import TextKind
+from jrl.setup.reward_parts import parts_by_token
+from jrl.setup.run import Run
 from jrl.types import SILENT, Batch, RoutingRecord
 
 
-def abstract_batch(run: build.Run) -> Batch:
+def abstract_batch(run: Run) -> Batch:
     """The shapes of a training batch: complete groups, completions of full length."""
     config, draw, p = run.config, run.method.draw, run.width
     n, g, t = run.kind.batch_shape(run.method)
@@ -28,7 +28,7 @@ def abstract_batch(run: build.Run) -> Batch:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
 
     stats = {"external": array(jnp.float32, n, g, t)}
-    if draw.own:
+    if draw.samples:
         stats["sampler_logprobs"] = array(jnp.float32, n, g, t)
     ids = {"prompt": array(jnp.int32, n)}
     if run.kind.episode_columns:
@@ -37,7 +37,7 @@ def abstract_batch(run: build.Run) -> Batch:
         stats["paid"] = array(jnp.float32, n, g, t)
     elif parts_by_token(config):
         stats["paid"] = array(jnp.float32, n, g, t)
-    if draw.own and config.data.given is None:
+    if draw.samples and config.data.completions_key is None:
         ids["answer"] = array(jnp.int32, n, g)
         ids |= {SILENT: array(jnp.int32, n, g)} if type(run.kind) is TextKind else {}
     parts = len(run.rewards.weights)
@@ -62,7 +62,7 @@ def abstract_batch(run: build.Run) -> Batch:
     )
 
 
-def abstract_parameters(run: build.Run) -> SamplingParams:
+def abstract_parameters(run: Run) -> SamplingParams:
     """The shapes of the run's sampling parameters, as the training step is given them."""
     where = replicated(run.mesh)
     return jax.tree.map(

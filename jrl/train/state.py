@@ -106,13 +106,6 @@ def _started(key: Array, params: Params, network: Network) -> Params:
     return derived.start(key, _started(key, params, derived.network))
 
 
-def plain_policy(params: Params, network: Network, policy: int = 0) -> Params:
-    """Parameters as a checkpoint has them: of one policy, adapters merged, nothing besides."""
-    while (derived := network.extras.derived) is not None:
-        params, network = derived.plain(params, policy), derived.network
-    return params
-
-
 def stacked(tree: Any, count: int) -> Any:
     """Every array ``count`` times, along a new first axis."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
@@ -153,7 +146,7 @@ def state_shardings(
     value: ValueNetwork | None = None,
     networks: Mapping[str, Network] = NOTHING,
 ) -> TrainState:
-    """Where each leaf of a state lies on a mesh; optimiser moments lie with their weights.
+    """Shardings of a state's leaves on a mesh; optimiser moments have those of their weights.
 
     Args:
       state: a state or its shapes (``jax.eval_shape`` of ``init_state``).
@@ -213,17 +206,6 @@ def _like_params(opt_state: Any, params: Params, shardings: Any, otherwise: Any)
         opt_state,
         is_leaf=is_params,
     )
-
-
-def check_division(players: int, network: Network) -> None:
-    """Raises UserError where players cannot be shared out among the policies of a network."""
-    if (stack := network.extras.stack) is not None and players % stack.policies:
-        raise UserError(
-            f"objective.policies = {stack.policies}: each policy plays as many players as the"
-            f" others, and the environment has {players} for the policy; choose an environment of"
-            " several players, such as data.env = 'nim' with data.opponent = 'self', or set"
-            " objective.policies to 1"
-        )
 
 
 def rolled_back(good: TrainState, state: TrainState) -> TrainState:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jrl.errors import UserError
-from jrl.mesh import batch_sharding, replicated, spec
+from jrl.mesh import replicated
 from jrl.methods.schedule import ONCE, AfterView, Schedule, run_due
 from jrl.objectives.kl import k3
 from jrl.objectives.policy import (
@@ -31,8 +31,8 @@ from jrl.objectives.policy import (
     update_state,
 )
 from jrl.sampling.params import SamplingParams
-from jrl.train.compiler import compiler_options
-from jrl.train.features import check_features, schedule_features
+from jrl.setup.compiler import compiler_options
+from jrl.setup.features import check_features, schedule_features
 from jrl.train.router import ROUTER, RouterTraining, routed_tokens, router_loss, router_pairs
 from jrl.train.score import in_parts, policies_of, score, split, undivided
 from jrl.types import (
@@ -54,7 +54,7 @@ Step = Callable[[TrainState, Batch, SamplingParams], tuple[TrainState, Metrics]]
 
 
 class Parts(NamedTuple):
-    """What a step is made of; see ``make_step``."""
+    """Parts of a step; see ``make_step``."""
 
     network: Network
     objective: Objective
@@ -269,7 +269,7 @@ def complete(
 def live_statistics(
     parts: Parts, also: frozenset[str] = frozenset()
 ) -> Callable[[Params, Batch, SamplingParams], Stats]:
-    """What computes the statistics that carry gradient, of a batch or a microbatch.
+    """Function for the statistics that carry gradient, of a batch or a microbatch.
 
     Args:
       parts: of the step.
@@ -394,7 +394,7 @@ def compile_step(step: Step, shardings: TrainState, mesh: Mesh) -> Step:
 
 
 def _drift(stats: Stats, batch: Batch) -> Pairs:
-    """How far the policy is from the sampler and from the reference, as (sum, count).
+    """Divergence of the policy from the sampler and from the reference, as (sum, count).
 
     Returns:
       logprob_diff: the mean absolute difference from the sampler's log-probabilities, nats, over
@@ -444,32 +444,8 @@ def check_split(prompts: int, minibatches: int, microbatches: int) -> None:
         )
 
 
-def place_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """The batch on the mesh, prompts divided over the data axes."""
-    # A packing has an axis of microbatches before that of rows.
-    packing = _place(batch.packing, NamedSharding(mesh, spec((None, "batch"))))
-    batch = batch.replace(packing=None)
-    weights = _place(batch.reward_weights, replicated(mesh))
-    rows = _place(batch.replace(reward_weights=None), batch_sharding(mesh))
-    return rows.replace(reward_weights=weights, packing=packing)
-
-
-def _place(tree: Any, where: NamedSharding) -> Any:
-    """Arrays put where they belong, without waiting for other processes."""
-    if jax.process_count() == 1:
-        return jax.device_put(tree, where)
-
-    def put(x: Any) -> Array:
-        if isinstance(x, jax.Array):
-            return jax.device_put(x, where)
-        # Every process holds the whole host array and puts its own shards.
-        return jax.make_array_from_callback(x.shape, where, lambda part: x[part])
-
-    return jax.tree.map(put, tree)
-
-
 def batch_metrics(batch: Batch) -> Metrics:
-    """What a batch looks like in numbers, over its live members and tokens.
+    """Metrics of a batch, over its live members and tokens.
 
     Returns:
       reward and reward_std (points; the latter inside groups, averaged over them), reward_parts

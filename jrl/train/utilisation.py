@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jax
 
 from jrl.models.flops import Lengths, forward_flops
-from jrl.train.build import Run
+from jrl.setup.run import Run
 
 PEAKS: Mapping[str, float] = {
     "TPU v4": 275e12,
@@ -35,7 +35,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 def training_passes(run: Run) -> float:
-    """What a training step computes over its batch, in forward passes.
+    """Forward passes of a training step over its batch.
 
     A backward pass counts two. Adapters leave out the half of it that frozen weights' gradients
     would be.
@@ -50,7 +50,7 @@ def training_passes(run: Run) -> float:
 def rows_of_a_prompt(run: Run) -> int:
     """Completions of a prompt in a batch, greedy baselines and demonstrations among them."""
     draw = run.method.draw
-    samples = run.config.sampling.group + draw.baseline_members if draw.own else 0
+    samples = run.config.sampling.group + draw.baseline_members if draw.samples else 0
     return samples + draw.demonstrations
 
 
@@ -76,7 +76,7 @@ def utilisation(run: Run, metrics: Mapping[str, float], seconds: float) -> float
         round(float(metrics["prompt_length"])),
         round(float(metrics.get("row_length", metrics["length"]))),
     )
-    draws = run.method.draw.own and run.config.data.given is None
+    draws = run.method.draw.samples and run.config.data.completions_key is None
     passes = training_passes(run) + draws
     devices = run.mesh.devices.size
     devices += run.rollout_mesh.devices.size if run.rollout_mesh is not None else 0

@@ -14,12 +14,11 @@ from jrl.errors import UserError
 from jrl.hub import model_directory
 from jrl.models import hf
 from jrl.models.transformer import transformer
-from jrl.train.adapters import trained_network
-from jrl.train.frozen import run_shape
-from jrl.train.kinds import kind_of
+from jrl.setup.adapters import plain_policy, trained_network
+from jrl.setup.frozen import run_shape
+from jrl.setup.kinds import kind_of
 from jrl.train.reward_model import make_value, params_of
 from jrl.train.reward_runs import is_reward_run, reward_run
-from jrl.train.state import plain_policy
 from jrl.types import Params
 
 

@@ -184,7 +184,7 @@ class Rollout(struct.PyTreeNode):
 
 
 class Packing(struct.PyTreeNode):
-    """Layout of a batch's completions packed end to end in rows; see ``train/packing.py``.
+    """Layout of a batch's completions packed end to end in rows; see ``collect/packing.py``.
 
     In a batch every array has a leading axis of the parts that the batch is split into, and
     prompts and members are counted in their part.
@@ -379,7 +379,7 @@ class Branching(NamedTuple):
 class Search(NamedTuple):
     """Search settings. The leaves of the tree are the group's members.
 
-    See ``train.tree_search``.
+    See ``collect.tree_search``.
 
     In a round a node of each tree is chosen, and ``width`` steps are drawn to follow it. A path
     that ends is a leaf; its score is backed up to the nodes before it.
@@ -645,14 +645,14 @@ class Head(NamedTuple):
       weight: [V, D] or [D, V].
       axis: the vocabulary's, of the weight.
       softcap: scores become cap * tanh(score / cap); None for none.
-      kept: whether a backward pass gets the scores, four bytes each, in place of the product that
-        makes them again.
+      saves_scores: whether a backward pass gets the scores, four bytes each, in place of the
+        product that makes them again.
     """
 
     weight: Array
     axis: int
     softcap: float | None = None
-    kept: bool = False
+    saves_scores: bool = False
 
 
 class Split(NamedTuple):

@@ -21,7 +21,7 @@ from flax import struct
 from jrl.types import Array, Branching, Params, Search
 
 TRAIN, BASELINE, ASIDE = 0, 1, 2
-"""What members are drawn for: to be trained on, to be compared with, to be read by a plan alone."""
+"""Uses of members: to train on, as a baseline, or only for the plan."""
 
 
 class Tokens(struct.PyTreeNode):
@@ -37,27 +37,27 @@ class Tokens(struct.PyTreeNode):
 
 
 class Ask(struct.PyTreeNode):
-    """Entry a asks for ``count[a]`` members of ``ticket[a]``, from number ``first[a]`` on.
+    """A request for members: entry a samples ``count[a]`` of ``ticket[a]``, from ``first[a]`` on.
 
     Attributes:
-      ticket: [A] int32; None for new ones, which the loop issues before anything is drawn.
-      row: [A] int32, the problem in the data; None where the curriculum chooses it.
+      ticket: [A] int32; None for new ones, which the loop issues before sampling.
+      row: [A] int32, the problem in the data; None if the curriculum chooses it.
       first: [A] int32, the number of the entry's first member.
       count: [A] int32, 0 to ``width`` members; 0 asks for nothing.
-      temperature: [A] float32, in place of the run's; 0 is greedy; None for the run's.
-      limit: [A] int32, the most tokens drawn; None for the run's.
-      context: prompts to draw under in place of the problems' own; None for these. What is drawn
-        is judged without them.
-      prefix: the first completion tokens, which are not drawn; what is drawn is judged with them.
-      prior: [A] float32 by name, what a plan on the host says of new groups, as a curriculum says
-        of problems; it comes back in ``PlacedGroups.prior``, 0 for all others. None for nothing.
+      temperature: [A] float32; 0 is greedy; None for the run's.
+      limit: [A] int32, most sampled tokens; None for the run's.
+      context: prompts to sample under, such as a hint; None for the problems' own. Rewards ignore
+        them.
+      prefix: forced first completion tokens; rewards include them.
+      prior: [A] float32 by name, a plan's description of new groups, on the host alone; returned in
+        ``PlacedGroups.prior``, 0 for all other groups. None for nothing.
       width: static, members that an entry has room for.
       use: static, ``TRAIN``, ``BASELINE`` or ``ASIDE``.
-      keep: static, whether members are also trained under the context that they were drawn under.
-      prefix_as: static; "past": nobody is trained on the prefix. "given": it is a demonstration,
-        trained on, of no policy's version.
-      policy: static, the name of the weights that draw, "policy" or one of ``Plan.policies``.
-      tree: static, how the entry's members branch off one another or are searched for.
+      keep: static, whether members are trained under their context, too.
+      prefix_as: static; "past": the prefix is not trained on. "given": it is trained on as a
+        demonstration, with version -1.
+      policy: static, name of the sampling weights, "policy" or one of ``Plan.policies``.
+      tree: static, the branching or search that makes the entry's members.
     """
 
     ticket: Any
@@ -91,13 +91,13 @@ class DrawRequest(struct.PyTreeNode):
 
     Attributes:
       key: the run's root key.
-      weights: trees by name: "policy", those of ``Plan.policies``, "value" where it is read.
-      versions: [] int32 by the same names: how many training steps made each.
+      weights: parameter trees by name: "policy", ``Plan.policies``, and "value" if it is read.
+      versions: [] int32 by the same names: training steps that made each.
       step: [] int32, the training step that the members are for.
       asks: with all tickets issued; all of the same tickets and rows.
       split: static, "train" or "eval".
-      stream: static, of the run's keys that training members are drawn with: "sample", or
-        "curriculum" for what a curriculum draws between rounds. An evaluation has one of its own.
+      stream: static, stream of random keys for training: "sample", or "curriculum" for samples of
+        a curriculum between rounds. Evaluations have a stream of their own.
       newer: static, () -> newer weights, or None, for rollouts that change weights between chunks.
     """
 

@@ -36,7 +36,7 @@ SOLUTIONS = ("solution", "solutions", "canonical_solution", "reference_solution"
 
 
 class Verdicts(NamedTuple):
-    """What came of a program's tests.
+    """Results of a program's tests.
 
     Attributes:
       passed: for each test.
@@ -184,7 +184,7 @@ def judge(
 def _run(
     program: str, tests: Tests, language: str, limits: Any, stop: bool
 ) -> list[dict[str, str]]:
-    """What the driver reports of each test, as far as they ran."""
+    """The driver's report of each test that ran."""
     compile_, command = ([], []) if language == "python" else commands_of(language)
     spec = {
         "form": tests.form,
@@ -286,9 +286,9 @@ def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Referen
         program = _whole(solution, prompt)
         return _failures(judge(program, tests, language_named(language), limits), tests)
 
-    asked = {**prompt.meta, "answer": prompt.answer, "question": prompt.question}
+    columns = {**prompt.meta, "answer": prompt.answer, "question": prompt.question}
     how = language, limits, chosen["column"], chosen["max_tests"]
-    return Reference(where, repr(("code", solution, how, asked)), complaint)
+    return Reference(where, repr(("code", solution, how, columns)), complaint)
 
 
 def _failures(verdicts: Verdicts, tests: Tests) -> str:

@@ -120,7 +120,7 @@ def _sources(value: Any) -> str:
 def _pairs(inputs: list[Any], outputs: list[Any], function: str) -> Tests:
     if not function:
         pairs = zip(map(_text, inputs), map(_text, outputs), strict=True)
-        return Tests("stdin", [Case(sent, wanted) for sent, wanted in pairs])
+        return Tests("stdin", [Case(sent, output) for sent, output in pairs])
     cases = [Case(_arguments(a), _loaded(b)) for a, b in zip(inputs, outputs, strict=True)]
     return Tests("call", cases, function=function)
 
@@ -241,10 +241,10 @@ def same_output(text: str, expected: str, tolerance: float) -> bool:
     >>> same_output("1 2.0000001 \n\n", "1 2.0\n", 1e-6), same_output("1 2", "1\n2", 1e-6)
     (True, False)
     """
-    lines, wanted = _lines(text), _lines(expected)
-    return len(lines) == len(wanted) and all(
+    lines, expected_lines = _lines(text), _lines(expected)
+    return len(lines) == len(expected_lines) and all(
         len(a) == len(b) and all(_same_word(x, y, tolerance) for x, y in zip(a, b, strict=True))
-        for a, b in zip(lines, wanted, strict=True)
+        for a, b in zip(lines, expected_lines, strict=True)
     )
 
 

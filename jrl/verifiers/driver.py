@@ -77,7 +77,7 @@ def _compile(spec: dict[str, Any]) -> str:
 
 
 def _one(spec: dict[str, Any], test: Any) -> tuple[str, str]:
-    """How a test ended ("ok", "error", "failed", "timeout", "output"), and what it reported."""
+    """A test's status ("ok", "error", "failed", "timeout", "output") and its report."""
     with tempfile.TemporaryFile() as source:
         if spec["form"] == "stdin":
             source.write(test.encode("utf-8", "surrogatepass"))

@@ -52,20 +52,20 @@ def json_schema(
         owner = f"rewards.json_schema: column {column!r} of row {sample.prompt.id}"
         if of_row is None and schema is None:
             raise UserError(f"{owner} is empty; fill it, or give rewards.json_schema.schema")
-        wanted = _read(schema if of_row is None else of_row, owner)
+        schema_of_row = _read(schema if of_row is None else of_row, owner)
         value = last_json(sample.completion)
-        fits = value is not _NONE and fault(wanted, value) is None
+        fits = value is not _NONE and fault(schema_of_row, value) is None
         points.append(1.0 if fits else 0.0 if value is _NONE else float(partial))
     return points
 
 
-_known: dict[str, dict[str, Any]] = {}
+_cache: dict[str, dict[str, Any]] = {}
 
 
 def _read(schema: Any, owner: str) -> dict[str, Any]:
     """A schema that has been checked, which each process does once."""
     key = schema if isinstance(schema, str) else json.dumps(schema, sort_keys=True)
-    if key not in _known:
+    if key not in _cache:
         try:
             read = json.loads(key)
         except (ValueError, RecursionError) as error:
@@ -74,10 +74,10 @@ def _read(schema: Any, owner: str) -> dict[str, Any]:
         if why:
             raise UserError(f"{owner}: nothing can satisfy its schema: {why}")
         check_schema(read, owner, of_object=False)
-        if len(_known) >= 256:
-            del _known[next(iter(_known))]
-        _known[key] = read
-    return _known[key]
+        if len(_cache) >= 256:
+            del _cache[next(iter(_cache))]
+        _cache[key] = read
+    return _cache[key]
 
 
 def impossible(schema: Any, where: str = "the schema") -> str:

@@ -12,7 +12,7 @@ _GIB = 1 << 30
 
 
 class Language(NamedTuple):
-    """How programs of a language are run.
+    """Commands that run programs of a language.
 
     Attributes:
       file: the name of the source.

@@ -134,11 +134,11 @@ def states(text: str, statement: str) -> bool:
     >>> states("axiom a : False theorem t : 1 = 2 := a.elim", "theorem t : 1 = 2")
     False
     """
-    before, there, after = " ".join(text.split()).partition(" ".join(statement.split()))
+    before, stated, after = " ".join(text.split()).partition(" ".join(statement.split()))
     # what the statement itself says is the row's
     refused = _REFUSED.search(before) or _REFUSED.search(after) or '"' in before + after
     starts = not before.strip() or before.lstrip().startswith(("theorem ", "lemma "))
-    return bool(there) and not refused and starts and after.lstrip().startswith((":=", "|"))
+    return bool(stated) and not refused and starts and after.lstrip().startswith((":=", "|"))
 
 
 def is_proof(reply: dict[str, Any], name: str) -> bool:

@@ -20,7 +20,7 @@ _NAMED = 5
 
 
 class Reference(NamedTuple):
-    """What a row's own solution is judged by.
+    """Test of a row's own solution.
 
     Attributes:
       row: which row it is, for messages.
@@ -75,7 +75,7 @@ def broken_rows(
 
 
 def message_of(part: str, broken: Sequence[tuple[str, str]], checked: int) -> str:
-    """What is said of the rows whose own solution is judged wrong, a line for each of the first."""
+    """Message about rows whose own solution fails, a line for each of the first."""
     shown = [f"  {row}: {complaint}" for row, complaint in broken[:_NAMED]]
     more = [f"  and {len(broken) - _NAMED} more"] if len(broken) > _NAMED else []
     head = (

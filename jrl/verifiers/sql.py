@@ -33,7 +33,7 @@ _SHOWN = 100
 
 
 class _Task(NamedTuple):
-    """What a row asks for: the database, the gold query or "", and its rows or None."""
+    """A row's database, gold query or "", and expected rows or None."""
 
     source: Source
     query: str

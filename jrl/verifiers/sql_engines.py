@@ -62,8 +62,8 @@ def opened(source: Source, seconds: float, max_rows: int) -> Iterator[Database]:
     """
     if source.path and not Path(source.path).is_file():
         raise UserError(f"rewards.sql.database: there is no file {source.path}")
-    made = _Sqlite if source.engine == "sqlite" else _Duckdb
-    database = made(source, seconds, max_rows)
+    engine = _Sqlite if source.engine == "sqlite" else _Duckdb
+    database = engine(source, seconds, max_rows)
     try:
         yield database
     finally:
@@ -71,8 +71,8 @@ def opened(source: Source, seconds: float, max_rows: int) -> Iterator[Database]:
 
 
 def _bad_script(source: Source, error: Exception) -> UserError:
-    what = source.path or f"the script {source.script[:60]!r}"
-    return UserError(f"rewards.sql: {what} is no database for {source.engine}: {error}")
+    database = source.path or f"the script {source.script[:60]!r}"
+    return UserError(f"rewards.sql: {database} is no database for {source.engine}: {error}")
 
 
 class _Sqlite:

@@ -22,14 +22,14 @@ def tokens(query: str) -> list[str]:
     >>> tokens('SELECT "Name" FROM t -- all')
     ['select', 'name', 'from', 't']
     """
-    made = []
+    tokens = []
     for token in _TOKEN.findall(query.rstrip().rstrip(";")):
         if token.startswith(("--", "/*")):
             continue
         if token[0] in '"`[' and len(token) > 1:
             token = token[1:-1]
-        made.append(token if token.startswith("'") else token.lower())
-    return made
+        tokens.append(token if token.startswith("'") else token.lower())
+    return tokens
 
 
 def is_ordered(query: str) -> bool:

@@ -13,7 +13,7 @@ from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.run import diagnostics as lacking
 from jrl.run import reward_probe as reward_text
-from jrl.run.diagnostics import lacks
+from jrl.run.diagnostics import obstacles
 from jrl.run.run import train
 from jrl.system import extras
 
@@ -44,18 +44,18 @@ def test_extras_that_are_missing_come_with_the_line(monkeypatch):
 
 
 def test_a_run_that_lacks_nothing(tmp_path):
-    assert lacks(load_config(None, ["data.task=sorting", SIZES])) == []
+    assert obstacles(load_config(None, ["data.task=sorting", SIZES])) == []
     model = checkpoint(tmp_path / "model", chat=True)
     (tmp_path / "a.jsonl").write_text(lines([{"question": "a?", "answer": "1"}]))
     names = [f"model.path={json.dumps(str(model))}", f"data.train={tmp_path / 'a.jsonl'}"]
-    assert lacks(load_config(None, names)) == []
+    assert obstacles(load_config(None, names)) == []
 
 
 def test_everything_that_is_lacking_is_named_at_once(monkeypatch):
     monkeypatch.setattr(lacking, "missing", lambda requirements: requirements)
     wrong = ["method=grop", "model.path=org/none", "data.train=none.jsonl", "mesh.tensor=64"]
     wrong += ["rewards={maht={}}", "log.to=wandb:mine"]
-    found = lacks(load_config(None, wrong))
+    found = obstacles(load_config(None, wrong))
     for part in ("'grop'", "org/none", "none.jsonl", "'maht'", "needs 64 devices", "extra wandb"):
         assert sum(part in line for line in found) == 1, (part, found)
 
@@ -65,13 +65,13 @@ def test_rows_templates_and_columns_are_looked_at(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(lines([{"question": "a?", "answer": "1"}]))
     (tmp_path / "mine.py").write_text("def f(completions, level):\n    return [0.0]\n")
     names = [f"model.path={json.dumps(str(model))}", f"data.train={tmp_path / 'a.jsonl'}"]
-    found = lacks(load_config(None, [*names, "data.fields.question=ask"]))
+    found = obstacles(load_config(None, [*names, "data.fields.question=ask"]))
     assert any("ask" in line for line in found), found
     own = f"rewards={{{json.dumps(f'{tmp_path}/mine.py:f')}={{}}}}"
-    found = lacks(load_config(None, [*names, own]))
+    found = obstacles(load_config(None, [*names, own]))
     assert any("takes level, and the data has no such column" in line for line in found), found
     monkeypatch.setattr(reward_text, "missing", lambda requirements: requirements)
-    found = lacks(load_config(None, names))
+    found = obstacles(load_config(None, names))
     assert found == [reward_text.missing_math(load_config(None, names))]
     assert found[0].endswith(extras.install_line("math"))
     assert not reward_text.missing_math(load_config(None, [*names, "rewards={exact={}}"]))
@@ -100,7 +100,7 @@ def test_a_run_that_is_refused_names_all_that_is_wrong(tmp_path):
 
 def test_an_error_is_not_said_twice_because_it_counts_otherwise(monkeypatch):
     config = load_config(None, ["data.task=sorting", SIZES])
-    monkeypatch.setattr(lacking, "lacks", lambda config: ["a.jsonl, 2 rows", "seed = 1"])
+    monkeypatch.setattr(lacking, "obstacles", lambda config: ["a.jsonl, 2 rows", "seed = 1"])
     said = lacking.with_others(UserError("a.jsonl, 500 rows"), config)
     assert str(said).splitlines() == ["a.jsonl, 500 rows", "seed = 1"]
 

@@ -154,7 +154,7 @@ def test_text_from_outside_is_never_a_control_token_in_prompts_pairs_and_chats(
 ):
     """Questions, earlier messages, results of tools: the controls are those of harmless text."""
     tokenizer = chat_tokenizer(name)
-    known = {i for i in range(tokenizer.vocab_size) if tokenizer.controls(said(tokenizer, [i]))}
+    known = {i for i in range(tokenizer.vocab_size) if tokenizer.controls(text_of(tokenizer, [i]))}
 
     def paths(text):
         user = [{"role": "user", "content": text}]
@@ -179,7 +179,7 @@ def test_text_from_outside_is_never_a_control_token_in_prompts_pairs_and_chats(
         assert got == harmless, attack
 
 
-def said(tokenizer, ids):
+def text_of(tokenizer, ids):
     return tokenizer.decode(ids, skip_special=False)
 
 

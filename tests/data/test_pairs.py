@@ -15,7 +15,7 @@ from jrl.data.sources import MemoryRows, open_source
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.models.tokenizer import ALPHABET, CharTokenizer
-from jrl.train.kinds import kind_of
+from jrl.setup.kinds import kind_of
 
 STOP = 1
 LIMITS = {"max_prompt_tokens": 40, "max_completion_tokens": 12}
@@ -202,11 +202,11 @@ def test_too_long_is_dropped_or_truncated_as_configured():
     limits = {"max_prompt_tokens": 12, "max_completion_tokens": 2}
     judged, counts = read(*rows, **limits, overlong="drop")
     assert [j.id for j in judged] == [0]
-    assert (counts.rows, counts.kept, counts.dropped, counts.truncated) == (4, 1, 3, 0)
+    assert (counts.rows, counts.used, counts.dropped, counts.truncated) == (4, 1, 3, 0)
     assert (counts.longest_prompt, counts.longest_completion) == (16, 4)
     judged, counts = read(*rows, **limits, overlong="truncate")
     assert [j.id for j in judged] == [0, 1, 2]  # the fourth has nothing left to compare
-    assert (counts.kept, counts.dropped, counts.truncated) == (3, 1, 2)
+    assert (counts.used, counts.dropped, counts.truncated) == (3, 1, 2)
     assert Chat().decode(judged[1].prompt) == "34567890?;a:"
     assert texts(judged[2])[1] == ["45", "5?"]
     assert judged[2].cut == (True, False)

@@ -45,7 +45,7 @@ def test_chat_prompts_carry_text_tokens_answer_and_the_rest():
     assert first.tokens.dtype == np.int32
     assert (first.id, first.answer, first.meta) == (0, "4", {"level": 1})
     assert (prompts[1].id, prompts[1].answer) == (1, "1234567")
-    assert (counts.rows, counts.kept, counts.dropped, counts.truncated) == (2, 2, 0, 0)
+    assert (counts.rows, counts.used, counts.dropped, counts.truncated) == (2, 2, 0, 0)
     assert counts.longest_tokens == len(prompts[1].tokens)
     assert str(counts).startswith("2 prompts of 2 rows")
 
@@ -79,11 +79,11 @@ def test_overlong_prompts_are_refused_dropped_or_cut_and_counted():
         build(**limit)
     prompts, counts = build(**limit, overlong="drop")
     assert [p.id for p in prompts] == [0]
-    assert (counts.rows, counts.kept, counts.dropped, counts.truncated) == (2, 1, 1, 0)
+    assert (counts.rows, counts.used, counts.dropped, counts.truncated) == (2, 1, 1, 0)
     prompts, counts = build(**limit, overlong="truncate")
     assert [len(p.tokens) for p in prompts] == [5, 10]
     assert prompts[1].text == "onger one?"
-    assert (counts.kept, counts.dropped, counts.truncated, counts.longest_tokens) == (2, 0, 1, 19)
+    assert (counts.used, counts.dropped, counts.truncated, counts.longest_tokens) == (2, 0, 1, 19)
     assert "0 dropped, 1 truncated; longest 19 tokens" in str(counts)
     with pytest.raises(
         UserError, match=r"all 2 prompts are longer than .* = 2 \(the longest has 19"

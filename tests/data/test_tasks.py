@@ -269,7 +269,7 @@ def test_countdown_expressions(expression, value):
 
 @pytest.mark.parametrize("value", [0, 7, -13, 99, 100, -999, 1234, -1230])
 def test_number_is_decimal(value):
-    tokens, length = base.join(6, base.number(jnp.int32(value), 4), base.text(base.GOES))
+    tokens, length = base.join(6, base.number(jnp.int32(value), 4), base.text(base.ARROW))
     assert task_of("sorting").tokenizer.decode(tokens) == f"{value}>"
     assert int(length) == len(str(value)) + 1
 

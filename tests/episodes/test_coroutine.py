@@ -9,6 +9,8 @@ import time
 import jax
 import numpy as np
 import pytest
+import scripted
+from scripted import reply
 
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
@@ -17,7 +19,7 @@ from jrl.episodes.configured import configured_env
 from jrl.episodes.coroutine import Outcome, coroutine_env, roles
 from jrl.episodes.gate import Gate
 from jrl.episodes.groups import play_episodes
-from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply, check_feedback
+from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, check_feedback
 from jrl.episodes.play import Device
 from jrl.episodes.world import host_world
 from jrl.errors import UserError
@@ -30,23 +32,8 @@ from jrl.types import Prompt, StopReason
 PROMPT = Prompt(0, "6 * 7?", np.zeros(0, np.int32), "42")
 
 
-def reply(text, turn, cut=False):
-    return Reply(text, text, np.zeros(1, np.int32), turn, cut)
-
-
 def play(env, *turns, seed=0):
-    """The opening, and the checked feedback to each turn; then the episode is closed."""
-
-    async def run():
-        state, messages = await env.init(PROMPT, seed)
-        answers = [messages]
-        for number, text in enumerate(turns):
-            state, feedback = await env.step(state, reply(text, number))
-            answers.append(check_feedback(feedback, env.limits, len(env.parts), env.players))
-        await env.close(state)
-        return answers
-
-    return asyncio.run(run())
+    return scripted.play(env, turns, PROMPT, seed)
 
 
 def user(text):

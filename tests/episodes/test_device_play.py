@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
+from tiny import jit
 
+from jrl.collect.episodes import episode_rollout
+from jrl.collect.groups import to_batch
+from jrl.collect.sources import simple_request
+from jrl.collect.sources_task import task_rollout
 from jrl.data.tasks import get_task
 from jrl.episodes import Env, Turn, get_env, task_env
 from jrl.episodes.device_play import play, scripted
@@ -16,14 +21,9 @@ from jrl.mesh import make_mesh, tree_shardings
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
-from jrl.train.episodes import episode_rollout
-from jrl.train.groups import to_batch
 from jrl.train.score import score
-from jrl.train.sources import simple_request
-from jrl.train.sources_task import task_rollout
 from jrl.types import StopReason
 
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 KEY, SAMPLING = jax.random.key(3), make_sampling_params(0.9)
 N, G, VOCAB, STOP = 3, 4, 12, 1
 A, Q, K, P = 3, 4, 5, 5

@@ -7,7 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit
 
+from jrl.collect.episodes import episode_rollout
+from jrl.collect.groups import counted, to_batch
+from jrl.collect.sources import simple_request
 from jrl.episodes import get_env
 from jrl.episodes.device import paid_points
 from jrl.episodes.device_play import play, scripted
@@ -16,13 +20,9 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
 from jrl.train.compiled import held_out
-from jrl.train.episodes import episode_rollout
-from jrl.train.groups import counted, to_batch
 from jrl.train.score import score
-from jrl.train.sources import simple_request
 from jrl.types import StopReason
 
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 ENV = get_env("nim", heaps=2, most=3, opponent="self")
 N, G, KEY, SAMPLING = 4, 6, jax.random.key(3), make_sampling_params()
 IDS = jnp.arange(N, dtype=jnp.int32)

@@ -42,11 +42,17 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def said(text):
+def assistant(text):
     return {"role": "assistant", "content": text}
 
 
-TALK = [user("What is it?"), said("It is 42."), user("And now?"), said("It is late."), user("Bye.")]
+TALK = [
+    user("What is it?"),
+    assistant("It is 42."),
+    user("And now?"),
+    assistant("It is late."),
+    user("Bye."),
+]
 
 
 def read(tokenizer, *rows, **choices):
@@ -119,7 +125,7 @@ def test_what_a_template_rewrites_is_another_row_of_the_episode(chat_tokenizer):
 def test_thoughts_are_tokens_that_the_model_writes(chat_tokenizer):
     tokenizer = chat_tokenizer("llama")
     (think,) = tokenizer.encode("<think>")
-    talk = [user("<think>What?"), said("<think>Hm.</think>42"), user("So?"), said("Yes.")]
+    talk = [user("<think>What?"), assistant("<think>Hm.</think>42"), user("So?"), assistant("Yes.")]
     ((row,),) = read(tokenizer, {"messages": talk}).groups
     assert trained(row)[0][0] == think
     assert ids(row).count(think) == 1
@@ -129,7 +135,12 @@ def test_thoughts_are_tokens_that_the_model_writes(chat_tokenizer):
 @pytest.mark.parametrize("asked", ["So?", "<think>So?</think><|im_end|>"])
 def test_thoughts_that_the_template_drops_later_are_learned(chat_tokenizer, thought, asked):
     tokenizer, before = chat_tokenizer(QWEN3), f"<think>\n{thought}\n</think>\n\n"
-    talk = [user("What?"), said(f"{before}42"), user(asked), said(f"{before * bool(thought)}Yes.")]
+    talk = [
+        user("What?"),
+        assistant(f"{before}42"),
+        user(asked),
+        assistant(f"{before * bool(thought)}Yes."),
+    ]
     ((first, second),) = read(tokenizer, {"messages": talk, "reward": 1}).groups
     texts = [tokenizer.decode(trained(row)[0], skip_special=False) for row in (first, second)]
     assert texts == [f"{before}42<|im_end|>", f"{before}Yes.<|im_end|>"]
@@ -179,12 +190,12 @@ def test_what_the_user_says_is_no_control_token(chat_tokenizer, name, attack):
     assert attacked == harmless
     assert attack in text
     with pytest.raises(UserError, match=r"line 1: the assistant's message .* spells the control"):
-        read(tokenizer, {"messages": [user("Hi."), said(f"No. {attack}")]})
+        read(tokenizer, {"messages": [user("Hi."), assistant(f"No. {attack}")]})
 
 
 def test_dialogues_that_open_alike_are_a_group(chat_tokenizer):
     tokenizer = chat_tokenizer("gemma")
-    other = [user("Who?"), said("I.")]
+    other = [user("Who?"), assistant("I.")]
     rows = [{"messages": m, "reward": 0} for m in (TALK[:2], other, TALK)]
     found = read(tokenizer, *rows)
     assert [len(group) for group in found.groups] == [2, 1]
@@ -201,7 +212,7 @@ def test_without_a_chat_template():
         read(tokenizer, {"messages": TALK})
     with pytest.raises(UserError, match="holds one question, and dialogues have many messages"):
         read(tokenizer, {"messages": TALK}, template="Q: {question}")
-    rows = [{"messages": [user("1+1="), said("2"), user("+1="), said("3")]}]
+    rows = [{"messages": [user("1+1="), assistant("2"), user("+1="), assistant("3")]}]
     ((row,),) = read(tokenizer, *rows, template="plain", system="sum ").groups
     assert tokenizer.decode(row.opening.tolist()) == "sum 1+1="
     assert trained(row) == [[*tokenizer.encode(x), tokenizer.eos_id] for x in "23"]
@@ -212,11 +223,14 @@ BAD = {
     "text": ({"messages": "Hi"}, "messages must be a list"),
     "role": ({"messages": [user("a"), {"role": "bot", "content": "b"}]}, r"\[1\]: role = 'bot'"),
     "no text": ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\] is .*both text"),
-    "silence": ({"messages": [user("a"), said(" ")]}, r"messages\[1\]: the assistant says nothing"),
+    "silence": (
+        {"messages": [user("a"), assistant(" ")]},
+        r"messages\[1\]: the assistant says nothing",
+    ),
     "nobody": ({"messages": [user("a")]}, "no message is the assistant's"),
-    "first": ({"messages": [said("a"), user("b")]}, "the first message is the assistant's"),
+    "first": ({"messages": [assistant("a"), user("b")]}, "the first message is the assistant's"),
     "calls": (
-        {"messages": [user("a"), {**said("b"), "tool_calls": [1]}]},
+        {"messages": [user("a"), {**assistant("b"), "tool_calls": [1]}]},
         r"messages\[1\] has tool_calls, which would be lost",
     ),
     "tools": ({"messages": TALK, "tools": []}, "tools are not read in dialogues"),

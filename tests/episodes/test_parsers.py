@@ -244,14 +244,66 @@ def test_json_that_names_no_tool_on_offer_is_an_answer(text):
     assert marked == (Call("Ada", {}),)  # a call by its mark, of a tool that there is not
 
 
-def test_thoughts_hold_no_calls_and_arguments_may_hold_their_end():
-    call = '<tool_call>{"name": "add", "arguments": {"s": "a </think> b"}}</tool_call>'
-    inside = "I could <tool_call>{}</tool_call></think>No need."
-    for family in ("hermes",):
-        parse = PARSERS[family].parse
-        assert parse(call, {}) == (Call("add", {"s": "a </think> b"}),)
-        assert parse(inside, {}) == ()
-        assert parse(f"hm</think>{call}", {}) == (Call("add", {"s": "a </think> b"}),)
+@pytest.mark.parametrize("family", sorted(PARSERS.keys() - {"gpt_oss"}))
+def test_thoughts_hold_no_calls_and_arguments_may_hold_their_end(family):
+    """gpt-oss thinks in messages of their own."""
+    ends = "[/THINK]" if family == "mistral" else "</think>"
+    said = f"a {ends} b" if family != "gemma" else f"a {ends}"
+    call, other = (as_a_model_writes(family, "add", {"s": x}) for x in (said, "no"))
+    parse, wanted = PARSERS[family].parse, (Call("add", {"s": said}),)
+    schemas = {"add": SCHEMA}
+    assert parse(call, schemas) == wanted
+    assert parse(f"I could:\n{other}\nor not.{ends}No need.", schemas) == ()
+    assert parse(f"hm\n{other}{ends}\n{call}", schemas) == wanted
+    begins = ends.replace("/", "")
+    assert parse(f"{call}\n{begins}Or:\n{other}{ends}", schemas) == wanted
+
+
+def test_a_mark_in_words_beside_calls_is_a_word():
+    hermes, mistral = PARSERS["hermes"].parse, PARSERS["mistral"].parse
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    one = (Call("add", {"a": 1}),)
+    assert hermes(f"I use <tool_call> for it.\n{call}\nThat was a <tool_call>.", {}) == one
+    assert mistral('[TOOL_CALLS]add[ARGS]{"a": 1}\nSee [TOOL_CALLS] there.', {}) == one
+    broken = "<tool_call>add(1)</tool_call>\n"
+    assert [type(x) for x in hermes(broken + call, {})] == [Malformed, Call]
+
+
+ONE, TWO = Call("add", {"a": 1}), Call("add", {"a": 2})
+SILENT = [
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}\n{"name": "add", '
+     '"arguments": {"a": 2}}</tool_call>', (ONE, TWO)),
+    ("hermes", '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>', (ONE,)),
+    ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>', (Call("add", {}),)),
+    ("hermes", '<tool_call>{"name": "add", "arguments": ""}</tool_call>', (Call("add", {}),)),
+    ("llama3", 'I add.\n\n{"name": "add", "parameters": {"a": 1}}', (ONE,)),
+    ("llama3", '{"name": "add", "parameters": {"a": 1}}, {"name": "add", "parameters": {"a": 2}}',
+     (ONE, TWO)),
+    ("llama3", 'So:\n```json\n{"name": "add", "parameters": {"a": 1}}\n```', ()),
+    ("llama3", '{"name": "add", "sum": 7}', ()),
+    ("llama3", '{"of": {"name": "add", "a": 1', ()),
+    ("mistral", '[TOOL_CALLS]fs/add:it[ARGS]{"a": 1}', (Call("fs/add:it", {"a": 1}),)),
+    ("gemma", "```tool_code \r\n[add(a=1), add(a=2)]\r\n```", (ONE, TWO)),
+    ("gpt_oss", "<|channel|>final<|message|>Write to=functions.add there.<|return|>", ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "text", "calls"), SILENT)
+def test_no_call_is_lost_and_no_answer_taken(family, text, calls):
+    assert PARSERS[family].parse(text, {"add": SCHEMA}) == calls
+
+
+REFUSED = [
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "1e999"),
+    ("hermes", '<tool_call>{"name": "add", "a": 1}</tool_call>', 'the object "arguments"'),
+    ("gemma", "```tool_code\nadd(a=1, a=2)\n```", "there twice"),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "said"), REFUSED)
+def test_no_argument_is_lost(family, text, said):
+    (found,) = PARSERS[family].parse(text, {"add": SCHEMA})
+    assert said in found.reason
 
 
 TYPED = [
@@ -265,7 +317,19 @@ TYPED = [
     ("True", {}, "True"),
     ("maybe", {"type": "boolean"}, "maybe"),
     ("open('x')", {"type": "object"}, "open('x')"),
+    ("TRUE", {"type": "boolean"}, True),
+    ("{'a': True}", {"$ref": "#/$defs/P"}, {"a": True}),
+    ("{'a': None}", {"allOf": [{"$ref": "#/$defs/P"}], "default": {}}, {"a": None}),
+    ("None", {"anyOf": [{"$ref": "#/$defs/P"}, {"type": "null"}]}, None),
+    ("1", {"$ref": "#/$defs/E"}, "1"),
+    ("3", {"const": 3}, 3),
+    ("1", {"$ref": "#/$defs/LOOP"}, 1),
 ]
+DEFINED = {
+    "P": {"type": "object"},
+    "E": {"enum": ["1", "2"]},
+    "LOOP": {"$ref": "#/$defs/LOOP"},
+}
 
 
 @pytest.mark.parametrize(("text", "schema", "value"), TYPED)
@@ -273,7 +337,9 @@ def test_literals_without_quotes_are_read_by_the_schema(text, schema, value):
     text = (
         f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
     )
-    (call,) = PARSERS["qwen3_coder"].parse(text, {"f": {"properties": {"a": schema}}})
+    (call,) = PARSERS["qwen3_coder"].parse(
+        text, {"f": {"properties": {"a": schema}, "$defs": DEFINED}}
+    )
     assert call.arguments["a"] == value
     assert type(call.arguments["a"]) is type(value)
 

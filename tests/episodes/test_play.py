@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit, tiny_config
 
+from jrl.collect.groups import to_batch
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.groups import play_episodes
@@ -19,32 +21,20 @@ from jrl.episodes.play import Device
 from jrl.episodes.transcript import RowShape, to_rollout
 from jrl.episodes.world import host_world
 from jrl.mesh import make_mesh
-from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.row_costs import WaitingPlace
 from jrl.sampling.rows import Rows
-from jrl.train.groups import to_batch
 from jrl.train.score import score
 from jrl.types import Prompt, StopReason
 
 TOKENIZER = char_tokenizer()
 P, T, STOPS = 8, 40, (1, 5, 9, 20, 33)
-CONFIG = ModelConfig(
-    vocab_size=48,
-    layers=1,
-    embed_dim=16,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    mlp_dim=16,
-    max_length=P + T,
-)
+CONFIG = tiny_config(P + T)
 NETWORK = transformer(CONFIG)
 CHAT = PlainFormat(TOKENIZER)
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @cache
@@ -117,7 +107,7 @@ def play(env, count=3, group=4, slots=4, chunk=3, **device):
         return play_episodes(Device(table, **device), world, asked, seeds, group=group)
 
 
-def said(played):
+def turns_of(played):
     """What was drawn, and what came between, of every member."""
     return [
         [(s.tokens.tolist(), s.drawn, s.reward) for s in t.segments]
@@ -181,9 +171,9 @@ def test_draws_do_not_depend_on_timing_slots_or_chunks(calm):
     async def wait():
         await asyncio.sleep(chance.random() * 0.02)
 
-    assert said(play(counting_env(wait))) == said(calm)
-    assert said(play(counting_env(wait), slots=7, chunk=5)) == said(calm)
-    assert said(play(counting_env(), slots=1, chunk=8)) == said(calm)
+    assert turns_of(play(counting_env(wait))) == turns_of(calm)
+    assert turns_of(play(counting_env(wait), slots=7, chunk=5)) == turns_of(calm)
+    assert turns_of(play(counting_env(), slots=1, chunk=8)) == turns_of(calm)
 
 
 # ---------------------------------------------------------------- several contexts
@@ -235,10 +225,10 @@ def test_contexts_do_not_depend_on_timing_slots_or_chunks(place):
     async def wait():
         await asyncio.sleep(chance.random() * 0.02)
 
-    calm = said(play(folding_env()))
-    assert said(play(folding_env(), slots=1, chunk=8)) == calm
+    calm = turns_of(play(folding_env()))
+    assert turns_of(play(folding_env(), slots=1, chunk=8)) == calm
     choose = by_chance(5) if place is None else lambda wait: place
-    assert said(play(folding_env(wait), choose=choose)) == calm
+    assert turns_of(play(folding_env(wait), choose=choose)) == calm
 
 
 @pytest.mark.parametrize("endings", ["", "ab"], ids=["alike", "apart"])
@@ -292,7 +282,7 @@ def test_draws_do_not_depend_on_where_rows_wait(calm, place):
 
     choose = by_chance(3) if place is None else lambda wait: place
     played = play(counting_env(wait), choose=choose)
-    assert said(played) == said(calm)
+    assert turns_of(played) == turns_of(calm)
     for mine, theirs in zip(played.groups, calm.groups, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             for x, y in zip(a.segments[::2], b.segments[::2], strict=True):  # those drawn
@@ -374,7 +364,7 @@ def test_divided_slots_give_the_same(calm, place):
         played = play(counting_env(), choose=lambda wait: place)
         assert rows().max_suspended == 2
         rows.cache_clear()
-    assert said(played) == said(calm)
+    assert turns_of(played) == turns_of(calm)
     assert played.counts[place.value] > 0
 
 
@@ -385,7 +375,7 @@ def test_sync_functions_give_the_same(calm):
         return lambda *given: asyncio.run(function(*given))
 
     other = env._replace(init=sync(env.init), step=sync(env.step), close=sync(env.close))
-    assert said(play(other)) == said(calm)
+    assert turns_of(play(other)) == turns_of(calm)
 
 
 def test_one_turn_is_what_generate_draws():
@@ -482,13 +472,13 @@ def test_weights_may_change_between_turns():
         return params(), next(versions)
 
     played = play(counting_env(), newer=newer)
-    assert len(said(played)) == 12
+    assert len(turns_of(played)) == 12
     for transcript in (t for g in played.groups for t in g):
         own = np.concatenate([s.versions for s in transcript.segments if s.drawn])
         assert (np.diff(own) >= 0).all()
         assert own[0] >= 8
     assert len({int(s.versions[0]) for t in played.groups[0] for s in t.segments if s.drawn}) > 2
-    assert said(played) == said(play(counting_env()))
+    assert turns_of(played) == turns_of(play(counting_env()))
 
 
 # ---------------------------------------------------------------- faults

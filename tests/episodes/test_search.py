@@ -1,13 +1,16 @@
 """Search in episodes on the host: what a path holds, what it was played in, and what may fail."""
 
 import asyncio
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
+from tiny import jit, tiny_config
 
+from jrl.collect.host_episodes import episode_scorer, leaves_played
+from jrl.collect.tree_search import plan_of
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.host import ChatOptions, EnvExtras, Feedback, HostEnv, Limits, Reply
@@ -18,30 +21,15 @@ from jrl.episodes.tree_rows import rows_of_tree
 from jrl.episodes.world import host_world
 from jrl.errors import UserError
 from jrl.evaluate.searcher import opened
-from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.rows import Rows
-from jrl.train.host_episodes import episode_scorer, leaves_played
-from jrl.train.tree_search import plan_of
 from jrl.types import Prompt, Search, StopReason
 
 TOKENIZER = char_tokenizer()
 P, T, STOPS = 8, 60, (1, 5, 9, 20, 33)
-NETWORK = transformer(
-    ModelConfig(
-        vocab_size=48,
-        layers=1,
-        embed_dim=16,
-        heads=2,
-        kv_heads=1,
-        head_dim=8,
-        mlp_dim=16,
-        max_length=P + T,
-    )
-)
+NETWORK = transformer(tiny_config(P + T))
 CHAT = PlainFormat(TOKENIZER)
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 TURNS = 3
 
 
@@ -116,7 +104,7 @@ def many_sixes(paths):
     return [float((path.tokens == 6).mean()) for path in paths]
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """What a search found for a problem."""
 
     opening: np.ndarray
@@ -145,7 +133,7 @@ def searched(env, name="beam", width=3, slots=4, count=3):
     for i, (root, tree) in enumerate(zip(played.roots, played.trees, strict=True)):
         failed = [e for n in range(1, len(tree.nodes)) if reason_of(e := episode_at(tree, n))]
         success = played.successes()[i]
-        found.append(Found(root.opening, success, tree, *played.costs[i], len(failed)))
+        found.append(SearchResult(root.opening, success, tree, *played.costs[i], len(failed)))
     return found
 
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from jrl.episodes.episode import Call, CallKind, Episode, Sampled
+from jrl.episodes.episode import EnvCall, EnvCallKind, Episode, Sampled
 from jrl.episodes.slots import DecodeSlots
 from jrl.sampling.row_costs import RowCosts, WaitingPlace, cheapest
 from jrl.types import Prompt
@@ -58,7 +58,7 @@ def say(table, one, *tokens):
     one.grow(Sampled(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), 0))
     one.end_turn()
     now = time.monotonic()
-    one.call = Call(1, CallKind.STEP, now, now + 9, one)
+    one.call = EnvCall(1, EnvCallKind.STEP, now, now + 9, one)
 
 
 def hear(table, one, ids, limit=30):
@@ -79,7 +79,7 @@ def test_a_row_leaves_and_returns(place):
     assert table.slots == [first]  # nobody else could use the slot
     table.add(second, 9)
     table.fill()
-    assert (table.slots, first.seat.row) == ([second], None)
+    assert (table.slots, first.row_state.row) == ([second], None)
     assert list(table.waiting()) == [second, first]
     say(table, second, 6)
     rows.done.clear()
@@ -183,15 +183,15 @@ def test_the_row_with_the_longest_wait_makes_room(monkeypatch):
     say(table, second, 3)
     table.add(third, 9)
     table.fill()
-    assert first.seat.row is None
-    assert second.seat.row is not None
+    assert first.row_state.row is None
+    assert second.row_state.row is not None
     began = first.clock.began
     clock[0] += 1.0
     hear(table, first, [7])
     clock[0] += 5.0  # without a slot
     table.fill()
-    assert second.seat.row is None  # parked in turn
-    assert first.seat.row is not None
+    assert second.row_state.row is None  # parked in turn
+    assert first.row_state.row is not None
     assert (first.clock.began, first.clock.turn_began) == (began + 5.0, clock[0])
 
 
@@ -210,11 +210,11 @@ def test_a_branch_begins_with_a_copy_where_there_is_room(room):
     table.fork(branch, source, 12)
     table.add(branch, 12)
     table.fill()
-    assert table.slots[branch.seat.row] is branch
-    row = branch.seat.row
+    assert table.slots[branch.row_state.row] is branch
+    row = branch.row_state.row
     if room:  # rewound to the turn's first token, and nothing is read
-        copied = ("fork", source.seat.row, 3, 4, 12)
-        assert rows.done == [copied, ("resume", row, f"fork of row {source.seat.row}")]
+        copied = ("fork", source.row_state.row, 3, 4, 12)
+        assert rows.done == [copied, ("resume", row, f"fork of row {source.row_state.row}")]
         assert counts["reread_tokens"] == 0
     else:  # prompt, turn and answer, all of which the source has read
         past = [3, 4, 7, 8]

@@ -1,12 +1,13 @@
 """Search in text: what is sampled, what it costs, and that it finds better answers."""
 
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit, tiny_config
 
 from jrl.episodes.play import Device
 from jrl.episodes.rounds import SearchCost
@@ -15,25 +16,14 @@ from jrl.episodes.tree import Tree, search_plan
 from jrl.episodes.tree_rows import rows_of_tree
 from jrl.episodes.world import TextWorld
 from jrl.errors import UserError
-from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.rows import Rows
 from jrl.types import Prompt
 
-CONFIG = ModelConfig(
-    vocab_size=16,
-    layers=1,
-    embed_dim=16,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    mlp_dim=16,
-    max_length=40,
-)
+CONFIG = tiny_config(40, vocab_size=16)
 NETWORK = transformer(CONFIG)
 PROMPTS = ((1, 2), (3,))
 END, STEP, ROOMY = 5, 7, 32
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @cache
@@ -66,7 +56,7 @@ def sixes(paths):
     return [sixes_in(path.tokens) for path in paths]
 
 
-def found(name, width=3, score=sixes, slots=4, **more):
+def search(name, width=3, score=sixes, slots=4, **more):
     plan = search_plan(name, width, **more)
     table = rows(slots, plan.whole)
     table.set_weights(params(), 0)
@@ -77,10 +67,10 @@ def found(name, width=3, score=sixes, slots=4, **more):
     assert searched.counts["read_tokens"] >= sum(map(len, PROMPTS))
     if slots == ROOMY:  # a path is computed once where copies of all nodes have room
         assert searched.counts["read_tokens"] == sum(map(len, PROMPTS))
-    return [Found(*each) for each in zip(searched.trees, searched.costs, strict=True)]
+    return [SearchResult(*each) for each in zip(searched.trees, searched.costs, strict=True)]
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """A tree, what it took, and its best path."""
 
     tree: Tree
@@ -100,7 +90,7 @@ class Found(NamedTuple):
     ("name", "more"), [("greedy", {}), ("beam", {}), ("dvts", {}), ("puct", {"rounds": 6})]
 )
 def test_steps_end_where_they_should_and_costs_add_up(name, more):
-    for each in found(name, **more):
+    for each in search(name, **more):
         nodes = each.tree.nodes[1:]
         assert each.cost.steps == len(nodes) == 3 * each.cost.expansions
         assert each.cost.tokens == sum(len(n.step.content) for n in nodes)
@@ -116,14 +106,14 @@ def test_steps_end_where_they_should_and_costs_add_up(name, more):
 
 
 def test_best_of_n_is_n_whole_completions():
-    for each in found("best_of_n", 4):
+    for each in search("best_of_n", 4):
         assert (each.cost.expansions, each.cost.steps) == (1, 4)
         assert all(n.done for n in each.tree.nodes[1:])
         assert each.points == max(n.step.points for n in each.tree.nodes[1:])
 
 
 def test_what_a_search_drew_is_what_its_rows_hold_id_for_id():
-    for each, prompt in zip(found("puct", rounds=6), PROMPTS, strict=True):
+    for each, prompt in zip(search("puct", rounds=6), PROMPTS, strict=True):
         points = {leaf: float(i % 2) for i, leaf in enumerate(each.tree.leaves())}
         rows = rows_of_tree(each.tree, prompt, points)
         drawn = {
@@ -142,13 +132,13 @@ def test_what_a_search_drew_is_what_its_rows_hold_id_for_id():
 
 def test_draws_do_not_depend_on_slots():
     for slots in (3, ROOMY):
-        for one, other in zip(found("beam"), found("beam", slots=slots), strict=True):
+        for one, other in zip(search("beam"), search("beam", slots=slots), strict=True):
             assert one.tokens.tolist() == other.tokens.tolist()
             assert one.cost == other.cost
 
 
 def test_steps_log_probabilities_are_the_networks():
-    each = found("beam", 2)[0]
+    each = search("beam", 2)[0]
     ids = [*PROMPTS[0], *each.tokens.tolist()]
     nodes = each.tree.nodes
     leaf = max(each.tree.leaves(), key=lambda i: nodes[i].step.points)
@@ -162,12 +152,12 @@ def test_steps_log_probabilities_are_the_networks():
 
 
 def test_a_beam_finds_more_than_one_draw():
-    one = np.mean([each.points for each in found("best_of_n", 1)])
-    assert np.mean([each.points for each in found("beam", 4)]) > one
+    one = np.mean([each.points for each in search("best_of_n", 1)])
+    assert np.mean([each.points for each in search("beam", 4)]) > one
 
 
 def test_without_a_verifier_the_likely_is_taken():
-    for each in found("best_of_n", 4, by_likelihood):
+    for each in search("best_of_n", 4, by_likelihood):
         means = [n.step.logprob / n.step.tokens for n in each.tree.nodes[1:]]
         assert each.points == pytest.approx(np.exp(max(means)), rel=1e-6)
 

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect.members import demonstration_rollout
 from jrl.config import build_config, load_config
 from jrl.episodes.search import Path
 from jrl.errors import UserError
@@ -13,10 +14,9 @@ from jrl.evaluate.search import search_run
 from jrl.evaluate.verifiers import REDUCED, _by_values, verifier_of
 from jrl.run import run as running
 from jrl.run.run import train
+from jrl.setup.kinds import kind_of
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build, programs
-from jrl.train.kinds import kind_of
-from jrl.train.members import demonstration_rollout
 from jrl.train.reward_model import model_of
 from jrl.types import Prompt
 

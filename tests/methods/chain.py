@@ -15,9 +15,9 @@ import numpy as np
 import optax
 from table import EVERYONE, LANES, NAMES, G, N, T, as_float32, draws, example, fresh_state, program
 
+from jrl.collect.groups import PlacedGroups
 from jrl.methods.edit import EditView, Stateless
 from jrl.sampling.params import make_sampling_params
-from jrl.train.groups import PlacedGroups
 from jrl.train.score import score
 from jrl.types import Batch, Network, Rollout, StopReason, ValueNetwork
 

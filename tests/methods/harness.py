@@ -51,8 +51,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrl.collect.groups import PlacedGroups
 from jrl.objectives import combine_terms, compute_advantages, policy_loss
-from jrl.train.groups import PlacedGroups
 from jrl.types import Batch
 
 LIVE = ("logprobs", "entropy", "values")
@@ -324,6 +324,11 @@ def mean_over(d, of_token, rows="sequences"):
     ]
     count = sum(len(ts) for *_, ts in sequences(d)) if rows == "tokens" else len(sums)
     return sum(sums) / max(count, 1)
+
+
+def with_advantages(d, advantage):
+    """GRPO's loss with the advantage of each token given by (n, i, t)."""
+    return mean_over(d, lambda n, i, t: clipped_loss(ratio(d, (n, i, t)), advantage(n, i, t)))
 
 
 @functools.lru_cache(maxsize=256)

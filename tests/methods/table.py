@@ -68,7 +68,7 @@ def one_of_each_family():
 
 def draws(method):
     """(members, of them greedy baselines, of them demonstrations) of a method's groups."""
-    if not method.draw.own:
+    if not method.draw.samples:
         return method.draw.demonstrations, 0, method.draw.demonstrations
     more = method.draw.baseline_members + method.draw.demonstrations
     return (
@@ -95,7 +95,7 @@ def numbers(name, seed=0, spread=0.3, reward=1.0):
     mask = (np.arange(T) < lengths[..., None]) & (rng.random((N, g, T)) < 0.9)
     members = rng.random((N, g)) < 0.9
     members[1] = False  # an empty group
-    if method.draw.own:
+    if method.draw.samples:
         members[2] = np.arange(g) == g - 1 - given  # a group with one member
     baseline = np.broadcast_to(np.arange(g) < greedy, (N, g)).copy()
     members &= ~baseline

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jrl.collect.groups import PlacedGroups
 from jrl.errors import UserError
 from jrl.methods.base import Method, Schedule
 from jrl.methods.definition import paper_of, published, variant
@@ -10,7 +11,6 @@ from jrl.methods.domains import Count, NonNegative
 from jrl.methods.edit import differing, refill
 from jrl.methods.plan import Plan, also
 from jrl.objectives import aggregates, ratios, transforms
-from jrl.train.groups import PlacedGroups
 from jrl.types import Objective, StopReason
 from jrl.types.asks import BASELINE
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from table import COEFFICIENTS, NAMES
 
+from jrl.collect.groups import PlacedGroups, widened
 from jrl.errors import UserError
 from jrl.methods import all_methods
 from jrl.methods.base import first_draw
@@ -26,7 +27,6 @@ from jrl.methods.domains import Choice, Switch
 from jrl.methods.edit import EditView
 from jrl.methods.plan import StepView
 from jrl.rewards.base import Sample
-from jrl.train.groups import PlacedGroups, widened
 from jrl.types import STATISTICS, Batch, Prompt, Rollout
 from jrl.types.asks import Tokens
 

@@ -215,9 +215,9 @@ def test_align_distil_under_truncation_and_nan(adaptive):
 def test_align_distil_reads_two_frozen_models_and_either_kind_of_completion():
     method = get_method("align_distil")
     assert method.objective.frozen == {"dpo", "reverse_dpo"}
-    assert method.draw.own
+    assert method.draw.samples
     draw = get_method("align_distil", on_policy=False, beta2=10.0).draw
-    assert (draw.own, draw.demonstrations) == (False, 2)
+    assert (draw.samples, draw.demonstrations) == (False, 2)
 
 
 # ---------------------------------------------------------------- metrics

@@ -16,6 +16,7 @@ import pytest
 from hub_mirror import byte_tokenizer
 from table import COEFFICIENTS
 
+from jrl.collect.tree_search import drawn_weights
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.mesh import replicated
@@ -23,13 +24,12 @@ from jrl.methods import all_methods, list_methods
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.setup.reward_parts import reward_pool
 from jrl.system.signals import Stopping
 from jrl.train import build, programs
 from jrl.train.batches import check_sources, training_batches
 from jrl.train.loop import train_steps
-from jrl.train.reward_parts import reward_pool
 from jrl.train.state import frozen_names
-from jrl.train.tree_search import drawn_weights
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_dim": 16}
 SHAPE = ModelConfig(vocab_size=257, max_length=96, **SIZES)

@@ -80,7 +80,7 @@ def test_sequence_kd_is_sft_on_the_same_completions():
 @pytest.mark.parametrize("name", EVERY)
 def test_supervised_methods_draw_nothing_and_need_nothing_recorded(name):
     method = get_method(name)
-    assert (method.draw.own, method.draw.demonstrations) == (False, 1)
+    assert (method.draw.samples, method.draw.demonstrations) == (False, 1)
     assert method.objective.frozen == frozenset()
     assert not method.objective.needs & {"sampler_logprobs", "ref_logprobs", "values"}
     assert method.least_group == 1
@@ -254,7 +254,7 @@ def rate_of(d, n):
     return np.mean([d.rewards[n, j] > 0.5 for j in members_of(d, n)])
 
 
-def kept(d):
+def imitated(d):
     return [(n, i, tokens) for n, i, tokens in sequences(d) if 0 < rate_of(d, n) < 1]
 
 
@@ -266,7 +266,7 @@ def negative_log(p, rho, frozen_rho, floor):
 
 def nft_token_loss(d, frozen, weigh=lambda p: 1 - p, negative=1.0, floor=1.0):
     total = 0.0
-    for n, i, tokens in kept(d):
+    for n, i, tokens in imitated(d):
         p = np.clip(rate_of(d, n), 0.02, 0.98)
         for t in tokens:
             gap = d.logprobs[n, i, t] - d.sampler_logprobs[n, i, t]
@@ -275,12 +275,12 @@ def nft_token_loss(d, frozen, weigh=lambda p: 1 - p, negative=1.0, floor=1.0):
                 total -= weigh(p) * gap
             else:
                 total += negative * weigh(p) * negative_log(p, np.exp(gap), np.exp(before), floor)
-    return total / max(len(kept(d)), 1) / 7
+    return total / max(len(imitated(d)), 1) / 7
 
 
 def nft_sequence_loss(d, frozen):
     total = 0.0
-    for n, i, tokens in kept(d):
+    for n, i, tokens in imitated(d):
         p = np.clip(rate_of(d, n), 0.02, 0.98)
         gap = sum(d.logprobs[n, i, t] - d.sampler_logprobs[n, i, t] for t in tokens)
         before = sum(frozen.logprobs[n, i, t] - d.sampler_logprobs[n, i, t] for t in tokens)
@@ -288,7 +288,7 @@ def nft_sequence_loss(d, frozen):
             total -= (1 - p) * gap
         else:
             total += (1 - p) * negative_log(p, np.exp(gap), np.exp(before), 0.5)
-    return total / max(len(kept(d)), 1)
+    return total / max(len(imitated(d)), 1)
 
 
 def test_nft_is_the_papers():
@@ -334,11 +334,11 @@ def test_nft_on_policy_has_the_gradient_of_grpo_or_dr_grpo(method):
 def test_nft_on_right_answers_is_fine_tuning():
     d = ragged(1, binary=True, g=5)
     _, slope = run(NFT, d)
-    right = [(n, i, t) for n, i, tokens in kept(d) for t in tokens if d.rewards[n, i] > 0.5]
+    right = [(n, i, t) for n, i, tokens in imitated(d) for t in tokens if d.rewards[n, i] > 0.5]
     assert right
     for n, i, t in right:
         p = rate_of(d, n)
-        expected = -(1 - p) / len(kept(d)) / 7
+        expected = -(1 - p) / len(imitated(d)) / 7
         assert slope["logprobs"][n, i, t] == pytest.approx(expected, rel=1e-5)
 
 
@@ -416,7 +416,7 @@ def test_pacs_of_equal_policies_is_log_2():
 
 def test_a_nan_reward_reaches_the_loss_of_its_group():
     d = ragged(1, binary=True, g=5)
-    n, i, _ = kept(d)[0]
+    n, i, _ = imitated(d)[0]
     batch = as_batch(d)
     for method in (NFT, get_method("w_reinforce"), PACS):
         broken = batch.replace(rewards=batch.rewards.at[n, i].set(np.nan))

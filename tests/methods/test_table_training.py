@@ -81,7 +81,7 @@ def representatives():
         on_host = between or any(is_by_prompt(edit) for edit in method.edits)
         on_host |= "questions" in method.needs  # made of texts
         alone = not on_host and method.objective.frozen <= {"ref"}
-        if method.draw.own and alone and not out_of_reach(name):
+        if method.draw.samples and alone and not out_of_reach(name):
             found.setdefault(all_methods()[name].family, name)
     return found
 

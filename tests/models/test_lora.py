@@ -18,8 +18,8 @@ from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.slots import prefill
+from jrl.setup.adapters import plain_policy
 from jrl.train.sampler_difference import rollout_difference
-from jrl.train.state import plain_policy
 
 SIZES = {
     **{"vocab_size": 48, "layers": 2, "embed_dim": 32, "heads": 4, "kv_heads": 2, "head_dim": 8},

@@ -8,6 +8,7 @@ from jrl.objectives.corrections import CORRECTIONS, Correction, named_correction
 from jrl.objectives.kl import LOG_RATIO_LIMIT
 from jrl.objectives.ratios import (
     bounded,
+    clamped,
     clip,
     clip_between,
     clipped_ratio,
@@ -16,7 +17,6 @@ from jrl.objectives.ratios import (
     gamma,
     gate,
     geometric_clipped,
-    held,
     near,
     nll,
     product,
@@ -52,7 +52,7 @@ RATIOS = {
     "product": product,
     "segment": segment("step"),
     "geometric_clipped": geometric_clipped(0.4, 0.4),
-    "held": held(1e3),
+    "clamped": clamped(1e3),
 }
 PARTS = {
     **{name: (token, rule) for name, rule in RULES.items()},
@@ -160,7 +160,7 @@ def test_each_ratio_of_the_geometric_mean_is_clipped_by_the_advantages_sign(
 
 
 def test_a_held_ratio_ends_at_its_limit():
-    losses, slope, metrics = run(ratio_loss(held(4.0), clip()), stats_of([9.0, 2.0]), [-1.0] * 2)
+    losses, slope, metrics = run(ratio_loss(clamped(4.0), clip()), stats_of([9.0, 2.0]), [-1.0] * 2)
     np.testing.assert_allclose(losses, [4.0, 2.0], rtol=1e-5)
     np.testing.assert_allclose(slope, [0, 2.0], rtol=1e-5)
     assert metrics["preclip_fraction"].tolist() == [1, 0]

@@ -18,7 +18,7 @@ from jrl.config import load_config
 from jrl.plan.compile import abstract_run_on
 from jrl.plan.count import counted_plan
 from jrl.plan.topology import CHIPS, parse_topology
-from jrl.train.gather import MEMORY
+from jrl.setup.gather import MEMORY
 
 pytestmark = [pytest.mark.extra("plan-gpu"), pytest.mark.slow]
 

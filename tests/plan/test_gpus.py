@@ -26,8 +26,8 @@ from jrl.plan.topology import (
     parse_topology,
     several,
 )
+from jrl.setup import gather
 from jrl.system.devices import GPU_MEMORY_SHARE
-from jrl.train import gather
 from jrl.train.utilisation import PEAKS
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -32,7 +32,8 @@ from jrl.plan.isolate import EndedError, Isolated
 from jrl.plan.search import Candidate, Estimates, enumerate_candidates
 from jrl.plan.text import as_text, search_text
 from jrl.plan.topology import CHIPS, axis_bandwidth, compile_devices, larger, parse_topology
-from jrl.train import gather, programs
+from jrl.setup import gather
+from jrl.train import programs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = {

@@ -17,7 +17,7 @@ from jrl.plan.lower import abstract_run
 from jrl.plan.memory import cache_bytes
 from jrl.plan.topology import parse_topology
 from jrl.plan.useful import decoding, floor_seconds, loop_trips, model_flops
-from jrl.train.gather import slots_on_chip, token_bytes
+from jrl.setup.gather import slots_on_chip, token_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -6,20 +6,20 @@ import re
 import numpy as np
 import pytest
 
+from jrl.collect.groups import to_batch
+from jrl.collect.reward_stages import function_stage
+from jrl.collect.sources import Groups
+from jrl.collect.sources_text import TextSource
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.judging.host import HostScorer
 from jrl.models.tokenizer import char_tokenizer
 from jrl.objectives.transforms import paid_rewards
 from jrl.rewards import Sample, make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.rules import Rules
-from jrl.train.features import check_features
-from jrl.train.groups import to_batch
-from jrl.train.judging import HostJudge
-from jrl.train.reward_parts import parts_of, reward_pool
-from jrl.train.reward_stages import function_stage
-from jrl.train.sources import Groups
-from jrl.train.sources_text import TextSource
+from jrl.setup.features import check_features
+from jrl.setup.reward_parts import parts_of, reward_pool
 from jrl.types import Prompt, Rollout, StopReason
 
 JUDGES = pathlib.Path(__file__).parent / "judges.py"
@@ -84,12 +84,12 @@ def test_of_an_episode_the_policy_s_tokens_are_paid_beside_the_environment_s_poi
     ids = {"prompt": np.array([7], np.int32)}
     groups = Groups(rollout, np.zeros((1, 1, 0)), [PROMPT], {}, ids, {"paid": paid}, spoken)
     with pool_of("digits_by_token") as pool:
-        stage = function_stage(HostJudge(pool, WORDS), lambda groups: groups.subject)
+        stage = function_stage(HostScorer(pool, WORDS), lambda groups: groups.subject)
         groups, points = stage(groups, {}, None)
     assert points["part"].tolist() == [[4.0]]
     assert groups.stats["paid"][0, 0].tolist() == [0.5, 3.5, 0.0, 0.5, 0.5, 0.0]
     with pool_of("last_piece") as pool:  # pieces of the last turn's text, at its tokens
-        stage = function_stage(HostJudge(pool, WORDS), lambda groups: groups.subject)
+        stage = function_stage(HostScorer(pool, WORDS), lambda groups: groups.subject)
         groups, _ = stage(groups._replace(stats=None), {}, None)
     assert groups.stats["paid"][0, 0].tolist() == [0.0, 0.0, 0.0, 0.5, 0.0, 0.0]
 
@@ -146,5 +146,5 @@ def test_the_key_makes_a_part_by_token_with_its_weight():
 
 
 def test_a_search_says_that_it_has_no_tokens_to_pay():
-    with pytest.raises(UserError, match=r"rewards.a.by_token.*goes by one number for a path"):
+    with pytest.raises(UserError, match=r"rewards.a.by_token.*needs one number per path"):
         check_features({"search": "tree.kind = 'puct'", "token rewards": "rewards.a.by_token"})

@@ -16,8 +16,8 @@ from jrl.rewards import Sample, make_reward
 from jrl.rewards.call import call
 from jrl.rewards.columns import adapted, check_columns, form_of
 from jrl.rewards.pool import RewardPool
-from jrl.train.reward_parts import parts_of, reward_pool
-from jrl.user_code import given
+from jrl.setup.reward_parts import parts_of, reward_pool
+from jrl.user_code import python_values
 
 
 def sample(completion, answer="4", **meta):
@@ -125,12 +125,15 @@ def test_a_function_of_columns_in_a_file_and_in_workers(tmp_path):
 
 
 def test_a_function_passed_in_python():
-    with given({"mine": of_trl}):
+    with python_values({"mine": of_trl}):
         reward = make_reward("python:mine")
     assert reward(SAMPLES) == [1.0, 0.0]  # also outside, where the name is not known
     with pytest.raises(UserError, match="was passed to the run in Python and is not known here"):
         make_reward("python:mine")
-    with given({"mine": of_samples}), pytest.raises(UserError, match="there is no such option"):
+    with (
+        python_values({"mine": of_samples}),
+        pytest.raises(UserError, match="there is no such option"),
+    ):
         make_reward("python:mine", bonus=1)
 
 

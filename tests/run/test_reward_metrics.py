@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jrl.collect.sources import Groups
 from jrl.errors import UserError
 from jrl.run.reward_metrics import check_column, rewards_by
-from jrl.train.sources import Groups
 from jrl.types import SILENT, Prompt, StopReason
 
 

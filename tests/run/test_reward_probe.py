@@ -9,8 +9,8 @@ from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.run.reward_probe import probe_rewards
 from jrl.run.run import train
+from jrl.setup.reward_parts import reward_pool
 from jrl.train import build
-from jrl.train.reward_parts import reward_pool
 
 WRONG = {
     "completions[0][0]['content']": r"write completions\[i\] where TRL's",

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit, tiny_config
 
 from jrl.errors import UserError
 from jrl.models import gpu
-from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.chunk_length import GPU_LENGTHS
@@ -22,19 +22,9 @@ from jrl.sampling.request import QueueFull, Request
 from jrl.types import StopReason
 
 TOKENIZER = char_tokenizer()
-CONFIG = ModelConfig(
-    vocab_size=48,
-    layers=1,
-    embed_dim=16,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    mlp_dim=16,
-    max_length=40,
-)
+CONFIG = tiny_config(40)
 NETWORK = transformer(CONFIG)
 P, T, STOPS = 8, 24, (3, 5)
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @cache

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit
 
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
@@ -27,8 +28,6 @@ CONFIG = ModelConfig(
     max_length=32,
 )
 NETWORK = transformer(CONFIG)
-# These programs take longer to compile than to run.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 N, P, G, T = 4, 5, 4, 16
 LENGTHS = np.array([1, 5, 3, 2], np.int32)
 IDS = np.array([7, 0, 3, 12], np.int32)

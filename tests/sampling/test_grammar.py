@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import string
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hub_mirror import byte_tokenizer
 from needs_extra import require
+from tiny import jit
 
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
@@ -39,7 +40,6 @@ NETWORK = transformer(
         max_length=80,
     )
 )
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["a", 'b"c']}, "n": {"type": "integer", "maximum": 99}},

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit
 
 from jrl.errors import UserError
 from jrl.models import gpu
@@ -39,8 +40,6 @@ CONFIG = ModelConfig(
     max_length=24,
 )
 NETWORK = transformer(CONFIG)
-# These programs take longer to compile than to run.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 N, P, G, T = 4, 6, 3, 9
 STOPS = (5, 11)
 LENGTHS = np.array([1, 6, 3, 4], np.int32)  # ragged, with a prompt of one token

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit
 
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
@@ -25,7 +26,6 @@ CONFIG = ModelConfig(
     max_length=24,
 )
 NETWORK = transformer(CONFIG)
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 S, P, T = 4, 5, 9
 LENGTHS = np.array([1, 5, 3, 4], np.int32)
 FIELDS = ("pending", "prompt_lengths", "lengths", "limits", "tokens", "mask", "logprobs", "stop")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit
 
 from jrl.config.unions import BranchTree
 from jrl.errors import UserError
@@ -30,8 +31,6 @@ CONFIG = ModelConfig(
     max_length=32,
 )
 NETWORK = transformer(CONFIG)
-# These programs take longer to compile than to run.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 N, P, G, T = 4, 5, 6, 12
 LENGTHS = np.array([1, 5, 3, 2], np.int32)
 IDS = np.array([7, 0, 3, 12], np.int32)

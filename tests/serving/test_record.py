@@ -86,7 +86,7 @@ class Trims(Exact):
         return super().chat(cut)
 
 
-class Kept(EngineWorker):
+class Recording(EngineWorker):
     """Keeps what the engine drew, as (prompt, completion)."""
 
     def __init__(self, engine, **more):
@@ -160,7 +160,7 @@ def recording(directory, tokenizer=None):
     tokenizer = tokenizer or Exact()
     recorder = Recorder(directory)
     recorder.begin({"model": "tiny", "version": VERSION})
-    worker = Kept(engine(), tokenizer=tokenizer, mesh=make_mesh())
+    worker = Recording(engine(), tokenizer=tokenizer, mesh=make_mesh())
     service = Service(
         worker,
         tokenizer,
@@ -461,9 +461,9 @@ def test_other_distributions_are_context_where_one_is_asked_for(tmp_path):
 def test_a_step_on_what_was_recorded_begins_at_a_ratio_of_one(tmp_path):
     import optax
 
+    from jrl.collect.groups import to_batch
     from jrl.methods.group_relative import grpo
     from jrl.sampling.params import make_sampling_params
-    from jrl.train.groups import to_batch
     from jrl.train.state import init_state
     from jrl.train.step import make_step
 

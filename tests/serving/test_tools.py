@@ -253,3 +253,45 @@ def test_calls_of_every_family_are_read(family):
     ((name, arguments),) = [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
     assert (name, json.loads(arguments)) == ("double", {"a": 4})
     assert calls_of("nothing to call", tools) == (None, [])
+
+
+HARMONY = PARSERS["gpt_oss"]
+THOUGHT = "<|channel|>analysis<|message|>Twice 4.<|end|><|start|>assistant"
+FINAL = THOUGHT + "<|channel|>final<|message|>It is 8, so <b>8</b>."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_gpt_oss_thinks_is_no_content(stream):
+    """An analysis before a call, before an answer, and one that a stop string cuts."""
+    preamble = "<|channel|>commentary<|message|>I double.<|end|><|start|>assistant"
+    call = THOUGHT + preamble + HARMONY.render(Call("double", {"a": 4}))
+    with serving(call, FINAL, FINAL, THOUGHT, parser=HARMONY) as (client, _):
+
+        def ask(**more):
+            asked = {"model": "m", "messages": ASK, "stream": stream, **more}
+            reply = client.chat.completions.create(**asked)
+            if not stream:
+                ((choice,), message) = reply.choices, reply.choices[0].message
+                return choice.finish_reason, message.content, message.reasoning_content, message
+            *_, last = (piece.choices[0] for piece in reply)
+            delta = last.delta
+            return last.finish_reason, delta.content, delta.reasoning_content, delta
+
+        finish, content, thought, message = ask(tools=[DOUBLE])
+        assert (finish, content, thought) == ("tool_calls", "I double.", "Twice 4.")
+        assert made(message) == [("double", {"a": 4})]
+        assert ask(tools=[DOUBLE])[:3] == ("stop", "It is 8, so <b>8</b>.", "Twice 4.")
+        assert ask(stop=["so"])[:3] == ("stop", "It is 8, ", "Twice 4.")
+        finish, content, thought, _ = ask()
+        assert (finish, content or "", thought) == ("stop", "", "Twice 4.")
+
+
+def test_words_before_calls_are_the_content_however_calls_begin():
+    """A call of Qwen3-Coder's without the opening tag, and marks of lists with spaces behind."""
+    body = "<function=double>\n<parameter=a>\n4\n</parameter>\n</function>\n</tool_call>"
+    bar, low = "\uff5c", "\u2581"
+    begins = f"<{bar}tool{low}calls{low}begin{bar}>\n"
+    one = PARSERS["deepseek"].render(Call("double", {"a": 4})).partition(">")[2]
+    for family, text in (("qwen3_coder", body), ("deepseek", begins + one)):
+        before, calls = calls_of("I do.\n\n" + text, Tools((DOUBLE,), PARSERS[family]))
+        assert (before, len(calls)) == ("I do.", 1)

@@ -12,7 +12,7 @@ from jrl.rewards.pool import RewardPool
 from jrl.system import signals
 from jrl.system import wait_reports as waits
 from jrl.system.signals import Stopping
-from jrl.system.wait_reports import Waits, moved, waiting
+from jrl.system.wait_reports import Waits, io_progress, waiting
 from jrl.types import Prompt
 
 
@@ -143,10 +143,10 @@ def test_a_second_thread_of_a_program_is_only_told(monkeypatch):
 
 
 def test_what_is_read_and_written_is_progress(tmp_path):
-    with Waits(60, lambda line: None, lambda line: None), waiting("checkpoint", moved):
-        before = moved()
+    with Waits(60, lambda line: None, lambda line: None), waiting("checkpoint", io_progress):
+        before = io_progress()
         (tmp_path / "file").write_bytes(bytes(3_000_000))
-        assert moved() != before or not before  # where the system does not say
+        assert io_progress() != before or not before  # where the system does not say
 
 
 def sleepy(samples):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.collect.groups import place_batch
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run, load_policy
@@ -27,21 +28,22 @@ from jrl.run.export import export_run
 from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
 from jrl.serving.launch import served_policy
-from jrl.storage.checkpoints import Checkpoints
-from jrl.storage.metrics import CLOCKS, read_jsonl
-from jrl.train import build, programs
-from jrl.train.adapters import (
+from jrl.setup.adapters import (
     base_checksum,
     check_base,
     lora_of,
+    policy_of,
     start_params,
     with_base,
     without_base,
 )
-from jrl.train.frozen import frozen_params
-from jrl.train.score import policies_of, policy_of, score
+from jrl.setup.frozen import frozen_params
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.metrics import CLOCKS, read_jsonl
+from jrl.train import build, programs
+from jrl.train.score import policies_of, score
 from jrl.train.state import init_state, state_shardings
-from jrl.train.step import compile_step, make_step, place_batch
+from jrl.train.step import compile_step, make_step
 
 CONFIG = ModelConfig(
     vocab_size=20,

@@ -10,6 +10,7 @@ import optax
 import pytest
 from tpu_programs import ask, needs_libtpu
 
+from jrl.collect.groups import place_batch
 from jrl.mesh import make_mesh, replicated, tree_shardings
 from jrl.methods import get_method
 from jrl.models.config import ModelConfig
@@ -17,10 +18,10 @@ from jrl.models.routing import recording
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.placement import check_model_on_mesh
+from jrl.setup.placement import check_model_on_mesh
 from jrl.train.router import RouterTraining
 from jrl.train.state import init_state, state_shardings
-from jrl.train.step import compile_step, make_step, place_batch
+from jrl.train.step import compile_step, make_step
 from jrl.types import Batch
 
 CONFIG = ModelConfig(

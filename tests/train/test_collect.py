@@ -4,18 +4,18 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.groups import to_batch
+from jrl.collect.sources import Groups, entries, simple_request
+from jrl.collect.sources_task import completion_number
+from jrl.collect.sources_text import TextSource
+from jrl.judging.host import answer_number
 from jrl.mesh import make_mesh
 from jrl.methods import get_method, refill
 from jrl.methods.curriculum import Curriculum, Selection, Table
 from jrl.methods.edit import edit_of
 from jrl.objectives.advantages import mean_centred
 from jrl.rewards.pool import Scores
-from jrl.train.collect import Collector
-from jrl.train.groups import to_batch
-from jrl.train.judging import answer_number
-from jrl.train.sources import Groups, entries, simple_request
-from jrl.train.sources_task import completion_number
-from jrl.train.sources_text import TextSource
 from jrl.train.step import with_slot_use
 from jrl.types import Prompt, Rollout, StopReason
 
@@ -75,7 +75,7 @@ class Script:
         return Groups(rollout, rewards, subject, counts, {"prompt": positions})
 
 
-def asked(prompts):
+def request_for(prompts):
     """A request for the first prompts, at step 0."""
     tickets = np.arange(prompts, dtype=np.int32)
     return simple_request(KEY, {"policy": None}, np.int32(0), tickets, G)
@@ -272,7 +272,7 @@ class Letters:
 def test_completions_without_points_leave_their_group(baseline):
     """And the advantages are those of the group without them; a lost baseline takes the group."""
     nan = np.nan
-    drawn = jax.device_get(Script([], baseline=baseline).draw(asked(2)))
+    drawn = jax.device_get(Script([], baseline=baseline).draw(request_for(2)))
     prompts = [Prompt(i, "?", np.zeros(P, np.int32), "1", {}) for i in range(2)]
     pool = Pool([1.0, nan, 0.5, 0.0, 1.0, nan])
     source = TextSource(prompts, P, None, None, None, pool, Letters())
@@ -314,12 +314,12 @@ def test_completions_of_tasks_are_told_apart_by_their_tokens():
 def test_lines_of_a_text_are_steps_where_a_method_wants_it(lines):
     """By hand, with two ids that end a line; each belongs to the line that it ends."""
     prompts = [Prompt(0, "?", np.zeros(P, np.int32), "1", {})]
-    drawn = jax.device_get(Script([]).draw(asked(1))).rollout
+    drawn = jax.device_get(Script([]).draw(request_for(1))).rollout
     tokens = np.array([[[5, 4, 4, 6, 7, 5][: drawn.tokens.shape[2]]] * drawn.tokens.shape[1]])
     drawn = drawn.replace(tokens=tokens)
     program = lambda *asked: (drawn, np.int32(1))  # noqa: E731
     source = TextSource(prompts, P, None, program, None, None, Letters(), lines=lines)
-    ids = source.draw(asked(1)).ids
+    ids = source.draw(request_for(1)).ids
     wanted = [0, 0, 1, 2, 2, 3][: tokens.shape[2]]
     assert ("step" in ids) == bool(lines)
     assert not lines or ids["step"].tolist() == [[wanted] * tokens.shape[1]]

@@ -8,6 +8,9 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.plan_tools import TaskTools
+from jrl.collect.sources_task import TaskSource, task_rollout
 from jrl.config.unions import Optimizer
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
@@ -15,7 +18,6 @@ from jrl.methods import Plan, find_method, get_method
 from jrl.methods.plan import demonstrated, greedy_baseline
 from jrl.methods.schedule import Schedule, copies, every, restart
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import Collector
 from jrl.train.compiled import (
     held_out,
     iterate,
@@ -27,8 +29,6 @@ from jrl.train.compiled import (
 )
 from jrl.train.loop import policy_weights
 from jrl.train.optimizer import make_optimizer
-from jrl.train.plan_tools import TaskTools
-from jrl.train.sources_task import TaskSource, task_rollout
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, with_slot_use
 
@@ -256,7 +256,7 @@ def test_with_policy_starts_afresh(network):
     held = Schedule(after=(copies("expert", every(2)), restart("first", every(4))))
     common = {"objective": method.objective, "optimizer": optimizer, "schedule": held}
     state = init_state(KEY, network=network, **common)
-    warm = with_policy(state, policy, optimizer, given=("expert",)).frozen
+    warm = with_policy(state, policy, optimizer, unchanged_policies=("expert",)).frozen
     assert_close(warm["first"], policy, 0)
     assert_close(warm["expert"], state.frozen["expert"], 0)
 

@@ -6,21 +6,23 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect import resharding
 from jrl.mesh import make_mesh
-from jrl.train import compiler, programs, resharding, step
-from jrl.train.compiler import OPTIONS, TRAINING, compiler_options, known
+from jrl.setup import compiler
+from jrl.setup.compiler import OPTIONS, TRAINING, compiler_options, supported_options
+from jrl.train import programs, step
 
 
 def test_options_of_another_release_are_left_out():
     mesh, real = make_mesh({}, jax.devices()[:1]), ("xla_backend_optimization_level", 0)
     with jax.set_mesh(mesh):
-        assert known(mesh, (("xla_no_such_option", True), real)) == dict([real])
-        assert known(mesh, (real,)) == dict([real])
-        assert known(mesh, ()) == {}
+        assert supported_options(mesh, (("xla_no_such_option", True), real)) == dict([real])
+        assert supported_options(mesh, (real,)) == dict([real])
+        assert supported_options(mesh, ()) == {}
 
 
 def test_a_platform_without_options_is_compiled_as_it_was(monkeypatch):
-    monkeypatch.setattr(compiler, "known", lambda mesh, options: dict(options))
+    monkeypatch.setattr(compiler, "supported_options", lambda mesh, options: dict(options))
     cpu = make_mesh({}, jax.devices()[:1])
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     assert compiler_options(cpu) is None

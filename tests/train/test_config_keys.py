@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.collect.groups import to_batch
+from jrl.collect.members import members_of
+from jrl.collect.sources import simple_request
 from jrl.config import describe, load_config
 from jrl.errors import UserError
 from jrl.evaluate import Evaluator, load_policy
@@ -19,14 +22,11 @@ from jrl.models.transformer import transformer
 from jrl.run import run as running
 from jrl.run.run import train
 from jrl.sampling.params import sampling_logprobs
+from jrl.setup.adapters import policy_of
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build
 from jrl.train import programs as compiled
 from jrl.train.batches import run_source
-from jrl.train.groups import to_batch
-from jrl.train.members import members_of
-from jrl.train.score import policy_of
-from jrl.train.sources import simple_request
 from jrl.types import Batch
 
 TESTS = pathlib.Path(__file__).parents[1]

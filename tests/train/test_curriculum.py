@@ -7,6 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.curriculum import HostRounds, HostTools, Problems
+from jrl.collect.sources import Groups, entries
 from jrl.config import load_config
 from jrl.episodes.host import EnvError
 from jrl.episodes.play import BY_TIMING
@@ -18,10 +21,7 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train.build import setup
-from jrl.train.collect import Collector
-from jrl.train.curriculum import HostRounds, HostTools, Problems
 from jrl.train.programs import check_trainable
-from jrl.train.sources import Groups, entries
 from jrl.types import Prompt, Rollout, StopReason
 from jrl.zoo.methods.rounds import hard_problems, written_problems
 
@@ -343,7 +343,7 @@ def test_rounds_take_a_host_and_branches_take_no_tests():
     )
     for more, message in {
         ("train.mode=compiled", "tree.kind=none"): "in rounds: .*or set train.mode to 'host'",
-        ("tree={kind='branch', at='even', roots=2}",): "tests problems .* members drawn apart",
+        ("tree={kind='branch', at='even', roots=2}",): "tests problems .* independent members",
     }.items():
         with pytest.raises(UserError, match=message):
             check_trainable(setup(load_config(None, [small, *rounds, *more])))

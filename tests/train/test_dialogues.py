@@ -15,7 +15,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.run import run as running
-from jrl.run.diagnostics import lacks
+from jrl.run.diagnostics import obstacles
 from jrl.run.run import train
 from jrl.train import build, programs
 
@@ -144,16 +144,18 @@ def test_methods_that_need_who_drew_are_refused(method, model, talks):
 
 
 def test_what_a_run_lacks(model, talks, tmp_path):
-    assert lacks(config_of(model, talks, "method=ilql")) == []
+    assert obstacles(config_of(model, talks, "method=ilql")) == []
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"messages": []}\n')
-    (line,) = lacks(config_of(model, bad, "method=ilql"))
+    (line,) = obstacles(config_of(model, bad, "method=ilql"))
     assert line == f"{bad}, line 1: no message is the assistant's; nothing could be learned"
 
 
 def test_a_correction_needs_who_drew(model, talks):
     config = config_of(model, talks, "method=filtered_bc", "objective.correction=tis")
-    with pytest.raises(UserError, match="were drawn by nobody, .*; choose a method that learns"):
+    with pytest.raises(
+        UserError, match="were not sampled by a policy, .*; choose a method that learns"
+    ):
         build.setup(config)
 
 

@@ -14,16 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.collect.collector import StepGroups
+from jrl.collect.sources import Groups
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
 from jrl.run import loops
 from jrl.run import run as running
 from jrl.run.run import train
+from jrl.setup.placement import make_meshes
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, disjoint
-from jrl.train.collect import StepGroups
 from jrl.train.disjoint import (
     AdapterHandover,
     Ahead,
@@ -34,8 +36,6 @@ from jrl.train.disjoint import (
     stored,
 )
 from jrl.train.loop import train_steps
-from jrl.train.placement import make_meshes
-from jrl.train.sources import Groups
 from jrl.types import Prompt, Rollout
 
 AXES = {"w": ("layers", "embed", "heads", None), "b": ("vocab", "embed"), "s": (None,)}

@@ -8,6 +8,11 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.episodes import episode_rollout, solution_batch
+from jrl.collect.groups import to_batch
+from jrl.collect.sources import simple_request
+from jrl.collect.sources_task import TaskSource
 from jrl.config import load_config
 from jrl.episodes import get_env
 from jrl.errors import UserError
@@ -18,15 +23,10 @@ from jrl.methods import get_method
 from jrl.methods.plan import also
 from jrl.objectives.transforms import completion_tokens, overlong_penalty, paid
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import Collector
+from jrl.setup.features import check_features, features_of
+from jrl.setup.kinds import kind_of
 from jrl.train.compiled import held_out, iterate, make_iteration, make_run
-from jrl.train.episodes import episode_rollout, solution_batch
-from jrl.train.features import check_features, features_of
-from jrl.train.groups import to_batch
-from jrl.train.kinds import kind_of
 from jrl.train.loop import policy_weights
-from jrl.train.sources import simple_request
-from jrl.train.sources_task import TaskSource
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, with_slot_use
 from jrl.types.asks import Tokens

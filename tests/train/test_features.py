@@ -7,9 +7,9 @@ from jrl.episodes.host import HostEnv, Limits
 from jrl.errors import UserError
 from jrl.methods import all_methods, get_method
 from jrl.methods.plan import Plan
-from jrl.train import features
-from jrl.train.features import TABLE, WITH, WITHOUT, check_features, features_of, host_features
-from jrl.train.kinds import kind_of
+from jrl.setup import features
+from jrl.setup.features import TABLE, WITH, WITHOUT, check_features, features_of, host_features
+from jrl.setup.kinds import kind_of
 
 
 def of_config(network, *lines):

@@ -10,11 +10,11 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+from jrl.collect.groups import to_batch
 from jrl.methods import get_method
 from jrl.models.flax_bridge import linen_network, linen_value, nnx_network, nnx_value
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.groups import to_batch
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 

@@ -9,14 +9,22 @@ import numpy as np
 import optax
 import pytest
 from judge_server import judge_server
+from tiny import tiny_config
 
+from jrl.collect.collector import Collector
+from jrl.collect.host_episodes import HostEpisodes
+from jrl.collect.reward_stages import JudgedParts, function_stage, judge_stage
+from jrl.collect.run_rows import RunRows
+from jrl.collect.sources import simple_request
 from jrl.config import load_config
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.host import Feedback, HostEnv, Lifecycle, Limits
 from jrl.errors import UserError
+from jrl.judging.host import HostScorer
+from jrl.judging.judges import endpoint_judges, judge_parts
+from jrl.judging.row_calls import RowCalls
 from jrl.mesh import make_mesh
 from jrl.methods.group_relative import grpo
-from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
@@ -24,15 +32,7 @@ from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.rows import Rows
-from jrl.train.collect import Collector
-from jrl.train.host_episodes import HostEpisodes
-from jrl.train.judges import endpoint_judges, judge_parts
-from jrl.train.judging import HostJudge
 from jrl.train.loop import policy_weights
-from jrl.train.reward_stages import JudgedParts, function_stage, judge_stage
-from jrl.train.row_calls import RowCalls
-from jrl.train.run_rows import RunRows
-from jrl.train.sources import simple_request
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Prompt, StopReason
@@ -40,16 +40,7 @@ from jrl.types import Prompt, StopReason
 JUDGES = pathlib.Path(__file__).parents[1] / "rewards" / "judges.py"
 TOKENIZER = char_tokenizer()
 P, T, G = 8, 16, 4
-CONFIG = ModelConfig(
-    vocab_size=48,
-    layers=1,
-    embed_dim=16,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    mlp_dim=16,
-    max_length=P + T,
-)
+CONFIG = tiny_config(P + T)
 NETWORK = transformer(CONFIG)
 ROWS = Rows(
     NETWORK,
@@ -92,7 +83,7 @@ def source(env, **weights):
     )
 
 
-def asked(params, step, prompts):
+def request_for(params, step, prompts):
     """A request for the first prompts."""
     tickets = np.arange(prompts, dtype=np.int32)
     return simple_request(KEY, {"policy": params}, np.int32(step), tickets, G)
@@ -119,7 +110,7 @@ def params():
 
 def test_groups_hold_points_paid_and_ids(made, params):
     source = made(digits_env(), success=3.0, reward=0.5)
-    groups = source.draw(asked(params, 4, 3))
+    groups = source.draw(request_for(params, 4, 3))
     rollout = groups.rollout.check()
     assert groups.ids["prompt"].tolist() == [10, 11, 12]
     assert set(rollout.versions[rollout.mask]) == {4}
@@ -138,9 +129,9 @@ def test_groups_hold_points_paid_and_ids(made, params):
         assert same.setdefault(final_answer(text) or text.strip(), one[i, j]) == one[i, j]
     assert len(set(one.ravel().tolist())) == len(same) > 1
     assert groups.counts["env/said"] == groups.counts["turns"]
-    again = made(digits_env()).draw(asked(params, 4, 3)).rollout
+    again = made(digits_env()).draw(request_for(params, 4, 3)).rollout
     np.testing.assert_array_equal(again.tokens, rollout.tokens)
-    other = made(digits_env()).draw(asked(params, 5, 3)).rollout
+    other = made(digits_env()).draw(request_for(params, 5, 3)).rollout
     assert (other.tokens != rollout.tokens).any()
 
 
@@ -151,12 +142,12 @@ def test_groups_left_too_small_are_played_again(made, params, caplog):
         times[prompt.id] = times.get(prompt.id, 0) + 1
         return prompt.id == 11 and times[11] <= 3  # one living member, then four
 
-    groups = made(digits_env(fails)).draw(asked(params, 0, 3))
+    groups = made(digits_env(fails)).draw(request_for(params, 0, 3))
     assert (groups.rollout.stop < StopReason.FAILED).all()
     assert groups.counts["groups_redrawn"] == 1
     assert groups.counts["env_errors"] == 3
     broken = made(digits_env(lambda prompt: prompt.id == 11))
-    groups = broken.draw(asked(params, 0, 3))
+    groups = broken.draw(request_for(params, 0, 3))
     assert (groups.rollout.stop[1] == StopReason.FAILED).all()
     assert groups.counts["groups_redrawn"] == 2  # and then given up
     assert "environment: 4 failed: RuntimeError: no room" in caplog.text
@@ -173,7 +164,7 @@ def test_an_episode_whose_weighted_rewards_float32_cannot_hold_fails_by_name(mad
         return prompt, Feedback((), (huge, huge), done=True)
 
     env = HostEnv(init, step, limits=Limits(turns=1, turn_tokens=3), parts=("a", "b"))
-    groups = made(env, a=1.0, b=0.5).draw(asked(params, 0, 3))
+    groups = made(env, a=1.0, b=0.5).draw(request_for(params, 0, 3))
     failed = groups.rollout.stop == StopReason.FAILED
     assert failed.all(axis=1).tolist() == [False, True, False]
     assert groups.counts["env_errors"] == 3 * G  # played again twice, and then given up
@@ -181,7 +172,7 @@ def test_an_episode_whose_weighted_rewards_float32_cannot_hold_fails_by_name(mad
         "4 failed: the sum of its rewards, 1 * 3e+38 of a and 0.5 * 3e+38 of b, is inf"
         in caplog.text
     )
-    fine = made(env, a=1.0, b=0.1).draw(asked(params, 0, 3))
+    fine = made(env, a=1.0, b=0.1).draw(request_for(params, 0, 3))
     assert (fine.rollout.stop < StopReason.FAILED).all()
 
 
@@ -193,7 +184,7 @@ def test_an_episode_that_fills_its_room_is_done_unless_it_says_that_it_was_cut(m
     async def step(state, reply):
         return state, Feedback((), 1.0, done=True, success=True, cut=cut and reply.cut)
 
-    rollout = made(HostEnv(init, step)).draw(asked(params, 0, 3)).rollout
+    rollout = made(HostEnv(init, step)).draw(request_for(params, 0, 3)).rollout
     full = rollout.mask.sum(2) == T
     stops = np.where(full & cut, StopReason.LENGTH, StopReason.DONE)
     last = np.take_along_axis(rollout.tokens, rollout.mask.sum(2, keepdims=True) - 1, 2)[..., 0]
@@ -205,13 +196,13 @@ def test_an_environment_is_told_the_step_and_the_split(made, params):
     told = []
     begin = Lifecycle(begin=lambda step, split: told.append((step, split)))
     env = digits_env()._replace(lifecycle=begin)
-    made(env).draw(asked(params, 7, 1))
+    made(env).draw(request_for(params, 7, 1))
     assert told == [(7, "train")]
 
 
 def test_a_group_that_could_never_be_open_is_named(made):
     with pytest.raises(UserError, match=r"opens 3 episodes at once, fewer than the 4 members"):
-        made(digits_env()._replace(lifecycle=Lifecycle(at_once=3))).draw(asked(None, 0, 1))
+        made(digits_env()._replace(lifecycle=Lifecycle(at_once=3))).draw(request_for(None, 0, 1))
 
 
 def test_parts_that_the_environment_does_not_pay_are_named(made):
@@ -276,7 +267,7 @@ def test_rewards_and_judges_are_called_as_rows_end(made, params, tmp_path):
         inner = made(waits_for(called, digits_env()) if early else digits_env(), reward=1.0)
         inner._speaks = True
         with RewardPool({"said": reward}, workers=1, timeout_seconds=20.0) as pool:
-            on_host = HostJudge(pool, TOKENIZER, "train", 9)
+            on_host = HostScorer(pool, TOKENIZER, "train", 9)
             calls = RowCalls(on_host, judges) if early else None
             if calls is not None:
                 inner.ended = calls.submit
@@ -284,7 +275,7 @@ def test_rewards_and_judges_are_called_as_rows_end(made, params, tmp_path):
             stages = [function_stage(on_host, prompts_of, calls), judge_stage(judges, prompts_of)]
             names = ("reward", "said", "judged")
             source = JudgedParts(inner, ("reward",), stages, names, calls=calls)
-            return source.draw(asked(params, 4, 3))
+            return source.draw(request_for(params, 4, 3))
 
     results = []
     for early in (False, True):

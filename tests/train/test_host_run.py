@@ -15,6 +15,10 @@ import tokenizers
 from judge_server import judge_server
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jrl.collect.host_episodes import host_source, leaves_played
+from jrl.collect.run_rows import prompt_seeds
+from jrl.collect.sources import simple_request
+from jrl.collect.tree_search import plan_of
 from jrl.config import load_config
 from jrl.entry import fit
 from jrl.episodes.play import BY_TIMING
@@ -24,6 +28,7 @@ from jrl.errors import RunStopped, UserError
 from jrl.evaluate import evaluate_run, load_policy
 from jrl.evaluate.search import search_run
 from jrl.evaluate.searcher import opened, searched_run, searcher_of, searching
+from jrl.judging.text_parts import TextParts
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
@@ -33,11 +38,6 @@ from jrl.run.run import train
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train.build import setup
-from jrl.train.host_episodes import host_source, leaves_played
-from jrl.train.run_rows import prompt_seeds
-from jrl.train.sources import simple_request
-from jrl.train.text_parts import TextParts
-from jrl.train.tree_search import plan_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GSM8K = CONFIGS / "gsm8k.toml"
@@ -669,7 +669,7 @@ def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
     assert len(rows) == left["siblings"] > 0 == left["paths"]
     whole = search_run(config, "best_of_n", width=3)
     assert (whole["turns"], whole["expansions"]) == (3, 1)
-    with pytest.raises(UserError, match="--out: --search best_of_n plays whole episodes, of which"):
+    with pytest.raises(UserError, match="--out: --search best_of_n plays complete episodes, which"):
         search_run(config, "best_of_n", out=str(tmp_path / "rows"))
     problems = ["What is 1 + 1?", "What is 2 + 2?"]
     with searching(config, "greedy", width=2) as solve:

@@ -11,6 +11,9 @@ import pytest
 import tokenizers
 from tokenizers import models
 
+from jrl.collect.collector import Collector
+from jrl.collect.plan_tools import TextTools
+from jrl.collect.sources_text import TextSource
 from jrl.config import load_config
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
@@ -24,10 +27,7 @@ from jrl.run.run import train
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.storage.metrics import read_jsonl
-from jrl.train.collect import Collector
 from jrl.train.loop import policy_weights
-from jrl.train.plan_tools import TextTools
-from jrl.train.sources_text import TextSource
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Prompt
@@ -54,7 +54,7 @@ class Words:
         return Scores(np.array(right, np.float32)[:, None], np.zeros(len(right), bool), {})
 
 
-def asked(question):
+def shown_in(question):
     """The kind of the question, the problem and the answers that it shows, a token each."""
     kinds = {"Proposed answer:": 14, "Answer A:": 15, "attempt at it:": 16}
     (kind,) = [token for text, token in kinds.items() if text in question]
@@ -70,7 +70,7 @@ def agreement_of(method, network):
         jax.jit(functools.partial(generate, network=network, max_new_tokens=1, stop_tokens=(1,))),
         *(SAMPLING, Words(), Words(), 1),
     )
-    tools = TextTools(PROMPTS, 1, tokenizer=Words(), asked=asked, longest=15)
+    tools = TextTools(PROMPTS, 1, tokenizer=Words(), tokens_of=shown_in, longest=15)
     collector = Collector(
         source=source,
         prompts=N,

@@ -5,23 +5,23 @@ import threading
 import time
 
 import pytest
-from judge_server import judge_server, said
+from judge_server import judge_server, reply_body
 
 from jrl.config.judge import judge_table
 from jrl.errors import UserError
+from jrl.judging import client as judge_client
+from jrl.judging.cache import QuestionVote
+from jrl.judging.client import JudgeClient
+from jrl.judging.limits import COUNTS
 from jrl.rewards.replies import read_score
 from jrl.rewards.verdicts import Question
-from jrl.train import judge_client
-from jrl.train.judge_cache import Asked
-from jrl.train.judge_client import JudgeClient
-from jrl.train.judge_limits import COUNTS
 
 
-def asked(*texts, vote=0):
+def questions(*texts, vote=0):
     def read(reply):
         return read_score(reply, 0, 10)
 
-    return [Asked(Question(({"role": "user", "content": t},), read), vote) for t in texts]
+    return [QuestionVote(Question(({"role": "user", "content": t},), read), vote) for t in texts]
 
 
 def client(url, cache=None, **options):
@@ -51,7 +51,7 @@ def test_requests_overlap_and_equal_ones_are_sent_once(monkeypatch):
     with judge_server(answer) as (url, bodies):
         options = {"key_variable": "JUDGE_KEY", "fields": {"seed": 3}, "at_once": 3}
         mine = client(url, **options)
-        verdicts, counts = mine.verdicts(asked("a", "bb", "a", "ccc"))
+        verdicts, counts = mine.verdicts(questions("a", "bb", "a", "ccc"))
     assert verdicts == [0.1, 0.2, 0.1, 0.3]
     counted(counts, calls=3)
     assert {b["authorization"] for b in bodies} == {"Bearer sesame"}
@@ -69,18 +69,18 @@ def test_a_failure_that_passes_is_tried_again():
         return "Score: 5"
 
     with judge_server(answer) as (url, _):
-        verdicts, counts = client(url).verdicts(asked("a"))
+        verdicts, counts = client(url).verdicts(questions("a"))
         assert verdicts == [0.5]
         counted(counts, calls=4, retries=3)
         statuses[:] = [500] * 99
-        verdicts, counts = client(url, retries=2).verdicts(asked("b"))
+        verdicts, counts = client(url, retries=2).verdicts(questions("b"))
     assert verdicts == [None]
     counted(counts, calls=3, retries=2, failures=1)
 
 
 def test_what_is_refused_is_not_tried_again():
     with judge_server(lambda body, number: (400, {}, "too long")) as (url, _):
-        verdicts, counts = client(url).verdicts(asked("a"))
+        verdicts, counts = client(url).verdicts(questions("a"))
     assert verdicts == [None]
     counted(counts, calls=1, failures=1)
 
@@ -96,7 +96,7 @@ def test_retry_after_is_honoured(after, least):
         return (429, {"Retry-After": after}, "") if number == 0 else "Score: 5"
 
     with judge_server(answer) as (url, _):
-        verdicts, counts = client(url).verdicts(asked("a"))
+        verdicts, counts = client(url).verdicts(questions("a"))
     assert verdicts == [0.5]
     counted(counts, calls=2, retries=1)
     assert times[1] - times[0] >= least
@@ -104,7 +104,7 @@ def test_retry_after_is_honoured(after, least):
 
 def test_one_who_waits_too_long_loses_its_samples_alone():
     with judge_server(lambda b, n: (429, {"Retry-After": "86400"}, "")) as (url, _):
-        verdicts, counts = client(url, at_once=1).verdicts(asked("a", "b"))
+        verdicts, counts = client(url, at_once=1).verdicts(questions("a", "b"))
     assert verdicts == [None, None]
     counted(counts, calls=1, timeouts=2)  # nobody else was sent to be refused
 
@@ -116,7 +116,7 @@ def test_one_who_waits_too_long_loses_its_samples_alone():
         (200, {}, "[]"),
         (200, {}, '{"choices": []}'),
         (200, {}, '{"choices": [{"message": {"content": null}}]}'),
-        (200, {}, said("x" * (judge_client._LARGEST + 1))),
+        (200, {}, reply_body("x" * (judge_client._LARGEST + 1))),
         "What a fine answer, 10 of 10 for me!",
         "Score: 1e9",
         "Score: 10\nScore: 99",
@@ -126,7 +126,7 @@ def test_what_cannot_be_read_is_counted_and_no_number(response, tmp_path):
     with judge_server(lambda body, number: response) as (url, _):
         mine = client(url, cache=tmp_path / "cache")
         for _ in range(2):  # nor is it kept
-            verdicts, counts = mine.verdicts(asked("a"))
+            verdicts, counts = mine.verdicts(questions("a"))
             assert verdicts == [None]
             counted(counts, calls=1, unreadable=1)
 
@@ -142,11 +142,11 @@ def test_slow_ones_cost_their_own_samples():
     try:
         with judge_server(answer) as (url, _):
             # the limit of the batch: what is late has no verdict, the others do
-            verdicts, counts = client(url, seconds=3).verdicts(asked("slow", "a", "b"))
+            verdicts, counts = client(url, seconds=3).verdicts(questions("slow", "a", "b"))
             assert verdicts == [None, 0.5, 0.5]
             counted(counts, calls=3, timeouts=1)
             # the limit of a request: it is tried again
-            verdicts, counts = client(url, timeout=0.3, retries=1).verdicts(asked("slow"))
+            verdicts, counts = client(url, timeout=0.3, retries=1).verdicts(questions("slow"))
             assert verdicts == [None]
             counted(counts, calls=2, retries=1, failures=1)
             go_on.set()
@@ -162,11 +162,11 @@ def test_requests_per_minute():
         return "Score: 5"
 
     with judge_server(answer) as (url, _):
-        verdicts, _ = client(url, requests_per_minute=300).verdicts(asked("a", "b", "c"))
+        verdicts, _ = client(url, requests_per_minute=300).verdicts(questions("a", "b", "c"))
         assert verdicts == [0.5] * 3
         assert times[2] - times[0] >= 0.35
         slow = client(url, requests_per_minute=1, seconds=5)
-        verdicts, counts = slow.verdicts(asked("d", "e"))
+        verdicts, counts = slow.verdicts(questions("d", "e"))
         assert sorted(verdicts, key=str) == [0.5, None]
         counted(counts, calls=1, timeouts=1)  # its turn would come too late
 
@@ -174,19 +174,19 @@ def test_requests_per_minute():
 def test_the_cache_is_one_of_several_clients(tmp_path):
     with judge_server(lambda body, number: f"Score: {number}") as (url, _):
         options = {"cache": tmp_path / "cache", "temperature": 1.0}
-        first, counts = client(url, **options).verdicts(asked("a"))
+        first, counts = client(url, **options).verdicts(questions("a"))
         counted(counts, calls=1)
-        again, counts = client(url, **options).verdicts(asked("a", "a"))
+        again, counts = client(url, **options).verdicts(questions("a", "a"))
         counted(counts, cached=1)
         assert again == first * 2
         (file,) = (tmp_path / "cache").rglob("*.json")
         for other in ({"model": "n"}, {"temperature": 0.5}, {"fields": {"seed": 1}}):
-            _, counts = client(url, **options | other).verdicts(asked("a"))
+            _, counts = client(url, **options | other).verdicts(questions("a"))
             counted(counts, calls=1)
-        _, counts = client(url, **options).verdicts(asked("a", vote=1))
+        _, counts = client(url, **options).verdicts(questions("a", vote=1))
         counted(counts, calls=1)
         file.write_text('{"reply": "Sco')  # cut, as of a full disk
-        _, counts = client(url, **options).verdicts(asked("a"))
+        _, counts = client(url, **options).verdicts(questions("a"))
         counted(counts, calls=1)
         files = [f for f in (tmp_path / "cache").rglob("*") if f.is_file()]
         assert len(files) == 5
@@ -201,7 +201,7 @@ def closed_port():
 
 def test_a_judge_that_is_down_costs_its_own_samples():
     verdicts, counts = client(f"http://127.0.0.1:{closed_port()}/v1", retries=1).verdicts(
-        asked("a", "b")
+        questions("a", "b")
     )
     assert verdicts == [None, None]
     counted(counts, calls=4, retries=2, failures=2)
@@ -241,7 +241,7 @@ def test_another_thread_may_end_it():
 
     with judge_server(answer) as (url, bodies):
         mine, results = client(url), []
-        thread = threading.Thread(target=lambda: results.append(mine.verdicts(asked("a"))))
+        thread = threading.Thread(target=lambda: results.append(mine.verdicts(questions("a"))))
         thread.start()
         while not bodies:
             time.sleep(0.01)
@@ -262,7 +262,7 @@ def test_a_question_that_waits_for_its_repetition_holds_up_no_other(monkeypatch)
         return "Score: 5" if order[-1] != "a" or order.count("a") > 1 else (500, {}, "")
 
     with judge_server(answer) as (url, _):
-        verdicts, counts = client(url, at_once=1).verdicts(asked("a", "b", "c"))
+        verdicts, counts = client(url, at_once=1).verdicts(questions("a", "b", "c"))
     assert verdicts == [0.5] * 3
     counted(counts, calls=4, retries=1)
     assert order == ["a", "b", "c", "a"]
@@ -271,16 +271,16 @@ def test_a_question_that_waits_for_its_repetition_holds_up_no_other(monkeypatch)
 def test_questions_are_asked_before_all_are_there():
     with judge_server(lambda body, number: "Score: 5") as (url, bodies):
         mine = client(url)
-        mine.begin(asked("a", "gone"))
-        mine.begin(asked("a", "b"))
+        mine.begin(questions("a", "gone"))
+        mine.begin(questions("a", "b"))
         while len(bodies) < 3:  # nobody waits for them
             time.sleep(0.01)
-        verdicts, counts = mine.verdicts(asked("b", "a", "c"))
+        verdicts, counts = mine.verdicts(questions("b", "a", "c"))
         assert verdicts == [0.5] * 3
         counted(counts, calls=4)
-        mine.begin(asked("d"))
+        mine.begin(questions("d"))
         mine.stop()  # what was begun is dropped: a later call asks again
-        verdicts, counts = mine.verdicts(asked("d"))
+        verdicts, counts = mine.verdicts(questions("d"))
         assert verdicts == [0.5]
         counted(counts, calls=1)
 
@@ -296,11 +296,11 @@ def test_a_server_that_never_answers_holds_up_nobody_beyond_the_limit():
     with judge_server(answer) as (url, bodies):
         try:
             mine = client(url, seconds=0.5, timeout=60.0)
-            mine.begin(asked("a"))
+            mine.begin(questions("a"))
             while not bodies:
                 time.sleep(0.01)
             begin = time.monotonic()
-            verdicts, counts = mine.verdicts(asked("a", "b"))
+            verdicts, counts = mine.verdicts(questions("a", "b"))
             assert 0.5 <= time.monotonic() - begin < 20
             assert verdicts == [None, None]
             counted(counts, calls=2, timeouts=2)
@@ -311,11 +311,11 @@ def test_a_server_that_never_answers_holds_up_nobody_beyond_the_limit():
 def test_a_wait_that_a_judge_asks_for_ends_with_the_limit():
     with judge_server(lambda b, n: (429, {"Retry-After": "86400"}, "")) as (url, bodies):
         mine = client(url, at_once=1)
-        mine.begin(asked("a"))
+        mine.begin(questions("a"))
         while not bodies:
             time.sleep(0.01)
         begin = time.monotonic()
-        verdicts, counts = mine.verdicts(asked("a", "b"))
+        verdicts, counts = mine.verdicts(questions("a", "b"))
         assert time.monotonic() - begin < 60
     assert verdicts == [None, None]
     counted(counts, calls=1, timeouts=2)
@@ -333,12 +333,12 @@ def test_one_refusal_holds_up_its_own_question_alone():
 
     with judge_server(answer) as (url, _):
         mine = client(url, at_once=1)
-        verdicts, counts = mine.verdicts(asked("0", "1", "2", "3"))
+        verdicts, counts = mine.verdicts(questions("0", "1", "2", "3"))
         assert verdicts == [0.5] * 4
         counted(counts, calls=5, retries=1)
         assert times["3"][0] < times["1"][1]  # nobody waits with the one that was refused
         assert times["1"][1] - times["1"][0] >= 0.3
         times.clear()
         refuse |= {"2"}
-        mine.verdicts(asked("0", "1", "2", "3", vote=1))
+        mine.verdicts(questions("0", "1", "2", "3", vote=1))
         assert times["3"][0] - times["2"][0] >= 0.3

@@ -14,6 +14,10 @@ from jrl.config.judge import judge_table
 from jrl.episodes.search import Path
 from jrl.errors import UserError
 from jrl.evaluate.verifiers import verifier_of
+from jrl.judging.cache import QuestionVote
+from jrl.judging.host import Texts
+from jrl.judging.judges import check_judges, judges_of
+from jrl.judging.models import judge_directory, model_judge
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import CharTokenizer
@@ -22,13 +26,9 @@ from jrl.rewards.model import JudgeModel
 from jrl.rewards.replies import read_yes_no
 from jrl.rewards.verdicts import Question
 from jrl.run.run import train
+from jrl.setup.reward_parts import judge_of
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build
-from jrl.train.judge_cache import Asked
-from jrl.train.judge_models import judge_directory, model_judge
-from jrl.train.judges import check_judges, judges_of
-from jrl.train.judging import Texts
-from jrl.train.reward_parts import judge_of
 from jrl.types import Prompt, StopReason
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -68,7 +68,7 @@ def greedy():
 
 
 def asked(*texts, vote=0, read=read_yes_no):
-    return [Asked(Question(({"role": "user", "content": t},), read), vote) for t in texts]
+    return [QuestionVote(Question(({"role": "user", "content": t},), read), vote) for t in texts]
 
 
 def counted(counts, **expected):
@@ -113,7 +113,7 @@ def settings(judge, *more):
     return load_config(None, [*RUN, f"rewards={{verify={{}}, good={{{judge}}}}}", *more])
 
 
-def said(judges, texts, params):
+def points_of(judges, texts, params):
     """Points of a run's judges for one group of these completions."""
     ids = [TOKENS.encode(text) for text in texts]
     tokens = np.zeros((1, len(ids), 8), np.int32)
@@ -132,11 +132,11 @@ def test_the_policy_of_the_step_judges():
     run = build.setup(settings(f"{ONE}, model='policy'"))
     with jax.set_mesh(run.mesh):
         judges = judges_of(run, "train")
-        points, counts = said(judges, ("51", "50", "1"), parrot(run.model))
+        points, counts = points_of(judges, ("51", "50", "1"), parrot(run.model))
         assert points == [1.0, 0.0, 1.0]
         assert counts["judge_calls"] == 3
-        assert said(judges, ("51",), parrot(run.model, ("1n", "no")))[0] == [0.0]
-        points, counts = said(judges, ("51",), None)  # of what was there already: no opinion
+        assert points_of(judges, ("51",), parrot(run.model, ("1n", "no")))[0] == [0.0]
+        points, counts = points_of(judges, ("51",), None)  # of what was there already: no opinion
     assert np.isnan(points).all()
     assert counts["judge_calls"] == 0
 
@@ -176,8 +176,8 @@ def test_another_checkpoint_judges(checkpoint, tmp_path):
     run = build.setup(settings(f"{ONE}, model='{checkpoint}'", where))
     with jax.set_mesh(run.mesh):
         judges = judges_of(run, "train")
-        assert said(judges, ("51", "50"), None)[0] == [1.0, 0.0]
-        assert said(judges, ("51", "50"), None)[1]["judge_cached"] == 2
+        assert points_of(judges, ("51", "50"), None)[0] == [1.0, 0.0]
+        assert points_of(judges, ("51", "50"), None)[1]["judge_cached"] == 2
     # other weights in the same place are another judge, and a chat template is what it reads
     hf.save(checkpoint, CONFIG, parrot(follows=(">n", "no")))
     TOKENS.save(checkpoint)
@@ -186,7 +186,7 @@ def test_another_checkpoint_judges(checkpoint, tmp_path):
     again = build.setup(settings(f"{ONE}, model='{checkpoint}'", where))
     assert again.rewards.judges["good"].checksum != run.rewards.judges["good"].checksum
     with jax.set_mesh(again.mesh):
-        assert said(judges_of(again, "train"), ("51", "50"), None)[0] == [0.0, 0.0]
+        assert points_of(judges_of(again, "train"), ("51", "50"), None)[0] == [0.0, 0.0]
 
 
 def test_who_can_judge_here_is_said_before_anything_compiles(checkpoint):
@@ -199,7 +199,7 @@ def test_who_can_judge_here_is_said_before_anything_compiles(checkpoint):
         check_judges(settings(f"{long}, model='{checkpoint}'"), [])
     with pytest.raises(UserError, match=r"good.max_prompt_tokens = 8 and .* reads 48 tokens"):
         build.setup(settings(f"{long}, model='policy'"))
-    with pytest.raises(UserError, match=r"rewards.good.model.* the mesh of training, in one proc"):
+    with pytest.raises(UserError, match=r"rewards.good.model.* the training mesh, in one proc"):
         build.setup(settings(f"{ONE}, model='policy'", "sampling.mesh={fsdp=1}"))
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from judge_server import judge_server
 
+from jrl.collect.reward_stages import judge_stage
+from jrl.collect.sources import Groups
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.judging.host import Texts
+from jrl.judging.judges import check_judges, endpoint_judges, judge_parts
 from jrl.models.tokenizer import CharTokenizer
-from jrl.train.judges import check_judges, endpoint_judges, judge_parts
-from jrl.train.judging import Texts
-from jrl.train.reward_parts import accuracy_part, parts_by_token, parts_of
-from jrl.train.reward_stages import judge_stage
-from jrl.train.sources import Groups
+from jrl.setup.reward_parts import accuracy_part, parts_by_token, parts_of
 from jrl.types import Prompt, StopReason
 
 END, LEFT, FAILED, ABSENT = (
@@ -56,7 +56,7 @@ def by_member(body, number):
     return {"0": "Score: 0", "1": "Score: 10"}.get(member, "I do not know.")
 
 
-def asked(bodies):
+def questions_in(bodies):
     return sorted(body["messages"][-1]["content"] for body in bodies)
 
 
@@ -66,7 +66,7 @@ def test_members_that_are_gone_are_not_asked():
             config(url, {"good": ONE}), [[END, END, END], [LEFT, FAILED, ABSENT]]
         )
     np.testing.assert_array_equal(points["good"], [[0, 1, np.nan], [np.nan] * 3])
-    assert asked(bodies) == ["0 0", "0 1", "0 2"]
+    assert questions_in(bodies) == ["0 0", "0 1", "0 2"]
     assert not dropped.any()
     assert (counts["judge_calls"], counts["judge_unreadable"]) == (3, 1)
     assert counts["judge_seconds"] > 0
@@ -83,7 +83,7 @@ def test_no_verdict_is_what_missing_says_among_those_asked():
     np.testing.assert_array_equal(points["zero"], [[0, 1, 0], nan])
     np.testing.assert_array_equal(points["drop"], [nan, [0, 1, np.nan]])
     np.testing.assert_array_equal(dropped, [[False] * 3, [False, False, True]])
-    assert asked(bodies) == ["0 0", "0 1", "0 2", "1 0", "1 1", "1 2"]
+    assert questions_in(bodies) == ["0 0", "0 1", "0 2", "1 0", "1 1", "1 2"]
     assert counts["judge_unreadable"] == 2
 
 
@@ -110,7 +110,7 @@ def test_only_right_answers_are_judged_where_that_is_asked_for():
         points, *_ = judged(
             config(url, {"flaw": f"{ONE}, only='math'"}), [[END] * 3] * 2, {"math": right}
         )
-    assert asked(bodies) == ["0 0", "1 1", "1 2"]
+    assert questions_in(bodies) == ["0 0", "1 1", "1 2"]
     np.testing.assert_array_equal(points["flaw"], [[0, np.nan, np.nan], [np.nan, 1, np.nan]])
 
 

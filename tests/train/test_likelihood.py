@@ -9,11 +9,11 @@ import pytest
 from jrl.config import load_config
 from jrl.config.likelihood import likelihood_table
 from jrl.errors import UserError
+from jrl.judging.likelihood import Likelihood, likelihoods
 from jrl.mesh import make_mesh
 from jrl.models.tokenizer import CharTokenizer
 from jrl.rewards.rules import Rules
-from jrl.train.likelihood import Likelihood, likelihoods
-from jrl.train.reward_parts import parts_by_token, parts_of
+from jrl.setup.reward_parts import parts_by_token, parts_of
 from jrl.types import Prompt, StopReason
 
 TOKENS = CharTokenizer()

@@ -101,7 +101,7 @@ def test_a_run_directory_holds_what_scripts_rely_on(host):
 def test_samples_are_kept_when_they_are_asked_for(host):
     trained = [s for s in host.samples if "split" not in s]
     assert sorted({s["step"] for s in trained}) == [1, 2]
-    assert len(trained) == 2 * host.config.log.KEPT
+    assert len(trained) == 2 * host.config.log.MIN_MEMBERS
     for s in trained:
         assert s["reward"] == pytest.approx(s["rewards"]["verify"] + 0.5 * s["rewards"]["partial"])
     held_out = [s for s in host.samples if s.get("split") == "eval"]

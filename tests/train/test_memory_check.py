@@ -19,12 +19,12 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.run.compare import compare
 from jrl.serving.launch import served_policy
+from jrl.setup.kinds import EpisodeKind, RunData, kind_of
+from jrl.setup.objective import method_of
+from jrl.setup.reward_parts import parts_of
 from jrl.train import build
 from jrl.train import memory_check as fits
-from jrl.train.build import method_of
 from jrl.train.held_models import UNDIVIDED, held_models
-from jrl.train.kinds import EpisodeKind, RunData, kind_of
-from jrl.train.reward_parts import parts_of
 from jrl.zoo.tools.reproducibility import measure_drift
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from jrl.collect.episodes import episode_rollout
+from jrl.collect.groups import to_batch
+from jrl.collect.sources import simple_request
 from jrl.config import load_config
 from jrl.episodes import get_env
 from jrl.errors import UserError
@@ -17,10 +20,7 @@ from jrl.run.export import export_run
 from jrl.sampling.params import make_sampling_params
 from jrl.train import build
 from jrl.train.compiled import held_out
-from jrl.train.episodes import episode_rollout
-from jrl.train.groups import to_batch
 from jrl.train.loop import policy_weights
-from jrl.train.sources import simple_request
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 
@@ -42,28 +42,29 @@ STARTS, GROUP, ROWS, STEPS = 192, 8, 32, 400
 
 @pytest.mark.parametrize(("name", "more"), [("ilql", {"follow": 0.05}), ("mc_returns", {})])
 def test_values_learned_from_random_episodes_lean_the_policy_to_better_ones(name, more):
-    method, law = get_method(name, beta=16.0, **more), make_sampling_params()
+    method, sampling_params = get_method(name, beta=16.0, **more), make_sampling_params()
     network = method.network(PLAIN)
     parts = {"network": network, "objective": method.objective, "optimizer": optax.adam(3e-3)}
     state, key = init_state(jax.random.key(0), **parts), jax.random.key(1)
     made = {"task": ENV, "network": network, "parts": {"reward": 1.0}}
-    draw = functools.partial(episode_rollout, sampling_params=law, **made)
+    draw = functools.partial(episode_rollout, sampling_params=sampling_params, **made)
     ids = jnp.arange(STARTS, dtype=jnp.int32)
     asked = simple_request(key, policy_weights(state), jnp.int32(0), ids, GROUP)
     groups = jax.jit(draw)(asked)
     rows = groups.rollout, groups.rewards, jnp.ones(1), groups.ids, groups.stats
-    given = to_batch(*rows, own=True)
+    given = to_batch(*rows, sampled=True)
     step = make_step(**parts, schedule=method.schedule)
 
     def one(state, number):
         chosen = jax.random.randint(jax.random.fold_in(key, number), (ROWS,), 0, STARTS)
         part = jax.tree.map(lambda x: x[chosen], given.replace(reward_weights=None))
-        state, metrics = step(state, part.replace(reward_weights=given.reward_weights), law)
+        part = part.replace(reward_weights=given.reward_weights)
+        state, metrics = step(state, part, sampling_params)
         return state, metrics["loss"]
 
     state, losses = jax.jit(lambda s: jax.lax.scan(one, s, jnp.arange(STEPS)))(state)
     assert jnp.isfinite(losses).all()
-    ask = {"sampling_params": law, "task": ENV, "problems": 256}
+    ask = {"sampling_params": sampling_params, "task": ENV, "problems": 256}
 
     def solved(beta):
         leaning = get_method(name, beta=beta, **more).network(PLAIN)

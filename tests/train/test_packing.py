@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jrl.train.packing import SHAPES, Packer, pack
+from jrl.collect.packing import SHAPES, Packer, pack
 
 
 def natural(n, g, seed, mean=64, most=256):

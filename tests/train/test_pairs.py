@@ -9,6 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.pairs import BatchSizes, JudgedSource, judged_groups, sizes_of
+from jrl.collect.reward_stages import JudgedParts, model_stage
+from jrl.collect.sources import Groups
 from jrl.config import load_config
 from jrl.config.tables import RewardTable
 from jrl.errors import UserError
@@ -18,15 +22,11 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.run import run as running
 from jrl.run.run import train
+from jrl.setup.reward_parts import RunRewards, parts_of
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, programs
-from jrl.train.collect import Collector
-from jrl.train.pairs import BatchSizes, JudgedSource, judged_groups, sizes_of
 from jrl.train.reward_model import load_reward_models
-from jrl.train.reward_parts import RunRewards, parts_of
-from jrl.train.reward_stages import JudgedParts, model_stage
-from jrl.train.sources import Groups
 from jrl.types import StopReason
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}

@@ -7,15 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.methods.base import Method
-from jrl.methods.curriculum import Curriculum, Selection, Table, put_rows, top_rows
-from jrl.methods.edit import Edit, edit_of, fill, fill_groups, of_parts, only, rank
-from jrl.methods.plan import Plan, also, more, new
-from jrl.methods.stores import group_store, member_store
-from jrl.train.edit import edited, learned, mean_sizes, outcome_of
-from jrl.train.groups import batch_of
-from jrl.train.members import numbers, widths
-from jrl.train.plan import (
+from jrl.collect.edit import edited, learned, mean_sizes, outcome_of
+from jrl.collect.groups import batch_of
+from jrl.collect.members import numbers, widths
+from jrl.collect.plan import (
     Now,
     Setting,
     host_rounds,
@@ -25,7 +20,12 @@ from jrl.train.plan import (
     traced_rounds,
     unpacked,
 )
-from jrl.train.sources import Groups
+from jrl.collect.sources import Groups
+from jrl.methods.base import Method
+from jrl.methods.curriculum import Curriculum, Selection, Table, put_rows, top_rows
+from jrl.methods.edit import Edit, edit_of, fill, fill_groups, of_parts, only, rank
+from jrl.methods.plan import Plan, also, more, new
+from jrl.methods.stores import group_store, member_store
 from jrl.types import Rollout, StopReason, stream
 from jrl.types.asks import ASIDE, BASELINE
 

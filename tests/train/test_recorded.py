@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from hub_mirror import byte_tokenizer
 
+from jrl.collect.sources import simple_request
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.run import run as running
-from jrl.run.diagnostics import lacks
+from jrl.run.diagnostics import obstacles
 from jrl.run.run import train
 from jrl.sampling.engine import Engine
 from jrl.serving.launch import served_policy
@@ -21,7 +22,6 @@ from jrl.serving.openai_requests import parse
 from jrl.serving.record import Recorder
 from jrl.train import build, programs
 from jrl.train.batches import run_source
-from jrl.train.sources import simple_request
 
 SHAPE = ModelConfig(
     vocab_size=257, layers=1, embed_dim=16, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
@@ -171,8 +171,8 @@ def test_what_does_not_go_together_is_named(model, sessions, more, said):
 
 
 def test_what_a_run_lacks(model, sessions):
-    assert lacks(config_of(model, sessions)) == []
-    (line,) = lacks(config_of(model, "nowhere"))
+    assert obstacles(config_of(model, sessions)) == []
+    (line,) = obstacles(config_of(model, "nowhere"))
     assert "there is no directory 'nowhere'" in line
 
 

@@ -6,6 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.groups import Origin, batch_of, place
+from jrl.collect.sources import Groups
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
@@ -13,11 +16,8 @@ from jrl.methods import get_method
 from jrl.methods.edit import EditView
 from jrl.methods.stores import member_store, replay_successes
 from jrl.objectives import combine_terms, compute_advantages, policy_loss
+from jrl.setup.features import check_features, method_features
 from jrl.train import build, programs
-from jrl.train.collect import Collector
-from jrl.train.features import check_features, method_features
-from jrl.train.groups import Origin, batch_of, place
-from jrl.train.sources import Groups
 from jrl.types import Rollout, StopReason
 
 G, P, T = 3, 2, 4

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.collect.resharding import ReshardedSampler, network_on, weights_program
+from jrl.collect.sources import simple_request
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run
@@ -18,11 +20,9 @@ from jrl.mesh import make_mesh
 from jrl.models.quant import quantise
 from jrl.plan.costs import program_costs
 from jrl.run import run as running
+from jrl.setup.placement import sampler_mesh
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build, programs
-from jrl.train.placement import sampler_mesh
-from jrl.train.resharding import ReshardedSampler, network_on, weights_program
-from jrl.train.sources import simple_request
 
 BASE = (
     *("data.task=sequence", "data.difficulty=1", "sampling.group=2", "train.prompts=8"),

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from judge_server import judge_server
 
+from jrl.collect.reward_stages import JudgedParts
+from jrl.collect.sources import Groups
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.rewards.combine import make_combined
 from jrl.run import run as running
 from jrl.run.run import train
+from jrl.setup.reward_parts import parts_of
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build, programs
-from jrl.train.reward_parts import parts_of
-from jrl.train.reward_stages import JudgedParts
-from jrl.train.sources import Groups
 from jrl.types import SILENT, StopReason
 
 REWARDS = """

@@ -3,22 +3,22 @@
 import numpy as np
 import pytest
 
+from jrl.collect.reward_sums import FiniteSums
+from jrl.collect.sources import Groups
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.setup.reward_parts import reward_pool
 from jrl.system.float32 import sum_overflows
 from jrl.system.signals import Stopping
 from jrl.train import build
 from jrl.train.batches import training_batches
-from jrl.train.reward_parts import reward_pool
-from jrl.train.reward_sums import FiniteSums
-from jrl.train.sources import Groups
 from jrl.types import Rollout, StopReason
 
 PARTS = {"a": 1.0, "b": 2.0}
 FINE, HUGE = [1.0, 2.0], [3e38, 1e38]
 
 
-class Given:
+class FixedSource:
     """A source of two groups of two: the second member of the second group has huge rewards."""
 
     def __init__(self, huge=HUGE):
@@ -39,24 +39,24 @@ class Given:
 
 def test_the_run_stops_and_says_which_parts_of_which_prompt():
     with pytest.raises(UserError) as raised:
-        FiniteSums(Given(), PARTS, "stop").draw(None)
+        FiniteSums(FixedSource(), PARTS, "stop").draw(None)
     text = str(raised.value)
     assert "1 * 3e+38 of rewards.a and 2 * 1e+38 of rewards.b is infinite in float32" in text
     assert "(prompt 8); lower a weight or a reward, or set reward_pool.on_error" in text
 
 
 def test_it_is_worth_nothing_or_leaves_its_group_and_is_counted():
-    zero = FiniteSums(Given(), PARTS, "zero").draw(None)
+    zero = FiniteSums(FixedSource(), PARTS, "zero").draw(None)
     assert zero.rewards.tolist() == [[FINE, FINE], [FINE, [0, 0]]]
     assert zero.stats["paid"].ravel().tolist() == [1, 1, 1, 0]
-    dropped = FiniteSums(Given(), PARTS, "drop").draw(None)
+    dropped = FiniteSums(FixedSource(), PARTS, "drop").draw(None)
     assert dropped.rollout.stop[1].tolist() == [StopReason.STOP_TOKEN, StopReason.ABORTED]
     assert zero.counts == dropped.counts == {"reward_errors": 2.0}
 
 
 @pytest.mark.parametrize("huge", [[3e38, -1e38], [3e38, np.nan], FINE])
 def test_what_float32_holds_passes_as_it_is(huge):
-    groups = FiniteSums(Given(huge), PARTS, "stop").draw(None)
+    groups = FiniteSums(FixedSource(huge), PARTS, "stop").draw(None)
     assert groups.counts == {"reward_errors": 1.0}
     np.testing.assert_array_equal(groups.rewards[1, 1], np.float32(huge))
 

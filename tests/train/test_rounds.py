@@ -8,19 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.collect.collector import Collector
+from jrl.collect.tree_search import drawn_weights
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.run import run as running
 from jrl.run.run import run_config, train
+from jrl.setup.features import check_features
+from jrl.setup.run import run_features
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import programs
 from jrl.train.batches import run_source
-from jrl.train.build import run_features, setup
-from jrl.train.collect import Collector
-from jrl.train.features import check_features
+from jrl.train.build import setup
 from jrl.train.state import frozen_names
-from jrl.train.tree_search import drawn_weights
 
 SIZES = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 ROUNDS = "objective={round_steps=2, restart_rounds=2, success=0.1}"

@@ -10,6 +10,9 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.collect.groups import to_batch
+from jrl.collect.members import demonstration_rollout, join_members
+from jrl.collect.packing import Packer
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.models import moe
@@ -18,9 +21,6 @@ from jrl.models.routing import record_dtype, recording
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.groups import to_batch
-from jrl.train.members import demonstration_rollout, join_members
-from jrl.train.packing import Packer
 from jrl.train.router import RouterTraining
 from jrl.train.score import score, shared_rows, undivided
 from jrl.train.state import init_state

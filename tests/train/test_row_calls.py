@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 from judge_server import judge_server
 
+from jrl.collect.reward_stages import JudgedParts, judge_stage
+from jrl.collect.sources import divided, simple_request
+from jrl.collect.sources_text import TextSource
 from jrl.config import load_config
 from jrl.errors import UserError
+from jrl.judging import row_calls
+from jrl.judging.host import HostScorer
+from jrl.judging.judges import endpoint_judges, judge_parts
+from jrl.judging.row_calls import RowCalls
 from jrl.models.tokenizer import CharTokenizer
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
-from jrl.train import row_calls
-from jrl.train.features import check_features
-from jrl.train.judges import endpoint_judges, judge_parts
-from jrl.train.judging import HostJudge
-from jrl.train.reward_stages import JudgedParts, judge_stage
-from jrl.train.row_calls import RowCalls
-from jrl.train.sources import divided, simple_request
-from jrl.train.sources_text import TextSource
+from jrl.setup.features import check_features
 from jrl.types import Prompt, Rollout, StopReason
 
 JUDGES = pathlib.Path(__file__).parents[1] / "rewards" / "judges.py"
@@ -66,7 +66,7 @@ def drawn(url, notes, draws, called=lambda: True):
         "rank": make_reward(f"{JUDGES}:rank"),
     }
     with RewardPool(functions, workers=1, timeout_seconds=20.0) as pool:
-        calls = RowCalls(HostJudge(pool, TOKENIZER, "train", 9), judges) if draws > 1 else None
+        calls = RowCalls(HostScorer(pool, TOKENIZER, "train", 9), judges) if draws > 1 else None
         program = sampled(called)
         how = {"max_new_tokens": T, "steps": 9, "draws": draws, "calls": calls}
         source = TextSource(PROMPTS, 1, None, program, None, pool, TOKENIZER, **how)
@@ -79,7 +79,7 @@ def drawn(url, notes, draws, called=lambda: True):
 
 @pytest.mark.slow
 def test_one_part_is_judged_while_the_next_is_sampled(tmp_path, monkeypatch):
-    monkeypatch.setattr("jrl.train.sources_text.compiled_stream", lambda *given: None)
+    monkeypatch.setattr("jrl.collect.sources_text.compiled_stream", lambda *given: None)
     notes = tmp_path / "notes"
 
     def digits(body, number):
@@ -113,7 +113,7 @@ def test_each_process_calls_about_its_own_share(monkeypatch):
     )
     for functions, mine in (({"f": alone}, [1]), ({"f": alone, "g": whole}, [])):
         with RewardPool(functions, workers=0, timeout_seconds=1.0) as pool:
-            calls = RowCalls(HostJudge(pool, TOKENIZER), None)
+            calls = RowCalls(HostScorer(pool, TOKENIZER), None)
             seen = []
             monkeypatch.setattr(pool, "begin", lambda seen=seen: Seen(seen))
             with calls.step(0):

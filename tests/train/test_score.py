@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.collect.packing import Packer, pack
 from jrl.models.config import ModelConfig
 from jrl.models.heads import value_head, value_network, value_networks
 from jrl.models.transformer import transformer
@@ -16,7 +17,6 @@ from jrl.objectives.distill import top_k_divergence
 from jrl.objectives.members import value_output
 from jrl.sampling.params import make_sampling_params
 from jrl.train import score as module
-from jrl.train.packing import Packer, pack
 from jrl.train.score import head_statistics, in_parts, rows, score, shared_rows, split
 from jrl.types import Head, Statistic, ValueNetwork
 

@@ -9,6 +9,13 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.collect import plan_tools
+from jrl.collect.collector import Collector
+from jrl.collect.groups import PlacedGroups
+from jrl.collect.plan_tools import TaskTools, TextTools
+from jrl.collect.sources import epoch_order
+from jrl.collect.sources_task import TaskSource, task_rollout
+from jrl.collect.sources_text import TextSource
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import all_methods, get_method
@@ -17,15 +24,8 @@ from jrl.methods.edit import EditView
 from jrl.rewards.pool import Scores
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train import plan_tools
-from jrl.train.collect import Collector
 from jrl.train.compiled import iterate, make_iteration, pool_table
-from jrl.train.groups import PlacedGroups
 from jrl.train.loop import policy_weights
-from jrl.train.plan_tools import TaskTools, TextTools
-from jrl.train.sources import epoch_order
-from jrl.train.sources_task import TaskSource, task_rollout
-from jrl.train.sources_text import TextSource
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Prompt, Rollout, StopReason

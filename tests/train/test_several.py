@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.collect.episodes import episode_rollout
+from jrl.collect.groups import to_batch
+from jrl.collect.sources import simple_request
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import load_policy
@@ -15,13 +18,10 @@ from jrl.models import hf
 from jrl.run.export import export_run
 from jrl.run.run import train
 from jrl.serving.launch import served_policy
+from jrl.setup.frozen import frozen_params
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, programs
-from jrl.train.episodes import episode_rollout
-from jrl.train.frozen import frozen_params
-from jrl.train.groups import to_batch
 from jrl.train.loop import policy_weights
-from jrl.train.sources import simple_request
 from jrl.train.step import make_step
 from jrl.zoo.networks.policies import SUMMED, Policies, divided_batch, one_of
 
@@ -69,14 +69,14 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
     alone = jax.jit(
         make_step(network=run.network.extras.derived.network, **parts, schedule=schedule)
     )
-    ids, weights, law = jnp.arange(6, dtype=jnp.int32), jnp.ones(1), run.sampling_params
+    ids, weights, sampling_params = jnp.arange(6, dtype=jnp.int32), jnp.ones(1), run.sampling_params
     for number in (0, 2):  # policies have swapped players at the second
         state = state.replace(step=jnp.int32(number))
         asked = simple_request(state.key, policy_weights(state), state.step, ids, 6)
-        drawn = draw(asked, sampling_params=law)
+        drawn = draw(asked, sampling_params=sampling_params)
         rows = drawn.rollout, drawn.rewards, weights, drawn.ids, drawn.stats
-        batch = to_batch(*rows, own=True)
-        after, metrics = step(state, batch, law)
+        batch = to_batch(*rows, sampled=True)
+        after, metrics = step(state, batch, sampling_params)
         assert metrics["logprob_diff"] < 1e-5
         divided, found = divided_batch(batch, policies, number), []
         for policy in range(2):
@@ -86,7 +86,7 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
             assert (part.ids["role"][part.mask] == player).all()
             names = ("params", "opt_state", "method")
             own = {name: one_of(getattr(state, name), policy) for name in names}
-            expected, told = alone(state.replace(**own), part, law)
+            expected, told = alone(state.replace(**own), part, sampling_params)
             jax.tree.map(
                 functools.partial(np.testing.assert_allclose, atol=1e-6, rtol=1e-5),
                 one_of((after.params, after.opt_state), policy),
@@ -99,7 +99,7 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
         assert int(after.step) == number + 1
         # Scored by each other, they differ from what was drawn.
         wrong = state.replace(params=jax.tree.map(lambda x: x[::-1], state.params))
-        assert step(wrong, batch, law)[1]["logprob_diff"] > 1e-2
+        assert step(wrong, batch, sampling_params)[1]["logprob_diff"] > 1e-2
 
 
 def test_a_frozen_copy_plays_and_is_renewed_in_time():
@@ -110,16 +110,16 @@ def test_a_frozen_copy_plays_and_is_renewed_in_time():
     state = state.replace(params=far_apart(state.params))
     made = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
     draw = functools.partial(episode_rollout, slots=8, **made)
-    ids, law = jnp.arange(6, dtype=jnp.int32), run.sampling_params
+    ids, sampling_params = jnp.arange(6, dtype=jnp.int32), run.sampling_params
     step = programs.make_train_step(run)
 
     @jax.jit
     def both(state):
         asked = simple_request(state.key, policy_weights(state), state.step, ids, 6)
-        drawn = draw(asked, sampling_params=law)
+        drawn = draw(asked, sampling_params=sampling_params)
         rows = drawn.rollout, drawn.rewards, jnp.ones(1), drawn.ids, drawn.stats
-        batch = to_batch(*rows, own=True)
-        return *step(state, batch, law), batch
+        batch = to_batch(*rows, sampled=True)
+        return *step(state, batch, sampling_params), batch
 
     equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
     for number in range(2):

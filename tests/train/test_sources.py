@@ -8,6 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect.host_episodes import HostEpisodes
+from jrl.collect.pairs import JudgedSource
+from jrl.collect.recorded import RecordedSource
+from jrl.collect.sources import PARTS, Around, epoch_order, simple_request
+from jrl.collect.sources_task import TaskSource, task_rollout
+from jrl.collect.sources_text import TextSource
+from jrl.collect.tree_search import TreeSearch
 from jrl.config import load_config
 from jrl.data.tasks import get_task
 from jrl.errors import UserError
@@ -15,20 +22,13 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
 from jrl.storage.metrics import read_jsonl
-from jrl.train.host_episodes import HostEpisodes
-from jrl.train.pairs import JudgedSource
-from jrl.train.recorded import RecordedSource
-from jrl.train.sources import PARTS, Around, epoch_order, simple_request
-from jrl.train.sources_task import TaskSource, task_rollout
-from jrl.train.sources_text import TextSource
-from jrl.train.tree_search import TreeSearch
 
 BUILT_IN = (TaskSource, TextSource, HostEpisodes, TreeSearch, RecordedSource, JudgedSource, Around)
 
 OWN = '''
 import numpy as np
 
-from jrl.train.sources import Groups, entries
+from jrl.collect.sources import Groups, entries
 from jrl.types import Prompt
 
 

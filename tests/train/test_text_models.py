@@ -16,19 +16,19 @@ from jrl.config.tables import RewardTable
 from jrl.data.fields import check_first_row
 from jrl.errors import UserError
 from jrl.evaluate.verifiers import verifier_of
+from jrl.judging.host import Texts
+from jrl.judging.text_parts import TextParts
 from jrl.mesh import make_mesh
 from jrl.rewards.base import Sample
 from jrl.rewards.model import dropout_passes, reduce_ensemble
 from jrl.rewards.reading import check_reader
 from jrl.rewards.rules import Rules
+from jrl.rewards.text_models import label_weights, load_text_model
 from jrl.run import run as running
 from jrl.run.run import train
+from jrl.setup.reward_parts import model_of_part, parts_by_token, parts_of
 from jrl.storage.metrics import read_jsonl
-from jrl.train.judging import Texts
 from jrl.train.reward_model import check_steps, check_text_models, load_reward_models
-from jrl.train.reward_parts import model_of_part, parts_by_token, parts_of
-from jrl.train.text_models import label_weights, load_text_model
-from jrl.train.text_parts import TextParts
 from jrl.types import Prompt, StopReason
 
 require("dev", "torch", "transformers")

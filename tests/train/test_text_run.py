@@ -21,6 +21,7 @@ from needs_extra import require
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run, load_policy, sample_run
+from jrl.judging.row_calls import RowCalls
 from jrl.models import hf
 from jrl.models.transformer import transformer
 from jrl.run import run as running
@@ -29,7 +30,6 @@ from jrl.run.run import train
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build, programs
-from jrl.train.row_calls import RowCalls
 
 require("dev", "torch", "transformers")
 import torch  # noqa: E402

@@ -8,6 +8,9 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.collect.groups import to_batch
+from jrl.collect.sources import simple_request
+from jrl.collect.sources_task import task_rollout
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.methods import get_method
@@ -19,14 +22,11 @@ from jrl.objectives.transforms import over_branches
 from jrl.run import run as running
 from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
+from jrl.setup.features import check_features, features_of
+from jrl.setup.kinds import kind_of
+from jrl.setup.objective import method_of
 from jrl.storage.metrics import read_jsonl
 from jrl.train.compiled import iterate, make_iteration
-from jrl.train.features import check_features, features_of
-from jrl.train.groups import to_batch
-from jrl.train.kinds import kind_of
-from jrl.train.objective import method_of
-from jrl.train.sources import simple_request
-from jrl.train.sources_task import task_rollout
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Branching

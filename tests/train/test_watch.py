@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.collect.sources import Around
 from jrl.config import load_config
 from jrl.config.tables import WatchTable
 from jrl.errors import RunStopped, UserError
@@ -20,7 +21,6 @@ from jrl.sampling.params import make_sampling_params
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import read_jsonl
 from jrl.train import batches
-from jrl.train.sources import Around
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.train.watch import COMPILED, LIMITS, MEMORY, Watch, resident_bytes, skip_rule
@@ -47,7 +47,7 @@ HELD = {
 """Metric -> a value beyond the limit that holds without being asked for."""
 
 
-def said(broken):
+def lines_by_action(broken):
     """Action -> its lines, of those that have some."""
     return {n: getattr(broken, n) for n in ("warn", "rollback", "stop") if getattr(broken, n)}
 
@@ -57,23 +57,23 @@ def said(broken):
 def test_each_fault_is_seen_after_its_steps(fault, action):
     name, limit, value = FAULTS[fault]
     watch = Watch({name: WatchTable(**limit, steps=2, action=action)})
-    assert said(watch(1, SOUND)) == {}
-    assert said(watch(2, SOUND | {name: value})) == {}
-    assert said(watch(3, SOUND)) == {}  # not in a row
+    assert lines_by_action(watch(1, SOUND)) == {}
+    assert lines_by_action(watch(2, SOUND | {name: value})) == {}
+    assert lines_by_action(watch(3, SOUND)) == {}  # not in a row
     watch(4, SOUND | {name: value})
     broken = watch(5, SOUND | {name: value})
-    assert list(said(broken)) == [action]
+    assert list(lines_by_action(broken)) == [action]
     line = getattr(broken, action)[name]
     assert line.startswith(f"step 5: {name} = ")
     assert line.endswith(" for 2 steps in a row")
     assert (broken.since, broken.suspects) == ((4, True) if action == "rollback" else (5, False))
-    assert said(watch(6, SOUND | {name: value})) == {}  # said once
+    assert lines_by_action(watch(6, SOUND | {name: value})) == {}  # said once
 
 
 def test_what_holds_without_being_asked_for():
     watch = Watch({})
-    assert said(watch(1, SOUND | {"reward_failures": 1.0})) == {}
-    assert said(watch(2, SOUND | {"reward_failures": 1.0})) == {}
+    assert lines_by_action(watch(1, SOUND | {"reward_failures": 1.0})) == {}
+    assert lines_by_action(watch(2, SOUND | {"reward_failures": 1.0})) == {}
     reasons = watch(3, SOUND | {"reward_failures": 1.0}).stop
     assert reasons["reward_failures"] == (
         "step 3: reward_failures = 1, above 0.99 for 3 steps in a row"
@@ -84,7 +84,7 @@ def test_what_holds_without_being_asked_for():
     reasons = watch(4, SOUND | {"skipped_updates": 0.25}).stop
     assert reasons == {"skipped_updates": "step 4: skipped_updates = 0.25, above 0"}
     quiet = Watch({"skipped_updates": WatchTable(action="none")})
-    assert said(quiet(1, SOUND | {"skipped_updates": 1.0})) == {}
+    assert lines_by_action(quiet(1, SOUND | {"skipped_updates": 1.0})) == {}
 
 
 @pytest.mark.parametrize("name", HELD)
@@ -92,7 +92,7 @@ def test_each_fault_is_warned_of_without_being_asked_for(name):
     watch, limit = Watch({}), LIMITS[name]
     begin = 30  # relative limits have seen what is usual by then
     for step in range(begin):
-        assert said(watch(step, SOUND)) == {}
+        assert lines_by_action(watch(step, SOUND)) == {}
     lines = [watch(begin + i, SOUND | {name: HELD[name]}).warn for i in range(limit.steps + 5)]
     assert [line for line in lines if line] == [lines[limit.steps - 1]]
     assert lines[limit.steps - 1][name].startswith(f"step {begin + limit.steps - 1}: {name} = ")
@@ -102,7 +102,7 @@ def test_relative_limits_compare_with_the_first_and_the_best_steps():
     watch = Watch({"length": WatchTable(grows=2), "reward": WatchTable(falls=0.5)})
     for step in range(10):
         watch(step, SOUND | {"length": 10.0 + step % 2, "reward": -0.5})
-    assert said(watch(10, SOUND | {"length": 20.9, "reward": -0.7})) == {}
+    assert lines_by_action(watch(10, SOUND | {"length": 20.9, "reward": -0.7})) == {}
     lines = watch(11, SOUND | {"length": 21.1, "reward": -0.8}).warn
     assert lines == {
         "length": "step 11: length = 21.1, more than 2 times the 10.5 of the first steps",
@@ -121,7 +121,7 @@ def test_a_number_that_is_not_finite_breaks_every_limit():
 def test_a_metric_that_is_not_there_is_named():
     with pytest.raises(UserError, match="watch = 'entropie'; did you mean 'entropy'"):
         Watch({"entropie": WatchTable(above=1)})(1, SOUND)
-    assert said(Watch({"eval/accuracy": WatchTable(below=0.1)})(1, SOUND)) == {}
+    assert lines_by_action(Watch({"eval/accuracy": WatchTable(below=0.1)})(1, SOUND)) == {}
 
 
 def test_only_what_was_asked_for_makes_the_segments_of_a_compiled_run_short():

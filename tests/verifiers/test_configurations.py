@@ -8,7 +8,7 @@ import pytest
 from jrl.config import load_config
 from jrl.data.sources import open_source
 from jrl.rewards import Sample
-from jrl.train.reward_parts import reward_pool
+from jrl.setup.reward_parts import reward_pool
 from jrl.types import Prompt
 
 

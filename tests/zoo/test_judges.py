@@ -9,13 +9,13 @@ import pytest
 
 from jrl.config.judge import Criterion, judge_table
 from jrl.errors import UserError
+from jrl.judging.judges import Judge
+from jrl.judging.limits import COUNTS
 from jrl.rewards import make_reward
 from jrl.rewards.base import Sample
 from jrl.rewards.judge_prompts import check_template
 from jrl.rewards.rules import Rules
 from jrl.rewards.verdicts import make_form, rubric_score
-from jrl.train.judge_limits import COUNTS
-from jrl.train.judges import Judge
 from jrl.types import Prompt
 from jrl.zoo.rewards.rubrics import rubicon_form, rubicon_score
 

@@ -22,7 +22,7 @@ from jrl.models.tokenizer import PAD_ID, STOP_ID, CharTokenizer, char_tokenizer
 Array = jax.Array
 
 DIGIT_0 = 2
-PLUS, MINUS, TIMES, EQUALS, GOES, COMMA, COLON = char_tokenizer().encode("+-*=>,:")
+PLUS, MINUS, TIMES, EQUALS, ARROW, COMMA, COLON = char_tokenizer().encode("+-*=>,:")
 SPLITS = ("train", "eval")
 EVAL_SHARE = 4
 """One of this many problems belongs to the eval split."""

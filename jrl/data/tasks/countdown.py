@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jrl.data.tasks.base import (
+    ARROW,
     COLON,
     COMMA,
     DIGIT_0,
-    GOES,
     MINUS,
     PLUS,
     TIMES,
@@ -160,7 +160,7 @@ def countdown(difficulty: int = 3, largest: int = 9, operations: str = "+-*") ->
 
         numbers = used[jnp.argsort(order_bits)]
         commas = jnp.array([COMMA] * (difficulty - 1) + [COLON], jnp.int32)
-        aim = listed(target[None], 2, jnp.array([GOES], jnp.int32))
+        aim = listed(target[None], 2, jnp.array([ARROW], jnp.int32))
         tokens, length = join(prompt_tokens, listed(numbers, digits, commas), aim)
         answer = jnp.concatenate([target[None], numbers, solution])
         return Problem(tokens, length, answer), jnp.append(jnp.sort(numbers), target)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jrl.data.tasks.base import (
+    ARROW,
     COMMA,
     DIGIT_0,
     EQUALS,
-    GOES,
     MINUS,
     PLUS,
     TIMES,
@@ -80,7 +80,7 @@ def sorting(difficulty: int = 5) -> Task:
 
     def draw(bits: Array) -> tuple[Problem, Array]:
         digits = integers(bits, 0, 10) + DIGIT_0
-        tokens = jnp.append(digits, GOES)
+        tokens = jnp.append(digits, ARROW)
         answer = jnp.append(jnp.sort(digits), STOP_ID)
         return Problem(tokens, jnp.int32(difficulty + 1), answer), digits
 
@@ -165,7 +165,7 @@ def sequence(difficulty: int = 2, next_terms: int = 1) -> Task:
         while len(sums) < count:
             sums.append(sums[-1] + sums[-2])
         terms = jnp.where(rule == 3, jnp.stack(sums), stepped).astype(jnp.int32)
-        prompt = listed(terms[:prompt_terms], digits, _separators(prompt_terms, GOES))
+        prompt = listed(terms[:prompt_terms], digits, _separators(prompt_terms, ARROW))
         rest = listed(terms[prompt_terms:], digits, _separators(next_terms, STOP_ID))
         tokens, length = join(prompt_terms * (digits + 1), prompt)
         answer, _ = join(next_terms * (digits + 1), rest)
@@ -207,7 +207,7 @@ def chain(difficulty: int = 3, operations: str = "+-*") -> Task:
             return result, (operation, result)
 
         _, (operations_text, results) = jax.lax.scan(step, operands[0], (sampled, operands[1:]))
-        signs = jnp.append(operations_text, GOES)
+        signs = jnp.append(operations_text, ARROW)
         tokens = jnp.stack([operands + DIGIT_0, signs], axis=1).reshape(-1).astype(jnp.int32)
         steps = listed(results, 2, _separators(difficulty, STOP_ID))
         answer, _ = join(3 * difficulty, steps)

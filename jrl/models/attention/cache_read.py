@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jrl.models.attention.dense import MASKED, Part, Seen
+from jrl.models.attention.dense import MASKED, Part, PartialAttention
 from jrl.models.attention.splash import LANES
 from jrl.types import Array
 
@@ -78,7 +78,7 @@ def look(
     *,
     together: bool = False,
     interpret: bool = False,
-) -> Seen:
+) -> PartialAttention:
     """The partial attention of queries to one part of a cache, for ``dense.attend_parts``.
 
     Args:
@@ -152,7 +152,7 @@ def look(
 
     # The log of the sum stands for peak and total: merging parts needs no more than their sum.
     peak = per_row(log_sum[..., :1])
-    return Seen(peak, jnp.ones_like(peak), per_row(out))
+    return PartialAttention(peak, jnp.ones_like(peak), per_row(out))
 
 
 def in_main_memory(x: Array) -> Array:

@@ -25,8 +25,8 @@ from jrl.models.attention.blockwise import blockwise
 from jrl.models.attention.cudnn import Lengths, continued, continues, cudnn
 from jrl.models.attention.dense import (
     Part,
+    PartialAttention,
     Past,
-    Seen,
     attend,
     attend_part,
     attend_parts,
@@ -422,7 +422,9 @@ def cached_attention(kernel: str, config: ModelConfig) -> Callable[..., Array]:
 
     interpret = platform() != "tpu"
 
-    def look(q: Array, part: Part, scale: float, softcap: float | None, together: bool) -> Seen:
+    def look(
+        q: Array, part: Part, scale: float, softcap: float | None, together: bool
+    ) -> PartialAttention:
         if cache_read.takes(q, part):
             return cache_read.look(q, part, scale, softcap, together=together, interpret=interpret)
         if fits(q, part, MOST_TABLES):
@@ -436,7 +438,9 @@ def cached_attention(kernel: str, config: ModelConfig) -> Callable[..., Array]:
             # By identity: parts of equal shape cannot be distinguished otherwise.
             firsts = {id(part) for part in parts[:row_parts]}
 
-            def attend_one(q: Array, part: Part, scale: float, softcap: float | None) -> Seen:
+            def attend_one(
+                q: Array, part: Part, scale: float, softcap: float | None
+            ) -> PartialAttention:
                 # The rows' own pieces fill up while decoding; only for those a plan can know how
                 # much is read.
                 if id(part) not in firsts:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jrl.models.matmul import SEEN
+from jrl.models.matmul import ATTENDED
 from jrl.types import Array
 
 try:  # jax.nn has neither the sums in float32 nor a gradient of a part
@@ -66,20 +66,20 @@ def cudnn(
 
 
 class Lengths(NamedTuple):
-    """Of rows that each continue a prompt.
+    """Lengths of rows that each continue a prompt.
 
     Attributes:
       before: [M] int32, tokens of each prompt that count; may be 0.
-      own: [R] int32, tokens of each row, from column 0.
+      rows: [R] int32, tokens of each row, from column 0.
     """
 
     before: Array
-    own: Array
+    rows: Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def continued(scale: float, q_rchd: Array, before: Keys, own: Keys, lengths: Lengths) -> Array:
-    """The same of rows that each continue a prompt, without a mask and without a copy of prompts.
+def continued(scale: float, q_rchd: Array, before: Keys, rows: Keys, lengths: Lengths) -> Array:
+    """Attention of rows that each continue a prompt, without a mask and without a copy of prompts.
 
     All rows of a prompt look at it together, and each at itself, up to its own column. Both results
     are merged by the logarithms of their sums, and both backward passes get the sums of the whole:
@@ -90,21 +90,21 @@ def continued(scale: float, q_rchd: Array, before: Keys, own: Keys, lengths: Len
       scale: what scores are multiplied by.
       q_rchd: [R, C, H, h], bfloat16 or float16.
       before: [M, K, P, h] twice, prompts, of R / M rows each, one after the other.
-      own: [R, K, C, h] twice.
+      rows: [R, K, C, h] twice.
       lengths: see ``Lengths``.
 
     Returns:
       [R, C, H, h]. What a query behind its row's end gets has no meaning.
     """
-    return _continued_forward(scale, q_rchd, before, own, lengths)[0]
+    return _continued_forward(scale, q_rchd, before, rows, lengths)[0]
 
 
 def _continued_forward(
-    scale: float, q_rchd: Array, before: Keys, own: Keys, lengths: Lengths
+    scale: float, q_rchd: Array, before: Keys, rows: Keys, lengths: Lengths
 ) -> tuple[Array, tuple]:
     blocks = before[0].shape[0]
     ahead, log_ahead = forward(scale, _together(q_rchd, blocks), before, lengths.before, False)
-    itself, log_itself = forward(scale, q_rchd, own, lengths.own, True)
+    itself, log_itself = forward(scale, q_rchd, rows, lengths.rows, True)
     exists = jnp.repeat(lengths.before > 0, q_rchd.shape[0] // blocks)[:, None, None]
     log_ahead = jnp.where(exists, _logs_apart(log_ahead, q_rchd), -jnp.inf)
     log_whole = jnp.logaddexp(log_ahead, log_itself)
@@ -117,18 +117,18 @@ def _continued_forward(
         jnp.add, (x.astype(jnp.float32) * share[..., None] for x, share in parts)
     )
     # Named, so that rematerialisation keeps these two, and neither part.
-    out = checkpoint_name(out.astype(q_rchd.dtype), SEEN)
-    log_whole = checkpoint_name(log_whole, SEEN)
-    return out, (q_rchd, before, own, lengths, out, log_whole)
+    out = checkpoint_name(out.astype(q_rchd.dtype), ATTENDED)
+    log_whole = checkpoint_name(log_whole, ATTENDED)
+    return out, (q_rchd, before, rows, lengths, out, log_whole)
 
 
-def _continued_backward(scale: float, kept: tuple, g_rchd: Array) -> tuple:
-    q_rchd, before, own, lengths, out, log_whole = kept
+def _continued_backward(scale: float, residuals: tuple, g_rchd: Array) -> tuple:
+    q_rchd, before, rows, lengths, out, log_whole = residuals
     blocks = before[0].shape[0]
     q, whole, g = (_together(x, blocks) for x in (q_rchd, out, g_rchd))
     logs = _logs_together(log_whole, blocks)
     dq, *of_before = backward(scale, q, whole, g, logs, before, lengths.before, False)
-    dq_own, *of_own = backward(scale, q_rchd, out, g_rchd, log_whole, own, lengths.own, True)
+    dq_own, *of_own = backward(scale, q_rchd, out, g_rchd, log_whole, rows, lengths.rows, True)
     # Of a prompt without tokens cuDNN was shown one.
     exists = (lengths.before > 0)[:, None, None, None]
     dq, *of_before = (jnp.where(exists, x, 0) for x in (dq, *of_before))
@@ -214,8 +214,8 @@ def backward(
     unused = jnp.zeros(0, q_bqhd.dtype)
     # Offsets of packed rows, and tables of pages, of which there are none.
     inputs = (q_bqhd, k, v, unused, *_lengths(q_bqhd, lengths), *[unused] * 4)
-    kept = (*inputs, *([()] if "score_mod" in _RULE else []), logs_bhq, out_bqhd)
-    values = _OPTIONS | {"scale": scale, "mask_type": _mask(causal), "res": kept}
+    residuals = (*inputs, *([()] if "score_mod" in _RULE else []), logs_bhq, out_bqhd)
+    values = _OPTIONS | {"scale": scale, "mask_type": _mask(causal), "res": residuals}
     values["grad_output"] = g_bqhd
     rule = fused._dot_product_attention_bwd_rule
     dq, dk, dv, *_ = rule(*(values[name] for name in _RULE))
@@ -249,5 +249,5 @@ def _mask(causal: bool) -> fused.MaskType:
 
 
 def _lengths(q_bqhd: Array, lengths: Array) -> tuple[Array, Array]:
-    """Of queries and keys, as cuDNN takes them."""
+    """Lengths of queries and keys in cuDNN's form."""
     return jnp.full(q_bqhd.shape[0], q_bqhd.shape[1], jnp.int32), jnp.maximum(lengths, 1)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jrl.models.matmul import SEEN, gradients, matmul
+from jrl.models.matmul import ATTENDED, gradients, matmul
 from jrl.types import Array
 
 NO_WINDOW = np.int32(2**30)
@@ -226,13 +226,13 @@ def _read_forward(
     way: _Reading, scores: tuple[Array, ...], values: tuple[Array, ...]
 ) -> tuple[Array, tuple]:
     # Named, so that rematerialisation can keep them and make no scores again.
-    weights = tuple(checkpoint_name(w, SEEN) for w in _softmax(scores))
+    weights = tuple(checkpoint_name(w, ATTENDED) for w in _softmax(scores))
     parts = zip(way.specs, values, weights, strict=True)
     reads = [matmul(spec, v, w.astype(v.dtype), jnp.float32) for spec, v, w in parts]
     out = jnp.einsum(f"{way.out}->{way.rows}", functools.reduce(jnp.add, reads))
     *rows, q, k, g, d = out.shape
     out = out.reshape(math.prod(rows), q, k * g, d).astype(values[0].dtype)
-    out = checkpoint_name(out, SEEN)
+    out = checkpoint_name(out, ATTENDED)
     return out, (weights, values, out)
 
 
@@ -286,7 +286,7 @@ class Part(NamedTuple):
     v_scale: Array | None = None
 
 
-class Seen(NamedTuple):
+class PartialAttention(NamedTuple):
     """Partial attention of a part: mergeable with other parts under one softmax.
 
     Attributes:
@@ -306,7 +306,7 @@ def attend_parts(
     *,
     scale: float,
     softcap: float | None = None,
-    attend_one: Callable[[Array, Part, float, float | None], Seen] | None = None,
+    attend_one: Callable[[Array, Part, float, float | None], PartialAttention] | None = None,
 ) -> Array:
     """``dense.attend`` over keys and values in several parts, shared by rows or not.
 
@@ -336,19 +336,19 @@ def attend_parts(
     return out_skgqd.transpose(0, 3, 1, 2, 4).reshape(s, q, h, d).astype(q_sqhd.dtype)
 
 
-def attend_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
+def attend_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> PartialAttention:
     """The partial attention to one part, empty if no query reaches it."""
     s, q, h, d = q_sqhd.shape
     k = part.v_mkcd.shape[1]
 
-    def attend(q_sqhd: Array, part: Part) -> Seen:
+    def attend(q_sqhd: Array, part: Part) -> PartialAttention:
         return _attend_together(q_sqhd, [part], scale, softcap)
 
-    def nothing(q_sqhd: Array, part: Part) -> Seen:
+    def nothing(q_sqhd: Array, part: Part) -> PartialAttention:
         lead = (s, k, h // k, q)
         # Peak MASKED with total 0 merges as weight exp(MASKED - peak) = 0, without a special case.
         zero = jnp.zeros((*lead, 1), jnp.float32)
-        return Seen(zero + MASKED, zero, jnp.zeros((*lead, d), jnp.float32))
+        return PartialAttention(zero + MASKED, zero, jnp.zeros((*lead, d), jnp.float32))
 
     if part.reached is None:
         return attend(q_sqhd, part)
@@ -356,7 +356,7 @@ def attend_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) 
     return jax.lax.cond(part.reached, attend, nothing, q_sqhd, part)
 
 
-def _merged(reads: Sequence[Seen]) -> Seen:
+def _merged(reads: Sequence[PartialAttention]) -> PartialAttention:
     if len(reads) == 1:
         return reads[0]
     # Sums are relative to the peak of their part, so they are rescaled to one peak before adding.
@@ -364,12 +364,12 @@ def _merged(reads: Sequence[Seen]) -> Seen:
     shares = [jnp.exp(x.peak - peak) for x in reads]
     total = functools.reduce(jnp.add, [x.total * w for x, w in zip(reads, shares, strict=True)])
     values = functools.reduce(jnp.add, [x.values * w for x, w in zip(reads, shares, strict=True)])
-    return Seen(peak, total, values)
+    return PartialAttention(peak, total, values)
 
 
 def _attend_together(
     q_sqhd: Array, parts: Sequence[Part], scale: float, softcap: float | None
-) -> Seen:
+) -> PartialAttention:
     """The partial attention to several parts that are all read, under one softmax."""
     s, q, h, d = q_sqhd.shape
 
@@ -413,4 +413,6 @@ def _attend_together(
         weights = jnp.exp(scores - by_part(peak, part))
         total.append(by_row(weights.sum(-1, keepdims=True)))
         values.append(by_row(values_of(part, weights)))
-    return Seen(peak, functools.reduce(jnp.add, total), functools.reduce(jnp.add, values))
+    return PartialAttention(
+        peak, functools.reduce(jnp.add, total), functools.reduce(jnp.add, values)
+    )

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jrl.models.matmul import SEEN
+from jrl.models.matmul import ATTENDED
 from jrl.types import Array
 
 
@@ -114,8 +114,8 @@ def _forward(
         parts = [x.astype(jnp.float32) * w for x, w in zip(outputs, shares, strict=True)]
         outputs = [functools.reduce(jnp.add, parts)]
     # Named with the log sums: rematerialisation that keeps both never runs the kernels again.
-    out = checkpoint_name(outputs[0].astype(places[0].v_bkcd.dtype), SEEN)
-    merged = checkpoint_name(merged, SEEN)
+    out = checkpoint_name(outputs[0].astype(places[0].v_bkcd.dtype), ATTENDED)
+    merged = checkpoint_name(merged, ATTENDED)
     return out, (q, places, window, out, merged)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from jrl.models.attention.dense import Part, Seen
+from jrl.models.attention.dense import Part, PartialAttention
 from jrl.models.attention.splash import LANES
 from jrl.types import Array
 
@@ -50,7 +50,7 @@ def fits(q_sqhd: Array, part: Part, tables: int) -> bool:
 
 def splash_look(
     q_sqhd: Array, part: Part, scale: float, softcap: float | None, *, interpret: bool = False
-) -> Seen:
+) -> PartialAttention:
     """The partial attention of queries to one part of a cache, for ``dense.attend_parts``.
 
     Args:
@@ -98,7 +98,7 @@ def splash_look(
         return x.transpose(0, 2, 1, 3, 4, 5).reshape(s, k, g, q, -1)
 
     values, peak = per_row(out), per_row(log_sum[..., None])
-    return Seen(peak, jnp.ones_like(peak), values)
+    return PartialAttention(peak, jnp.ones_like(peak), values)
 
 
 def _visited(mask_mrc: Array, rows: int, heads: int, block: tuple[int, int]) -> MaskInfo:

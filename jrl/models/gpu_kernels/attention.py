@@ -29,7 +29,7 @@ PROGRAMS = 528
 
 
 class Turn(NamedTuple):
-    """What turns a layer's products into queries, keys and values.
+    """Norms and rotation that turn a layer's products into queries, keys and values.
 
     Attributes:
       cos: [S, h / 2] float32, of each row's position.
@@ -62,9 +62,9 @@ class Reach(NamedTuple):
     lengths: Array | None = None
 
 
-def _sizes(x: Array, own: dict, prompt: dict | None, scores: Scores) -> Sizes:
+def _sizes(x: Array, rows: dict, prompt: dict | None, scores: Scores) -> Sizes:
     _, s, heads, per_head, d = x.shape
-    group, columns = per_head - 2, own["k"].shape[2]
+    group, columns = per_head - 2, rows["k"].shape[2]
     n = s if prompt is None else prompt["k"].shape[0]
     members = s // n
     # As many rows of a prompt in a program as its registers hold sums for.
@@ -72,8 +72,8 @@ def _sizes(x: Array, own: dict, prompt: dict | None, scores: Scores) -> Sizes:
 
     def parts(programs: int, columns: int) -> int:
         # More parts than fill the GPU are only more to merge; each has two blocks of columns.
-        wanted = min(pl.cdiv(PROGRAMS, programs), 8)
-        return max(min(wanted, columns // (2 * COLUMNS)), 1)
+        count = min(pl.cdiv(PROGRAMS, programs), 8)
+        return max(min(count, columns // (2 * COLUMNS)), 1)
 
     chunks = 0
     if prompt is not None:
@@ -85,7 +85,7 @@ def _sizes(x: Array, own: dict, prompt: dict | None, scores: Scores) -> Sizes:
 @functools.partial(jax.jit, static_argnames=("how", "interpret"))
 def attend_cache(
     x_nskgh: Array,
-    own: dict[str, Array],
+    row_cache: dict[str, Array],
     prompt: dict[str, Array] | None,
     turn: Turn,
     reach: Reach,
@@ -101,7 +101,7 @@ def attend_cache(
     Args:
       x_nskgh: [n, S, K, H / K + 2, h], the queries of a key-value head, its key, its value, in
         parts that are added up, as of ``few_rows``.
-      own: "k" and "v" [S, K, C, h] of 16-bit floats, or as int8 with "k_scale" and "v_scale"
+      row_cache: "k" and "v" [S, K, C, h] of 16-bit floats, or as int8 with "k_scale" and "v_scale"
         [S, K, 1, C] float32. Written in place where the caller gives it up.
       prompt: the same of N prompts of P columns; row s continues prompt s // (S / N). None for no
         prompts.
@@ -114,7 +114,7 @@ def attend_cache(
       The values seen [S, H, h] and ``own`` with the new entries. Zeros for a row that sees nothing.
     """
     pieces, s, heads, per_head, d = x_nskgh.shape
-    z = _sizes(x_nskgh, own, prompt, how)
+    z = _sizes(x_nskgh, row_cache, prompt, how)
     n, m, parts = s // z.members, z.members, z.chunks + z.splits
 
     def rows(*shape: int, heads_axis: bool = True) -> pl.BlockSpec:
@@ -134,7 +134,7 @@ def attend_cache(
     # Blocks are whole along the columns. A program loads the few that it needs by their places;
     # Pallas itself moves nothing.
     cache: dict[str, tuple[Any, pl.BlockSpec]] = {
-        name: (x, rows(*x.shape[2:])) for name, x in own.items()
+        name: (x, rows(*x.shape[2:])) for name, x in row_cache.items()
     }
     inputs = dict(cache)
     whole = pl.BlockSpec((pieces, m, None, per_head, d), lambda i, k, n: (0, n, k, 0, 0))
@@ -171,15 +171,15 @@ def attend_cache(
         out_specs=[spec for _, spec in results.values()],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in results.values()],
         # In place: as results of their own, all caches would be copied with every token.
-        input_output_aliases={names.index(name): i for i, name in enumerate(own)},
+        input_output_aliases={names.index(name): i for i, name in enumerate(row_cache)},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="attend_cache",
     )(*(x for x, _ in inputs.values()))
     by_name = dict(zip(results, out, strict=True))
-    seen = _merged(by_name["values"], by_name["peak"], by_name["total"])
-    seen = seen.reshape(s, heads * z.group, d).astype(how.dtype)
-    return seen, {name: by_name[name] for name in own}
+    attended = _merged(by_name["values"], by_name["peak"], by_name["total"])
+    attended = attended.reshape(s, heads * z.group, d).astype(how.dtype)
+    return attended, {name: by_name[name] for name in row_cache}
 
 
 def _merged(values: Array, peak: Array, total: Array) -> Array:

@@ -22,7 +22,7 @@ _HALF_EVEN = 1.5 * 2.0**23
 
 
 class Scores(NamedTuple):
-    """How a model's attention scores are made; static.
+    """Settings of a model's attention scores; static.
 
     Attributes:
       dtype: of activations, 16-bit floats.
@@ -189,11 +189,13 @@ def _read(
             # A column has one scale: on its score it is one product, on its numbers it would be h.
             k_scale = plgpu.load(place(cache["k_scale"], *row, 0, columns), mask=inside, other=0)
             scores = scores * k_scale[None]
-        seen = inside[None] if oldest is None else inside[None] & (columns[None] >= oldest[:, None])
-        scores = jnp.where(seen, _capped(scores, z), MASKED)
+        visible = (
+            inside[None] if oldest is None else inside[None] & (columns[None] >= oldest[:, None])
+        )
+        scores = jnp.where(visible, _capped(scores, z), MASKED)
         top = jnp.maximum(peak, scores.max(1))
         # Masked once more: where nothing has been seen, every score is the peak, and exp gives 1.
-        weights = jnp.where(seen, jnp.exp(scores - top[:, None]), 0.0)
+        weights = jnp.where(visible, jnp.exp(scores - top[:, None]), 0.0)
         old = jnp.exp(peak - top)
         total = total * old + weights.sum(1)
         if "v_scale" in cache:

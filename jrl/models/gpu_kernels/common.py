@@ -1,4 +1,4 @@
-"""What the kernels share: places in memory, and sizes."""
+"""Memory spaces and sizes shared by the kernels."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def block_sums(
         # Finite, so that tokens that are all forbidden weigh nothing.
         peak = jnp.maximum(scaled.max(1).max(0), MASKED)
         weights = jnp.where(t <= 0, (scaled == peak).astype(jnp.float32), jnp.exp(scaled - peak))
-        weights = _kept(weights, x, least_ref)
+        weights = _truncated(weights, x, least_ref)
         peak_ref[0, 0] = peak
         plgpu.store(place(sum_ref, 0, 0, jnp.arange(BLOCKS)), weights.sum(1))
 
@@ -134,7 +134,7 @@ def pick(
         # Over the row's peak here and the chunk's there: the same but for rounding, which
         # ``_inverted`` is safe from.
         weights = jnp.where(cold, (scaled == peak).astype(jnp.float32), jnp.exp(scaled - peak))
-        at_token, _ = _inverted(left, _kept(weights, x, least_ref))
+        at_token, _ = _inverted(left, _truncated(weights, x, least_ref))
         chosen = jnp.where(index == at_token, scaled, -jnp.inf).max(0)
         token_ref[0] = first + at_token
         # Over the sum of what is kept, as the plain functions report it; a greedy token is certain.
@@ -160,7 +160,7 @@ def pick(
     )
 
 
-def _kept(weights: Array, logits: Array, least_ref: Sequence[Any]) -> Array:
+def _truncated(weights: Array, logits: Array, least_ref: Sequence[Any]) -> Array:
     """The weights of tokens that no truncation leaves out, 0 for the others."""
     return jnp.where(logits >= least_ref[0][0], weights, 0.0) if least_ref else weights
 

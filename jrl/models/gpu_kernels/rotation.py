@@ -24,7 +24,7 @@ Halves = tuple[Array, Array]
 
 
 class Norm(NamedTuple):
-    """What the kernels need to know when they are compiled.
+    """Compile-time settings of the kernels.
 
     Attributes:
       eps: of the norm.
@@ -72,8 +72,8 @@ def _forward(
     return out, (x_nhd, weight, cos_mr, sin_mr)
 
 
-def _backward(how: Norm, kept: tuple, g_nhd: Array) -> tuple[Array, Array | None, None, None]:
-    x_nhd, weight, cos_mr, sin_mr = kept
+def _backward(how: Norm, residuals: tuple, g_nhd: Array) -> tuple[Array, Array | None, None, None]:
+    x_nhd, weight, cos_mr, sin_mr = residuals
     size = x_nhd.shape[2]
 
     def kernel(x_ref: Any, g_ref: Any, *refs: Any) -> None:

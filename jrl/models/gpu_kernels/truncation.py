@@ -91,7 +91,7 @@ class _Row:
         self.temperature, self.size = temperature, min(_TOGETHER, power(v))
         self.turns, self._ref, self._v = pl.cdiv(v, self.size), ref, v
 
-    def _over(self, asked: Any, start: Any, step: Callable[[Any, Array], Any]) -> Any:
+    def _over(self, enabled: Any, start: Any, step: Callable[[Any, Array], Any]) -> Any:
         """Folds ``step`` over the logits, ``size`` at a time; those beyond the last are -inf."""
 
         def turn(i: Any, carry: Any) -> Any:
@@ -99,32 +99,32 @@ class _Row:
             x = plgpu.load(place(self._ref, 0, token), mask=token < self._v, other=-jnp.inf)
             return step(carry, x)
 
-        return jax.lax.fori_loop(0, asked.astype(jnp.int32) * self.turns, turn, start)
+        return jax.lax.fori_loop(0, enabled.astype(jnp.int32) * self.turns, turn, start)
 
-    def extremes(self, asked: Any) -> tuple[Any, Any]:
+    def extremes(self, enabled: Any) -> tuple[Any, Any]:
         """The smallest logit above -inf, and the largest."""
         start = jnp.full(self.size, jnp.inf), jnp.full(self.size, -jnp.inf)
         least = lambda low, x: jnp.minimum(low, jnp.where(x > -jnp.inf, x, jnp.inf))  # noqa: E731
         low, high = self._over(
-            asked, start, lambda carry, x: (least(carry[0], x), jnp.maximum(carry[1], x))
+            enabled, start, lambda carry, x: (least(carry[0], x), jnp.maximum(carry[1], x))
         )
         return low.min(0), high.max(0)
 
-    def above(self, asked: Any, least: Any, weight: Callable[[Any], Any]) -> Any:
-        """What the logits from ``least`` on weigh together."""
+    def above(self, enabled: Any, least: Any, weight: Callable[[Any], Any]) -> Any:
+        """Total weight of the logits from ``least`` on."""
         add = lambda sums, x: sums + jnp.where(x >= least, weight(x), 0.0)  # noqa: E731
-        return self._over(asked, jnp.zeros(self.size, jnp.float32), add).sum(0)
+        return self._over(enabled, jnp.zeros(self.size, jnp.float32), add).sum(0)
 
-    def floor(self, asked: Any, peak: Any, floor: Any) -> Any:
+    def floor(self, enabled: Any, peak: Any, floor: Any) -> Any:
         """The smallest logit whose log-probability is this near the largest one's."""
         near = lambda x: (x - peak) / self.temperature >= floor  # noqa: E731
         least = lambda low, x: jnp.minimum(low, jnp.where(near(x), x, jnp.inf))  # noqa: E731
-        smallest = self._over(asked, jnp.full(self.size, jnp.inf), least).min(0)
-        return jnp.where(asked, smallest, -jnp.inf)
+        smallest = self._over(enabled, jnp.full(self.size, jnp.inf), least).min(0)
+        return jnp.where(enabled, smallest, -jnp.inf)
 
     def search(
         self,
-        asked: Any,
+        enabled: Any,
         weight: Callable[[Any], Any],
         limit: Any,
         lowest: Any,
@@ -134,7 +134,7 @@ class _Row:
         """The greatest value from which on the logits weigh enough; ``params._search`` of one row.
 
         Args:
-          asked: whether it is.
+          enabled: whether it is; without it nothing is read.
           weight: of logits.
           limit: how much is enough.
           lowest: the smallest value of interest.
@@ -142,12 +142,12 @@ class _Row:
           rounding: a single logit that weighs less is not told from rounding.
         """
 
-        def going(carry: tuple[Any, ...]) -> Any:
+        def unfinished(carry: tuple[Any, ...]) -> Any:
             _, low, high, mass, beyond = carry
             # Once a single logit is between both the search is over.
             one = weight(_real(low))
             several = mass - beyond >= 1.5 * jnp.where(one > rounding, one, 0.0)
-            return asked & (mass >= limit) & several & (low + 1 < high)
+            return enabled & (mass >= limit) & several & (low + 1 < high)
 
         def halve(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             i, low, high, mass, beyond = carry
@@ -155,7 +155,7 @@ class _Row:
             between = _order(_real(low) / 2 + _real(high) / 2)
             middle = (low & high) + ((low ^ high) >> 1)  # which cannot overflow
             tried = jnp.clip(jnp.where(i < _BY_VALUE, between, middle), low + 1, high - 1)
-            mass_above = self.above(asked, _real(tried), weight)
+            mass_above = self.above(enabled, _real(tried), weight)
             up = mass_above >= limit
             return (
                 i + 1,
@@ -165,10 +165,10 @@ class _Row:
                 jnp.where(up, beyond, mass_above),
             )
 
-        low, high, whole = _order(lowest), _order(peak) + 1, self.above(asked, lowest, weight)
+        low, high, whole = _order(lowest), _order(peak) + 1, self.above(enabled, lowest, weight)
         start = jnp.int32(0), low, high, whole, jnp.float32(0)
-        _, low, _, mass, _ = jax.lax.while_loop(going, halve, start)
-        return jnp.where(asked & (mass >= limit), _real(low), -jnp.inf)
+        _, low, _, mass, _ = jax.lax.while_loop(unfinished, halve, start)
+        return jnp.where(enabled & (mass >= limit), _real(low), -jnp.inf)
 
 
 def _order(x: Any) -> Any:

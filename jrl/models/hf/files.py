@@ -108,7 +108,7 @@ def _files(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 class TensorInfo(NamedTuple):
-    """What a file's header says of a tensor: the file, the shape, the name of the dtype."""
+    """A tensor in a file's header: the file, the shape, the name of the dtype."""
 
     file: pathlib.Path
     shape: tuple[int, ...]

@@ -184,7 +184,7 @@ def place(params: Params, where: Any) -> Params:
 
 
 def in_memory(params: Params) -> Params:
-    """The same weights as NumPy arrays on the host, those in files read."""
+    """The weights as NumPy arrays on the host; those in files are read."""
     return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, Stored) else x, params)
 
 

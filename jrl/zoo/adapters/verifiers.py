@@ -103,7 +103,7 @@ def from_verifiers(
             )
             try:
                 reply = await _play(policy, conversation, run, family, tools)
-                reward, metrics = _scored(await run, conversation.asked)
+                reward, metrics = _scored(await run, conversation.traces)
             finally:
                 run.cancel()
                 with contextlib.suppress(BaseException):
@@ -176,7 +176,7 @@ def _executes(vf: Any, harness: str) -> bool:
 def _tasks(vf: Any, id: str, config: Any, most: int) -> list[Any]:
     taskset = _checked(id, vf.load_taskset, config)
     if not most and not taskset.bounded:
-        raise UserError(f"data.id = {id!r} has no end of tasks; set data.tasks to take so many")
+        raise UserError(f"data.id = {id!r} has endlessly many tasks; set data.tasks to a number")
     rows = _checked(id, list, itertools.islice(taskset, most or None))
     if not rows:
         raise UserError(f"data.id = {id!r} has no tasks")

@@ -26,11 +26,11 @@ class Conversation:
     """The requests of one episode, one after the other.
 
     Attributes:
-      asked: ids of the traces whose agents asked the policy.
+      traces: ids of the traces whose agents asked the policy.
     """
 
     def __init__(self) -> None:
-        self.asked: set[str] = set()
+        self.traces: set[str] = set()
         self._requests: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[Any]]] = asyncio.Queue()
         self._waiting: asyncio.Future[Any] | None = None
         self._futures: list[asyncio.Future[Any]] = []
@@ -55,7 +55,7 @@ class Conversation:
 
     async def ask(self, trace: str, body: dict[str, Any]) -> Mapping[str, Any]:
         """Waits for the policy's turn."""
-        self.asked.add(trace)
+        self.traces.add(trace)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._futures.append(future)
         self._requests.put_nowait((body, future))

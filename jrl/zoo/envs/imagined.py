@@ -156,7 +156,7 @@ def read_personas(reply: Any) -> list[str]:
     Raises:
       UnreadableError: there is no list.
     """
-    personas = re.findall(r"^\s*(?:\d+[.):]|[-*])\s+(\S.*?)\s*$", _said(reply), re.MULTILINE)
+    personas = re.findall(r"^\s*(?:\d+[.):]|[-*])\s+(\S.*?)\s*$", _text_of(reply), re.MULTILINE)
     if not personas:
         raise UnreadableError("no line of a list")
     return list(dict.fromkeys(personas))
@@ -182,7 +182,7 @@ def read_dialogue(reply: Any, opening: str) -> list[Message]:
       UnreadableError: it has no end, so that it may be cut, or one of the two says nothing.
     """
     turns: list[tuple[str, list[str]]] = []
-    for line in _said(reply).splitlines():
+    for line in _text_of(reply).splitlines():
         if _END.match(line):
             break
         if label := _LABEL.match(line):
@@ -215,13 +215,13 @@ def read_score(reply: Any) -> float:
     Raises:
       UnreadableError: there is none, or it is above 10.
     """
-    scores = re.findall(r"score\W{0,6}?(-?\d+(?:\.\d+)?)", _said(reply), re.IGNORECASE)
+    scores = re.findall(r"score\W{0,6}?(-?\d+(?:\.\d+)?)", _text_of(reply), re.IGNORECASE)
     if not scores or not 0 <= float(scores[-1]) <= 10:
         raise UnreadableError("no score from 0 to 10")
     return float(scores[-1]) / 10
 
 
-def _said(reply: Any) -> str:
+def _text_of(reply: Any) -> str:
     """The text of a reply, without what the model thought before it."""
     return reply.rpartition("</think>")[2] if isinstance(reply, str) else ""
 
@@ -284,7 +284,7 @@ def imagine_row(
         for attempt in range(ATTEMPTS):
             reply = ask(prompt, draw_seed(seed, number, step, attempt))
             try:
-                return reader(reply), _said(reply).strip()
+                return reader(reply), _text_of(reply).strip()
             except UnreadableError:
                 if attempt == ATTEMPTS - 1:
                     raise

@@ -42,7 +42,7 @@ answer</final_verification>"""
 
 
 class Verdict(NamedTuple):
-    """What a judge's reply says.
+    """A judge's parsed reply.
 
     Attributes:
       right: of the solution; None where that cannot be read.
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
 
 
 class JudgeForm(NamedTuple):
-    """How a judge is asked, and its reply read.
+    """Question to a judge, and parser of its reply.
 
     Attributes:
       ask: the message, with {count} for the steps of the solution.
@@ -104,13 +104,13 @@ def read_step_verdicts(reply: str, count: int) -> Verdict:
     >>> read_step_verdicts(reply, 2).form, read_step_verdicts("yes", 1).right
     (0.19999999999999996, None)
     """
-    found = _PARTS.search(reply)
-    inside, final = found.groups() if found else ("", "")
+    parts = _PARTS.search(reply)
+    inside, final = parts.groups() if parts else ("", "")
     steps = list(_STEP.findall(inside))
     boxes = [match[1].upper() == "CORRECT" for step in steps if (match := _BOX.search(step))]
     whole = _BOX.search(final.strip())
     form = 0.0
-    if found and found[0] == reply.strip():
+    if parts and parts[0] == reply.strip():
         form = 1.0 - 0.8 * (whole is None) - 0.8 * (not steps)
         form -= 0.8 * (bool(steps) and len(boxes) != count)
         form -= 0.4 * bool(_STEP.sub("", inside).strip())

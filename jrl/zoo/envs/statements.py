@@ -63,7 +63,7 @@ def proved(
                 f"{len(proofs)} of {count} statements were found with atoms = {atoms}, depth = "
                 f"{depth}; ask for fewer, or raise these"
             )
-        formula = _renamed(_drawn(rng, atoms, depth))
+        formula = _renamed(_random_implication(rng, atoms, depth))
         text = show(formula)
         if text in proofs or not provable((), formula) or _empty_parts(formula):
             continue
@@ -80,7 +80,7 @@ def proved(
 # ---------------------------------------------------------------- formulas by chance
 
 
-def _drawn(rng: random.Random, atoms: int, depth: int) -> Formula:
+def _random_implication(rng: random.Random, atoms: int, depth: int) -> Formula:
     """An implication, as theorems are, with parts of any kind."""
     parts = _formula(rng, atoms, depth - 1), _formula(rng, atoms, depth - 1)
     return Formula("->", parts)

@@ -41,19 +41,19 @@ def python_math(
       UserError: another tool or parser, Python that would have the network, or a run of it that
         may take longer than a call.
     """
-    made = {
+    makers = {
         "python": lambda: _python(seconds, network, limits),
         "calculator": calculator_tool,
     }
-    chosen = _chosen(tools, made)
+    chosen = _chosen(tools, makers)
     return tool_env(chosen, get_parser(parser), last_turn_reward(EXACT), limits, system=system)
 
 
-def _chosen(names: Sequence[str], made: Mapping[str, Callable[[], Tool]]) -> list[Tool]:
+def _chosen(names: Sequence[str], makers: Mapping[str, Callable[[], Tool]]) -> list[Tool]:
     for name in names:
-        if name not in made:
-            raise unknown_choice("tools", name, made)
-    return [made[name]() for name in names]
+        if name not in makers:
+            raise unknown_choice("tools", name, makers)
+    return [makers[name]() for name in names]
 
 
 def _python(seconds: float, network: bool, limits: Limits) -> Tool:
@@ -94,11 +94,11 @@ def multi_hop(
       UserError: there is no such file, a line of it has no text, another tool, or Python that may
         not run.
     """
-    made = {
+    makers = {
         "search": lambda: search_tool(read_corpus(corpus), count=documents),
         "python": lambda: _python(seconds, network, limits),
     }
-    chosen = _chosen(tools, made)
+    chosen = _chosen(tools, makers)
     return tool_env(chosen, get_parser(parser), last_turn_reward(F1), limits, system=system)
 
 

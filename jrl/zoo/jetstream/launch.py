@@ -1,4 +1,4 @@
-"""From a run or a checkpoint to a JetStream server of its policy."""
+"""Starts a JetStream server of the policy of a run or a checkpoint."""
 
 from __future__ import annotations
 

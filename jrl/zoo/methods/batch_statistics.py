@@ -162,7 +162,7 @@ def centre_in_group_scale_by_batch(eps: float = 1e-6, ddof: int = 1) -> Transfor
 
 
 def by_prompt(surrogate: Surrogate) -> Surrogate:
-    """The same per-token losses, with all members of a prompt as one row of the aggregate.
+    """The surrogate with all members of a prompt as one row of the aggregate.
 
     With ``sequence_mean`` every prompt then weighs the same and every token of it shares that
     weight. Regularizers without an aggregate of their own keep sequences as rows.

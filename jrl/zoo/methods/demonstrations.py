@@ -118,7 +118,7 @@ def imitate_unsolved(inner: Transform, right: float = 0.0, coef: float = 1.0) ->
 
     def apply(scores: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
         chex.assert_rank(scores, 2)
-        demonstrated = comparisons.given(batch)
+        demonstrated = comparisons.demonstrations(batch)
         sampled = batch.members & ~demonstrated
         best = jnp.max(scores, axis=1, where=sampled, initial=-jnp.inf)
         unsolved = sampled.any(axis=1) & ~(best > right)
@@ -199,7 +199,7 @@ def balanced(inner: Transform, controller: Balance) -> Transform:
 
     def apply(scores: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
         chex.assert_rank(scores, 2)
-        demonstrated = comparisons.given(batch)
+        demonstrated = comparisons.demonstrations(batch)
         state = _steer(controller, state, scores, batch.members & ~demonstrated, batch)
         values, _, _ = of_own.apply(scores, batch, inner.init())
         return _mixed(values, 1 - state.mu, state.mu, demonstrated, batch), batch, state
@@ -283,7 +283,7 @@ def against_own(normalise: bool, eps: float, ddof: int) -> Transform:
         return centred / (jnp.where(deviation == 0, 1, deviation) + eps)
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        sampled = batch.members & ~comparisons.given(batch)
+        sampled = batch.members & ~comparisons.demonstrations(batch)
         return jax.vmap(one)(values, batch.members, sampled), batch
 
     return stateless(apply, frozenset({"external"}))
@@ -522,7 +522,7 @@ def stronger_first(filtered: bool) -> Transform:
     """
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
-        demonstrated = comparisons.given(batch)
+        demonstrated = comparisons.demonstrations(batch)
         weak = batch.members & demonstrated
         bar = jnp.max(scores, axis=1, where=weak, initial=-jnp.inf, keepdims=True)
         # Written so that a NaN reward is kept, and makes the loss NaN.

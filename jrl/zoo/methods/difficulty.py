@@ -24,7 +24,7 @@ from jrl.objectives import segments as seg
 from jrl.objectives import transforms
 from jrl.objectives.advantages import group_mean_std
 from jrl.objectives.aggregates import token_mean
-from jrl.objectives.comparisons import given
+from jrl.objectives.comparisons import demonstrations
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import (
     completion_tokens,
@@ -357,7 +357,7 @@ class _About(NamedTuple):
 
 def _solutions(values: Array, batch: Batch, above: float) -> _About:
     solution = jnp.expand_dims(batch.ids["ask"] != 1, 1) & batch.members
-    solution = solution & ~given(batch) if "external" in batch.stats else solution
+    solution = solution & ~demonstrations(batch) if "external" in batch.stats else solution
     problem = seg.segments(batch.members, jnp.expand_dims(batch.ids["prompt"], 1))
     labels = jnp.where(solution, correct(values, above), 0)
     right = solution & (labels == 1)
@@ -418,8 +418,8 @@ def imitation(coef: float) -> Regularizer:
     return Regularizer("imitation", value, lambda state: coef, needs=frozenset({"external"}))
 
 
-def _own(batch: Batch) -> tuple[Array, ...]:
-    return (batch.members & ~given(batch),)
+def _sampled(batch: Batch) -> tuple[Array, ...]:
+    return (batch.members & ~demonstrations(batch),)
 
 
 @variant(grpo, clip_high=0.28, dual_clip=10.0)
@@ -469,7 +469,7 @@ def masa(
     if not efficient:
         return base
     # Demonstrations are compared with nobody and get advantage 0: they are only imitated.
-    normalised = transforms.per_group(partial(group_mean_std, eps=eps, ddof=ddof), _own)
+    normalised = transforms.per_group(partial(group_mean_std, eps=eps, ddof=ddof), _sampled)
     normalised = normalised._replace(needs=frozenset({"external"}))
     steps = (prediction_rewards(passes, above), predicted_gate(passes), normalised)
     return base.with_(advantage=transforms.chain(*steps, predicted_cutoff(cutoff))).plus(

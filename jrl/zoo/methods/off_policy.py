@@ -287,9 +287,9 @@ def recent_groups(share: float, window: int, until: int) -> Edit:
 
     def apply(store: Any, groups: Any, view: EditView) -> tuple[Any, Any]:
         rows, exists = store.sample(view.extra.shape[0], view.key)
-        goes = jnp.ones((), bool) if is_zero(until) else view.step < until
+        active = jnp.ones((), bool) if is_zero(until) else view.step < until
         fresh = groups.live()
-        return fill_groups(groups, view.extra & goes, rows, exists), store.put(groups, fresh)
+        return fill_groups(groups, view.extra & active, rows, exists), store.put(groups, fresh)
 
     return Edit(group_store(window), apply, extra)
 

@@ -40,7 +40,6 @@ from jrl.objectives.members import (
 from jrl.objectives.pairs import reward_loss, sigmoid, softplus
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import Array, Batch, Objective, Regularizer, Stats, Surrogate, Transform
-from jrl.zoo.methods.reward_model import helpsteer2_regression  # noqa: F401 - steerlm2's paper
 
 Decay = Annotated[float, Range(0.0, 0.999999)]
 RationaleForm = Annotated[str, Choice(("nll", "log_sigmoid"))]

@@ -215,9 +215,11 @@ def helpsteer2_regression(attributes: Count = 5) -> Method:
         errors, count = jnp.zeros(group.live.shape), jnp.zeros(group.live.shape)
         for name, of in zip(values, labels, strict=True):
             label = group.last(of)
-            known = ~jnp.isnan(label)
-            errors += jnp.where(known, jnp.square(group.last(name) - jnp.where(known, label, 0)), 0)
-            count += known
+            labelled = ~jnp.isnan(label)
+            errors += jnp.where(
+                labelled, jnp.square(group.last(name) - jnp.where(labelled, label, 0)), 0
+            )
+            count += labelled
         # a NaN score is a broken one, not an attribute that nobody labelled
         value = jnp.where(jnp.isnan(group.score), jnp.nan, errors / jnp.maximum(count, 1))
         return value, {"error": jnp.sqrt(value), "chosen_reward": group.last("values")}

@@ -25,7 +25,6 @@ from jrl.objectives.members import Members, over_group
 from jrl.objectives.pairs import preference_metrics, softplus
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Stats, Surrogate, Transform, opinions
-from jrl.zoo.methods.reward_model import ml_irl  # noqa: F401 - its paper is dr_irl's
 
 
 @variant(ppo, kl_coef=0.05, value_coef=0.1, epochs=4)
@@ -164,8 +163,8 @@ def safe_rlhf(
         log lambda <- log lambda + rate * lambda * (mean cost - budget),  lambda <= max_lambda
 
     The last reward part is the cost (unweighted), the others the reward, each of which may be a
-    trained model (docs/rewards.md); with a single part nothing is constrained. Lambda is capped as
-    in the released code, whose numbers these are: the text version's, and the V version's
+    trained model (docs/reward-models.md); with a single part nothing is constrained. Lambda is
+    capped as in the released code, whose numbers these are: the text version's, and the V version's
     ``kl_coef`` (with lambda from 10 to at most 20, budget -0.5; the text version has ``kl_coef``
     0.01). Departures: generalised advantages are linear in the reward, so one value network of
     (R - lambda C) / (1 + lambda) stands for the paper's two, whose mix differs from it only while
@@ -278,21 +277,21 @@ def scaled_by_hardness(inner: Transform, threshold: float) -> Transform:
         return jnp.where(where, values, 0).sum() / jnp.maximum(where.sum(), 1)
 
     def apply(scores: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
-        shown = comparisons.given(batch) & batch.members
-        own = batch.members & ~shown
-        advantages, edited, state = inner.apply(scores, batch.replace(members=own), state)
+        shown = comparisons.demonstrations(batch) & batch.members
+        sampled = batch.members & ~shown
+        advantages, edited, state = inner.apply(scores, batch.replace(members=sampled), state)
         shown_score = jnp.where(shown, scores, 0).sum(axis=1) / jnp.maximum(shown.sum(axis=1), 1)
-        compared = own & shown.any(axis=1, keepdims=True)
+        compared = sampled & shown.any(axis=1, keepdims=True)
         gap = jnp.where(compared, shown_score[:, None] - scores, 0)
         typical = compared & (jnp.square(gap - mean(gap, compared)) <= threshold)
         usual = jnp.where(typical.any(), mean(gap, typical), mean(gap, compared))
         # A quotient of sigmoids by their logarithms, which stays finite far from 0.
         scale = softplus(-mean(gap, compared)) - softplus(-usual)
         if batch.rewards.shape[2] > 1:
-            known = own & opinions(batch.rewards, batch.ids)[..., 1]
+            scored = sampled & opinions(batch.rewards, batch.ids)[..., 1]
             unlike = 1 - batch.rewards[..., 1]
-            hard = softplus(-mean(unlike, known)) - softplus(-unlike)
-            scale = scale + jnp.where(known, hard, 0)
+            hard = softplus(-mean(unlike, scored)) - softplus(-unlike)
+            scale = scale + jnp.where(scored, hard, 0)
         return advantages * bounded_exp(scale), edited, state
 
     return inner._replace(apply=apply, needs=inner.needs | {"external"})

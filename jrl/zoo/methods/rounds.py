@@ -42,7 +42,7 @@ def choose_hard(state: State, query: Query) -> tuple[Selection, State]:
 
 
 def count_hard(state: State) -> dict[str, float]:
-    """How many problems the round has."""
+    """Number of problems in the round."""
     return {"hard_problems": float(len(state["rows"]))}
 
 
@@ -66,10 +66,10 @@ class keep_failed:
         """The state with the problems that are hard; as it was where there are none."""
         rows, log = np.asarray(state["rows"]), logging.getLogger("jrl")
         groups = tools.draw(rows, self.attempts)
-        known = np.asarray(groups.drawn())
-        right = known & (np.asarray(groups.success()) > self.above)
+        tested = np.asarray(groups.drawn())
+        right = tested & (np.asarray(groups.success()) > self.above)
         at = np.searchsorted(rows, np.asarray(groups.row))  # several groups where players have one
-        total = [np.bincount(at, x.sum(axis=1), len(rows)) for x in (right, known)]
+        total = [np.bincount(at, x.sum(axis=1), len(rows)) for x in (right, tested)]
         with np.errstate(invalid="ignore"):
             hard = rows[~(total[0] / total[1] > self.most)]
         if not len(hard):
@@ -121,7 +121,7 @@ def note_failed(state: State, outcome: Outcome) -> State:
 
 
 def count_written(state: State) -> dict[str, float]:
-    """How many problems were written."""
+    """Number of written problems."""
     return {"written_problems": float(len(state["failed"]) - state["data"])}
 
 

@@ -101,23 +101,25 @@ def recycled(
         answers = {j: final_answer(s.completion) for j, s in members}
         good = [j for j, _ in members if right[place, j]]
         bad = [j for j, _ in members if not right[place, j]]
-        told = [j for j in good if answers[j] is not None]
+        correct = [j for j in good if answers[j] is not None]
         wrong = [j for j in bad if answers[j] is not None]
 
-        def one(j: int, question: str = question, place: int = place, told: Any = answers) -> Any:
-            text = _filled(POINTWISE, question, str(told[j]))
+        def one(
+            j: int, question: str = question, place: int = place, answer_of: Any = answers
+        ) -> Any:
+            text = _filled(POINTWISE, question, str(answer_of[j]))
             return Recycled(place, text, float(right[place, j]))
 
-        if told and wrong and draw.random() >= pointwise:
-            pair = draw.choice(told), draw.choice(wrong)
+        if correct and wrong and draw.random() >= pointwise:
+            pair = draw.choice(correct), draw.choice(wrong)
             first = draw.random() < 0.5
             both = [str(answers[j]) for j in (pair if first else pair[::-1])]
             text = _filled(PAIRWISE, question, *both)
             verdicts.append(Recycled(place, text, float(first), pair=True))
-        elif told and not wrong:
-            verdicts.append(one(told[0]))
-        elif told or wrong:
-            verdicts.append(one(draw.choice(told if told and draw.random() < 0.5 else wrong)))
+        elif correct and not wrong:
+            verdicts.append(one(correct[0]))
+        elif correct or wrong:
+            verdicts.append(one(draw.choice(correct if correct and draw.random() < 0.5 else wrong)))
         # Of the first half of the groups all that was written is reflected on, of the others the
         # answer alone.
         whole = 2 * place < len(samples)

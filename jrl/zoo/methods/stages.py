@@ -34,7 +34,7 @@ _NO_LIMIT = 2**30
 
 
 def first_state(table: Table) -> State:
-    """Nothing used; no problem was ever solved, and all are left."""
+    """The initial state: no problem used or solved, all left."""
     stage = table.columns.get("stage", jnp.zeros(table.rows))
     return {
         "stage": jnp.asarray(stage).astype(jnp.int32),
@@ -69,10 +69,10 @@ def stages(
     def choose(state: State, query: Query) -> tuple[Selection, State]:
         step = jnp.asarray(query.step, jnp.int32)
         hard = (state["rate"] < solved) | (state["uses"] == 0)
-        known = _of_stage(state, stage_of(step))
+        of_stage = _of_stage(state, stage_of(step))
         # solved problems of the stage come before those of another one
-        enough = (known & hard & ~query.used).sum() >= query.tickets.shape[0]
-        rows, uses = rows_in_turn(state["uses"], query, known & (hard | ~enough))
+        enough = (of_stage & hard & ~query.used).sum() >= query.tickets.shape[0]
+        rows, uses = rows_in_turn(state["uses"], query, of_stage & (hard | ~enough))
         limit = jnp.full(rows.shape, limit_of(step), jnp.int32)
         return Selection(rows, limit=limit), state | {"uses": uses}
 
@@ -187,8 +187,8 @@ def drive(
 
     def choose(state: State, query: Query) -> tuple[Selection, State]:
         late = jnp.asarray(query.step) >= hard_from
-        wanted = _of_stage(state, late.astype(jnp.int32)) & (state["left"] | ~late)
-        rows, uses = rows_in_turn(state["uses"], query, wanted)
+        eligible = _of_stage(state, late.astype(jnp.int32)) & (state["left"] | ~late)
+        rows, uses = rows_in_turn(state["uses"], query, eligible)
         count, limit = jnp.where(late, _NO_LIMIT, jnp.array([first_group, first_limit]))
         each = [jnp.full(rows.shape, x, jnp.int32) for x in (count, limit)]
         return Selection(rows, count=each[0], limit=each[1]), state | {"uses": uses}

@@ -369,8 +369,8 @@ def igpo(base: Method, eps: Positive, ddof: Ddof, discount: Fraction = 1.0) -> M
         A~_t = sum over k >= t of discount^(k - t) A_k, at every token of turn t
 
     The gains are a reward part: ``[rewards.gain] function = "likelihood"`` with ``by = "turn"``
-    (``configs/intrinsic.toml`` shows signals without turns, docs/rewards.md this one). Departures:
-    the released code centres the sums from each token on over the group, and has no deviation; the
-    loss is the mean over each episode's tokens; the KL term is off.
+    (``configs/intrinsic.toml`` shows signals without turns, docs/reward-recipes.md this one).
+    Departures: the released code centres the sums from each token on over the group, and has no
+    deviation; the loss is the mean over each episode's tokens; the KL term is off.
     """
     return base.with_(advantage=normalised_turns(discount, eps, ddof))

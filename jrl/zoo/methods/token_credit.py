@@ -37,7 +37,6 @@ from jrl.objectives.aggregates import sequence_mean
 from jrl.objectives.members import first_token
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Aggregate, Array, Batch, Rollout, Statistic, Transform
-from jrl.zoo.methods.reward_model import pav_verifier  # noqa: F401 - pav's paper
 
 ENTROPY = frozenset({"rollout_entropy"})
 

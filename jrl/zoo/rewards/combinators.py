@@ -61,7 +61,7 @@ def cosine_shift(c: Columns, steps: float, first: float = 1.0, last: float = 0.0
     done = xp.minimum(xp.asarray(c.step, dtype=c.points.dtype) / steps, 1.0)
     share = last + (first - last) * (1 + xp.cos(xp.pi * done)) / 2
     rest = c.points[..., 1:]
-    known = ~xp.isnan(rest)
-    count = known.sum(-1)
-    mean = xp.where(known, rest, 0).sum(-1) / xp.maximum(count, 1)
+    valid = ~xp.isnan(rest)
+    count = valid.sum(-1)
+    mean = xp.where(valid, rest, 0).sum(-1) / xp.maximum(count, 1)
     return share * c.points[..., 0] + (1 - share) * xp.where(count > 0, mean, xp.nan)

@@ -127,7 +127,7 @@ def fapo_critic(samples: list[Sample], column: str = "total_steps") -> list[floa
 
 
 def listwise_agreement(samples: list[Sample]) -> list[float]:
-    """How well scores of several responses order them as the labelled scores do, 0 to 1.
+    """Agreement of the order of several responses' scores with the labelled ones, 0 to 1.
 
     The accuracy reward of "RewardAnything: Generalizable Principle-Following Reward Models"
     (arXiv:2506.03637), as its released code has it: over pairs of responses with labels l and
@@ -148,8 +148,8 @@ def listwise_agreement(samples: list[Sample]) -> list[float]:
         answer = sample.prompt.answer
         labels = json.loads(answer) if isinstance(answer, str) else answer
         scores = (read_object(sample.completion) or {}).get("scores")
-        known = isinstance(scores, Mapping)
-        points.append(pair_agreement(scores, labels["scores"]) if known else 0.0)  # type: ignore[arg-type]
+        readable = isinstance(scores, Mapping)
+        points.append(pair_agreement(scores, labels["scores"]) if readable else 0.0)  # type: ignore[arg-type]
     return points
 
 
@@ -162,10 +162,12 @@ def pair_agreement(scores: Mapping[str, Any], labels: Mapping[str, float]) -> fl
     names = [name for name in labels if isinstance(scores.get(name), int | float)]
     total = lost = 0.0
     for a, b in itertools.combinations(names, 2):
-        said, wanted = scores[a] - scores[b], labels[a] - labels[b]
-        weight = 1 + abs(wanted)
+        difference, expected = scores[a] - scores[b], labels[a] - labels[b]
+        weight = 1 + abs(expected)
         total += weight
-        lost += weight * (1.0 if said * wanted < 0 else 0.5 if said == 0 != wanted else 0.0)
+        lost += weight * (
+            1.0 if difference * expected < 0 else 0.5 if difference == 0 != expected else 0.0
+        )
     return 1.0 if total == 0 else 1 - lost / total
 
 
@@ -209,13 +211,13 @@ def srpo(
     points = []
     for sample in samples:
         text = sample.completion
-        found = {n: re.findall(_PART.format(n), text, re.DOTALL) for n in ("think", "answer")}
-        answers = found["answer"]
+        sections = {n: re.findall(_PART.format(n), text, re.DOTALL) for n in ("think", "answer")}
+        answers = sections["answer"]
         value = _effect(sample, answers)
         counts = [text.count(f"<{n}>") for n in ("think", "answer", "reflection")]
         value += form * (counts == [2, 2, 1] and _REFLECTED.search(text) is not None)
-        if len(answers) > 1 and len(found["think"]) > 1:
-            a = len(found["think"][0].strip()) + len(answers[0].strip())
+        if len(answers) > 1 and len(sections["think"]) > 1:
+            a = len(sections["think"][0].strip()) + len(answers[0].strip())
             if a:
                 value += length * math.exp(-(((len(text) / a - target) / (most - target)) ** 2))
         points.append(value)
@@ -226,8 +228,8 @@ def _effect(sample: Sample, answers: list[str]) -> float:
     if not answers:
         return 0.0
     ends = answers[:1] + answers[1:][-1:]
-    asked = [dataclasses.replace(sample, completion=f"\\boxed{{{a.strip()}}}") for a in ends]
-    right = [points > 0 for points in math_reward(asked)]
+    of_answers = [dataclasses.replace(sample, completion=f"\\boxed{{{a.strip()}}}") for a in ends]
+    right = [points > 0 for points in math_reward(of_answers)]
     if len(right) == 1:
         return 0.5 * right[0]
     before, after = right

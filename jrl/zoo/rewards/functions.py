@@ -13,7 +13,7 @@ import numpy as np
 from jrl.errors import UserError
 from jrl.rewards.base import Sample, whole_batch
 from jrl.rewards.matching import stated_answer
-from jrl.rewards.tool_calls import call_score, calls_in, expected_calls, said
+from jrl.rewards.tool_calls import call_score, calls_in, expected_calls, policy_text
 from jrl.user_code import load
 
 # ---------------------------------------------------------------- ToolRL
@@ -55,8 +55,14 @@ def toolrl(
         formed = _toolrl_form(sample, bool(expected))
         correct = 0.0
         if expected:
-            made = calls_in(said(sample)) if "</tool_call>" in said(sample) else None
-            correct = -bound if made is None else 2 * bound * call_score(expected, made) - bound
+            calls_made = (
+                calls_in(policy_text(sample)) if "</tool_call>" in policy_text(sample) else None
+            )
+            correct = (
+                -bound
+                if calls_made is None
+                else 2 * bound * call_score(expected, calls_made) - bound
+            )
         points.append((high if formed else low) + correct)
     return points
 
@@ -68,7 +74,11 @@ def _toolrl_form(sample: Sample, calls: bool) -> bool:
         blocks += r"\n<tool_call>\n.*?\n</tool_call>"
     if answers:
         blocks += r"\n<response>.*?</response>"
-    once = [name for name, there in (("tool_call", calls), ("response", answers)) if there]
+    once = [
+        name
+        for name, expected_once in (("tool_call", calls), ("response", answers))
+        if expected_once
+    ]
     counts = all(text.count(f"<{n}>") == text.count(f"</{n}>") == 1 for n in once)
     return counts and re.search(rf"^<think>.*?</think>{blocks}$", text, re.DOTALL) is not None
 
@@ -104,11 +114,11 @@ def convsearch(
       UserError: a row has no gold passage, or the retriever returned another number of lists.
     """
     rewrites = [_rewrite(sample.completion) for sample in samples]
-    asked = [text for text in rewrites if text is not None]
-    ranked = list(load(retriever, "rewards.convsearch.retriever")(asked)) if asked else []
-    if len(ranked) != len(asked):
+    queries = [text for text in rewrites if text is not None]
+    ranked = list(load(retriever, "rewards.convsearch.retriever")(queries)) if queries else []
+    if len(ranked) != len(queries):
         raise UserError(
-            f"rewards.convsearch.retriever returned {len(ranked)} lists for {len(asked)} queries"
+            f"rewards.convsearch.retriever returned {len(ranked)} lists for {len(queries)} queries"
         )
     lists = iter(ranked)
     points = []
@@ -154,8 +164,8 @@ def _rewrite(text: str) -> str | None:
 
 
 def _rank(ids: Sequence[Any], gold: Any) -> int | None:
-    wanted = set(map(str, gold if isinstance(gold, list | tuple) else [gold]))
-    return next((k for k, each in enumerate(ids, 1) if str(each) in wanted), None)
+    gold_ids = set(map(str, gold if isinstance(gold, list | tuple) else [gold]))
+    return next((k for k, each in enumerate(ids, 1) if str(each) in gold_ids), None)
 
 
 # ---------------------------------------------------------------- VisualQuality-R1
@@ -186,14 +196,14 @@ def rank_fidelity(samples: list[Sample], eps: float = 1e-6) -> list[float]:
         groups.setdefault(sample.prompt.id, []).append(i)
     stated = [_number(stated_answer(sample.completion)) for sample in samples]
     labels = {item: float(samples[rows[0]].prompt.answer) for item, rows in groups.items()}
-    known = {
+    scores = {
         item: [q for i in rows if (q := stated[i]) is not None] for item, rows in groups.items()
     }
-    mean = {item: fmean(q) if q else 0.0 for item, q in known.items()}
-    spread = {item: variance(q) if len(q) > 1 else 0.0 for item, q in known.items()}
+    mean = {item: fmean(q) if q else 0.0 for item, q in scores.items()}
+    spread = {item: variance(q) if len(q) > 1 else 0.0 for item, q in scores.items()}
     points = []
     for i, sample in enumerate(samples):
-        mine, score, others = sample.prompt.id, stated[i], [j for j in groups if known[j]]
+        mine, score, others = sample.prompt.id, stated[i], [j for j in groups if scores[j]]
         others = [j for j in others if j != mine]
         if score is None or not others:
             points.append(0.0)
@@ -256,8 +266,10 @@ def box_overlap(a: Sequence[float] | None, b: Sequence[float] | None) -> float:
 
 
 def _box(value: Any) -> list[float] | None:
-    found = value if isinstance(value, list | tuple) else re.findall(r"-?\d+(?:\.\d+)?", str(value))
-    numbers = [float(x) for x in found]
+    entries = (
+        value if isinstance(value, list | tuple) else re.findall(r"-?\d+(?:\.\d+)?", str(value))
+    )
+    numbers = [float(x) for x in entries]
     ordered = len(numbers) == 4 and numbers[0] <= numbers[2] and numbers[1] <= numbers[3]
     return numbers if ordered else None
 
@@ -268,7 +280,7 @@ def _box(value: Any) -> list[float] | None:
 def demonstration_similarity(
     samples: list[Sample], encoder: str, column: str = "answer"
 ) -> list[float | None]:
-    """How alike a completion and the row's demonstration are, clause by clause, at most 1.
+    """Similarity of a completion and the row's demonstration, clause by clause, at most 1.
 
     The W of DR-IRL, "Inverse Reinforcement Learning with Dynamic Reward Scaling for LLM Alignment"
     (arXiv:2503.18991): with clauses S^1 ... S^K of the completion and D^l of the demonstration,
@@ -339,6 +351,6 @@ def listed_solution(
                 f"rewards.listed_solution: prompt {sample.prompt.id} has {len(texts)} {column} and"
                 f" {len(of)} {labels}; give one for each"
             )
-        known = {text.strip(): float(label) for text, label in zip(texts, of, strict=True)}
-        points.append(known.get(sample.completion.strip()))
+        by_text = {text.strip(): float(label) for text, label in zip(texts, of, strict=True)}
+        points.append(by_text.get(sample.completion.strip()))
     return points

@@ -50,13 +50,13 @@ def _brpo(table: JudgeTable, key: str) -> Form:
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
         at = reference(samples)
-        asked = []
+        out = []
         for sample in (s for i, s in enumerate(samples) if i != at):
             both = answer_of(sample), answer_of(samples[at])
             for first, second in (both, both[::-1])[:orders]:
                 fields = {"first": first, "second": second}
-                asked.append(question(table, sample, fields, _scores_of_two))
-        return asked
+                out.append(question(table, sample, fields, _scores_of_two))
+        return out
 
     def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
         pairs = [verdicts[i : i + orders] for i in range(0, len(verdicts), orders)]
@@ -137,10 +137,10 @@ def _rlaif_v(table: JudgeTable, key: str) -> Form:
         ]
 
     def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[Any]]) -> list[Points]:
-        held = [pooled(votes, table.vote) for votes in verdicts[1:]]
-        if not verdicts[0] or None in held:
+        claims = [pooled(votes, table.vote) for votes in verdicts[1:]]
+        if not verdicts[0] or None in claims:
             return [None]
-        return [-float(sum(claim < 0.5 for claim in held if claim is not None))]
+        return [-float(sum(claim < 0.5 for claim in claims if claim is not None))]
 
     return Form(False, questions, points, follow)
 
@@ -187,12 +187,12 @@ def _fapo(table: JudgeTable, key: str) -> Form:
     """
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        asked = []
+        out = []
         for sample in samples:
             steps = steps_of(sample.completion)
             fields = {**shown(sample), "steps": numbered_steps(sample.completion, first=0)}
-            asked.append(question(table, sample, fields, partial(read_step, count=len(steps))))
-        return asked
+            out.append(question(table, sample, fields, partial(read_step, count=len(steps))))
+        return out
 
     def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[int]]) -> list[Points]:
         return [pooled([float(step >= 0) for step in votes], table.vote) for votes in verdicts]

@@ -89,7 +89,7 @@ def helpsteer2() -> dict[str, Any]:
 
 
 def pav() -> dict[str, Any]:
-    """What each step changes of a prover's chance of success, paid at the step's end.
+    """Change of a prover's chance of success over each step, at the step's end.
 
     "Rewarding Progress: Scaling Automated Process Verifiers for LLM Reasoning" (arXiv:2410.08146).
     The process reward of step a_h is its advantage under a prover mu other than the policy,

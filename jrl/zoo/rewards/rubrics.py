@@ -100,14 +100,14 @@ def _datarus(table: JudgeTable, key: str) -> Form:
         return turns or len(steps_of(sample.completion))
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        asked = []
+        out = []
         for sample in samples:
             if n := count(sample):
                 steps = _turns(sample) if sample.messages else numbered_steps(sample.completion)
                 fields = {**shown(sample), **bounds, "steps": steps, "count": str(n)}
                 read = partial(_step_and_whole, count=n, low=low, high=high)
-                asked.append(question(table, sample, fields, read))
-        return asked
+                out.append(question(table, sample, fields, read))
+        return out
 
     def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
         left = iter(verdicts)

@@ -75,9 +75,9 @@ def puzzle_rows(
             raise UserError(f"tasks.{name}: {error}") from None
     if not sources:
         raise UserError("tasks is empty; name one of reasoning-gym, such as tasks.mini_sudoku")
-    lots = random.Random(seed)
+    rng = random.Random(seed)
     for index in range(rows):
-        (name,) = lots.choices(list(sources), weights)
+        (name,) = rng.choices(list(sources), weights)
         entry = sources[name][index]
         row = {
             "question": f"{entry['question']}\n{ASK}",

@@ -188,5 +188,5 @@ def best_draft(drafts: Sequence[str], points: Sequence[float | None]) -> str:
     >>> best_draft(["draft", "global"], [0.2, 0.2])
     'draft'
     """
-    known = [-np.inf if value is None else value for value in points]
-    return drafts[int(np.argmax(known))]
+    scores = [-np.inf if value is None else value for value in points]
+    return drafts[int(np.argmax(scores))]

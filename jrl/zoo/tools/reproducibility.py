@@ -23,16 +23,16 @@ from jrl.models.config import DTYPES
 from jrl.sampling.engine import Engine
 from jrl.sampling.request import Completion, Request
 from jrl.serving.launch import ServedPolicy, served_policy
+from jrl.setup.run import Run
 from jrl.train import build
 from jrl.train.batches import undrawn_source
-from jrl.train.build import Run
 from jrl.train.memory_check import check_problems, check_slots
 from jrl.types import StopReason
 
 _CHUNK = 16
 
 
-class Drawn(NamedTuple):
+class Sampled(NamedTuple):
     """One completion under one setting.
 
     Attributes:
@@ -76,7 +76,7 @@ def first_difference(rows: Sequence[np.ndarray]) -> int | None:
     return None if all(len(row) == shortest for row in rows) else shortest
 
 
-def movement(runs: Sequence[Sequence[Drawn]]) -> dict[str, float | None]:
+def movement(runs: Sequence[Sequence[Sampled]]) -> dict[str, float | None]:
     """Differences between the completions of the same problems under several settings.
 
     Args:
@@ -117,7 +117,7 @@ def movement(runs: Sequence[Sequence[Drawn]]) -> dict[str, float | None]:
     }
 
 
-def compare(results: Mapping[Setting, Sequence[Drawn]]) -> list[dict[str, Any]]:
+def compare(results: Mapping[Setting, Sequence[Sampled]]) -> list[dict[str, Any]]:
     """``movement`` for each part of a setting that varies, alone and together.
 
     Args:
@@ -201,7 +201,7 @@ def measure_drift(
         key, params, step = load_policy(run, checkpoint)
         del params  # it is loaded anew on each mesh
         problem_set = _Problems(run, key, problems)
-    results: dict[str, dict[Setting, list[Drawn]]] = {"greedy": {}, "sampled": {}}
+    results: dict[str, dict[Setting, list[Sampled]]] = {"greedy": {}, "sampled": {}}
     for mesh, dtype in itertools.product(meshes, dtypes):
         policy = served_policy(_changed(config, sizes[mesh], dtype), checkpoint=checkpoint)
         for batch in batches:
@@ -210,7 +210,7 @@ def measure_drift(
                 completions = _draw(engine, policy, problem_set.prompts, _sampling(config, kind))
                 points = problem_set.points(completions)
                 samples[Setting(batch, mesh, dtype)] = [
-                    Drawn(c.tokens, logprobs, float(p))
+                    Sampled(c.tokens, logprobs, float(p))
                     for (c, logprobs), p in zip(completions, points, strict=True)
                 ]
     summaries = [
@@ -310,12 +310,12 @@ class _Problems:
         rows = np.arange(min(count, run.kind.problems(run.data, count, "eval")))
         if not len(rows):
             raise UserError("data.eval is missing; name a file of held-out prompts")
-        self._about, self._asked = undrawn_source(run, None, "eval").prompts(key, rows)
-        self.prompts = [prompt.tokens.tolist() for prompt in self._asked]
+        self._about, self._prompts = undrawn_source(run, None, "eval").prompts(key, rows)
+        self.prompts = [prompt.tokens.tolist() for prompt in self._prompts]
 
     def points(self, completions: Sequence[tuple[Completion, Any]]) -> np.ndarray:
         """[M] the rewards of the part that defines accuracy."""
         paths = [np.asarray(completion.tokens, np.int32) for completion, _ in completions]
         ended = [StopReason(c.stop) == StopReason.STOP_TOKEN for c, _ in completions]
-        state = self._run, self._about, self._asked, np.arange(len(paths)), paths
+        state = self._run, self._about, self._prompts, np.arange(len(paths)), paths
         return points_of(*state, np.array(ended))

@@ -1,9 +1,9 @@
-"""What single papers measure of reward models: strengths of preferences, and consistency.
+"""Measurements of reward models from single papers: preference strength and consistency.
 
     scored = with_strengths(rows, models)            # for method = "preference_strength"
     contrast_consistency(points)                     # of Contrast Instructions
 
-A model here is anything that scores samples: ``train.text_models.TextModel`` is one.
+A model here is anything that scores samples: ``rewards.text_models.TextModel`` is one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Model = Callable[[Sequence[Sample]], tuple[list[Points], Mapping[str, float]]]
 
 
 class Strengths(NamedTuple):
-    """How strongly reward models prefer the first of two completions.
+    """Strength with which reward models prefer the first of two completions.
 
     Attributes:
       mean: [N] float64, points: the strength mu.
@@ -151,9 +151,10 @@ def contrast_consistency(points: Any) -> Consistency:
     Consistency(response=1.0, instruction=1.0)
     """
     points = np.asarray(points, np.float64)
-    own = np.diagonal(points, axis1=1, axis2=2)  # [N, 2] R(I_a, r_a)
+    own_response = np.diagonal(points, axis1=1, axis2=2)  # [N, 2] R(I_a, r_a)
     other_response = points[:, [0, 1], [1, 0]]  # R(I_a, r_b)
     other_instruction = points[:, [1, 0], [0, 1]]  # R(I_b, r_a)
     return Consistency(
-        float((own > other_response).mean()), float((own > other_instruction).mean())
+        float((own_response > other_response).mean()),
+        float((own_response > other_instruction).mean()),
     )

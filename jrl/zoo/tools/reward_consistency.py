@@ -105,28 +105,28 @@ def reward_fusion(
     Returns:
       A model; a sample without an opinion keeps none, an example without one does not count.
     """
-    known = [(s, p) for s, p in zip(examples, model(examples)[0], strict=True) if p is not None]
-    corpus = _unit(encode([_text(sample) for sample, _ in known])) if known else np.zeros((0, 1))
-    values = np.array([points for _, points in known])
+    scored = [(s, p) for s, p in zip(examples, model(examples)[0], strict=True) if p is not None]
+    corpus = _unit(encode([_text(sample) for sample, _ in scored])) if scored else np.zeros((0, 1))
+    values = np.array([points for _, points in scored])
 
     def fused(samples: Sequence[Sample]) -> tuple[list[Points], Mapping[str, float]]:
         points, counts = model(samples)
-        if not known or not samples:
+        if not scored or not samples:
             return points, counts
         alike = _unit(encode([_text(sample) for sample in samples])) @ corpus.T
         return [
-            None if own is None else _fused(own, row, values, neighbours, least)
-            for own, row in zip(points, alike, strict=True)
+            None if score is None else _fused(score, row, values, neighbours, least)
+            for score, row in zip(points, alike, strict=True)
         ], counts
 
     return fused
 
 
-def _fused(own: float, alike: np.ndarray, values: np.ndarray, most: int, least: float) -> float:
+def _fused(score: float, alike: np.ndarray, values: np.ndarray, most: int, least: float) -> float:
     nearest = np.argsort(-alike, kind="stable")[:most]
     nearest = nearest[alike[nearest] >= least]
     weights = alike[nearest]
-    return float((own + weights @ values[nearest]) / (1 + weights.sum()))
+    return float((score + weights @ values[nearest]) / (1 + weights.sum()))
 
 
 def _text(sample: Sample) -> str:

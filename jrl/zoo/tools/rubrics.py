@@ -67,7 +67,7 @@ def contrastive_rubrics(
       least: tau.
 
     Returns:
-      {"question", "rubric", "chosen", "rejected", "asked", "replies"} of each pair; the last two
+      {"question", "rubric", "chosen", "rejected", "questions", "replies"} of each pair; the last two
       are the texts to the judge in both orders, and its replies.
     """
     pairs = []
@@ -105,7 +105,7 @@ def judge_rows(pairs: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
     return [
         {"question": question, "answer": reply}
         for pair in pairs
-        for question, reply in zip(pair["asked"], pair["replies"], strict=True)
+        for question, reply in zip(pair["questions"], pair["replies"], strict=True)
     ]
 
 
@@ -176,7 +176,7 @@ def _judged(
     verdicts = [q.read(reply) for q, reply in zip(questions, replies, strict=True)]
     (points,) = form.points(samples, [[] if v is None else [v] for v in verdicts])
     row = {"question": prompt, "rubric": rubric, "chosen": chosen, "rejected": rejected}
-    return points == 1, row | {"asked": texts, "replies": replies}
+    return points == 1, row | {"questions": texts, "replies": replies}
 
 
 def _filled(template: str, prompt: str, responses: str = "") -> str:

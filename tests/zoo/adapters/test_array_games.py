@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit
 
 from jrl.episodes import get_env
 from jrl.errors import UserError
 from jrl.system import extras
 from jrl.zoo.adapters import array_games
 
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 FIGURES = "0123456789abcdefghijklmnopqrstuvwxyz"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 KEY = jax.random.key(4)

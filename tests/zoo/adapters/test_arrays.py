@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit
 
 from jrl.errors import UserError
 from jrl.zoo.adapters.arrays import Game, array_env, plain_keys, written
 
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 FIGURES = "0123456789abcdefghijklmnopqrstuvwxyz+-"
 
 

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from scripted import reply
 
 from jrl.episodes.check_env import check_env
-from jrl.episodes.host import Limits, Reply
+from jrl.episodes.host import Limits
 from jrl.errors import UserError
 from jrl.types import Prompt
 from jrl.zoo.adapters.gymnasium import from_gymnasium
@@ -33,10 +34,6 @@ class Line:
 
     def close(self):
         self.closed = True
-
-
-def reply(text):
-    return Reply(text, text, np.zeros(1, np.int32), 0, False)
 
 
 def test_an_episode_is_that_of_the_environment():

@@ -4,18 +4,14 @@ import sys
 
 import numpy as np
 import pytest
+from scripted import reply
 
 from jrl.episodes.check_env import check_env
-from jrl.episodes.host import Reply
 from jrl.errors import UserError
 from jrl.types import Prompt
 from jrl.zoo.adapters.reasoning_gym import from_reasoning_gym
 
 PROMPT = Prompt(0, "", np.zeros(0, np.int32), "-")
-
-
-def reply(text, turn=0):
-    return Reply(text, text, np.zeros(1, np.int32), turn, False)
 
 
 @pytest.mark.extra("reasoning-gym")

@@ -1,13 +1,11 @@
 """A solver and its judge in one episode: what each is asked, and what it is paid."""
 
-import asyncio
-
 import numpy as np
 import pytest
+from scripted import play
 
 from jrl.episodes.check_env import check_env
 from jrl.episodes.configured import configured_env
-from jrl.episodes.host import Reply, check_feedback
 from jrl.errors import UserError
 from jrl.types import Prompt
 from jrl.zoo.envs.judged import read_step_verdicts, tagged_steps
@@ -16,15 +14,7 @@ PROMPT = Prompt(0, "What is 6 * 7?", np.zeros(0, np.int32), "42")
 
 
 def talk(env, *turns):
-    async def play():
-        state, messages = await env.init(PROMPT, 0)
-        found = [messages]
-        for number, text in enumerate(turns):
-            state, feedback = await env.step(state, Reply(text, text, np.zeros(1), number, False))
-            found.append(check_feedback(feedback, env.limits, len(env.parts), env.players))
-        return found
-
-    return asyncio.run(play())
+    return play(env, turns, PROMPT)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
+from scripted import played
 
 from jrl.episodes.configured import configured_env
 from jrl.episodes.host import Reply
@@ -70,16 +71,11 @@ def made(text, place=None):
     return configured_env(table.pop("env").rpartition(":")[2], table)
 
 
-def play(env, *said):
+def play(env, *turns):
     async def run():
-        state, opening = await env.init(PROMPT, 0)
-        feedbacks = []
-        for turn, text in enumerate(said):
-            reply = Reply(text, text, np.zeros(1, np.int32), turn, False)
-            state, feedback = await env.step(state, reply)
-            feedbacks.append(feedback)
+        episode = await played(env, turns, PROMPT)
         await env.lifecycle.shutdown()
-        return opening, feedbacks
+        return episode
 
     return asyncio.run(run())
 
@@ -88,7 +84,7 @@ def test_a_model_behind_an_endpoint_is_guided(place, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
     env = made('env = "players:guided"\nurl = "URL"\nmodel = "m"\nkey_variable = "MY_KEY"', place)
     _, (feedback,) = play(env, "Multiply.")
-    assert (feedback.reward, feedback.success) == (1.0, True)
+    assert (feedback.reward, feedback.success) == ((1.0,), True)
     body, header = place[2][-1]
     assert (body["model"], header) == ("m", "Bearer secret")
     assert "Multiply." in body["messages"][0]["content"]
@@ -99,21 +95,21 @@ def test_a_model_behind_an_endpoint_is_guided(place, monkeypatch):
 def test_functions_by_name(place):
     talk = 'env = "players:dialogue"\njudge = "ROOT/own.py:judge"\n'
     _, (first, second) = play(made(f'{talk}user = "ROOT/own.py:user"', place), "41?", "42!")
-    assert (first.messages[0]["content"], first.reward) == ("And 1?", 0.0)
-    assert (second.reward, second.done) == (1.0, True)
+    assert (first.messages[0]["content"], first.reward) == ("And 1?", (0.0,))
+    assert (second.reward, second.done) == ((1.0,), True)
     spoken = play(made(f'{talk}url = "URL"\nmodel = "m"', place), "41?")[1][0]
     assert spoken.messages[0]["content"] == "It is 42."
     with pytest.raises(UserError, match=r"data.user is missing"):
         made(talk, place)
     _, (pioneer, observer) = play(made('env = "players:pair"'), "42", "41")
-    assert (pioneer.reward, observer.reward, observer.earlier) == (1.0, 1.0, (0.0,))
+    assert (pioneer.reward, observer.reward, observer.earlier) == ((1.0,), (1.0,), ((0.0,),))
     pair = 'env = "players:pair"\nreward = "ROOT/own.py:points"'
     _, (long, _) = play(made(pair, place), "12345", "")
-    assert long.reward == 0.5
+    assert long.reward == (0.5,)
     doctor = 'env = "players:consultation"\nurl = "URL"\nmodel = "m"\n'
     doctor += 'examiner = "ROOT/own.py:examiner"\n'
     _, feedbacks = play(made(doctor, place), "Question: fever?", "Diagnosis: flu")
-    assert [f.reward for f in feedbacks] == [1.0, 7.0]
+    assert [f.reward for f in feedbacks] == [(1.0,), (7.0,)]
     with pytest.raises(UserError, match="give the least and the most"):
         made(f"{doctor}turns = [3]", place)
 
@@ -128,9 +124,9 @@ def test_a_simulated_search(place):
     _, (found, ended) = play(env, call, "It is 42.")
     assert found.messages[0]["content"] == "It is 42."
     assert "useless" in place[2][-1][0]["messages"][0]["content"]
-    assert ended.reward == 1.0
+    assert ended.reward == (1.0,)
     _, (_, ended) = play(made(text + '\nreward = "f1"', place), call, "Answer: the number 42.")
-    assert ended.reward == pytest.approx(2 / 3)
+    assert ended.reward[0] == pytest.approx(2 / 3)
 
 
 @pytest.mark.extra("mcp")
@@ -149,7 +145,7 @@ def test_the_tools_of_an_mcp_server(tmp_path):
     call = get_parser("hermes").render(Call("add", {"a": 40, "b": 2}))
     _, (told, ended) = play(env, call, "It is 42.")
     assert "42 hello" in told.messages[0]["content"]
-    assert (ended.reward, env.limits.turns) == (1.0, 3)
+    assert (ended.reward, env.limits.turns) == ((1.0,), 3)
     with pytest.raises(UserError, match="has no tool 'sub'"):
         made(text.replace('["MY_WORD"]', '[]\nnames = ["sub"]'))
     assert threading.active_count() == threads

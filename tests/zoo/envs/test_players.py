@@ -7,9 +7,10 @@ import threading
 
 import numpy as np
 import pytest
+from scripted import play, reply
 
 from jrl.episodes.check_env import check_env
-from jrl.episodes.host import EnvError, Feedback, Limits, Reply, check_feedback
+from jrl.episodes.host import EnvError, Feedback, Limits, check_feedback
 from jrl.episodes.model_endpoint import endpoint
 from jrl.episodes.parsers import Call, get_parser
 from jrl.errors import UserError
@@ -29,17 +30,7 @@ PROMPT = Prompt(0, "What is 6 * 7?", np.zeros(0, np.int32), "42")
 
 
 def talk(env, turns, prompt=PROMPT):
-    """What came of each turn: feedbacks, checked as a run checks them."""
-
-    async def play():
-        state, messages = await env.init(prompt, 0)
-        found = [messages]
-        for number, text in enumerate(turns):
-            state, feedback = await env.step(state, Reply(text, text, np.zeros(1), number, False))
-            found.append(check_feedback(feedback, env.limits, len(env.parts), env.players))
-        return found
-
-    return asyncio.run(play())
+    return play(env, turns, prompt)
 
 
 def right(prompt, text):
@@ -200,10 +191,7 @@ def test_the_turns_of_a_consultation_are_drawn_told_and_kept():
         told = int(opening[0]["content"].split("You have ")[1].split()[0])
         turn, done = 0, False
         while not done:
-            text = f"Question: {turn}?"
-            state, feedback = asyncio.run(
-                env.step(state, Reply(text, text, np.zeros(1), turn, False))
-            )
+            state, feedback = asyncio.run(env.step(state, reply(f"Question: {turn}?", turn)))
             turn, done = turn + 1, feedback.done
         assert (turn, feedback.reward) == (told, -5.0)
         least[told] = seed

@@ -8,10 +8,12 @@ import fuzzing
 import hypothesis
 import numpy as np
 import pytest
+import scripted
 from hypothesis import strategies as st
+from scripted import reply
 
 from jrl.episodes.configured import configured_env
-from jrl.episodes.host import EnvError, Limits, Reply, check_feedback, check_messages
+from jrl.episodes.host import EnvError, Limits, check_feedback
 from jrl.errors import UserError
 from jrl.types import Prompt
 from jrl.zoo.envs.propositions import parse_formula, provable, show
@@ -27,22 +29,9 @@ def problem(text):
     return Prompt(0, text, np.zeros(0, np.int32), "-")
 
 
-def reply(text, turn=0, cut=False):
-    return Reply(text, text, np.zeros(1, np.int32), turn, cut)
-
-
 def play(env, statement, *turns, cut=False):
     """The opening, and the feedback to each turn."""
-
-    async def played():
-        state, opening = await env.init(problem(statement), 0)
-        told = []
-        for number, text in enumerate(turns):
-            state, feedback = await env.step(state, reply(text, number, cut))
-            told.append(check_feedback(feedback, env.limits, 1))
-        return check_messages(opening, env.limits), told
-
-    return asyncio.run(played())
+    return asyncio.run(scripted.played(env, turns, problem(statement), cut=cut))
 
 
 def test_a_proof_is_played_turn_by_turn():

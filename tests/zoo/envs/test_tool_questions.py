@@ -1,22 +1,21 @@
 """The environments of the shipped configurations, and the world that is searched."""
 
-import asyncio
 import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scripted import play
 
 from jrl.config import load_config
 from jrl.episodes.check_env import check_env
 from jrl.episodes.configured import configured_env
-from jrl.episodes.host import Reply
 from jrl.episodes.parsers import Call, get_parser
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.rewards import Sample, make_reward
-from jrl.train.reward_parts import parts_of
+from jrl.setup.reward_parts import parts_of
 from jrl.types import Prompt
 from jrl.zoo.envs.answer_rewards import answer_f1, last_answer
 from jrl.zoo.envs.tool_questions import multi_hop, python_math
@@ -27,14 +26,7 @@ SEARCH = Path(__file__).parents[3] / "configs" / "search"
 
 
 def say(env, prompt, *turns):
-    async def play():
-        state, _ = await env.init(prompt, 0)
-        for number, text in enumerate(turns):
-            reply = Reply(text, text, np.zeros(1, np.int32), number, False)
-            state, feedback = await env.step(state, reply)
-        return feedback
-
-    return asyncio.run(play())
+    return play(env, turns, prompt)[-1]
 
 
 def problem(answer):
@@ -51,8 +43,8 @@ def test_python_computes_and_the_number_is_judged():
     told = say(env, problem("42"), call("python", code="print(6 * 7)"))
     assert "42" in told.messages[0]["content"]
     end = say(env, problem("42"), call("calculator", expression="6*7"), "It is 42.")
-    assert (end.reward, end.done, end.success) == (1.0, True, True)
-    assert say(env, problem("42"), "It is 41.").reward == 0.0
+    assert (end.reward, end.done, end.success) == ((1.0,), True, True)
+    assert say(env, problem("42"), "It is 41.").reward == (0.0,)
     with pytest.raises(UserError, match="tools = 'pyhton'"):
         python_math(tools=["pyhton"])
 
@@ -62,9 +54,9 @@ def test_a_search_and_an_answer_by_its_words():
     told = say(env, problem("Ulinmouth"), call("search", query="Coromn Works"))
     assert "Coromn Works is a firm" in told.messages[0]["content"]
     end = say(env, problem("Ulinmouth"), "So it is there.\nAnswer: Ulinmouth.")
-    assert (end.reward, end.success) == (1.0, True)
+    assert (end.reward, end.success) == ((1.0,), True)
     half = say(env, problem("Ulinmouth"), "Answer: city Ulinmouth")
-    assert half.reward == pytest.approx(2 / 3)
+    assert half.reward[0] == pytest.approx(2 / 3)
     assert not half.success
     assert last_answer("no mark") == ""
     assert answer_f1("", "x") == 0.0
@@ -126,7 +118,7 @@ def test_tool_star_s_environment_searches_and_computes_and_its_parts_are_in_orde
     said = [call("search", query="who"), call("python", code="print(6 * 7)")]
     assert "42" in str(say(env, problem("42"), *said).messages)
     end = say(env, problem("42"), *said, "Answer: 42")
-    assert end.reward == 1.0
+    assert end.reward == (1.0,)
     with pytest.raises(UserError, match="tools = 'calculator'; choose from python, search"):
         multi_hop(str(SEARCH / "corpus.jsonl"), tools=("calculator",))
     form = "form={function='format', pattern='Answer:'}"

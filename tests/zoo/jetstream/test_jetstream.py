@@ -104,7 +104,7 @@ def _logits(weights, tokens, positions):
     return NETWORK.logits(weights, hidden)
 
 
-class Asked:
+class ProtoRequest:
     """A request as protobuf gives it."""
 
     def __init__(self, text=None, ids=(), max_tokens=1):
@@ -127,9 +127,13 @@ def test_what_is_too_long_is_refused_before_it_is_encoded():
 
     engine = types.SimpleNamespace(tokenizer=Encoder(), prompt_tokens=PROMPT, new_tokens=NEW)
     engine.vocab_size = 48
-    assert jetstream._check(Asked("1" * PROMPT), engine) == ([3] * PROMPT, True)
-    assert jetstream._check(Asked(ids=[3, 4]), engine) == ([3, 4], False)
-    for asked in (Asked("1" * 2_000_000), Asked(ids=[3] * (PROMPT + 1)), Asked("1" * (PROMPT + 1))):
+    assert jetstream._check(ProtoRequest("1" * PROMPT), engine) == ([3] * PROMPT, True)
+    assert jetstream._check(ProtoRequest(ids=[3, 4]), engine) == ([3, 4], False)
+    for asked in (
+        ProtoRequest("1" * 2_000_000),
+        ProtoRequest(ids=[3] * (PROMPT + 1)),
+        ProtoRequest("1" * (PROMPT + 1)),
+    ):
         with pytest.raises(UserError, match="this server takes at most 12"):
             jetstream._check(asked, engine)
     assert max(encoded) == PROMPT + 1

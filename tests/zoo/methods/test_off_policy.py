@@ -295,6 +295,6 @@ def test_at_the_reference_all_three_ratios_have_one_gradient():
 
 def test_a_lol_trains_on_the_datas_completions_and_reads_no_reference_without_a_ratio():
     method = get_method("a_lol", ratio="none")
-    assert (method.draw.demonstrations, method.draw.own) == (1, False)
+    assert (method.draw.demonstrations, method.draw.samples) == (1, False)
     assert "ref_logprobs" not in method.objective.needs
     assert method.value

@@ -4,14 +4,14 @@ import jax
 import numpy as np
 import pytest
 
+from jrl.collect.edit import edited
+from jrl.collect.plan import Now, Setting, host_rounds, new_collected, sample_step
+from jrl.collect.plan_tools import TextTools
+from jrl.collect.sources import Groups
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.rewards.base import Sample
-from jrl.train.edit import edited
-from jrl.train.features import check_features, method_features
-from jrl.train.plan import Now, Setting, host_rounds, new_collected, sample_step
-from jrl.train.plan_tools import TextTools
-from jrl.train.sources import Groups
+from jrl.setup.features import check_features, method_features
 from jrl.types import SILENT, Prompt, Rollout, StopReason
 from jrl.types.asks import Tokens
 from jrl.zoo.methods.spark import _agrees, recycled, spark
@@ -110,7 +110,7 @@ class Words:
         return " ".join(WORDS[i] for i in ids if i > 1)
 
 
-def asked(question):
+def recycled_prompt(question):
     """A prompt of four tokens, or one that is too long."""
     if "attempt" in question:
         return np.full(99 if "q1" in question else 4, 30, np.int32)
@@ -142,8 +142,8 @@ def draw(asks):
     return Groups(rollout, rewards.astype(np.float32), None, {}, ids)
 
 
-def step_of(method, cursor=0, words=None, asked=asked):
-    tools = TextTools(PROMPTS, T, tokenizer=words or Words(), asked=asked, longest=64)
+def step_of(method, cursor=0, words=None, tokens_of=recycled_prompt):
+    tools = TextTools(PROMPTS, T, tokenizer=words or Words(), tokens_of=tokens_of, longest=64)
     order = lambda tickets: np.asarray(tickets) % 10  # noqa: E731
     ones = np.ones(2, np.float32)
     setting = Setting(method, N, G, ones, 0, order, lambda key: tools, contexts=True)
@@ -210,10 +210,10 @@ def test_questions_are_made_once_a_step():
 
     def counting(question):
         written.append(question)
-        return asked(question)
+        return recycled_prompt(question)
 
     method = spark(question_tokens=MORE, pointwise=1.0, kl_coef=0.0)
-    groups, *_ = step_of(method, words=Counting(), asked=counting)
+    groups, *_ = step_of(method, words=Counting(), tokens_of=counting)
     verdicts = int((np.asarray(groups.ids[SILENT])[N:, 0] == 0).sum())
     assert verdicts == 2
     assert len(read) == (N + verdicts) * G

@@ -18,6 +18,7 @@ from harness import (
     ratio,
     run,
     standard_score,
+    with_advantages,
 )
 from steps import earned, episodes, paid, steps_of
 
@@ -32,11 +33,6 @@ from jrl.zoo.methods.structure import (
     supo,
     ui_s1,
 )
-
-
-def with_advantages(d, advantage):
-    """GRPO's loss with the advantage of each token given by (n, i, t)."""
-    return mean_over(d, lambda n, i, t: clipped_loss(ratio(d, (n, i, t)), advantage(n, i, t)))
 
 
 def stratified_loss(d, frozen, blend=0.7):

@@ -15,6 +15,7 @@ from harness import (
     run,
     sequences,
     standard_score,
+    with_advantages,
 )
 
 from jrl.episodes.tree import Step, Tree, constrained
@@ -29,12 +30,6 @@ from jrl.zoo.methods.trees import (
     tempo,
     treerl,
 )
-
-
-def with_advantages(d, advantage):
-    """GRPO's loss with the advantage of each token given by (n, i, t)."""
-    return mean_over(d, lambda n, i, t: clipped_loss(ratio(d, (n, i, t)), advantage(n, i, t)))
-
 
 # ---------------------------------------------------------------- the tree of prefixes
 

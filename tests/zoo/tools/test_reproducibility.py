@@ -11,7 +11,7 @@ from jrl.cli.app import app
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.zoo.tools.reproducibility import (
-    Drawn,
+    Sampled,
     Setting,
     compare,
     first_difference,
@@ -44,7 +44,7 @@ def test_divergence(rows, index):
 
 
 def drawn(tokens, logprobs, points):
-    return Drawn(np.array(tokens), np.array(logprobs), points)
+    return Sampled(np.array(tokens), np.array(logprobs), points)
 
 
 def test_movement_by_hand():

@@ -1,17 +1,14 @@
 """The bandit's payments, and what it counts as the same state."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit
 
 from jrl.episodes import get_env
 from jrl.episodes.device_play import scripted
 from jrl.errors import UserError
-
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def test_arms_pay_as_often_as_they_say_and_are_counted():

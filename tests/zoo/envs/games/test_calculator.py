@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from tiny import jit
 
 from jrl.episodes import get_env
 from jrl.episodes.device_play import scripted
@@ -13,7 +14,6 @@ from jrl.errors import UserError
 from jrl.models.tokenizer import STOP_ID
 from jrl.zoo.envs.games.calculator import LARGEST
 
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 ENV = get_env("calculator", operations=2)
 
 

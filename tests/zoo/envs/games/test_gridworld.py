@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit
 
 from jrl.data.tasks.base import in_eval
 from jrl.episodes import get_env
 from jrl.errors import UserError
 
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 KEYS = jax.random.split(jax.random.key(0), 40)
 
 

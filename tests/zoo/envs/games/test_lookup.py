@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit
 
 from jrl.episodes import get_env
 from jrl.episodes.device_play import scripted
 from jrl.errors import UserError
-
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def test_calls_and_answers_against_a_dictionary():

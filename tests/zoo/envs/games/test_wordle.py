@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import jit
 
 from jrl.episodes import get_env
 from jrl.episodes.device_play import scripted
 from jrl.errors import UserError
 from jrl.zoo.envs.games.wordle import marked
-
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def wordle_marks(guess, word):

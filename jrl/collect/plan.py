@@ -1,0 +1,488 @@
+"""The groups of a training step, from the first draw through the plan's rounds.
+
+    groups, collected, counts = sample_step(draw, collected, now, setting, host_rounds)
+    trained, collected, share = edited(groups, collected, now, setting)         # collect/edit.py
+    collected = learned(curriculum, collected, outcome_of(groups, trained, ...))
+
+The same functions run on the host and inside a compiled run; ``host_rounds`` samples what is asked
+for, ``traced_rounds`` the bounds, in a loop of one program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jrl.collect.contexts import in_common
+from jrl.collect.groups import Origin, PlacedGroups, place, put_members, widened
+from jrl.collect.members import numbers, uses
+from jrl.methods.base import Method
+from jrl.methods.curriculum import Query, Selection, Table, unchanged
+from jrl.methods.plan import StepView
+from jrl.methods.stores import HostStore
+from jrl.types import Array, stream
+from jrl.types.asks import Ask, Asks, Tokens, new_ask
+
+
+class CollectState(struct.PyTreeNode):
+    """State of the collector between steps, beside the ``TrainState``.
+
+    The training step does not donate it. In a compiled run it goes through ``lax.scan`` and
+    ``vmap``; on the host it is saved with each checkpoint.
+
+    Attributes:
+      cursor: [] int32, tickets issued.
+      curriculum: the curriculum's state, arrays of fixed shapes.
+      edits: the states of the method's edits; on the host their stores have no bounds.
+      added: static, rows of the problems that the curriculum added; on the host alone.
+    """
+
+    cursor: Array
+    curriculum: Any = ()
+    edits: tuple[Any, ...] = ()
+    added: tuple[Any, ...] = struct.field(pytree_node=False, default=())
+
+
+class Tools(Protocol):
+    """Tools of a kind of data for plans."""
+
+    def solutions(self, asks: Asks, number: int | None = None) -> Tokens:
+        """The data's own solution of each entry of the first ask, or the one of a number."""
+
+    def hints(self, groups: PlacedGroups, level: Any, levels: int) -> Mapping[str, Any]:
+        """Fields of an ask, [m] entries, that give hint number ``level`` of ``levels``."""
+
+    def samples(self, groups: PlacedGroups) -> list[list[Any]]:
+        """The members of groups as reward functions see them; of prompts in text alone."""
+
+    def contexts(self, questions: Sequence[str], most: int) -> tuple[Tokens, Any]:
+        """Prompts with questions of the plan's own, and which can be used; of text alone."""
+
+
+class Setting(NamedTuple):
+    """Constants of the collector over a run's steps.
+
+    Attributes:
+      method: what is trained with; its curriculum, plan, rewards and edits are used here.
+      prompts: N.
+      group: G.
+      weights: [R] float32, of the reward parts.
+      judge: column of the reward part that defines success; None for the score.
+      order: tickets [n] -> rows [n], the data's own order, without a curriculum.
+      tools: (root key) -> tools of the data for plans; None without any.
+      table: the problems, for a curriculum.
+      contexts: whether asks may have contexts that are trained under, which takes a host.
+      in_order: (tickets [n], size) -> [n] int32 in [0, size): the data's own order of so many
+        problems, for a curriculum on the host; None where there is none.
+    """
+
+    method: Method
+    prompts: int
+    group: int
+    weights: Any
+    judge: int | None
+    order: Callable[[Any], Any]
+    tools: Callable[[Any], Any] | None = None
+    table: Table | None = None
+    contexts: bool = False
+    in_order: Callable[[Any, int], Any] | None = None
+
+
+class Now(NamedTuple):
+    """The step that groups are sampled for.
+
+    Attributes:
+      key: the run's root key.
+      step: [] int32, training steps done.
+    """
+
+    key: Any
+    step: Any
+
+
+Draw = Callable[[Asks], Any]
+"""Asks of the same tickets -> ``Groups``."""
+Rounds = Callable[..., tuple[PlacedGroups, CollectState, Any, Any]]
+
+
+class First(NamedTuple):
+    """The first draw of a step.
+
+    Attributes:
+      asks: asks for the same N tickets.
+      origin: tickets, rows and numbers of their members.
+      collected: the collector's state after it.
+      used: [rows] bool, problems chosen by a curriculum; None without one.
+      order: [N] int, index of each ticket's group among the groups of asks with different tickets;
+        None if all asks have the same tickets.
+    """
+
+    asks: Asks
+    origin: Origin
+    collected: CollectState
+    used: Any
+    order: Any = None
+
+
+def first_asks(collected: CollectState, now: Now, setting: Setting) -> First:
+    """The first asks of a step."""
+    plan, n = setting.method.plan, setting.prompts
+    issued, after, used = issue(n, n, None, collected, now, setting)
+    ask: Any = new_ask(issued.ticket, issued.choice.row, setting.group, tree=plan.tree)
+    asks: Asks = (_as_chosen(ask, issued.choice),)
+    if plan.first is not unchanged:
+        asks = plan.first(asks, view_of(0, after, now, setting))
+    order = None
+    tickets: Any = [other.ticket for other in asks]
+    if any(ticket.shape != ask.ticket.shape for ticket in tickets):  # on the host alone
+        order = np.argsort(np.concatenate(tickets))
+    places = asks if order is None else (ask,)
+    origin = Origin(ask.ticket, ask.row, numbers(places), uses(places), np.int32(0), issued.prior)
+    return First(asks, origin, after, used, order)
+
+
+def rest_of_step(
+    first: First,
+    first_groups: Any,
+    draw: Draw,
+    base: Any,
+    now: Now,
+    setting: Setting,
+    rounds: Rounds,
+) -> tuple[PlacedGroups, CollectState, dict[str, Any]]:
+    """The groups of a step at their places, before the edits.
+
+    Args:
+      first: asks of the first draw.
+      first_groups: the source's groups for them.
+      draw: the source, for this step.
+      base: [] int32, the step's first ticket.
+      now: the step.
+      setting: of the run.
+      rounds: ``host_rounds`` or ``traced_rounds``.
+
+    Returns:
+      (groups with the method's rewards, what is carried, counts). With ``Plan.next`` the places and
+      columns are the bounds in a compiled run, and what was asked for on the host.
+    """
+    groups = place(first_groups, first.origin, setting.weights, setting.judge)
+    if setting.method.plan.next is None:
+        view = view_of(0, first.collected, now, setting)
+        return setting.method.rewards(groups, view), first.collected, first_groups.counts
+    state = first_groups.counts, first.collected, base, first.used, now, setting
+    groups, collected, counts, done = rounds(draw, groups, *state)
+    groups = setting.method.rewards(groups, view_of(jnp.int32(done), collected, now, setting))
+    return groups, collected, counts | {"rounds": done + 1.0}
+
+
+def sample_step(
+    draw: Draw, collected: CollectState, now: Now, setting: Setting, rounds: Rounds
+) -> tuple[PlacedGroups, CollectState, dict[str, Any]]:
+    """``first_asks``, their draw, and ``rest_of_step``."""
+    first = first_asks(collected, now, setting)
+    groups, base = draw(first.asks), collected.cursor
+    return rest_of_step(first, groups, draw, base, now, setting, rounds)
+
+
+# ---------------------------------------------------------------- tickets
+
+
+class Issued(NamedTuple):
+    """New tickets and the problems chosen for them; ``prior`` by name, [n] float32."""
+
+    ticket: Any
+    choice: Selection
+    prior: Mapping[str, Any]
+
+
+def issue(
+    entries: int, count: Any, used: Any, collected: CollectState, now: Now, setting: Setting
+) -> tuple[Issued, CollectState, Any]:
+    """The next tickets and the problems that the curriculum chooses for them.
+
+    Args:
+      entries: n, static.
+      count: [] int, how many of them are used, the first ones.
+      used: [rows] bool, chosen earlier in this step; None for none.
+      collected: before.
+      now: the step.
+      setting: of the run.
+
+    Returns:
+      (tickets, what is carried, rows used in this step).
+    """
+    curriculum = setting.method.curriculum
+    xp: Any = np if isinstance(collected.cursor, int | np.integer | np.ndarray) else jnp
+    tickets = (collected.cursor + xp.arange(entries)).astype(np.int32)
+    after = collected.replace(cursor=xp.asarray(collected.cursor + count, np.int32))
+    if curriculum is None:
+        return Issued(tickets, Selection(setting.order(tickets)), {}), after, used
+    assert setting.table is not None
+    used = jnp.zeros(setting.table.rows, bool) if used is None else used
+    key = jax.random.fold_in(stream(now.key, "curriculum", now.step), tickets[0])
+    query = Query(key, tickets, jnp.int32(count), jnp.int32(now.step), used, setting.in_order)
+    choice, state = curriculum.choose(collected.curriculum, query)
+    at = jnp.where(query.live(), choice.row, setting.table.rows)
+    used = used.at[at].set(True, mode="drop")
+    return Issued(tickets, choice, choice.prior), after.replace(curriculum=state), used
+
+
+def _as_chosen(ask: Ask, choice: Selection) -> Ask:
+    """The run's ask with the numbers that the curriculum chose."""
+    chosen = {"count": choice.count, "limit": choice.limit, "temperature": choice.temperature}
+    if choice.count is not None:
+        chosen["count"] = jnp.minimum(choice.count, ask.width).astype(jnp.int32)
+    return ask.replace(**{name: x for name, x in chosen.items() if x is not None})
+
+
+def view_of(number: Any, collected: CollectState, now: Now, setting: Setting) -> StepView:
+    """The view of a step that plans read."""
+    key = jax.random.fold_in(stream(now.key, "plan", now.step), number)
+    size = setting.prompts, setting.group
+    states = collected.curriculum, collected.edits
+    tools = None if setting.tools is None else setting.tools(now.key)
+    return StepView(now.step, number, key, *size, *states, tools)
+
+
+# ---------------------------------------------------------------- rounds
+
+
+def requests(asks: Asks) -> list[Asks]:
+    """The asks that can be drawn together: those of the same tickets."""
+    together: list[Asks] = []
+    for ask in asks:
+        last = together[-1][0] if together else None
+        if last is not None and ask.ticket is not None and ask.ticket is last.ticket:
+            together[-1] = (*together[-1], ask)
+        else:
+            together.append((ask,))
+    return together
+
+
+def any_members(asks: Asks) -> Any:
+    """[] bool: whether any members are asked for."""
+    return jnp.any(jnp.stack([jnp.any(ask.count > 0) for ask in asks])) if asks else False
+
+
+def _numbered(
+    asks: Asks, groups: PlacedGroups, collected: CollectState, used: Any, state: Any
+) -> tuple[Asks, Mapping[str, Any], CollectState, Any]:
+    """The asks of one request with tickets and rows, within the bounds of the plan.
+
+    Returns:
+      (asks, prior by name, what is carried, rows used in this step).
+    """
+    base, now, setting, columns = state
+    plan, (ask, *others) = setting.method.plan, asks
+    if ask.ticket is not None:
+        room = [jnp.clip(columns - a.first, 0, a.count) for a in asks]
+        bounded = [a.replace(count=x) for a, x in zip(asks, room, strict=True)]
+        for a in bounded[1:]:
+            assert a.ticket is ask.ticket
+        return tuple(bounded), groups.prior, collected, used
+    assert not others, "asks for new tickets are drawn one by one"
+    entries = ask.count.shape[0]
+    number = jnp.cumsum(ask.count > 0) - 1
+    left = setting.prompts + plan.prompts(setting.prompts) - (collected.cursor - base)
+    live = (ask.count > 0) & (number < left)
+    issued, collected, used = issue(entries, live.sum(), used, collected, now, setting)
+    at = jnp.where(live, number, 0)
+    ticket = jnp.where(live, jnp.asarray(issued.ticket)[at], -1)
+    row = jnp.asarray(issued.choice.row)[at] if ask.row is None else ask.row
+    ask = ask.replace(ticket=ticket, row=row, count=jnp.where(live, ask.count, 0))
+    prior = {name: jnp.asarray(x)[at] for name, x in issued.prior.items()} | dict(ask.prior or {})
+    return (ask.replace(prior=None),), prior, collected, used
+
+
+def _put(
+    groups: PlacedGroups, sampled: Any, asks: Asks, prior: Any, number: Any, base: Any
+) -> PlacedGroups:
+    """The groups with what one request of a round gave."""
+    origin = Origin(asks[0].ticket, asks[0].row, numbers(asks), uses(asks), number, prior)
+    new = place(sampled, origin, groups.weights, groups.judge)
+    return put_members(groups, new, origin, base)
+
+
+def traced_rounds(
+    draw: Draw,
+    groups: PlacedGroups,
+    counts: Mapping[str, Any],
+    collected: CollectState,
+    base: Any,
+    used: Any,
+    now: Now,
+    setting: Setting,
+) -> tuple[PlacedGroups, CollectState, dict[str, Any], Any]:
+    """The plan's rounds in a compiled run: a loop whose body samples the bounds.
+
+    Returns:
+      (groups at the bounds, what is carried, counts, rounds [] float32).
+    """
+    plan: Any = setting.method.plan
+    places, columns = bounds(groups, setting)
+    groups = widened(groups, places, columns)
+
+    def one(carry: Any) -> Any:
+        number, _, groups, counts, collected, used = carry
+        view = view_of(number, collected, now, setting)
+        asks = plan.next(setting.method.rewards(groups, view), view)
+        continues = any_members(asks)
+
+        # A round that asks for nothing costs a test and no prefill; under ``vmap`` both are paid.
+        def play_round(inner: Any) -> Any:
+            groups, counts, collected, used = inner
+            for part in requests(asks):
+                state = base, now, setting, columns
+                part, prior, collected, used = _numbered(part, groups, collected, used, state)
+                sampled = draw(part)
+                groups = _put(groups, sampled, part, prior, number, base)
+                counts = {n: x + sampled.counts[n] for n, x in counts.items()}
+            return groups, counts, collected, used
+
+        inner = groups, counts, collected, used
+        after = jax.lax.cond(continues, play_round, lambda inner: inner, inner)
+        return number + continues, continues, *after
+
+    def more(carry: Any) -> Any:
+        number, continues = carry[:2]
+        return continues & (number <= plan.rounds)
+
+    # Weak types and NumPy scalars would change in the first turn of the loop.
+    first = (jnp.int32(1), jnp.bool_(True), groups, dict(counts), collected, used)
+    carry = jax.lax.while_loop(more, one, jax.tree.map(_strong, first))
+    number, _, groups, counts, collected, _ = carry
+    return groups, collected, dict(counts), (number - 1).astype(jnp.float32)
+
+
+def _strong(x: Any) -> Any:
+    """An array of its own dtype, as a loop carries it."""
+    return jax.lax.convert_element_type(jnp.asarray(x), jnp.asarray(x).dtype)
+
+
+def bounds(groups: PlacedGroups, setting: Setting) -> tuple[int, int]:
+    """(places, columns) of a step's groups behind all rounds, static."""
+    plan, (m, size) = setting.method.plan, groups.use.shape
+    return m + plan.prompts(setting.prompts), size + plan.members(setting.group)
+
+
+def host_rounds(
+    draw: Draw,
+    groups: PlacedGroups,
+    counts: Mapping[str, Any],
+    collected: CollectState,
+    base: Any,
+    used: Any,
+    now: Now,
+    setting: Setting,
+) -> tuple[PlacedGroups, CollectState, dict[str, Any], Any]:
+    """The plan's rounds on the host: what is asked for is sampled, and nothing else.
+
+    Returns:
+      (groups, what is carried, counts, rounds).
+    """
+    plan = setting.method.plan
+    assert plan.next is not None
+    groups, (_, columns) = jax.device_get(groups), bounds(groups, setting)
+    # Also in a step without hints, so that all steps are one program.
+    tokens = plan.tokens if setting.contexts else 0
+    groups, counts = widened(groups, groups.use.shape[0], columns, tokens), dict(counts)
+    again = 0
+    for number in range(1, plan.rounds + 1):
+        view = view_of(number, collected, now, setting)
+        asks = plan.next(setting.method.rewards(groups, view), view)
+        if not asks or not bool(any_members(asks)):
+            return groups, _without(again, collected), counts, number - 1
+        for part in requests(asks):
+            state = base, now, setting, columns
+            names = part[0].ticket is None and part[0].row is not None
+            part, prior, collected, used = _numbered(part, groups, collected, used, state)
+            part, prior = _live_entries(*jax.device_get((part, prior)))
+            if not part[0].entries:
+                continue
+            sampled = jax.device_get(draw(part)._replace(subject=None))
+            if names:
+                again += int((np.asarray(part[0].count) > 0).sum())
+            issued = int(np.asarray(collected.cursor)) - int(base)
+            groups = widened(groups, max(issued, groups.use.shape[0]), columns)
+            if part[0].keep and part[0].context is not None:
+                groups, sampled = in_common(groups, sampled, part, int(base))
+            groups = _put(groups, sampled, part, prior, np.int32(number), int(base))
+            counts = {
+                n: counts.get(n, 0) + sampled.counts.get(n, 0) for n in counts | sampled.counts
+            }
+    return groups, _without(again, collected), counts, plan.rounds
+
+
+def _without(count: int, collected: CollectState) -> CollectState:
+    """The collector's state without the tickets of problems that the plan named.
+
+    They are taken again in the next step: the data's order, which follows the tickets, would
+    otherwise pass over as many problems.
+    """
+    return collected.replace(cursor=np.asarray(collected.cursor - count, np.int32))
+
+
+def _live_entries(asks: Asks, prior: Mapping[str, Any]) -> tuple[Asks, dict[str, Any]]:
+    """The entries that ask for any members, in a number that is a power of two.
+
+    Other numbers would be other programs; what fills up asks for nothing.
+    """
+    count = np.stack([ask.count for ask in asks]).max(axis=0)
+    live = np.flatnonzero(count > 0)
+    if len(live) == 0:
+        return tuple(jax.tree.map(lambda x: x[:0], ask) for ask in asks), {}
+    size = min(1 << (len(live) - 1).bit_length(), len(count))
+    rest = np.flatnonzero(count == 0)[: size - len(live)]
+    rows = np.concatenate([live, rest])
+    return (
+        tuple(jax.tree.map(lambda x: np.asarray(x)[rows], ask) for ask in asks),
+        {name: np.asarray(x)[rows] for name, x in prior.items()},
+    )
+
+
+def new_collected(setting: Setting, shapes: Any = None) -> CollectState:
+    """The collector's initial state; ``shapes`` of a step's groups in a compiled run."""
+    method = setting.method
+    state: Any = ()
+    if (curriculum := method.curriculum) is not None:
+        assert setting.table is not None
+        state = curriculum.init(setting.table)
+    cursor: Any = np.int32(0) if shapes is None else jnp.int32(0)
+    return CollectState(
+        cursor, state, tuple(edit.init(shapes, setting.prompts) for edit in method.edits)
+    )
+
+
+# ---------------------------------------------------------------- in a checkpoint
+
+
+def packed(collected: CollectState) -> dict[str, Any]:
+    """Arrays by name: each leaf of the states under its number, stores with rows end to end."""
+    leaves, _ = jax.tree.flatten(collected, is_leaf=_is_store)
+    notes = {str(i): x.packed() if _is_store(x) else np.asarray(x) for i, x in enumerate(leaves)}
+    return notes | ({"added": list(collected.added)} if collected.added else {})
+
+
+def unpacked(like: CollectState, notes: Mapping[str, Any]) -> CollectState:
+    """Inverse of ``packed``; ``like`` is the initial state of the run."""
+    leaves, structure = jax.tree.flatten(like, is_leaf=_is_store)
+    values = [notes[str(i)] for i in range(len(leaves))]
+    restored = [_like(x, v) for x, v in zip(leaves, values, strict=True)]
+    collected: CollectState = jax.tree.unflatten(structure, restored)
+    return collected.replace(added=tuple(notes.get("added", ())))
+
+
+def _like(x: Any, value: Any) -> Any:
+    """A checkpoint's value, as the type of the initial one."""
+    if _is_store(x):
+        return x.unpacked(value)
+    return jnp.asarray(value) if isinstance(x, jax.Array) else np.asarray(value)
+
+
+def _is_store(x: Any) -> bool:
+    return isinstance(x, HostStore)

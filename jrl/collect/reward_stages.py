@@ -1,0 +1,286 @@
+"""A source whose groups have the points of all reward parts of a run, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrl.collect.groups import counted
+from jrl.collect.sources import Around, Groups, Source
+from jrl.collect.sources_text import TextSource
+from jrl.data.tasks import Task
+from jrl.errors import UserError
+from jrl.judging.host import HostScorer, Texts, without_dropped, without_silent
+from jrl.judging.judges import judges_of
+from jrl.judging.likelihood import Likelihood, make_likelihood
+from jrl.judging.row_calls import EndsRows, RowCalls
+from jrl.judging.text_parts import TextParts
+from jrl.rewards.combine import Combined, combined
+from jrl.rewards.model import at_progress, at_turn_ends
+from jrl.rewards.pool import RewardPool
+from jrl.setup.kinds import TextKind
+from jrl.setup.reward_parts import RunRewards
+from jrl.setup.run import Run
+from jrl.types import NOTHING, SILENT, Prompt, Rollout, opinions
+from jrl.types.asks import DrawRequest
+
+Points = Mapping[str, Any]
+"""Points [N, G] float32 by reward part."""
+Stage = Callable[[Groups, Points, DrawRequest | None], tuple[Groups, Points]]
+"""(groups, points so far, what they were drawn for; None of completions that were there already)
+-> (groups, further points)."""
+
+
+STEPS: Mapping[str, tuple[str, Callable[..., np.ndarray]]] = {
+    "turn": ("turn", at_turn_ends),
+    "progress": ("step", at_progress),
+}
+"""Of reward models that pay by step: what ``by`` says -> (the label of steps, (values, mask, steps)
+-> points by token)."""
+
+
+class JudgedParts(Around):
+    """A source with further reward parts than those that it gives itself.
+
+    Args:
+      source: of groups with some of the parts.
+      gives: their names, in the order of its columns.
+      stages: what gives the others, one after the other.
+      names: all parts, in the order wanted.
+      combined: the parts made of others.
+      calls: what began while the source was drawing; None where nothing does.
+      certain: the parts that always have an opinion: a NaN of theirs is a fault, which must come to
+        light as a loss that is not finite, and not pass for silence.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        gives: Sequence[str],
+        stages: Sequence[Stage],
+        names: Sequence[str],
+        combined: Sequence[Combined] = (),
+        certain: Sequence[str] = (),
+        calls: RowCalls | None = None,
+    ) -> None:
+        super().__init__(source)
+        self._calls = calls
+        self._certain = tuple(certain)
+        self._gives, self._stages, self._names = tuple(gives), tuple(stages), tuple(names)
+        self._combined = tuple(combined)
+
+    def draw(self, request: DrawRequest) -> Groups:
+        """As ``Source.draw``."""
+        if self._calls is None:
+            return self._judged(self.source.draw(request), request)
+        with self._calls.step(step_of(request)):
+            groups = self.source.draw(request)
+            self._calls.drain()
+            return self._judged(groups, request)
+
+    def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
+        """As ``Source.judge``."""
+        return self._judged(self.source.judge(subject, prompts, rollout), None)
+
+    def _judged(self, groups: Groups, request: DrawRequest | None) -> Groups:
+        rewards, ids = jax.device_get((groups.rewards, groups.ids))
+        rewards = np.where(opinions(np.asarray(rewards), ids), rewards, np.nan)
+        points: dict[str, Any] = dict(zip(self._gives, np.moveaxis(rewards, -1, 0), strict=True))
+        for stage in self._stages:
+            groups, more = stage(groups, points, request)
+            points = {**more, **points}
+        if self._combined:
+            members = np.asarray(counted(groups.rollout))
+            listed = isinstance(groups.subject, list)
+            rows = [prompt.meta for prompt in groups.subject] if listed else ()
+            points = combined(self._combined, points, members, rows, step_of(request))
+        faults = [np.isnan(points[name]) for name in self._certain]
+        broken = np.any(faults, axis=0) if faults else np.zeros(groups.rollout.stop.shape, bool)
+        rewards, silent = without_silent(np.stack([points[n] for n in self._names], axis=-1))
+        rewards, silent = np.where(broken[..., None], np.nan, rewards), np.where(broken, 0, silent)
+        rewards, silent = rewards.astype(np.float32), silent.astype(np.int32)
+        return groups._replace(rewards=rewards, ids=groups.ids | {SILENT: silent}, spoken=None)
+
+
+def with_paid(groups: Groups, paid: np.ndarray | None) -> Groups:
+    """The groups with what else is paid at their tokens, [N, G, T] float32; None for nothing."""
+    if paid is None:
+        return groups
+    stats = jax.device_get(groups.stats or {})
+    before = np.asarray(stats.get("paid", 0), np.float32)
+    return groups._replace(stats={**stats, "paid": before + paid})
+
+
+def step_of(request: DrawRequest | None) -> int:
+    """Training steps done when groups were drawn."""
+    return 0 if request is None else int(request.step)
+
+
+def function_stage(
+    scorer: HostScorer,
+    prompts_of: Callable[[Groups], Sequence[Prompt]],
+    calls: RowCalls | None = None,
+) -> Stage:
+    """The reward functions on the host, beside what the source pays itself.
+
+    Args:
+      scorer: that calls them.
+      prompts_of: (groups) -> their N prompts, as the functions are to see them.
+      calls: that began while members were drawn; None for none.
+    """
+
+    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
+        rollout = jax.device_get(groups.rollout)
+        spoken = groups.spoken or ()
+        begun = None if calls is None else calls.begun
+        scores = scorer(prompts_of(groups), rollout, step_of(request), spoken, begun)
+        answers = {} if "answer" in groups.ids else {"answer": scores.answers}
+        points_of = np.moveaxis(scores.points, -1, 0)
+        groups = with_paid(groups, scores.paid)
+        groups = groups._replace(
+            rollout=scores.rollout,
+            ids=groups.ids | answers,
+            counts={**groups.counts, **scores.counts},
+        )
+        return groups, dict(zip(scorer.pool.functions, points_of, strict=True))
+
+    return stage
+
+
+def rendered_prompts(task: Task) -> Callable[[Groups], list[Prompt]]:
+    """The problems of a task as prompts, each with a correct completion as its answer."""
+
+    def prompts(groups: Groups) -> list[Prompt]:
+        problems, rows = jax.device_get((groups.subject, groups.ids["prompt"]))
+        out = []
+        for i, row in enumerate(np.asarray(rows).tolist()):
+            problem = jax.tree.map(lambda x, i=i: x[i], problems)
+            text, answer = task.render(problem)
+            tokens = np.asarray(problem.tokens)[: int(problem.length)]
+            out.append(Prompt(row, text, tokens, answer))
+        return out
+
+    return prompts
+
+
+def model_stage(rewards: RunRewards) -> Stage:
+    """The reward models of a run that read the policy's tokens."""
+
+    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
+        more, paid = dict[str, Any](), None
+        for name, model in rewards.models.items():
+            if model.by == "completion":
+                more[name] = model(groups.rollout)
+                continue
+            mask = np.asarray(jax.device_get(groups.rollout.mask))
+            label, pays = STEPS[model.by]
+            # Where nobody recorded steps, as in evaluation, a completion is one.
+            steps = jax.device_get(groups.ids.get(label, np.zeros(mask.shape, np.int32)))
+            values = pays(model.of_tokens(groups.rollout), mask, steps)
+            more[name] = values.sum(axis=-1)
+            paid = rewards.weights[name] * values + (0 if paid is None else paid)
+        return with_paid(groups, paid), more
+
+    return stage
+
+
+def judge_stage(judges: TextParts, prompts_of: Callable[[Groups], Sequence[Prompt]]) -> Stage:
+    """A stage of judges, which may read the rewards so far, and models that read text."""
+
+    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
+        rollout = jax.device_get(groups.rollout)
+        texts = Texts(prompts_of(groups), rollout, judges.tokenizer, groups.spoken or ())
+        weights = NOTHING if request is None else request.weights
+        more, dropped, counts, paid = judges(texts, points, step_of(request), weights)
+        groups = with_paid(groups, paid)
+        if dropped.any():
+            rollout, left_out = without_dropped(rollout, dropped)
+            groups = groups._replace(rollout=rollout)
+            before = groups.counts.get("reward_dropped", 0.0)
+            counts["reward_dropped"] = before + left_out
+        return groups._replace(counts={**groups.counts, **counts}), more
+
+    return stage
+
+
+def likelihood_stage(
+    parts: Mapping[str, Likelihood], prompts_of: Callable[[Groups], Sequence[Prompt]]
+) -> Stage:
+    """The policy's own probabilities of the answers."""
+
+    def stage(groups: Groups, points: Points, request: DrawRequest | None) -> tuple[Groups, Points]:
+        if "context" in groups.ids:
+            raise UserError(
+                f"rewards.{next(iter(parts))}: the policy does not read an episode with several"
+                " contexts at once; set data.contexts to 1, or remove the part"
+            )
+        rollout, turns = jax.device_get((groups.rollout, groups.ids.get("turn")))
+        weights = NOTHING if request is None else request.weights
+        more = dict[str, Any]()
+        for name, part in parts.items():
+            more[name], paid = part(rollout, turns, prompts_of(groups), weights)
+            groups = with_paid(groups, paid if part.table.by == "turn" else None)
+        return groups, more
+
+    return stage
+
+
+def judged_parts(
+    run: Run,
+    source: Source,
+    pool: RewardPool | None,
+    split: str = "train",
+    episodes: EndsRows | None = None,
+) -> Source:
+    """The source with all reward parts of the run: functions, reward models, and what is combined.
+
+    Args:
+      run: from ``train.build.setup``.
+      source: gives the parts that the data give; in text those of functions, too.
+      pool: the reward functions on the host.
+      split: "train" or "eval".
+      episodes: the source, where it says which rows have ended while it draws; calls about them
+        then begin at once. None where it does not.
+    """
+    rewards, stages = run.rewards, list[Stage]()
+    gives, functions = rewards.given_by("data"), rewards.given_by("function")
+    gives = getattr(source, "parts", gives)  # an environment's go before functions of their name
+    on_host, judges, calls = None, None, None
+    if functions and pool is not None:
+        on_host = HostScorer(pool, run.tokenizer, split, run.config.train.steps)
+    if rewards.given_by("judge"):
+        judges = judges_of(run, split)
+    if episodes is not None and (on_host or judges):
+        calls = RowCalls(on_host, judges)
+        episodes.ended = calls.submit
+    if isinstance(source, TextSource) and source.draws > 1 and (on_host or judges):
+        calls = RowCalls(on_host, judges)
+        source = source._replace(calls=calls)
+    if type(run.kind) is TextKind:
+        gives = functions  # the source judges by them itself
+    elif on_host is not None:
+        stages.append(function_stage(on_host, prompts_seen(run), calls))
+    if rewards.models:
+        stages.append(model_stage(rewards))
+    if rewards.text_models:
+        models = TextParts(rewards.text_models, run.tokenizer, run.config.train.steps)
+        stages.append(judge_stage(models, prompts_seen(run)))
+    if judges is not None:
+        stages.append(judge_stage(judges, prompts_seen(run)))
+    if names := rewards.given_by("likelihood"):
+        parts = {name: make_likelihood(run, name) for name in names}
+        stages.append(likelihood_stage(parts, prompts_seen(run)))
+    if not stages and not rewards.combined and calls is None:
+        return source
+    certain = (*(() if type(run.kind) is TextKind else gives), *rewards.models)
+    names = tuple(rewards.weights)
+    return JudgedParts(source, gives, stages, names, rewards.combined, certain, calls)
+
+
+def prompts_seen(run: Run) -> Callable[[Groups], Any]:
+    """(groups) -> their prompts as reward functions see them."""
+    task = run.kind.task
+    return rendered_prompts(task) if isinstance(task, Task) else lambda groups: groups.subject

@@ -1,0 +1,509 @@
+"""The kinds of data: one value for each, made once from the configuration.
+
+    kind = kind_of(config)                           # the kind is asked here and nowhere else
+    data = kind.read(tokenizer, method, open_source)
+    width = kind.width(data)
+
+What draws groups of each kind is in ``train.batches.SOURCES``, what a method needs of it in
+``train.programs.CHECKS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jrl.config import Config
+from jrl.config.secrets import reveal
+from jrl.config.unions import (
+    DialogueData,
+    EnvData,
+    EpisodeData,
+    PairData,
+    PromptData,
+    RecordedData,
+    SourceData,
+    TaskData,
+    TaskPairs,
+)
+from jrl.data.fields import needs_answer
+from jrl.data.goals import GoalRows
+from jrl.data.pairs import Judged, JudgedCounts, build_judged
+from jrl.data.prompts import PromptCounts, build_prompts
+from jrl.data.tables import Source as Rows
+from jrl.data.tasks import Task, get_task
+from jrl.episodes import Env, get_env
+from jrl.episodes.device_play import check_room
+from jrl.episodes.transcript import Transcript
+from jrl.errors import UserError
+from jrl.methods.base import Method
+from jrl.methods.plan import Plan
+from jrl.sampling.queue import CHUNK
+from jrl.sampling.slots import check_length
+from jrl.setup.recorded import KeptCounts, recorded_groups
+from jrl.setup.reward_parts import parts_of
+from jrl.types import Network, Prompt
+
+Opened = Callable[..., Rows]
+"""(what names a source of rows, key=...) -> the rows, as ``data.sources.open_source``."""
+
+
+class RunData(NamedTuple):
+    """Data read from files; empty for a procedural task.
+
+    Attributes:
+      prompts: "train" and "eval", prompts in text; empty with pairs.
+      judged: "pairs" and "eval", judged completions; empty without ``data.pairs``.
+      counts: what became of the records of each file.
+      recorded: rows of sessions in groups, one of each training prompt; empty without
+        recorded sessions or dialogues in ``data.train``.
+    """
+
+    prompts: Mapping[str, Sequence[Prompt]]
+    judged: dict[str, list[Judged]]
+    counts: dict[str, PromptCounts | JudgedCounts | KeptCounts]
+    recorded: Sequence[Sequence[Transcript]] = ()
+
+
+class HeldOut(NamedTuple):
+    """Held-out problems of an evaluation, and the number of them per draw."""
+
+    problems: int
+    at_once: int
+
+
+class TextKind:
+    """Prompts in text, from files, which reward functions on the host judge.
+
+    Args:
+      config: of the run.
+
+    Attributes:
+      config: of the run.
+      task: the procedural task, or the environment on the device; None here.
+      eval_parts: reward parts of an evaluation, the first of which says what is right; empty for
+        those of the run.
+      votes: whether final answers can be compared, for a majority vote.
+      lines: whether completions have lines, which are the steps of a search.
+      episode_columns: whether a batch has the labels of turns in an environment on the device.
+      reported: whether what a run rewards is said.
+      known_metrics: whether the metrics of steps and evaluations follow from the configuration.
+      rows: that a prompt has in a batch; None where the sampling says it.
+    """
+
+    task: Task | Env | None = None
+    eval_parts: Mapping[str, float] = {}
+    votes = True
+    lines = True
+    episode_columns = False
+    reported = True
+    known_metrics = True
+    rows: int | None = None
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @property
+    def tokenizer(self) -> Any:
+        """The task's; None where a checkpoint has it."""
+        return None
+
+    @property
+    def new_tokens(self) -> int:
+        """T: the most tokens of a completion."""
+        return self.config.sampling.max_new_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """P as long as the data are not read, rounded up as ``width`` is."""
+        return rounded(self.config.data.longest_prompt)
+
+    @property
+    def longest_prompt(self) -> int:
+        """The most tokens of a prompt."""
+        return self.config.data.longest_prompt
+
+    @property
+    def contexts(self) -> int:
+        """Contexts of a completion at most, each as long as one."""
+        return 1
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Features of the data, by name as in ``features.TABLE``, with their words for messages."""
+        text = {"text": "data.train"} if type(self) is TextKind else {}
+        return {"records": "data.train"} | text
+
+    @property
+    def decode_trips(self) -> dict[str, int]:
+        """The most iterations of the sampler's loops over tokens, by their ``jax.named_scope``."""
+        return {"decode": self.new_tokens}
+
+    def batch_shape(self, method: Method) -> tuple[int, int, int]:
+        """(groups, members of each, completion tokens) of a training batch."""
+        draw, group, t = method.draw, self.config.sampling.group, self.new_tokens
+        g = (group + draw.baseline_members if draw.samples and group else 0) + draw.demonstrations
+        if (plan := method.plan).next is not None:
+            g += plan.members(group)
+            t += plan.tokens if type(self) is TextKind else 0
+        return method.batch_groups(self.config.train.prompts), g, t
+
+    def problems(self, data: RunData, pool: int, split: str = "train") -> int:
+        """Number of problems of a split; ``pool`` if they are endless."""
+        return len(data.prompts.get(split, ()))
+
+    def played(self, plan: Plan) -> Plan:
+        """A method's plan, as it is played on this kind of data."""
+        return plan
+
+    def width(self, data: RunData) -> int:
+        """P: the longest prompt, rounded up so that a few more rows change no program."""
+        lengths = [len(p.tokens) for listed in data.prompts.values() for p in listed]
+        lengths += [len(j.prompt) for listed in data.judged.values() for j in listed]
+        return rounded(max(lengths))
+
+    def stop_tokens(self, tokenizer: Any) -> tuple[int, ...]:
+        """The ids that end a completion."""
+        return tuple(tokenizer.stop_ids)
+
+    def check_lengths(self, network: Network, width: int) -> None:
+        """Raises UserError where prompt and completion do not fit the network."""
+        check_length(network, width, self.new_tokens)
+
+    def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
+        """Training and held-out prompts, tokenized.
+
+        Raises:
+          UserError: a row lacks a field, is too long, or the template fails on it.
+        """
+        data: Any = self.config.data
+        if data.train is None:
+            raise UserError(
+                "data.train and data.task are both missing; name a file of prompts or a procedural"
+                " task"
+            )
+        names = {"question": "question", "answer": "answer", **data.fields}
+        if method.draw.demonstrations:
+            names.setdefault("solution", names["answer"])
+        elif "solution" in names:
+            raise UserError(
+                f"data.fields.solution = {names['solution']!r} is not read by method = "
+                f"{self.config.method!r}, which trains on no demonstrations; remove it"
+            )
+        prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
+        counts: dict[str, Any] = {}
+        several = "several solutions" in method.needs
+        for split, spec in (("train", data.train), ("eval", data.eval)):
+            if spec is not None:
+                prompts[split], counts[split] = build_prompts(
+                    opened(spec, key=f"data.{split}"),
+                    tokenizer,
+                    question_key=names["question"],
+                    answer_key=names["answer"],
+                    answer_pattern=data.answer_pattern,
+                    solution_key=names.get("solution") if split == "train" else None,
+                    solutions=method.draw.demonstrations if several else None,
+                    needs_answer=needs_answer(self.config),
+                    **data.wording,
+                    max_prompt_tokens=data.max_prompt_tokens,
+                    overlong=data.overlong,
+                    invalid=data.invalid,
+                )
+        return RunData(prompts, {}, counts)
+
+    def first_prompt(self, data: RunData) -> Prompt | None:
+        """A prompt of training with its answer, to try reward functions on; None without any."""
+        return next(iter(data.prompts.get("train", ())), None)
+
+    def held_out(self, config: Config, data: RunData) -> HeldOut:
+        """Problems of an evaluation: as many prompts per draw as a training step."""
+        problems = min(config.eval.problems, len(data.prompts.get("eval", ())))
+        return HeldOut(problems, config.train.prompts)
+
+
+class EpisodeKind(TextKind):
+    """Prompts in text that open episodes with an environment on the host."""
+
+    eval_parts: Mapping[str, float] = {"success": 1.0, "reward": 0.0}
+    known_metrics = False
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Episodes."""
+        return super().features | {"episodes": "data.env with data.train"}
+
+    @property
+    def contexts(self) -> int:
+        """Contexts of an episode at most."""
+        data: Any = self.config.data
+        contexts = data.options.get("contexts", 1)
+        return contexts if isinstance(contexts, int) else 1
+
+    def width(self, data: RunData) -> int:
+        """P: the limit, since nobody knows yet what an environment will say."""
+        return self.config.data.longest_prompt
+
+
+class GivenKind(TextKind):
+    """Completions that the data hold; nothing is sampled."""
+
+    reported = False
+    known_metrics = False
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Given completions."""
+        return super().features | {"given completions": self.config.data.completions_key or ""}
+
+    def played(self, plan: Plan) -> Plan:
+        """No plan: what is trained on is there already."""
+        return Plan()
+
+
+class RecordedKind(GivenKind):
+    """Sessions that a server recorded."""
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Given completions in rows of several turns."""
+        return super().features | {"recorded": self.config.data.completions_key or ""}
+
+    def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
+        """The groups of recorded rows, each with its prompt."""
+        data: Any = self.config.data
+        groups, prompts, counts = recorded_groups(self.config, data, tokenizer, method, opened)
+        return RunData({"train": prompts, "eval": []}, {}, {"train": counts}, groups)
+
+
+class DialogueKind(RecordedKind):
+    """Dialogues that nobody sampled."""
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Recorded completions without the log-probabilities of who sampled them."""
+        return super().features | {"dialogues": self.config.data.completions_key or ""}
+
+
+class PairKind(GivenKind):
+    """Judged completions from files."""
+
+    rows: int | None = 2
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Pairs."""
+        return super().features | {"pairs": "data.pairs"}
+
+    def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
+        """Training and held-out judged completions, tokenized."""
+        return read_pairs(self, tokenizer, opened, method.needs)
+
+
+class TaskKind(TextKind):
+    """Problems of a procedural task, made and judged on the device."""
+
+    eval_parts: Mapping[str, float] = {"verify": 1.0}
+    votes = False
+    lines = False
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.task: Any = self._make(config.data.name, reveal(config.data.free_options, "data"))
+
+    def _make(self, name: str, options: Mapping[str, Any]) -> Any:
+        return get_task(name, **options)
+
+    @property
+    def named(self) -> str:
+        """The task or environment, as the configuration names it."""
+        return f"{self.config.data.kind} = {self.config.data.name!r}"
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Reward functions of one's own, beside those of the task."""
+        parts = parts_of(self.config).given_by("function") if self.config.rewards else ()
+        return {"own reward of a task": f"rewards.{parts[0]}"} if parts else {}
+
+    def problems(self, data: RunData, pool: int, split: str = "train") -> int:
+        """As many as are asked for: they are made from keys."""
+        return pool
+
+    @property
+    def tokenizer(self) -> Any:
+        """The task's."""
+        return self.task.tokenizer
+
+    @property
+    def new_tokens(self) -> int:
+        """T, the task's."""
+        return self.task.completion_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """P, the task's."""
+        return self.task.prompt_tokens
+
+    @property
+    def longest_prompt(self) -> int:
+        """The most tokens of a prompt, the task's."""
+        return self.task.prompt_tokens
+
+    def width(self, data: RunData) -> int:
+        """P, the task's."""
+        return self.task.prompt_tokens
+
+    def stop_tokens(self, tokenizer: Any) -> tuple[int, ...]:
+        """The id that ends a completion of the task."""
+        return (self.task.stop_id,)
+
+    def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
+        """Nothing: problems are made from keys."""
+        return RunData({"train": [], "eval": []}, {}, {})
+
+    def first_prompt(self, data: RunData) -> Prompt | None:
+        """A problem as reward functions get it, with a correct completion as its answer."""
+        generate = jax.jit(self.task.generate, static_argnums=1)
+        problem = jax.device_get(generate(jax.random.key(self.config.seed), "train"))
+        text, answer = self.task.render(problem)
+        return Prompt(0, text, problem.tokens[: int(problem.length)], answer)
+
+    def held_out(self, config: Config, data: RunData) -> HeldOut:
+        """All problems in one draw."""
+        return HeldOut(config.eval.problems, config.eval.problems)
+
+
+class TaskPairKind(PairKind, TaskKind):
+    """Judged completions of a procedural task, which gives tokenizer and lengths."""
+
+
+class EnvKind(TaskKind):
+    """Episodes in an environment on the device."""
+
+    eval_parts: Mapping[str, float] = {"success": 1.0, "reward": 0.0}
+    episode_columns = True
+
+    @property
+    def features(self) -> dict[str, str]:
+        """The environment, and its players."""
+        brought = super().features | {"device environment": self.named}
+        if self.task.players == 1:
+            return brought
+        return brought | {"several groups": f"{self.named}, of {self.task.players} players,"}
+
+    @property
+    def decode_trips(self) -> dict[str, int]:
+        """Turns, in chunks: a fixed number of steps is decoded between two answers."""
+        return {"answers": 1, "turns": self.task.turns * -(-self.task.turn_tokens // CHUNK)}
+
+    def _make(self, name: str, options: Mapping[str, Any]) -> Any:
+        return get_env(name, **options)
+
+    def first_prompt(self, data: RunData) -> Prompt | None:
+        """Nothing: the environment pays."""
+        return None
+
+    def check_lengths(self, network: Network, width: int) -> None:
+        """Raises UserError where an episode does not fit the network."""
+        check_room(self.task, network)
+
+
+class SourceKind(TextKind):
+    """Groups from a source of one's own."""
+
+    known_metrics = False
+
+    def width(self, data: RunData) -> int:
+        """P: the limit, since nobody knows yet what the source will ask."""
+        return self.prompt_tokens
+
+    def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
+        """Nothing: the source has its own data."""
+        return RunData({"train": [], "eval": []}, {}, {})
+
+    def held_out(self, config: Config, data: RunData) -> HeldOut:
+        """As many as the configuration says: the source is asked for the split "eval"."""
+        return HeldOut(config.eval.problems, min(config.train.prompts, config.eval.problems))
+
+
+class AskedKind(TextKind):
+    """Texts in the alphabet of a procedural task, asked by a person and judged by nobody.
+
+    Args:
+      config: of the run on the task.
+      task: whose tokenizer and lengths are taken.
+    """
+
+    def __init__(self, config: Config, task: Task) -> None:
+        super().__init__(config)
+        self._task = task
+
+    @property
+    def tokenizer(self) -> Any:
+        """The task's."""
+        return self._task.tokenizer
+
+    @property
+    def new_tokens(self) -> int:
+        """T, the task's."""
+        return self._task.completion_tokens
+
+
+def read_pairs(
+    kind: TextKind, tokenizer: Any, opened: Opened, needs: Collection[str] = ()
+) -> RunData:
+    """Training and held-out judged completions of ``data.pairs``, tokenized.
+
+    Args:
+      kind: of the data.
+      tokenizer: the model's.
+      opened: opens what names a source of rows.
+      needs: of the method: with "goals" each pair with scores is two whose prompts name a score,
+        with "rationales" rows of training have one.
+    """
+    data: Any = kind.config.data
+    judged: dict[str, list[Judged]] = {}
+    counts: dict[str, Any] = {}
+    for split, spec in (("pairs", data.pairs), ("eval", data.eval)):
+        if spec is not None:
+            rows = opened(spec, key=f"data.{split}")
+            judged[split], counts[split] = build_judged(
+                GoalRows(rows) if "goals" in needs else rows,
+                tokenizer,
+                rationales="rationales" in needs and split == "pairs",
+                **data.wording,
+                max_prompt_tokens=kind.longest_prompt,
+                max_completion_tokens=kind.new_tokens,
+                overlong=data.overlong,
+                invalid=data.invalid,
+            )
+    return RunData({"train": [], "eval": []}, judged, counts)
+
+
+KINDS: Mapping[type, type[TextKind]] = {
+    PromptData: TextKind,
+    TaskData: TaskKind,
+    EnvData: EnvKind,
+    EpisodeData: EpisodeKind,
+    SourceData: SourceKind,
+    PairData: PairKind,
+    TaskPairs: TaskPairKind,
+    RecordedData: RecordedKind,
+    DialogueData: DialogueKind,
+}
+"""Table of the configuration -> its kind."""
+
+
+def kind_of(config: Config) -> TextKind:
+    """The kind of a configuration's data, with its task or environment made.
+
+    Raises:
+      UserError: there is no such task or environment, or it does not take its options.
+    """
+    return KINDS[type(config.data)](config)
+
+
+def rounded(length: int) -> int:
+    """Tokens rounded up to 16."""
+    return -(-length // 16) * 16

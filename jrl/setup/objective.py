@@ -1,0 +1,209 @@
+"""The method of a run, and the coefficients of ``[objective]`` that every method takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from jrl.config import Config
+from jrl.config.secrets import reveal
+from jrl.config.unions import BranchTree, MethodTree, SearchTree
+from jrl.data.tasks import Task
+from jrl.episodes import Env
+from jrl.episodes.tree import SEARCHES
+from jrl.errors import Mistakes, UserError
+from jrl.methods import OwnMethod, Published, find_method
+from jrl.methods.base import Method
+from jrl.methods.domains import Choice, Coefficient, Range, Switch
+from jrl.methods.networks import named_network
+from jrl.objectives.corrections import CORRECTIONS, named_correction
+from jrl.objectives.ratios import weighted
+from jrl.objectives.regularizers import entropy_bonus
+from jrl.objectives.transforms import over_branches
+from jrl.sampling.tree import check_branching
+from jrl.types import Branching, Search
+
+COMMON: Mapping[str, Coefficient] = {
+    "copy_every": Coefficient("copy_every", Range(0, whole=True), 0),
+    "correction": Coefficient("correction", Choice(tuple(CORRECTIONS)), "none"),
+    "entropy_coef": Coefficient("entropy_coef", Range(0.0), 0.0),
+    "epochs": Coefficient("epochs", Range(1, whole=True), 1),
+    "policies": Coefficient("policies", Range(1, whole=True), 1),
+    "router_balance": Coefficient("router_balance", Range(0.0), 0.0),
+    "router_replay": Coefficient("router_replay", Switch(), False),
+    "router_z": Coefficient("router_z", Range(0.0), 0.0),
+    "swap_every": Coefficient("swap_every", Range(0, whole=True), 0),
+}
+"""Coefficients that the run reads where the method has none of that name."""
+
+_MOST_EPOCHS = 1000
+"""More are a mistake: a step would not end, and no update would be near the policy that drew."""
+
+GREATEST_WEIGHT = 2.0
+"""Of a token, where the losses of a method without a correction of its own are corrected."""
+
+
+def method_of(config: Config, task: Task | Env | None) -> Method:
+    """The method of a run, with its coefficients, its schedule and its correction.
+
+    The length limit and the number of steps are the run's unless they were given.
+
+    Raises:
+      UserError: an unknown method or coefficient, or a value outside its domain.
+    """
+    published = find_method(config.method)
+    common, coefficients = _coefficients(config, published)
+    defaults = {"max_tokens": max_new_tokens(config, task), "total_steps": config.train.steps}
+    coefficients = {k: v for k, v in defaults.items() if k in published.coefficients} | coefficients
+    method = _corrected(config, published, common, coefficients)
+    if "epochs" in common:
+        method = method._replace(schedule=method.schedule._replace(epochs=common["epochs"]))
+    if method.schedule.epochs > _MOST_EPOCHS:
+        raise UserError(
+            f"objective.epochs = {method.schedule.epochs}; must be at most {_MOST_EPOCHS} passes"
+            " over a batch"
+        )
+    if (coef := common.get("entropy_coef", 0.0)) > 0:
+        method = method.plus(entropy_bonus(coef))
+    method = _of_players(method, common)
+    return _in_trees(config, method)
+
+
+def _of_players(method: Method, common: Mapping[str, Any]) -> Method:
+    """The method with the policies that are asked for.
+
+    Raises:
+      UserError: what several policies do, asked of one.
+    """
+    names = ("policies", "swap_every", "copy_every")
+    settings = {name: common[name] for name in names if name in common}
+    return named_network("policies")(method, **settings) if settings else method
+
+
+def _in_trees(config: Config, method: Method) -> Method:
+    """The method with groups that are trees, where ``[tree]`` or the method asks for them.
+
+    Raises:
+      UserError: a tree that no run of this kind grows, or that does not fit.
+    """
+    tree = _chosen_tree(config, method.plan.tree)
+    method = method._replace(plan=method.plan._replace(tree=tree))
+    if isinstance(tree, Search):
+        _check_search(config, tree)
+    if isinstance(tree, Branching):
+        _check_branching(config, tree)
+        tree = check_branching(tree, config.sampling.group, config.sampling.slots)
+        method = method._replace(plan=method.plan._replace(tree=tree))
+    if tree is None:
+        return method
+    return method.after(over_branches())
+
+
+def _chosen_tree(config: Config, tree: Branching | Search | None) -> Branching | Search | None:
+    """The tree of the configuration, whose keys come before those of the method's own."""
+    table = config.tree
+    if isinstance(table, MethodTree):
+        # A search of the method's own is for groups that are drawn.
+        return None if config.data.completions_key and isinstance(tree, Search) else tree
+    keys = {k: v for k, v in table.model_dump(exclude={"kind"}).items() if v is not None}
+    if isinstance(table, BranchTree):
+        branching = tree if isinstance(tree, Branching) else Branching()
+        return branching._replace(**keys)
+    if isinstance(table, SearchTree):
+        return (tree if isinstance(tree, Search) else Search())._replace(**keys)
+    return None
+
+
+def _check_branching(config: Config, tree: Branching) -> None:
+    """Raises UserError for a key of ``[tree]`` that members which branch like this do not read."""
+    if config.data.plays and tree.rounds > 1:
+        raise UserError(
+            f"tree.rounds = {tree.rounds} is not read in episodes, which branch as they are played;"
+            " remove it"
+        )
+    if tree.at == "even" and tree.above:
+        raise UserError(
+            f"tree.above = {tree.above} is not read with tree.at = {tree.at!r}; remove it"
+        )
+
+
+def _check_search(config: Config, search: Search) -> None:
+    """Raises UserError for a key of ``[tree]`` that this search does not read, or cannot have."""
+    if search.exploration != Search().exploration and not SEARCHES[search.by].explores:
+        raise UserError(
+            f"tree.exploration = {search.exploration} is not read with tree.by = {search.by!r};"
+            " remove it"
+        )
+    step_tokens = config.tree.tokens if isinstance(config.tree, SearchTree) else None
+    if config.data.plays and step_tokens is not None:
+        raise UserError(
+            f"tree.tokens = {step_tokens}: a search of episodes goes by turns; remove it, or set"
+            " data.turn_tokens"
+        )
+    if 0 < config.sampling.slots < search.width:
+        raise UserError(
+            f"sampling.slots = {config.sampling.slots}: a search of tree.width = {search.width}"
+            " needs a slot for each step; raise one or lower the other"
+        )
+
+
+def max_new_tokens(config: Config, task: Task | Env | None) -> int:
+    """T: the most tokens of a completion, the task's where there is one."""
+    return task.completion_tokens if task else config.sampling.max_new_tokens
+
+
+def common_coefficients(config: Config) -> dict[str, Any]:
+    """The coefficients that the run reads and not the method, checked, by name."""
+    return _coefficients(config, find_method(config.method))[0]
+
+
+def sampler_differs(config: Config) -> bool:
+    """Whether completions to train on are drawn from another distribution than the policy's."""
+    return bool(config.sampling.in_8_bits) and config.data.completions_key is None
+
+
+def _coefficients(
+    config: Config, published: Published | OwnMethod
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The coefficients that the run reads, checked, and those of the method."""
+    common, coefficients = {}, {}
+    mistakes = Mistakes()
+    for name, value in reveal(config.objective, "objective").items():
+        if name in COMMON and name not in published.coefficients:
+            mistakes.look(partial(COMMON[name].check, "objective", value))
+            common[name] = value
+        else:
+            coefficients[name] = value
+    if isinstance(published, Published):
+        mistakes.look(lambda: published.check("objective", coefficients))
+    mistakes.check()
+    return common, coefficients
+
+
+def _corrected(
+    config: Config,
+    published: Published | OwnMethod,
+    common: Mapping[str, Any],
+    coefficients: Mapping[str, Any],
+) -> Method:
+    """The method with its losses corrected for the sampler's distribution; decided here alone.
+
+    ``objective.correction`` is the switch. Left out, it is off where completions are drawn from
+    the policy's own distribution, and truncated importance sampling where they are not. A method
+    that has no such coefficient gets the weight around its surrogate.
+    """
+    default = "tis" if sampler_differs(config) else "none"
+    if "correction" in published.coefficients:
+        chosen = {"correction": default} if sampler_differs(config) else {}
+        return published(**(chosen | dict(coefficients)))
+    method = published(**coefficients)
+    surrogate = method.objective.surrogate
+    # A loss that compares members of a group, or reads what the policy did not draw, has no use
+    # for the weight of a token; one with ratios against the sampler has the weight in them.
+    compares = surrogate.over == "group" or not method.draw.samples or method.draw.demonstrations
+    correction = named_correction(common.get("correction", default), GREATEST_WEIGHT)
+    if correction is None or compares or "sampler_logprobs" in surrogate.needs:
+        return method
+    surrogate = weighted(surrogate, correction)
+    return method._replace(objective=method.objective._replace(surrogate=surrogate))

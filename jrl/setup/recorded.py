@@ -1,0 +1,185 @@
+"""Sessions that ``jrl serve --record`` wrote, or dialogues, read for training in groups.
+
+Of recorded sessions the server wrote log-probabilities and versions, too, and clients gave the
+points; dialogues have neither log-probabilities nor versions, because no policy drew them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jrl.config import Config
+from jrl.config.unions import RecordedData
+from jrl.data.sources import open_source
+from jrl.data.tables import Source
+from jrl.episodes.recorded import REWARDED, Recorded, RecordedCounts, read_recorded
+from jrl.episodes.recorded_files import Distribution
+from jrl.episodes.transcript import Transcript, common_opening
+from jrl.errors import UserError
+from jrl.methods.base import Method
+from jrl.models.tokenizer import Tokenizer
+from jrl.types import Prompt
+
+if TYPE_CHECKING:
+    from jrl.episodes.dialogues import DialogueCounts, Dialogues
+
+RECORDED_REWARD = "reward"
+"""The one reward part: the points that clients, or the rows of a file, gave to an episode."""
+
+
+class KeptCounts(NamedTuple):
+    """Counts of recorded sessions, or of dialogues.
+
+    Attributes:
+      read: what was read.
+      groups: to train on.
+      rows: in them.
+      alone: groups of one row.
+      unrewarded: rows left out because nobody rewarded their episode.
+      dropped: rows left out because they are too long.
+    """
+
+    read: RecordedCounts | DialogueCounts
+    groups: int
+    rows: int
+    alone: int
+    unrewarded: int
+    dropped: int
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        return (
+            f"{self.groups} groups of {self.rows} rows, {self.alone} of one row; left out: "
+            f"{self.unrewarded} without a reward, {self.dropped} too long; {self.read}"
+        )
+
+
+def recorded_groups(
+    config: Config,
+    data: RecordedData,
+    tokenizer: Tokenizer,
+    method: Method,
+    opened: Callable[..., Source] = open_source,
+) -> tuple[list[list[Transcript]], list[Prompt], KeptCounts]:
+    """The groups of a run on recorded sessions or dialogues, each with its prompt.
+
+    Episodes without a reward are left out, since nothing is known of how good they were; a method
+    that reads no reward takes all. A group of more than ``sampling.group`` rows becomes several.
+
+    Args:
+      config: of the run.
+      data: its table.
+      tokenizer: the policy's.
+      method: what to train with.
+      opened: opens a file of dialogues, as ``open_source`` does.
+
+    Raises:
+      UserError: nothing is left, or a row is too long and ``data.overlong`` is "error".
+    """
+    sampling = config.sampling
+    recorded, where = _read(config, data, tokenizer, opened)
+    rewarded = method.draw.samples or method.value  # others read no points
+    groups: list[list[Transcript]] = []
+    prompts: list[Prompt] = []
+    unrewarded = dropped = 0
+    for group in recorded.groups:
+        usable = [row for row in group if row.metrics[REWARDED] or not rewarded]
+        unrewarded += len(group) - len(usable)
+        parts = np.array_split(np.arange(len(usable)), -(-len(usable) // sampling.group) or 1)
+        for part in parts:
+            rows = [usable[i] for i in part]
+            most = sampling.max_new_tokens
+            fitting = [row for row in rows if _fits(row, rows, most, data, where)]
+            dropped += len(rows) - len(fitting)
+            if fitting:
+                opening = common_opening([row.opening for row in fitting])
+                text = tokenizer.decode(opening.tolist(), skip_special=False)
+                prompts.append(Prompt(fitting[0].prompt.id, text, opening, ""))
+                groups.append(fitting)
+    if not groups:
+        raise UserError(
+            f"data.train = {data.train!r}: no row is left of {recorded.counts.rows}: "
+            f"{unrewarded} have no reward, which {_paid_by(data)}, and "
+            f"{dropped} are longer than sampling.max_new_tokens"
+        )
+    sizes = [len(group) for group in groups]
+    alone = sizes.count(1)
+    counts = KeptCounts(recorded.counts, len(groups), sum(sizes), alone, unrewarded, dropped)
+    return groups, prompts, counts
+
+
+def _read(
+    config: Config, data: RecordedData, tokenizer: Tokenizer, opened: Callable[..., Source]
+) -> tuple[Recorded | Dialogues, Callable[[Transcript], str]]:
+    """Recorded groups on disk, and a function that names a row's origin.
+
+    Raises:
+      UserError: there is nothing to train on.
+    """
+    if not data.has_logprobs:
+        from jrl.episodes.dialogues import read_dialogues  # not on the way of other runs
+
+        if not data.place.strip():
+            raise UserError(
+                f"data.train = {data.train!r}: names no file; write dialogues:FILE.jsonl"
+            )
+        source = opened(data.place, key="data.train")
+        skips: Any = data
+        dialogues = read_dialogues(source, tokenizer, **data.wording, invalid=skips.invalid)
+        return dialogues, dialogues.where
+    if not data.place.strip() or not Path(data.place).expanduser().is_dir():
+        raise UserError(
+            f"data.train = {data.train!r}: there is no directory {data.place!r}; name one that"
+            " jrl serve --record wrote to"
+        )
+    sampling = config.sampling
+    distribution = Distribution(
+        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    )
+    recorded = read_recorded(data.place, distribution)
+    if not recorded.counts.rows:
+        raise UserError(_nothing_drawn(data, distribution, recorded))
+    return recorded, lambda row: f"data.train = {data.train!r}"
+
+
+def _paid_by(data: RecordedData) -> str:
+    if not data.has_logprobs:
+        return "a row gives as reward or rewards"
+    return "clients send to /v1/sessions/NAME/reward"
+
+
+def _nothing_drawn(data: RecordedData, distribution: Distribution, recorded: Recorded) -> str:
+    """Why there is nothing to train on, and which keys would do."""
+    if not recorded.counts.completions:
+        return f"data.train = {data.train!r}: no completion is on record"
+    settings = "; ".join(f"{count} with {each}" for each, count in recorded.drawn_from.items())
+    return (
+        f"data.train = {data.train!r}: no completion was drawn with the {distribution} of "
+        f"[sampling]; on record are {settings}; set [sampling] to what is to be trained"
+    )
+
+
+def _fits(
+    row: Transcript,
+    rows: Sequence[Transcript],
+    most: int,
+    data: RecordedData,
+    where: Callable[[Transcript], str],
+) -> bool:
+    """Whether a row of a group is short enough.
+
+    Raises:
+      UserError: it is not, and ``data.overlong`` is "error".
+    """
+    prompt = len(common_opening([each.opening for each in rows]))
+    length = len(row.opening) - prompt + sum(len(part.tokens) for part in row.segments)
+    if length > most and data.overlong == "error":
+        raise UserError(
+            f"{where(row)}: a row has {length} tokens behind its prompt, and "
+            f"sampling.max_new_tokens is {most}; raise it, or set data.overlong to drop"
+        )
+    return length <= most

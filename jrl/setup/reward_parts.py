@@ -1,0 +1,334 @@
+"""The reward parts of a run: who gives each of them, what is made of others, and their weights.
+
+    parts = parts_of(config)              # names, weights, combinations; no weights of models
+    pool = reward_pool(config)            # the functions on the host
+    source = JudgedParts(source, ...)     # a source whose groups have the points of all parts
+
+A part is given by the data (a task, an environment, records), by a function on the host, by a
+reward model, by a judge, or is made of others (``rewards.combine``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Literal, NamedTuple
+
+from jrl.config import Config
+from jrl.config.judge import TOKEN_FORMS, JudgeTable, judge_table
+from jrl.config.likelihood import LIKELIHOOD, LikelihoodTable, likelihood_table
+from jrl.config.reward_model import (
+    MODEL_NAMES,
+    PUBLISHED_MODELS,
+    RewardModelTable,
+    reward_model_table,
+)
+from jrl.config.secrets import reveal
+from jrl.config.tables import RewardTable
+from jrl.errors import Mistakes, UserError, nearest, unknown_choice
+from jrl.rewards import FUNCTION_NAMES, make_reward
+from jrl.rewards.combine import COMBINATORS, Combined, in_order, make_combined
+from jrl.rewards.model import JudgeModel, ModelReward
+from jrl.rewards.pool import RewardPool
+from jrl.rewards.rules import Rules
+from jrl.rewards.text_models import TextModel
+from jrl.types import NOTHING
+from jrl.user_code import FORMS, load
+
+SUCCESS = "success"
+"""The reward part that is 1 where an environment says that an episode ended well, beside those that
+it names."""
+
+MOST_PARTS = 31
+"""Reward parts of a run: those without an opinion are bits of a label."""
+
+JUDGE = "judge"
+"""The function of a part that a judge gives, a model behind an endpoint (``config.judge``)."""
+
+Giver = Literal["data", "function", "model", "judge", "likelihood", "combined"]
+
+
+class RunRewards(NamedTuple):
+    """The reward parts of a run.
+
+    Attributes:
+      weights: reward part -> weight, all parts in the order of the rewards' columns.
+      givers: reward part -> who gives it.
+      combined: the parts made of others, in an order in which they can be made.
+      judge: the reward part that says whether a completion is right; "" where nothing does.
+      models: the trained ones behind reward parts that read the policy's tokens, by name.
+      text_models: those that read text with a tokenizer of their own.
+      judges: the models that judge on the run's devices, but for the policy, by reward part.
+    """
+
+    weights: dict[str, float]
+    givers: Mapping[str, Giver] = NOTHING
+    combined: tuple[Combined, ...] = ()
+    judge: str = ""
+    models: Mapping[str, ModelReward] = NOTHING
+    text_models: Mapping[str, TextModel] = NOTHING
+    judges: Mapping[str, JudgeModel] = NOTHING
+
+    @property
+    def judged(self) -> int | None:
+        """The column of the judge among the parts; None where nothing says what is right."""
+        names = list(self.weights)
+        return names.index(self.judge) if self.judge in names else None
+
+    def given_by(self, giver: Giver) -> tuple[str, ...]:
+        """The names of the parts that a giver gives."""
+        return tuple(name for name in self.weights if self.givers.get(name, "data") == giver)
+
+
+def parts_of(config: Config) -> RunRewards:
+    """The reward parts of a run, without what a checkpoint holds.
+
+    Raises:
+      UserError: a part that these data do not have, or that cannot be made of others.
+    """
+    tables = reward_tables(config)
+    mistakes = Mistakes()
+    givers = {name: mistakes.look(partial(_giver, config, name)) for name in tables}
+    combined = [
+        mistakes.look(partial(_combined, name, table, tables))
+        for name, table in tables.items()
+        if table.combine is not None
+    ]
+    mistakes.check()
+    for name in (n for n, table in tables.items() if table.by_token):
+        if givers[name] != "function":
+            raise UserError(
+                f"rewards.{name}.by_token = true: only reward functions give numbers by token, and"
+                f" this part is given otherwise ({givers[name]}); remove it"
+            )
+    read = {name for part in combined for name in part.of}
+    weights = {
+        name: float(name not in read) if table.weight is None else table.weight
+        for name, table in tables.items()
+    }
+    if len(tables) > MOST_PARTS:
+        raise UserError(f"[rewards] has {len(tables)} parts; {MOST_PARTS} are the most")
+    return RunRewards(weights, givers, tuple(in_order(combined)))
+
+
+def reward_tables(config: Config) -> dict[str, RewardTable]:
+    """The tables of the reward parts; those of the data's own parts where a run names none."""
+    defaults = config.data.default_rewards.items()
+    return dict(config.rewards) or {name: RewardTable(weight=w) for name, w in defaults}
+
+
+def parts_by_token(config: Config) -> dict[str, str]:
+    """The parts that may give a number for each token -> the key that says so."""
+    tables = config.rewards.items()
+    keys = {name: f"rewards.{name}.by_token" for name, table in tables if table.by_token}
+    parts = parts_of(config)
+    forms = {name: judge_of(config, name).form for name in parts.given_by("judge")}
+    named = {n: f"rewards.{n}.form = {form!r}" for n, form in forms.items() if form in TOKEN_FORMS}
+    gains = parts_of(config).given_by("likelihood")
+    by_turn = [n for n in gains if likelihood_of(config, n).by == "turn"]
+    turns = {n: f'rewards.{n}.by = "turn"' for n in by_turn}
+    return keys | named | turns | parts_by_progress(config)
+
+
+def parts_by_progress(config: Config) -> dict[str, str]:
+    """The parts of reward models that pay what each step changes -> the key that says so."""
+    models = parts_of(config).given_by("model")
+    by_step = [name for name in models if model_of_part(config, name).by == "progress"]
+    return {name: f"rewards.{name}.by = 'progress'" for name in by_step}
+
+
+def function_of(name: str, table: RewardTable) -> str:
+    """The name of a part's reward function."""
+    return name if table.function is None else table.function
+
+
+def _giver(config: Config, name: str) -> Giver:
+    data, table = config.data, reward_tables(config)[name]
+    function = function_of(name, table)
+    _check_keys(name, table)
+    if table.combine is not None:
+        return "combined"
+    if function in MODEL_NAMES:
+        _check_model(name, config)
+        return "model"
+    if function == JUDGE and JUDGE not in data.reward_names:
+        _check_judge(name, config)
+        return "judge"
+    has_function = data.own_rewards and (":" in function or function in FUNCTION_NAMES)
+    if function == LIKELIHOOD and LIKELIHOOD not in data.reward_names:
+        _check_likelihood(name, config)
+        return "likelihood"
+    if data.scored:
+        return "data"
+    if data.reward_names and function not in data.reward_names and not has_function:
+        error = unknown_choice("rewards", function, data.reward_names)
+        raise UserError(f"{error}, {FORMS}") if data.own_rewards else error
+    if name in data.reward_names and (options := table.options):
+        option, value = next(iter(options.items()))
+        raise UserError(
+            f"rewards.{name}.{option} = {value!r}: there is no such option;"
+            f" {nearest(option, RewardTable.model_fields)}"
+        )
+    if data.judged_on_host and not data.reward_names:
+        return "function"
+    return "function" if has_function and name not in data.reward_names else "data"
+
+
+def _check_keys(name: str, table: RewardTable) -> None:
+    """Raises UserError for keys of a part that say nothing beside one another."""
+    key = f"rewards.{name}"
+    if table.over is not None and ":" not in function_of(name, table):
+        raise UserError(
+            f"{key}.over = {table.over!r}: functions of the library know what they are called with"
+            "; remove it"
+        )
+    if table.combine is None and table.of:
+        choices = ", ".join(COMBINATORS)
+        raise UserError(f"{key}.of = {table.of} without {key}.combine; set it to one of {choices}")
+    if table.combine is not None:
+        for other in ("function", "range", "where"):
+            if value := getattr(table, other):
+                raise UserError(
+                    f"{key}.{other} = {value!r} with {key}.combine; set it in the parts that are"
+                    " combined"
+                )
+    if table.range is not None and not table.range[0] < table.range[1]:
+        raise UserError(f"{key}.range = {table.range}; give the least number, then the greatest")
+
+
+def judge_of(config: Config, name: str) -> JudgeTable:
+    """The keys of a part that a judge gives.
+
+    Raises:
+      UserError: a line for each mistake, which names the key.
+    """
+    key = f"rewards.{name}"
+    return judge_table(key, reveal(reward_tables(config)[name].options, key))
+
+
+def likelihood_of(config: Config, name: str) -> LikelihoodTable:
+    """The keys of a part that is the policy's probability of the answer.
+
+    Raises:
+      UserError: a line for each mistake, which names the key.
+    """
+    key = f"rewards.{name}"
+    return likelihood_table(key, reveal(reward_tables(config)[name].options, key))
+
+
+def model_of_part(config: Config, name: str) -> RewardModelTable:
+    """The keys of a part that a reward model gives.
+
+    Raises:
+      UserError: a line for each mistake, which names the key.
+    """
+    key, part = f"rewards.{name}", reward_tables(config)[name]
+    spec = PUBLISHED_MODELS.get(function_of(name, part))
+    keys = {} if spec is None else load(spec, key)()
+    return reward_model_table(key, keys | reveal(part.options, key))
+
+
+def _check_model(name: str, config: Config) -> None:
+    """Raises UserError for keys of a reward model that nothing reads."""
+    model_of_part(config, name)
+    if (limits := reward_tables(config)[name].range) is not None:
+        raise UserError(
+            f"rewards.{name}.range = {limits}: a reward model's numbers have no limits; remove it,"
+            ' or bound them by a part with combine = "clip"'
+        )
+
+
+def _check_judge(name: str, config: Config) -> None:
+    """Raises UserError for keys of a judge, or for a part that is judged first and is none."""
+    tables = reward_tables(config)
+    judge, key = judge_of(config, name), f"rewards.{name}"
+    if (limits := tables[name].range) is not None:
+        raise UserError(f"{key}.range = {limits}: a judge's points are within [0, 1]; remove it")
+    if config.data.scored:
+        raise UserError(f"{key}: the data hold the scores of their completions; remove it")
+    earlier = [n for n, t in tables.items() if function_of(n, t) != JUDGE and t.combine is None]
+    if judge.only and judge.only not in earlier:
+        raise unknown_choice(f"{key}.only", judge.only, earlier)
+
+
+def _check_likelihood(name: str, config: Config) -> None:
+    """Raises UserError for keys of a probability of the answer that nothing reads."""
+    part, key = reward_tables(config)[name], f"rewards.{name}"
+    likelihood_of(config, name)
+    if part.range is not None:
+        raise UserError(f"{key}.range = {part.range}: probabilities are within [0, 1]; remove it")
+    if part.missing == "drop":
+        raise UserError(f'{key}.missing = "drop": a sample stays in its group; set "zero"')
+    if config.data.scored:
+        raise UserError(f"{key}: the data hold the scores of their completions; remove it")
+
+
+def _combined(name: str, table: RewardTable, tables: Mapping[str, RewardTable]) -> Combined:
+    for other in table.of:
+        if other not in tables or other == name:
+            others = [n for n in tables if n != name]
+            raise unknown_choice(f"rewards.{name}.of", other, others)
+    options = reveal(table.options, f"rewards.{name}")
+    return make_combined(name, table.combine or "", table.of, options)
+
+
+def accuracy_part(config: Config, eval_parts: Mapping[str, float]) -> str:
+    """The reward part that accuracy is measured by.
+
+    That with ``judge = true``; else the one that compares answers; else the first.
+
+    Args:
+      config: of the run.
+      eval_parts: of its kind of data: reward parts of an evaluation; empty for the run's own.
+
+    Raises:
+      UserError: one was chosen that cannot, or there is none.
+    """
+    tables, parts = reward_tables(config), parts_of(config)
+    chosen = next((name for name, part in tables.items() if part.judge), None)
+    # A reward model says which of two is better, not what is right.
+    unsure = ("model", "likelihood")
+    names = [*eval_parts][:1] or [n for n in parts.weights if parts.givers[n] not in unsure]
+    if chosen is not None:
+        if chosen not in names:
+            raise UserError(
+                f"rewards.{chosen}.judge = true: accuracy is measured by {' or '.join(names)} here;"
+                " remove it"
+            )
+        return chosen
+    if not names:
+        if getattr(config.data, "eval", None) is not None:
+            raise UserError(
+                "a reward model alone does not say what is right; add [rewards.math] with "
+                "weight = 0 to measure accuracy, or remove data.eval"
+            )
+        return next(iter(parts.weights))
+    checkers = [n for n in names if n in tables and function_of(n, tables[n]) in ("math", "exact")]
+    return checkers[0] if len(checkers) == 1 else names[0]
+
+
+def reward_pool(config: Config) -> RewardPool:
+    """The reward functions on the host, and how their numbers are read."""
+    pool, mistakes, parts = config.reward_pool, Mistakes(), parts_of(config)
+    functions, rules = {}, {}
+    tables = reward_tables(config)
+    for name in parts.given_by("function"):
+        table, options = tables[name], reveal(tables[name].options, f"rewards.{name}")
+        make = partial(make_reward, function_of(name, table), f"rewards.{name}", **options)
+        functions[name] = mistakes.look(make)
+        if table.over is not None and functions[name] is not None:
+            functions[name].over = table.over
+        low, high = table.range or (-math.inf, math.inf)
+        paid = parts.weights[name] if table.by_token else None
+        rules[name] = Rules(table.missing, low, high, table.where, paid)
+    mistakes.check()
+    return RewardPool(
+        functions,
+        workers=pool.workers if functions else 0,
+        timeout_seconds=pool.timeout_seconds,
+        memory_gib=pool.memory_gib,
+        on_timeout=pool.on_timeout,
+        on_error=pool.on_error,
+        rules=rules,
+    )
