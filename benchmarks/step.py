@@ -20,6 +20,7 @@ from benchmarks.rollout import describe, sampling_figures
 from benchmarks.work import Source, Work, build, new_state, report
 from jrl.collect.collector import Collector
 from jrl.collect.packing import Packer
+from jrl.collect.plan import Setting
 from jrl.mesh import batch_shards, replicated
 from jrl.system.compile_cache import CompileCounter
 from jrl.train.loop import policy_weights
@@ -94,14 +95,8 @@ def _rest(walls: list[float], *parts: list[float]) -> list[float]:
 def _collect(
     work: Work, source: Source, pack: Packer | None, state: TrainState, step: int
 ) -> Batch:
-    collector = Collector(
-        source=source,
-        prompts=work.args.batch,
-        reward_weights=np.ones(1, np.float32),
-        method=work.method,
-        mesh=work.mesh,
-        pack=pack,
-    )
+    setting = Setting(work.method, work.args.batch, 1, np.ones(1))
+    collector = Collector(source, setting, work.mesh, pack)
     weights, cursor = policy_weights(state), step * work.args.batch
     batch, _, _ = collector.collect(state.key, weights, step=step, cursor=cursor)
     return batch

@@ -27,6 +27,7 @@ import numpy as np
 from benchmarks.clock import rounded, steady
 from benchmarks.flags import write
 from jrl.collect.collector import Collector
+from jrl.collect.plan import Setting
 from jrl.collect.resharding import ReshardedSampler
 from jrl.collect.sources import Around, Groups, Source
 from jrl.config import Config, load_config
@@ -154,14 +155,10 @@ def measure(run: Run, steps: int) -> dict[str, Any]:
         state, shardings = programs.new_state(run)
         train = clock.around("train_s", programs.train_program(run, shardings))
         sampling_params = jax.device_put(run.sampling_params, replicated(run.mesh))
-        collector = Collector(
-            source=Timed(text_source(run, None, sampler), clock, config.seed),
-            prompts=config.train.prompts,
-            reward_weights=np.array(list(run.rewards.weights.values()), np.float32),
-            method=run.method,
-            mesh=run.mesh,
-            pack=programs.packer(run),
-        )
+        weights = list(run.rewards.weights.values())
+        setting = Setting(run.method, config.train.prompts, 1, weights)
+        source = Timed(text_source(run, None, sampler), clock, config.seed)
+        collector = Collector(source, setting, run.mesh, programs.packer(run))
         cursor = 0
         for i in range(steps):
             begin = time.perf_counter()

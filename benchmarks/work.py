@@ -25,6 +25,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams, make_sampling_params
+from jrl.sampling.slot_sizes import SlotPlan
 from jrl.setup.compiler import compiler_options
 from jrl.system.compile_cache import return_compiler_memory
 from jrl.train.state import init_state, state_shardings
@@ -203,8 +204,7 @@ def sampler(work: Work) -> Any:
         group=work.args.group,
         max_new_tokens=work.args.gen_len,
         stop_tokens=(flags.EOS,) if work.args.eos == "natural" else (),
-        slots=work.args.slots,
-        chunk=work.args.chunk,
+        slots=SlotPlan(work.args.slots, chunk=work.args.chunk),
     )
     options = compiler_options(work.mesh)
     return jax.jit(program, out_shardings=replicated(work.mesh), compiler_options=options)

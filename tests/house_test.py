@@ -23,6 +23,7 @@ import pytest
 import jrl
 from jrl.collect.collector import Collector
 from jrl.collect.groups import place_batch, to_batch
+from jrl.collect.plan import Setting
 from jrl.collect.sources import simple_request
 from jrl.collect.sources_task import TaskSource, task_rollout
 from jrl.collect.sources_text import TextSource
@@ -120,10 +121,8 @@ class World:
 
     def collect_from(self, source, reward_weights):
         """Makes a source that of the batches."""
-        sizes = {"prompts": PROMPTS, "group": GROUP}
-        self.collector = Collector(
-            source, reward_weights=reward_weights, method=self.method, mesh=self.mesh, **sizes
-        )
+        setting = Setting(self.method, PROMPTS, GROUP, reward_weights)
+        self.collector = Collector(source, setting, self.mesh)
 
     def fit(self, steps, step=None):
         """``steps`` steps of the library's own loop: (state, metrics and rollouts by step)."""

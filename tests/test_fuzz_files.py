@@ -12,6 +12,7 @@ import pytest
 from fuzzing import QUICK, anything, as_json, damaged, edits, outcome, places, replaced, settings
 from hypothesis import strategies as st
 
+from jrl.data.messages import Wording
 from jrl.data.prompts import build_prompts
 from jrl.data.sources import open_source
 from jrl.errors import UserError
@@ -188,8 +189,7 @@ def test_any_rows_become_prompts_or_are_refused(tmp_path, words, kind, data, pat
     def build():
         prompts, counts = build_prompts(
             open_source(str(path)),
-            words,
-            template="plain",
+            Wording(words, template="plain"),
             answer_pattern=pattern,
             solution_key="solution" if bad == "skip" else None,
             max_prompt_tokens=4,
@@ -243,8 +243,8 @@ def test_what_is_sound_is_taken(checkpoint, words, steps, tmp_path):
     use(checkpoint)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "a b", "answer": 3}\n')
-    given = {"template": "plain", "max_prompt_tokens": 9}
-    assert build_prompts(open_source(str(path)), words, **given)[1].used == 1
+    wording = Wording(words, template="plain")
+    assert build_prompts(open_source(str(path)), wording, max_prompt_tokens=9)[1].used == 1
     assert Checkpoints(steps, 2).restore(STATE)[1]["cursor"] == 2
     with pytest.raises(UserError):
         hf.load(tmp_path)

@@ -102,15 +102,16 @@ def gpu_engine(sizes: dict[str, Any], topology: str, mesh: dict[str, int], steps
     from jrl.models.transformer import transformer
     from jrl.plan.kernels import token_step
     from jrl.plan.topology import compile_devices, parse_topology
-    from jrl.sampling.rows import Rows
+    from jrl.sampling.batch import ChunkInputs
+    from jrl.sampling.rows import RowOptions, Rows
     from jrl.sampling.slots import IdleLimit
 
     rows, vocab = 64, sizes["vocab_size"]
     types = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
     network = transformer(ModelConfig(**sizes, **types))
-    lengths = {"prompt_tokens": 256, "max_new_tokens": 1024, "chunk": 32, "stop_width": 8}
-    wide = {"biases": True, "masks": True, "top_logprobs": 8}
-    engine = Rows(network, slots=rows, stop_tokens=(0,), **lengths, **wide)
+    lengths = {"prompt_tokens": 256, "max_new_tokens": 1024, "chunk": 32}
+    wide = RowOptions(stop_width=8, biases=True, masks=True, top_logprobs=8)
+    engine = Rows(network, slots=rows, stop_tokens=(0,), **lengths, options=wide)
     chips = make_mesh(mesh, compile_devices(parse_topology(topology)))
     on = replicated(chips)
 
@@ -126,9 +127,9 @@ def gpu_engine(sizes: dict[str, Any], topology: str, mesh: dict[str, int], steps
         weights = shapes(lambda: network.prepare(network.init(jax.random.key(0))))
         batch, idle = shapes(engine._make, weights), IdleLimit(shape(), shape())
         masks = shape(rows, -(-vocab // 32), dtype=jnp.uint32)
-        args = shape(), shape(rows), shape(), idle, shape(rows), None, masks
+        chunk = ChunkInputs(shape(), shape(rows), shape(), idle, shape(rows), None, masks)
         at_once = gpu.block_of(steps)
-        program = engine._decode.lower(weights, batch, *args, at_once=at_once).compile()
+        program = engine._decode.lower(weights, batch, chunk, at_once=at_once).compile()
     return token_step(program.as_text())._asdict() | {"at_once": at_once}
 
 

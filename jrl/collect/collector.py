@@ -33,8 +33,7 @@ from jrl.collect.plan import (
     unpacked,
 )
 from jrl.collect.sources import Groups, Source, take_groups, to_host
-from jrl.methods.base import Method
-from jrl.methods.curriculum import Table, unchanged
+from jrl.methods.curriculum import unchanged
 from jrl.types import NOTHING, Array, Batch, Params
 from jrl.types.asks import ASIDE, Asks, DrawRequest
 
@@ -83,18 +82,10 @@ class Collector:
 
     Args:
       source: source of groups, with its wrappers (see ``train.batches.training_batches``).
-      prompts: N, groups of a batch.
-      reward_weights: [R] float32.
-      method: its curriculum, plan, rewards and edits act here.
+      setting: constants of the run's steps; the order is that of the source.
       mesh: devices of the batches.
       pack: packs completions into rows; None for none.
       sampled: whether a policy sampled the completions, so that there are ``sampler_logprobs``.
-      group: G, sampled members of a group.
-      judge: column of the reward part that defines success; None for the score.
-      tools: (root key) -> tools of the data for plans; None without any.
-      table: the problems, for a curriculum.
-      contexts: whether asks may have contexts that are trained under.
-      in_order: as in ``Setting``.
       rounds: begins the rounds of the curriculum; None for what needs nothing but the source.
       notes: of a checkpoint; {} for a new run.
     """
@@ -102,24 +93,16 @@ class Collector:
     def __init__(
         self,
         source: Source,
-        prompts: int,
-        reward_weights: Any,
-        method: Method,
+        setting: Setting,
         mesh: Mesh,
         pack: Packer | None = None,
         sampled: bool = True,
-        group: int = 1,
         *,
-        judge: int | None = None,
-        tools: Callable[[Any], Any] | None = None,
-        table: Table | None = None,
-        contexts: bool = False,
-        in_order: Callable[[Any, int], Any] | None = None,
         rounds: HostRounds | None = None,
         notes: Mapping[str, Any] = NOTHING,
     ) -> None:
-        sizes = prompts, group, np.asarray(reward_weights, np.float32)
-        setting = Setting(method, *sizes, judge, source.order, tools, table, contexts, in_order)
+        weights = np.asarray(setting.weights, np.float32)
+        setting, method = setting._replace(weights=weights, order=source.order), setting.method
         self.source, self.mesh = source, mesh
         self.pack, self.sampled = pack, sampled
         self.collected = new_collected(setting)

@@ -24,6 +24,7 @@ from jrl.collect.plan import CollectState, Setting
 from jrl.collect.run_rows import prompt_seeds
 from jrl.collect.sources import Source, innermost, join_groups, to_host
 from jrl.collect.tree_search import estimates, value_estimate
+from jrl.data.messages import Wording
 from jrl.data.prompts import build_prompts
 from jrl.data.sources import MemoryRows
 from jrl.episodes.host import EnvError
@@ -275,10 +276,9 @@ def _prompt_of(run: Run, row: Any) -> Prompt | None:
     try:
         (prompt,), _ = build_prompts(
             MemoryRows([fields], "written problem"),
-            run.tokenizer,
+            Wording(run.tokenizer, **data.wording),
             question_key=question,
             answer_key=None,
-            **data.wording,
             max_prompt_tokens=run.width,
         )
     except UserError:  # it has no question, or one that is too long

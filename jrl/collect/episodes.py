@@ -22,6 +22,7 @@ from jrl.episodes.device_play import Episodes, play, scripted
 from jrl.episodes.device_self_play import rows_of_players
 from jrl.errors import UserError, unknown_choice
 from jrl.sampling.params import SamplingParams
+from jrl.sampling.slot_sizes import SlotPlan
 from jrl.types import Array, Batch, Network, stream
 from jrl.types.asks import Asks, DrawRequest
 
@@ -74,8 +75,7 @@ def episode_rollout(
         members_of(request.asks, sampling_params.temperature),
         env=task,
         network=network,
-        slots=slots,
-        chunk=chunk,
+        slots=SlotPlan(slots, chunk=chunk),
         step=request.step if own_policies else None,
     )
     played = played._replace(rollout=flagged(played.rollout, request.asks))

@@ -87,9 +87,8 @@ class HostEpisodes:
         of the rewards' columns.
       speaks: whether ``Groups.spoken`` holds what was said, for reward functions.
       split: "train" or "eval".
-      branches: how the members of a group branch off one another; then ids gain "node", as
-        ``sampling.tree`` has it. None to play each by itself.
-      search: how a group is searched, so that its members are leaves; None to search none.
+      tree: how the members of a group branch off one another, or how it is searched, so that they
+        are leaves; ids then gain "node", as ``sampling.tree`` has it. None to play each by itself.
       estimate: with a search, points of paths that have not ended, backed up as those of leaves
         are; ``draw`` then reads the weights "value" too. None to go by leaves alone.
 
@@ -113,18 +112,18 @@ class HostEpisodes:
         tokenizer: Tokenizer,
         weights: Mapping[str, float],
         split: str = "train",
-        branches: EpisodeBranches | None = None,
-        search: Search | None = None,
+        tree: EpisodeBranches | Search | None = None,
         estimate: Estimate | None = None,
         speaks: bool = False,
     ) -> None:
         self._speaks = speaks
         self.ended: Callable[[Transcript], None] | None = None
         _check_parts(env, weights)
-        if branches is not None or search is not None:
+        if tree is not None:
             _check_fork(env, "[tree]")
-        self._branches, self._estimate = branches, estimate
-        self._search = search
+        self._branches = tree if isinstance(tree, EpisodeBranches) else None
+        self._search = tree if isinstance(tree, Search) else None
+        self._estimate = estimate
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
         self._all, self._seed, self._split = prompts, seed, split
         self._weights = dict(weights)
@@ -555,8 +554,7 @@ def host_source(
         weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else paid,
         speaks=_reads_messages(run.rewards) and not evaluates,
         split=split,
-        branches=branches,
-        search=search,
+        tree=branches or search,
         estimate=None if search is None else run_estimate(run),
     )
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.sampling.slots import Members
+from jrl.sampling.sequences import Members
 from jrl.types import Array, Rollout, RoutingRecord, StopReason
 from jrl.types.asks import BASELINE, Ask, Asks, Tokens
 

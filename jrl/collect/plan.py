@@ -64,6 +64,11 @@ class Tools(Protocol):
         """Prompts with questions of the plan's own, and which can be used; of text alone."""
 
 
+def same_rows(tickets: Any) -> Any:
+    """The order in which ticket number i is row i."""
+    return tickets
+
+
 class Setting(NamedTuple):
     """Constants of the collector over a run's steps.
 
@@ -73,7 +78,8 @@ class Setting(NamedTuple):
       group: G.
       weights: [R] float32, of the reward parts.
       judge: column of the reward part that defines success; None for the score.
-      order: tickets [n] -> rows [n], the data's own order, without a curriculum.
+      order: tickets [n] -> rows [n], the data's own order, without a curriculum; a ``Collector``
+        takes that of its source.
       tools: (root key) -> tools of the data for plans; None without any.
       table: the problems, for a curriculum.
       contexts: whether asks may have contexts that are trained under, which takes a host.
@@ -85,8 +91,8 @@ class Setting(NamedTuple):
     prompts: int
     group: int
     weights: Any
-    judge: int | None
-    order: Callable[[Any], Any]
+    judge: int | None = None
+    order: Callable[[Any], Any] = same_rows
     tools: Callable[[Any], Any] | None = None
     table: Table | None = None
     contexts: bool = False

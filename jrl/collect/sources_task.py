@@ -21,8 +21,9 @@ from jrl.episodes import Env
 from jrl.errors import UserError, unknown_choice
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.slots import Members
-from jrl.sampling.tree import generate_tree
+from jrl.sampling.sequences import Members
+from jrl.sampling.slot_sizes import SlotPlan
+from jrl.sampling.tree import TreeShape, generate_tree
 from jrl.types import Array, Branching, Network, Prompt, Rollout, stream
 from jrl.types.asks import Ask, DrawRequest, Tokens
 
@@ -60,8 +61,9 @@ def task_rollout(
     problems = task_problems(task, request.key, rows, request.split)
     key = stream(request.key, sample_stream(request), request.step)
 
-    how: dict[str, Any] = {"network": network, "slots": slots, "stop_tokens": (task.stop_id,)}
+    how: dict[str, Any] = {"network": network, "stop_tokens": (task.stop_id,)}
     how |= {"max_new_tokens": task.completion_tokens}
+    plan = SlotPlan(slots, chunk=chunk)
 
     def arguments(prompts: Tokens, ask: Ask, *members: Members) -> Any:
         weights, version = request.weights[ask.policy], request.versions[ask.policy]
@@ -77,18 +79,17 @@ def task_rollout(
         )
 
     def sample(prompts: Tokens, members: Members, ask: Ask) -> Drawn:
-        return counted_draw(generate(*arguments(prompts, ask, members), chunk=chunk, **how))
+        return counted_draw(generate(*arguments(prompts, ask, members), slots=plan, **how))
 
     prompts, together = Tokens(problems.tokens, problems.length), None
     if (plain := plain_ask(request.asks, sampling_params.temperature)) is not None:
         ask, members = plain
         result: Any
         if not isinstance(ask.tree, Branching):
-            result = generate(*arguments(prompts, ask, members), chunk=chunk, **how)
+            result = generate(*arguments(prompts, ask, members), slots=plan, **how)
         else:
-            result = generate_tree(
-                *arguments(prompts, ask), branching=ask.tree, group=ask.width, **how
-            )
+            tree = TreeShape(ask.tree, ask.width)
+            result = generate_tree(*arguments(prompts, ask), tree=tree, slots=slots, **how)
         together = counted_draw(result)
     rollout, labels, counts = join_drawn(
         request.asks,

@@ -16,7 +16,7 @@ from jrl.judging.row_calls import RowCalls
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.slots import Members
+from jrl.sampling.sequences import Members
 from jrl.types import SILENT, Array, Prompt, Rollout, stream
 from jrl.types.asks import Ask, DrawRequest, Tokens
 

@@ -17,7 +17,7 @@ from jrl.data.records import in_tokens, read_record, read_tokens, row_kind
 from jrl.data.sources import Source
 from jrl.errors import UserError, unknown_choice
 from jrl.models.tokenizer import Tokenizer
-from jrl.types import NOTHING, Batch
+from jrl.types import Batch
 
 OVERLONG = ("error", "drop", "truncate")
 
@@ -88,11 +88,8 @@ class JudgedCounts(NamedTuple):
 
 def build_judged(
     source: Source,
-    tokenizer: Tokenizer,
+    wording: Wording,
     *,
-    system: str | None = None,
-    template: str = "chat",
-    variables: Mapping[str, Any] = NOTHING,
     max_prompt_tokens: int,
     max_completion_tokens: int,
     overlong: str = "error",
@@ -107,12 +104,8 @@ def build_judged(
 
     Args:
       source: the records.
-      tokenizer: the model's.
-      system: a system message for prompts that have none, or None.
-      template: as in ``prompts.build_prompts``; messages need "chat". A prompt that is a string is
-        a message of the user.
-      variables: further variables of the chat template, such as ``{"enable_thinking": False}``;
-        those that a row has in its field "chat_template_kwargs" come before them.
+      wording: how their texts become ids; messages need the template "chat". A prompt that is a
+        string is a message of the user.
       max_prompt_tokens: the longest prompt, tokens; in records of token ids it may be longer by
         what the completions leave of their own limit.
       max_completion_tokens: the longest completion, tokens.
@@ -133,7 +126,7 @@ def build_judged(
     """
     if overlong not in OVERLONG:
         raise unknown_choice("data.overlong", overlong, OVERLONG)
-    wording = Wording(tokenizer, system, template, variables).check()
+    wording.check()
     rows: list[Judged] = []
     kind, dropped, truncated, longest_p, longest_t = "", 0, 0, 0, 0
     form: tuple[int, ...] = ()
@@ -150,7 +143,7 @@ def build_judged(
             if rationales and (in_tokens(row) or found_kind != "pairs"):
                 raise UserError(f"{where}: a rationale belongs to chosen and rejected in text")
             if in_tokens(row):
-                labelled = _from_ids(index, row, where, found_kind, tokenizer)
+                labelled = _from_ids(index, row, where, found_kind, wording.tokenizer)
             else:
                 labelled = _encode(index, row, where, found_kind, wording, rationales)
             if form not in ((), _form(labelled)):

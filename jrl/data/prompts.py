@@ -16,8 +16,7 @@ from jrl.data.messages import Wording, end_of_turn, read_tools
 from jrl.data.sources import Source
 from jrl.errors import UserError, unknown_choice
 from jrl.models.chat_frames import refuse_controls
-from jrl.models.tokenizer import Tokenizer
-from jrl.types import NOTHING, Prompt
+from jrl.types import Prompt
 
 OVERLONG = ("error", "drop", "truncate")
 
@@ -52,7 +51,7 @@ class PromptCounts(NamedTuple):
 
 def build_prompts(
     source: Source,
-    tokenizer: Tokenizer,
+    wording: Wording,
     *,
     question_key: str = "question",
     answer_key: str | None = "answer",
@@ -60,9 +59,6 @@ def build_prompts(
     solution_key: str | None = None,
     solutions: int | None = None,
     needs_answer: bool = True,
-    system: str | None = None,
-    template: str = "chat",
-    variables: Mapping[str, Any] = NOTHING,
     max_prompt_tokens: int,
     overlong: str = "error",
     invalid: str = "error",
@@ -71,13 +67,12 @@ def build_prompts(
 
     Args:
       source: the rows.
-      tokenizer: the model's.
+      wording: how their text becomes ids.
       question_key: the field that holds the question: text, or a list of chat messages (with a
         system message, examples, calls of tools). A path such as "extra_info.question" names a
-        field of a field. Where rows have no "question", it is "prompt" or "problem".
+        field of a field. Where rows have no "question", it is the first of ``fields.QUESTIONS``.
       answer_key: the field that holds the reference answer, or its path; None if there is none.
-        Where rows have no "answer", it is "ground_truth", "reward_model.ground_truth" or
-        "solution".
+        Where rows have no "answer", it is the first of ``fields.ANSWERS`` that they have.
       answer_pattern: a regular expression whose first group is the final answer inside the answer
         field, such as ``####\s*(.+)`` for GSM8K; its last match counts. Spaces around it and
         commas between its digits are removed. None takes the complete field.
@@ -87,13 +82,6 @@ def build_prompts(
       solutions: how many completions that field lists at the least, which stand one after the other
         in ``Prompt.solution``, each with the token that ends it; None for one text.
       needs_answer: False where rows may lack the answer.
-      system: a system message, or None. Without a chat template it precedes the question, with a
-        blank line between.
-      template: "chat" for the tokenizer's chat template, "plain" for the question as it is, or a
-        text with ``{question}`` in it. The last two are encoded with the special tokens that the
-        tokenizer puts around a text, such as BOS.
-      variables: further variables of the chat template, such as ``{"enable_thinking": False}``;
-        those that a row has in its field "chat_template_kwargs" come before them.
       max_prompt_tokens: the longest prompt, tokens.
       overlong: for longer prompts: "error", "drop", or "truncate", which keeps the end.
       invalid: for rows that cannot be used: "error", or "skip", which counts them.
@@ -108,7 +96,7 @@ def build_prompts(
     """
     if overlong not in OVERLONG:
         raise unknown_choice("data.overlong", overlong, OVERLONG)
-    wording = Wording(tokenizer, system, template, variables).check()
+    wording.check()
     question_key, answer_key = layout(source, question_key, answer_key, needs_answer=needs_answer)
     prompts: list[Prompt] = []
     dropped = truncated = longest = 0
@@ -127,7 +115,7 @@ def build_prompts(
                     questions.add(str(question))
                 answer = None if answer_key is None else _answer(row, answer_key, answers, where)
                 messages = wording.conversation(question, question_key, where)
-                tools = read_tools(row.get("tools"), where) if template == "chat" else None
+                tools = read_tools(row.get("tools"), where) if wording.template == "chat" else None
                 text, ids = wording.of_row(row, where).prompt(messages, tools, where)
                 if not ids:
                     raise UserError(f"{where}: the prompt is empty")
@@ -140,14 +128,14 @@ def build_prompts(
                         continue
                     truncated += 1
                     ids = ids[-max_prompt_tokens:]
-                    text = tokenizer.decode(ids, skip_special=False)
+                    text = wording.tokenizer.decode(ids, skip_special=False)
                 usual = {"question", "answer"} & {question_key, answer_key}
                 meta = {k: v for k, v in row.items() if k not in usual}
                 solution = None
                 if solution_key is not None:
                     solution = np.concatenate(
                         [
-                            _solution(row, solution_key, where, tokenizer, template, text)
+                            _solution(row, solution_key, where, wording, text)
                             for text in _listed(row, solution_key, solutions, where)
                         ]
                     )
@@ -159,7 +147,7 @@ def build_prompts(
     left_out = bad_rows.finish(len(source))
     if not prompts:
         raise _none_left(len(source), longest, max_prompt_tokens)
-    if template == "chat" and len(questions) > 1:
+    if wording.template == "chat" and len(questions) > 1:
         _check_questions_show(prompts)
     return prompts, PromptCounts(len(source), len(prompts), dropped, truncated, longest, left_out)
 
@@ -236,9 +224,12 @@ def _answer(row: Mapping[str, Any], key: str, answers: AnswerFinder, where: str)
                 f"{where}: {key} has no match of data.answer_pattern = {answers.pattern!r}"
             )
         answer = re.sub(r"(?<=\d),(?=\d{3})", "", match.strip())
-    if isinstance(answer, float) and not math.isfinite(answer):
-        raise UserError(f"{where}: {key} is {answer}; a reference answer is finite, or text")
-    if answer is None or (isinstance(answer, str) and not answer.strip()):
+    answer = _plain(answer)
+    items = answer if isinstance(answer, list) else [answer]
+    for item in items:
+        if isinstance(item, float) and not math.isfinite(item):
+            raise UserError(f"{where}: {key} is {item}; a reference answer is finite, or text")
+    if all(x is None or x == [] or (isinstance(x, str) and not x.strip()) for x in items):
         raise UserError(f"{where}: {key} is empty; every row needs a reference answer")
     return answer
 
@@ -257,12 +248,20 @@ def _listed(row: Mapping[str, Any], key: str, least: int | None, where: str) -> 
     return listed
 
 
+def _plain(value: Any) -> Any:
+    """A value with lists for arrays and Python's numbers for NumPy's, as files have them."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return {k: _plain(x) for k, x in value.items()} if isinstance(value, dict) else value
+
+
 def _solution(
     row: Mapping[str, Any],
     key: str,
     where: str,
-    tokenizer: Tokenizer,
-    template: str,
+    wording: Wording,
     solution: Any,
 ) -> np.ndarray:
     """[s] int32: the tokens of a completion that the row gives, the token that ends it last.
@@ -276,6 +275,7 @@ def _solution(
         )
     if not str(solution).strip():
         raise UserError(f"{where}: {key} is empty; every row needs a solution to learn from")
+    tokenizer = wording.tokenizer
     refuse_controls(tokenizer, str(solution), f"{where}: {key}")
-    end = end_of_turn(tokenizer, template)
+    end = end_of_turn(tokenizer, wording.template)
     return np.array([*tokenizer.encode(str(solution)), end], np.int32)

@@ -20,10 +20,12 @@ from flax import struct
 from jrl.episodes.device import Env, Start, TurnLog, empty_log, paid_points
 from jrl.errors import UserError
 from jrl.sampling.cache import pick
-from jrl.sampling.device_loop import Prompts, Turns, as_rollout, sample_rows, turn_ended
+from jrl.sampling.device_loop import Turns, as_rollout, sample_rows, turn_ended
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.queue import CHUNK, Queue
-from jrl.sampling.slots import Members, Sequences, extend
+from jrl.sampling.queue import Queue
+from jrl.sampling.sequences import Members, Prompts, SamplerInputs, Sequences, first_members
+from jrl.sampling.slot_sizes import SlotPlan
+from jrl.sampling.slots import extend
 from jrl.types import Array, Network, Params, Rollout, Stack, StopReason
 
 
@@ -72,19 +74,14 @@ def play(
     sampling_params: SamplingParams,
     version: Array,
     ids: Array,
-    members: Members | None = None,
+    group: Members | int,
     *,
     env: Env,
     network: Network,
-    group: int = 0,
-    baseline_members: int = 0,
-    slots: int = 0,
-    block: int = 0,
-    chunk: int = CHUNK,
-    shrink: bool | None = None,
+    slots: int | SlotPlan = 0,
     step: Array | None = None,
 ) -> tuple[Episodes, Array]:
-    """``group`` episodes from each start; arguments not named here are those of ``generate``.
+    """``group`` episodes from each start: ``generate`` with the turns of an environment.
 
     Args:
       key: consumed.
@@ -93,15 +90,10 @@ def play(
       sampling_params: scalars.
       version: [] int32, the policy's version.
       ids: [N] int32; an episode's draws depend on (key, its start's id, its member) alone.
-      members: as in ``generate``; limits are the environment's.
+      group: as in ``generate``; limits are the environment's.
       env: the environment.
       network: the policy.
-      group: members drawn from the distribution; not read with ``members``.
-      baseline_members: further members drawn greedily.
-      slots: episodes played at a time; 0 takes all.
-      block: members of a group that leave their slots together; see ``generate``.
-      chunk: decode steps after which turns that ended are answered, and free slots refilled.
-      shrink: whether the last live slots move into ever smaller states; None where it pays.
+      slots: S, episodes played at a time, 0 for all; or the whole plan of how they take turns.
       step: [] int32, the training step, where each player is drawn by the policy of several that
         plays it then; None for one policy that plays all.
 
@@ -111,30 +103,19 @@ def play(
     Raises:
       UserError: an episode does not fit the network, or the slots no block.
     """
-    assert members is None or not baseline_members, "greedy members have temperature 0"
-    group = group if members is None else members.number.shape[1]
-    n, g, width = ids.shape[0], group + baseline_members, env.completion_tokens
+    members = group if isinstance(group, Members) else first_members(ids.shape[0], group)
+    (n, g), width = members.number.shape, env.completion_tokens
     check_room(env, network)
     several = network.extras.stack if step is not None else None
     if several is not None:
         network = several.speaking(jnp.zeros(1, jnp.int32))  # replaced wherever rows are continued
-    prompts = Prompts(starts.tokens, starts.length, starts.state, members)
+    prompts = Prompts(starts.tokens, starts.length, ids, members, starts.state)
     sampled = sample_rows(
-        key,
-        params,
-        prompts,
-        sampling_params,
-        version,
-        ids,
-        step,
+        SamplerInputs(key, params, prompts, sampling_params, version, step),
         network=network,
-        members=(group, baseline_members),
         width=width,
         stop_tokens=(env.stop_id,),
-        slots=slots,
-        block=block,
-        chunk=chunk,
-        shrink=shrink,
+        plan=SlotPlan.of(slots),
         turns=_turns(env, network, several),
     )
     log: TurnLog = sampled.log
@@ -142,7 +123,7 @@ def play(
     # being carried through the decode loop.
     tokens = {name: x.reshape(n, g, width) for name, x in log.by_token(width).items()}
     results, routing = sampled.results, sampled.routing
-    rollout = as_rollout(results, prompts, version, group, sampled=tokens["drawn"], routing=routing)
+    rollout = as_rollout(results, prompts, version, sampled=tokens["drawn"], routing=routing)
     success, turns = log.success.reshape(n, g, *log.success.shape[1:]), log.count.reshape(n, g)
     # What the reply of the environment occupies is not trained, and no reward may lie there.
     paid = jnp.where(rollout.mask, tokens["paid"], 0.0)

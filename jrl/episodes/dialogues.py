@@ -1,6 +1,6 @@
 """Conversations in messages, as transcripts that train the assistant's turns.
 
-    found = read_dialogues(open_source("talks.jsonl"), tokenizer)
+    found = read_dialogues(open_source("talks.jsonl"), Wording(tokenizer))
     print(found.counts)
 
 A row is {"messages": [...], "reward": 0.7}, or with "rewards", one number for each message of the
@@ -39,7 +39,7 @@ from jrl.models.chat_frames import (
 )
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
 from jrl.system.float32 import fits_float32
-from jrl.types import NOTHING, StopReason
+from jrl.types import StopReason
 
 ROLES = ("system", "user", "assistant")
 ASSISTANT = "assistant"
@@ -89,28 +89,22 @@ class Dialogues(NamedTuple):
 
 def read_dialogues(
     source: Source,
-    tokenizer: Tokenizer,
+    wording: Wording,
     *,
-    system: str | None = None,
-    template: str = "chat",
-    variables: Mapping[str, Any] = NOTHING,
     invalid: str = "error",
 ) -> Dialogues:
     """The dialogues of a file, tokenized.
 
     Args:
       source: the rows.
-      tokenizer: the policy's.
-      system: a system message for dialogues that begin without one, or None.
-      template: "chat" for the tokenizer's chat template; "plain" for contents one after another,
-        each of the assistant's ended by the end-of-text token.
-      variables: further variables of the chat template, such as ``{"enable_thinking": False}``.
+      wording: how their messages become ids; with the template "plain" contents stand one after
+        another, each of the assistant's ended by the end-of-text token.
       invalid: for rows that cannot be used: "error", or "skip", which counts them.
 
     Raises:
       UserError: a row cannot be used; names file and line, and what is wrong with it.
     """
-    Wording(tokenizer, system, template, variables).check()
+    tokenizer, system, template, variables = wording.check()
     writer = _writer(tokenizer, template, variables)
     sessions: list[list[RecordedCompletion]] = []
     bad = BadRows(skip=invalid == "skip")

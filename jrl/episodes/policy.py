@@ -112,6 +112,7 @@ class Policy:
           EnvError: there is no such turn, or the reward is not finite.
         """
         turns = len(self._players)
+        # A role's last turn and a numbered one may differ; which of them was meant is not guessed.
         if role is not None and turn is not None:
             raise EnvError("policy.reward takes a role or a turn, not both")
         if role is not None:
@@ -164,6 +165,7 @@ class Policy:
         """The feedback to the last turn, with all that was recorded since the one before."""
         last, zero = len(self._players) - 1, (0.0,) * self._parts
         rewards, metrics, labels = self._rewards, self._metrics, self._labels
+        # Emptied here: what a feedback has carried must not be paid again with the next one.
         self._rewards, self._metrics, self._labels = {}, {}, {}
         # Rewards of turns before the last one go into ``earlier``, a list from the first turn on.
         latest = max((turn for turn in rewards if turn < last), default=-1)

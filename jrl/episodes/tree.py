@@ -192,6 +192,7 @@ def frontier(
 
     def score(tree: Tree, i: int) -> float:
         node = tree.nodes[i]
+        # The root's parent is number -1, which would be the newest node.
         above = tree.nodes[node.parent].value if i else 0.0
         unsure = node.step.entropy if node.step else 0.0
         deep = math.sqrt(node.depth / max_depth)
@@ -288,6 +289,7 @@ def _alive(tree: Tree) -> set[int]:
 
 def mean_backup(tree: Tree, node: int, points: float) -> None:
     """Adds the points to every node of the path, the root included: values are means."""
+    # The root, too: ``uct`` and ``puct`` read its visits as those above its children.
     for i in (*tree.path(node), 0):
         tree.nodes[i].visits += 1
         tree.nodes[i].total += points
@@ -308,6 +310,7 @@ def constrained(least: float = 0.1) -> Backup:
             ancestor = tree.nodes[i]
             ancestor.visits += 1
             gain = max((ancestor.depth + 1) / length, least) * points
+            # 0, which no backup has reached, is of either sign.
             if ancestor.total * points >= 0:
                 ancestor.total += gain
             elif points > 0:
@@ -436,6 +439,7 @@ def _shared(tree: Tree, node: int) -> list[Any]:
     for i in tree.path(node):
         step = tree.step(i)
         shared += [step.content, step.answer] if len(step.answer) else [step.content]
+        # What came before a new context is not read by the steps behind it.
         if step.restart is not None:
             shared = [step.restart]
     return shared
@@ -468,6 +472,7 @@ def siblings(tree: Tree) -> list[Siblings]:
     for i, node in enumerate(tree.nodes):
         visited = [j for j in node.children if tree.nodes[j].visits]
         values = [tree.nodes[j].value for j in visited]
+        # Equal values prefer no step: such a group would train on its order alone.
         if len(set(values)) > 1:
             path = _shared(tree, i)
             steps = [tree.step(j).content for j in visited]

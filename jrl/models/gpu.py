@@ -59,6 +59,7 @@ def unfit(config: ModelConfig) -> str:
     if config.dtype not in ("bfloat16", "float16"):
         return f"it computes in bfloat16 or float16, and model.dtype = {config.dtype!r}"
     size = config.head_dim
+    # Blocks of Triton have sizes that are powers of two; others would compute on padding.
     if size < 32 or size > 256 or size & (size - 1):
         return f"it takes heads of 32, 64, 128 or 256, and model.config.head_dim = {size}"
     return ""
@@ -286,6 +287,8 @@ def _prompts(cache: Cache) -> int:
 
 def takes(attention: str, config: ModelConfig, cache: Cache, tokens: Array) -> bool:
     """Whether one step of these tokens [S, Q] to this cache runs on the kernels."""
+    # Caches in pieces are for XLA's attention, which reads a piece or leaves it; the kernel reads
+    # the columns that a row has reached, of one array.
     if tokens.shape[1] != 1 or len(cache.rows[0]) != 1 or not decodes(attention, config):
         return False
     return _divides(_prompts(cache))

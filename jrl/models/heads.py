@@ -45,6 +45,7 @@ def _axes_linear(outputs: int = 1) -> Any:
 def _linear(params: Params, hidden: Array) -> Array:
     """[...] float32: one number for each hidden vector, or [..., K] of several outputs."""
     with jax.named_scope("scalar_head"):
+        # In float32: values and rewards are subtracted from one another, where 8 bits are few.
         hidden32 = hidden.astype(jnp.float32)
         out = jnp.tensordot(hidden32, params["weight"], axes=1)
         return out + jnp.broadcast_to(params["bias"], out.shape)

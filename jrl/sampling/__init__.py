@@ -5,6 +5,7 @@ In one program, for a whole batch:
 - ``params``: the distribution sampled from, and how a token is sampled
 - ``cache``: rows of a network's cache
 - ``slots``: the state of sequences being decoded
+- ``sequences``: prompts and members before they have a slot
 - ``queue``: sequences that take turns in slots
 - ``generate``: all completions of a batch
 - ``device_loop``, ``slot_sizes``: rows of a batch through the slots, of one turn or several

@@ -35,6 +35,30 @@ class DecodeBatch(struct.PyTreeNode):
     stops: Array
 
 
+class ChunkInputs(NamedTuple):
+    """The host's settings of one decode chunk.
+
+    Attributes:
+      version: [] int32, of the policy.
+      halted: [S] int32, a ``StopReason`` for rows to stop first; RUNNING leaves a row as it is.
+      steps: [] int32, decode steps, at most the columns of the output.
+      idle: the chunk ends before more slot-steps than this would sample nothing.
+      reports: [S] int32, alternatives reported with each token of a row; -1 for no report. None
+        where no row may ask for one, which costs nothing.
+      policies: [S] int32, the policy of several that samples each row; None for the network.
+      masks: [S, ceil(V / 32)] uint32, a bit for each token that a row may sample in this chunk.
+        None where no row is ever constrained, which costs nothing.
+    """
+
+    version: Any
+    halted: Any
+    steps: Any
+    idle: IdleLimit
+    reports: Any = None
+    policies: Any = None
+    masks: Any = None
+
+
 class ChunkOutput(NamedTuple):
     """Output of one decode chunk, for the host.
 
@@ -147,13 +171,7 @@ def admit(weights: Any, batch: DecodeBatch, new: Admission, *, network: Network)
 def decode_chunk(
     weights: Any,
     batch: DecodeBatch,
-    version: Array,
-    halted: Array,
-    steps: Array,
-    idle: IdleLimit,
-    reports: Array | None = None,
-    policies: Array | None = None,
-    masks: Array | None = None,
+    chunk: ChunkInputs,
     *,
     network: Network,
     width: int,
@@ -162,32 +180,24 @@ def decode_chunk(
     stack: Stack | None = None,
     at_once: int = 1,
 ) -> tuple[DecodeBatch, ChunkOutput]:
-    """The batch after up to ``steps`` more tokens in every running row, and those tokens.
+    """The batch after a chunk's steps, each a token more in every running row, and those tokens.
 
     Args:
       weights: as ``network.prepare`` returns them.
       batch: the state; donated.
-      version: [] int32, of the policy.
-      halted: [S] int32, a ``StopReason`` for rows to stop first; RUNNING leaves a row as it is.
-      steps: [] int32, decode steps, at most ``width``.
-      idle: the chunk ends before more slot-steps than this would sample nothing.
-      reports: [S] int32, alternatives reported with each token of a row; -1 for no report. None
-        where no row may ask for one, which costs nothing.
-      policies: [S] int32, the policy that samples each row, of ``stack``; None for the network.
-      masks: [S, ceil(V / 32)] uint32, a bit for each token that a row may sample in this chunk.
-        None where no row is ever constrained, which costs nothing.
+      chunk: its steps, and what holds for single rows in it.
       network: the policy.
       width: W, columns of the output.
       top: K, the most alternatives reported.
       measure: of the distribution that each token is sampled from, if the batch has room for it.
       stack: the network's policies, where rows are sampled by different ones.
-      at_once: as ``decode`` takes it, best a divisor of ``steps``.
+      at_once: as ``decode`` takes it, best a divisor of the steps.
     """
-    if stack is not None and policies is not None:
-        network = stack.speaking(policies)
+    if stack is not None and chunk.policies is not None:
+        network = stack.speaking(chunk.policies)
     # Rows that the host ends (aborts, stop strings) are stopped in the chunk's own program: a
     # program of its own would be another return to the host.
-    stop = jnp.where(halted == StopReason.RUNNING, batch.slots.stop, halted)
+    stop = jnp.where(chunk.halted == StopReason.RUNNING, batch.slots.stop, chunk.halted)
     slots = batch.slots.replace(stop=stop.astype(jnp.int32))
     # Kept, to be put back: the switched-off copy below is for this chunk alone.
     before, sampling_params = slots.lengths, slots.sampling_params
@@ -202,20 +212,20 @@ def decode_chunk(
         floors=True,
         greedy=True,
     )
-    if masks is not None:
+    if chunk.masks is not None:
         assert used.bias is not None
-        used = used.replace(bias=_masked(used.bias, masks))
+        used = used.replace(bias=_masked(used.bias, chunk.masks))
     report = None
-    if reports is not None:
-        report = TokenReport.empty(jnp.where(runs, reports, -1), width, top)
+    if chunk.reports is not None:
+        report = TokenReport.empty(jnp.where(runs, chunk.reports, -1), width, top)
     slots, count = decode(
         weights,
         slots.replace(sampling_params=used, report=report),
-        version,
+        chunk.version,
         network=network,
-        steps=steps,
+        steps=chunk.steps,
         stop_tokens=batch.stops,
-        idle=idle,
+        idle=chunk.idle,
         measure=measure,
         at_once=at_once,
     )

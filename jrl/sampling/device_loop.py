@@ -20,44 +20,11 @@ from jax.sharding import PartitionSpec
 from jrl.mesh import constrain, divided, free_axes, lone_axes
 from jrl.models import gpu
 from jrl.sampling.cache import rows_of
-from jrl.sampling.params import SamplingParams
 from jrl.sampling.queue import Queue, Results, finish
-from jrl.sampling.slot_sizes import SlotSizes, shrinking_pays, slot_sizes
-from jrl.sampling.slots import (
-    Members,
-    Sequences,
-    Slots,
-    decode,
-    fresh_rows,
-    pieces_of,
-    sequences_of,
-    start,
-)
-from jrl.types import (
-    Array,
-    Cache,
-    Network,
-    Params,
-    Rollout,
-    RoutingRecord,
-    StopReason,
-)
-
-
-class Prompts(NamedTuple):
-    """N prompts and their settings.
-
-    Attributes:
-      tokens: [N, P] int32, from column 0.
-      lengths: [N] int32, 1 to P.
-      state: of an environment, any pytree of arrays with N rows; None without one.
-      members: which members of each are sampled, and how; None for the first ones, all alike.
-    """
-
-    tokens: Array
-    lengths: Array
-    state: Any = None
-    members: Members | None = None
+from jrl.sampling.sequences import Prompts, SamplerInputs, Sequences, fresh_rows, sequences_of
+from jrl.sampling.slot_sizes import SlotPlan, SlotSizes, shrinking_pays, slot_sizes
+from jrl.sampling.slots import Slots, decode, pieces_of, start
+from jrl.types import Array, Cache, Network, Rollout, RoutingRecord, StopReason
 
 
 class Turns(NamedTuple):
@@ -95,81 +62,57 @@ class Sampled(NamedTuple):
 
 
 def sample_rows(
-    key: Array,
-    params: Params,
-    prompts: Prompts,
-    sampling_params: SamplingParams,
-    version: Array,
-    ids: Array,
-    shared: Any = None,
+    inputs: SamplerInputs,
     *,
     network: Network,
-    members: tuple[int, int],
     width: int,
     stop_tokens: Sequence[int],
-    slots: int,
-    block: int,
-    chunk: int,
-    shrink: bool | None,
+    plan: SlotPlan,
     turns: Turns | None = None,
 ) -> Sampled:
     """The device loop: rows of all prompts through the slots, each with one turn or several.
 
-    Arguments that are not named here are those of ``generate``.
-
     Args:
-      key: consumed.
-      params: the policy's.
-      prompts: N of them.
-      sampling_params: scalars.
-      version: [] int32.
-      ids: [N] int32.
-      shared: given to ``turns.network``, a pytree of arrays.
+      inputs: with the members of every prompt.
       network: the policy.
-      members: of a group, sampled and greedy ones.
       width: T.
       stop_tokens: ids that end a turn.
-      slots: S.
-      block: of slots.
-      chunk: decode steps between refills, and after which turns that ended are answered; on a GPU
-        at least ``gpu.STEPS``.
-      shrink: into smaller states.
+      plan: how rows take turns in the slots.
       turns: None for rows that end with their first turn.
     """
-    n, chunk = ids.shape[0], max(chunk, gpu.steps_at_once())
 
     def run(parts: int) -> Callable[..., Any]:
-        # Devices that draw by themselves have their own slots: sizes are those of one's part.
-        pays = shrinking_pays(width, stop_tokens, alone=parts > 1 or not divided())
-        shrinks = pays if shrink is None else shrink
         return partial(
             _sample_rows,
             network=network,
-            sizes=slot_sizes(n // parts * sum(members), sum(members), slots, block, shrink=shrinks),
-            members=members,
+            sizes=sizes_on(parts, inputs.prompts, plan, width, stop_tokens),
             width=width,
             stop_tokens=stop_tokens,
-            chunk=chunk,
+            chunk=max(plan.chunk, gpu.steps_at_once()),
             turns=turns,
         )
 
-    args = key, params, prompts, sampling_params, version, ids, shared
-    results, steps, routing, log = on_own_prompts(run, *args, network=network)
+    results, steps, routing, log = on_own_prompts(run, inputs, network=network)
     return Sampled(results, steps.sum(), routing, log)
 
 
+def sizes_on(
+    parts: int, prompts: Prompts, plan: SlotPlan, width: int, stop_tokens: Sequence[int]
+) -> SlotSizes:
+    """The sizes of each of the ``parts`` that devices divide the prompts into."""
+    assert prompts.members is not None
+    n, group = prompts.members.number.shape
+    # By default decided by the shapes, not by timings: the programs of a run do not depend on the
+    # machine's load.
+    pays = shrinking_pays(width, stop_tokens, alone=parts > 1 or not divided())
+    return slot_sizes(n // parts * group, group, plan, pays=pays)
+
+
 def _sample_rows(
-    key: Array,
-    weights: Any,
-    prompts: Prompts,
-    sampling_params: SamplingParams,
-    version: Array,
-    ids: Array,
-    shared: Any,
+    inputs: SamplerInputs,
     *,
     network: Network,
     sizes: SlotSizes,
-    members: tuple[int, int],
     width: int,
     stop_tokens: Sequence[int],
     chunk: int,
@@ -180,14 +123,10 @@ def _sample_rows(
     Returns:
       The results, the slot-steps [1], the record of the prompts' routing, and the turns' log.
     """
-    tokens, lengths, state, chosen = prompts
-    sequences = sequences_of(
-        *(key, weights, tokens, lengths, sampling_params, ids),
-        members if chosen is None else chosen,
-        network,
-    )
+    weights, shared = inputs.weights, inputs.shared
+    sequences = sequences_of(inputs, network)
     queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
-    draw = partial(decode, weights, version=version, stop_tokens=stop_tokens, at_once=chunk)
+    draw = partial(decode, weights, version=inputs.version, stop_tokens=stop_tokens, at_once=chunk)
     recorded = network.extras.recorded
     routing = None if recorded is None else recorded(sequences.prompts.rows)
 
@@ -198,7 +137,7 @@ def _sample_rows(
         return queue.replace(slots=slots, steps=queue.steps + count * queue.index.shape[0])
 
     if turns is not None:
-        queue = turns.begin(queue, sequences, state)
+        queue = turns.begin(queue, sequences, inputs.prompts.state)
     # Prompts were computed for all sequences before: a prompt whose members wait is not read twice.
     queue = finish(
         queue,
@@ -266,7 +205,6 @@ def as_rollout(
     results: Results,
     prompts: Prompts,
     version: Array,
-    group: int,
     *,
     sampled: Array | None = None,
     routing: Array | None = None,
@@ -277,7 +215,6 @@ def as_rollout(
       results: of the rows.
       prompts: N of them.
       version: [] int32, of the policy.
-      group: sampled members; those after them are greedy.
       sampled: [N, G, T] bool, tokens that the row itself sampled; None for all.
       routing: of the prompts, [N, P, n, k]; None for no record.
     """
@@ -296,7 +233,7 @@ def as_rollout(
         sampler_logprobs=jnp.where(mask, results.logprobs.reshape(n, g, t), 0.0),
         versions=jnp.where(mask, version, -1).astype(jnp.int32),
         stop=stop,
-        baseline=jnp.broadcast_to(jnp.arange(g) >= group, (n, g)),
+        baseline=jnp.zeros((n, g), bool),  # which members are baselines their asks say
     ).check()
     if routing is None or results.experts is None:
         return rollout
@@ -317,16 +254,7 @@ def with_routing(rollout: Rollout, prompts: Array, tokens: Array) -> Rollout:
 
 
 def on_own_prompts(
-    run: Callable[[int], Callable[..., Any]],
-    key: Array,
-    params: Params,
-    prompts: Prompts,
-    sampling_params: SamplingParams,
-    version: Array,
-    ids: Array,
-    shared: Any = None,
-    *,
-    network: Network,
+    run: Callable[[int], Callable[[SamplerInputs], Any]], inputs: SamplerInputs, *, network: Network
 ) -> Any:
     """A sampler's output, run by each device on its own prompts where the mesh allows that.
 
@@ -334,38 +262,21 @@ def on_own_prompts(
     go in step: backends may pair up all devices for that, and wait for those that have finished.
 
     Args:
-      run: (parts into which the prompts are cut) -> the sampler of one part, which takes the other
-        arguments, ``params`` prepared, and returns arrays with a row for each of its own.
-      key: the same for all.
-      params: the policy's.
-      prompts: N of them.
-      sampling_params: scalars.
-      version: [] int32.
-      ids: [N] int32.
-      shared: any other arrays, the same for all.
+      run: (parts into which the prompts are cut) -> the sampler of one part, which takes inputs
+        with prepared weights, and returns arrays with a row for each of its own.
+      inputs: of all prompts.
       network: the policy.
     """
     # Once: the loop over tokens would slice layers out of their stacks again for every token.
-    weights = network.prepare(params)
-    axes, parts = independent_axes(network, ids.shape[0])
-    sampler, args = run(parts), (key, weights, prompts, sampling_params, version, ids, shared)
+    inputs = inputs._replace(weights=network.prepare(inputs.weights))
+    axes, parts = independent_axes(network, inputs.prompts.ids.shape[0])
+    sampler = run(parts)
     if not axes:
-        return sampler(*args)
-    replicated_spec, sharded = PartitionSpec(), PartitionSpec(axes)
-    return jax.shard_map(
-        sampler,
-        in_specs=(
-            replicated_spec,
-            replicated_spec,
-            sharded,
-            replicated_spec,
-            replicated_spec,
-            sharded,
-            replicated_spec,
-        ),
-        out_specs=sharded,
-        check_vma=False,
-    )(*args)
+        return sampler(inputs)
+    sharded = PartitionSpec(axes)
+    specs: Any = SamplerInputs._make([PartitionSpec()] * len(inputs))
+    specs = specs._replace(prompts=sharded)
+    return jax.shard_map(sampler, in_specs=(specs,), out_specs=sharded, check_vma=False)(inputs)
 
 
 def independent_axes(network: Network, prompts: int) -> tuple[tuple[str, ...], int]:

@@ -23,18 +23,20 @@ from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.admission import RowSampling, RowStart
 from jrl.sampling.batch import ChunkOutput
 from jrl.sampling.chunk_length import LENGTHS, ChunkLength, choices
-from jrl.sampling.grammar import Grammars, no_mask
+from jrl.sampling.grammar import no_mask
 from jrl.sampling.request import (
+    PLAIN_REQUESTS,
     TOP_LOGPROBS,
     PartialCompletion,
     QueueFull,
     Request,
+    RequestFeatures,
     RequestLimits,
     TokenLogprobs,
     Update,
     check_request,
 )
-from jrl.sampling.rows import Rows
+from jrl.sampling.rows import RowOptions, Rows
 from jrl.sampling.slots import check_length
 from jrl.types import Network, Params, StopReason
 
@@ -57,11 +59,7 @@ class Engine:
         ``chunk_length``. It changes no completion.
       block: slots that share the cache of one prompt and are filled together; divides ``slots``.
         A group of completions reads its prompt once a block.
-      biases: whether requests may change logits; costs [slots, V] float32 numbers.
-      reports: whether requests may ask for ``top_logprobs``; costs steps in which one did.
-      grammars: compiles the grammars that requests may bring; None for none. While a row with one
-        runs, chunks are of one step: the host allows its next tokens.
-      queue: completions that may wait for a slot; None for any number.
+      requests: what they may ask for, and how many may wait.
       version: of the parameters, recorded with each token.
 
     Attributes:
@@ -87,10 +85,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         chunk: int | None = None,
         block: int = 1,
-        biases: bool = False,
-        reports: bool = False,
-        grammars: Grammars | None = None,
-        queue: int | None = None,
+        requests: RequestFeatures = PLAIN_REQUESTS,
         version: int = 0,
     ) -> None:
         if chunk is not None and chunk < 1:
@@ -98,8 +93,9 @@ class Engine:
                 f"chunk = {chunk}; must be at least 1, or None to measure and choose it"
             )
         check_length(network, 1, max_new_tokens)
+        grammars = requests.grammars
         self._tokenizer, self._grammars = tokenizer, grammars
-        self._block, self._chunk, self._queue_limit = block, chunk, queue
+        self._block, self._chunk, self._queue_limit = block, chunk, requests.queue
         self.chunk_length = ChunkLength()
         # At least one token has to fit after the longest prompt.
         prompt_tokens = min(prompt_tokens, network.max_length - 1)
@@ -110,8 +106,8 @@ class Engine:
             vocab_size=network.vocab_size,
             max_length=network.max_length,
             stop_tokens=max(_MIN_STOP_TOKENS, len(stop_tokens)),
-            biases=biases or grammars is not None,
-            reports=reports,
+            biases=requests.biases or grammars is not None,
+            reports=requests.reports,
             grammars=grammars is not None,
         )
         self.rows = Rows(
@@ -121,14 +117,16 @@ class Engine:
             max_new_tokens=max_new_tokens,
             stop_tokens=stop_tokens,
             chunk=chunk or LENGTHS[-1],
-            block=block,
-            prompts=slots,
-            # A request's own limits keep it within the network, see ``RequestLimits.new_tokens``.
-            total_tokens=network.max_length,
-            stop_width=self.limits.stop_tokens,
-            biases=self.limits.biases,
-            masks=grammars is not None,
-            top_logprobs=min(TOP_LOGPROBS, network.vocab_size) if reports else None,
+            options=RowOptions(
+                block=block,
+                prompts=slots,
+                # A request's own limits keep it within the network, see ``new_tokens``.
+                total_tokens=network.max_length,
+                stop_width=self.limits.stop_tokens,
+                biases=self.limits.biases,
+                masks=grammars is not None,
+                top_logprobs=min(TOP_LOGPROBS, network.vocab_size) if requests.reports else None,
+            ),
         )
         self.rows.set_weights(params, version)
         self.slot_steps = self.live_steps = 0
@@ -204,6 +202,7 @@ class Engine:
     def step(self) -> list[Update]:
         """Admits queued completions, decodes one chunk, and returns the updates."""
         self._fill()
+        # Before the chunk's length is chosen: a row under a grammar allows one step.
         masks = self._masks()
         # Those of aborts since the last step come first.
         updates, self._updates = self._updates, []
@@ -244,6 +243,7 @@ class Engine:
             if member is None or member.request.grammar is None:
                 continue
             assert self._grammars is not None  # the request was checked
+            # One request's grammar must not end the step of the others.
             try:
                 member.constrain(self._grammars)
                 assert member.constraint is not None

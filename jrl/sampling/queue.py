@@ -1,8 +1,7 @@
 """Continuous batching: refill free slots; at the end compact live rows into smaller batches.
 
 A block of slots whose sequences have all ended writes its results and is refilled. When the queue
-is
-empty and slots fall idle, the live rows are compacted into ever smaller states.
+is empty and slots fall idle, the live rows are compacted into ever smaller states.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.sampling.cache import pick, put_prefixes, rows_of, take
-from jrl.sampling.slots import Sequences, Slots, fresh_rows
+from jrl.sampling.sequences import Sequences, fresh_rows
+from jrl.sampling.slots import Slots
 from jrl.types import Array, StopReason
-
-CHUNK = 4
-"""Decode steps between two refills of free slots."""
 
 
 class Results(struct.PyTreeNode):

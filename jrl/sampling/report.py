@@ -88,6 +88,7 @@ def reported_logprobs(logits: Array, sampling_params: SamplingParams) -> Array:
       [S, V] float32, nats; -inf for tokens that truncation leaves out.
     """
     scaled, greedy = scaled_logits(logits, sampling_params)
+    # Only where a row may truncate: the search for its threshold goes over the vocabulary often.
     if sampling_params.truncates or sampling_params.floors:
         scaled = jnp.where(kept_tokens(scaled, sampling_params), scaled, -jnp.inf)
     return jax.nn.log_softmax(jnp.where(greedy, logits.astype(jnp.float32), scaled), axis=-1)

@@ -325,6 +325,27 @@ class RequestLimits:
         return min(self.max_new_tokens, self.max_length - prompt_tokens)
 
 
+class RequestFeatures(NamedTuple):
+    """Limits of a request, and of the queue.
+
+    Attributes:
+      biases: whether they may change logits; costs [slots, V] float32 numbers.
+      reports: whether they may ask for ``top_logprobs``; costs steps in which one did.
+      grammars: compiles the grammars that they may bring; None for none. While a row with one
+        runs, chunks are of one step: the host allows its next tokens.
+      queue: completions that may wait for a slot; None for any number.
+    """
+
+    biases: bool = False
+    reports: bool = False
+    grammars: Grammars | None = None
+    queue: int | None = None
+
+
+PLAIN_REQUESTS = RequestFeatures()
+"""Requests for tokens and their log-probabilities alone, any number of them."""
+
+
 def check_request(request: Request, limits: RequestLimits, tokenizer: Tokenizer | None) -> None:
     """Raises UserError that names the problem of a request the engine cannot serve."""
     # Before it is queued: on the device a bad value is clamped or wrong silently, never refused.
@@ -375,7 +396,7 @@ def _check_report(request: Request, limits: RequestLimits) -> None:
     if top is None:
         return
     if not limits.reports:
-        raise UserError("top_logprobs needs an engine that is built with reports=True")
+        raise UserError("top_logprobs needs an engine built with RequestFeatures(reports=True)")
     most = min(TOP_LOGPROBS, limits.vocab_size)
     if not 0 <= top <= most:
         raise UserError(f"top_logprobs = {top}; must be 0 to {most}")
@@ -385,7 +406,7 @@ def _check_grammar(request: Request, limits: RequestLimits) -> None:
     if request.grammar is None:
         return
     if not limits.grammars:
-        raise UserError("grammar needs an engine that is built with grammars")
+        raise UserError("grammar needs an engine built with RequestFeatures(grammars=...)")
     if request.stop_tokens is not None:
         raise UserError("grammar and stop_tokens: a grammar ends with the engine's; leave one out")
 
@@ -394,7 +415,7 @@ def _check_bias(request: Request, limits: RequestLimits) -> None:
     if not request.biased:
         return
     if not limits.biases:
-        raise UserError("logit_bias and allowed need an engine that is built with biases=True")
+        raise UserError("logit_bias and allowed need RequestFeatures(biases=True) of the engine")
     _check_ids("logit_bias", request.logit_bias, limits.vocab_size)
     _check_ids("allowed", request.allowed or (), limits.vocab_size)
     bad = [t for t, x in request.logit_bias.items() if not x < np.inf]

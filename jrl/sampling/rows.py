@@ -24,7 +24,7 @@ from jrl.mesh import parts_of
 from jrl.models import gpu
 from jrl.sampling import batch as programs
 from jrl.sampling.admission import AdmissionBuilder, RowSampling, RowStart, widths
-from jrl.sampling.batch import ChunkOutput, DecodeBatch
+from jrl.sampling.batch import ChunkInputs, ChunkOutput, DecodeBatch
 from jrl.sampling.grammar import no_mask
 from jrl.sampling.row_costs import RowCosts, Timings
 from jrl.sampling.slots import IdleLimit, Measure, check_length
@@ -52,6 +52,36 @@ class More(NamedTuple):
     limit: int
 
 
+class RowOptions(NamedTuple):
+    """Options of rows in a server of requests; episodes and searches use none.
+
+    Attributes:
+      block: rows that share the cache of one prompt and are filled together; divides the slots.
+        Rows can be extended, suspended and forked only where it is 1.
+      prompts: the most prompts computed together. More cost less time, but then a row's rounding
+        depends on the prompts that came with its own.
+      total_tokens: the longest row, prompt included, that is ever admitted; None for the sum of
+        ``prompt_tokens`` and ``max_new_tokens``.
+      stop_width: the most stop tokens that a row may bring; 0 for no more than ``stop_tokens``.
+      biases: whether rows may bring a bias; costs [S, V] float32 numbers.
+      masks: whether ``decode`` may be told which tokens a row may sample; needs ``biases``.
+      top_logprobs: the most alternatives that ``decode`` may report with each token; None for no
+        reports, which costs nothing.
+    """
+
+    block: int = 1
+    prompts: int = 1
+    total_tokens: int | None = None
+    stop_width: int = 0
+    biases: bool = False
+    masks: bool = False
+    top_logprobs: int | None = None
+
+
+PLAIN_ROWS = RowOptions()
+"""Rows of episodes and searches."""
+
+
 class Rows:
     """S rows on the device. Not thread-safe: one thread calls it.
 
@@ -70,17 +100,7 @@ class Rows:
         None for nothing.
       row_policies: whether every row is sampled by one of the network's several policies, which
         ``decode`` is told; False for the network as it is.
-      block: rows that share the cache of one prompt and are filled together; divides ``slots``.
-        Rows can be extended, suspended and forked only where it is 1.
-      prompts: the most prompts computed together. More cost less time, but then a row's rounding
-        depends on the prompts that came with its own.
-      total_tokens: the longest row, prompt included, that is ever admitted; None for the sum of
-        ``prompt_tokens`` and ``max_new_tokens``.
-      stop_width: the most stop tokens that a row may bring; 0 for no more than ``stop_tokens``.
-      biases: whether rows may bring a bias; costs [S, V] float32 numbers.
-      masks: whether ``decode`` may be told which tokens a row may sample; needs ``biases``.
-      top_logprobs: the most alternatives that ``decode`` may report with each token; None for no
-        reports, which costs nothing.
+      options: for a server of requests.
 
     Attributes:
       version: of the weights in use.
@@ -103,19 +123,14 @@ class Rows:
         suspended: int | None = None,
         measure: Measure | None = None,
         row_policies: bool = False,
-        block: int = 1,
-        prompts: int = 1,
-        total_tokens: int | None = None,
-        stop_width: int = 0,
-        biases: bool = False,
-        masks: bool = False,
-        top_logprobs: int | None = None,
+        options: RowOptions = PLAIN_ROWS,
     ) -> None:
+        block, biases, top_logprobs = options.block, options.biases, options.top_logprobs
         if block < 1 or slots < 1 or slots % block:
             raise UserError(
                 f"slots = {slots}; must be a multiple of block = {block}, both at least 1"
             )
-        total = prompt_tokens + max_new_tokens if total_tokens is None else total_tokens
+        total = options.total_tokens or prompt_tokens + max_new_tokens
         check_length(network, total - max_new_tokens, max_new_tokens)
         # The network is bound when a chunk is traced; until then any policy of several gives the
         # shapes.
@@ -126,7 +141,7 @@ class Rows:
         self.version, self.costs = 0, RowCosts(slots)
         self._block, self._chunk, self._suspended = block, chunk, suspended
         self._reports = top_logprobs is not None
-        self._no_mask = no_mask(slots, network.vocab_size) if masks and biases else None
+        self._no_mask = no_mask(slots, network.vocab_size) if options.masks and biases else None
         prompt_widths, text_widths = widths(prompt_tokens), widths(max_new_tokens)
         self._widths = tuple(sorted({*text_widths, min(_MIN_EXTENSION, text_widths[0])}))
         # A power of two, so that the shapes of admissions are few. Every admission has this many
@@ -136,9 +151,9 @@ class Rows:
             block=block,
             blocks=slots // block,
             max_blocks=max_blocks,
-            max_prompts=min(prompts, max_blocks),
+            max_prompts=min(options.prompts, max_blocks),
             widths=prompt_widths,
-            stop_width=max(stop_width, len(stop_tokens)),
+            stop_width=max(options.stop_width, len(stop_tokens)),
             sampling=RowSampling(**sampling or {}, stop_tokens=tuple(stop_tokens)),
             vocab_size=network.vocab_size if biases else 0,
         )
@@ -387,18 +402,16 @@ class Rows:
         # on a GPU it would branch in every step, and there are two.
         counts = np.array([-1] * self.slots if reports is None else reports, np.int32)
         reports_wanted = self._reports and (gpu.branches() or bool(counts.max() >= 0))
-        self._batch, out = self._decode(
-            self._weights,
-            self.batch,
-            np.int32(self.version),
-            self._halted,
-            np.int32(steps),
-            idle,
-            counts if reports_wanted else None,
-            policies,
-            masks,
-            at_once=at_once,
+        chunk = ChunkInputs(
+            version=np.int32(self.version),
+            halted=self._halted,
+            steps=np.int32(steps),
+            idle=idle,
+            reports=counts if reports_wanted else None,
+            policies=policies,
+            masks=masks,
         )
+        self._batch, out = self._decode(self._weights, self.batch, chunk, at_once=at_once)
         # A report that nobody asked for is not sent to the host.
         return out if counts.max() >= 0 else out._replace(report=None)
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from jrl.errors import UserError
 from jrl.models.matmul import time_follows_rows
 
+CHUNK = 4
+"""Decode steps between two refills of free slots."""
 SHRINK_TOKENS = 256
 """Completions at least so long pay for smaller states, each the decode loop compiled once more."""
 
@@ -22,6 +24,31 @@ took 35, 19 and 8 s with seven, three and none, and 0.52, 0.54 and 1.02 s to sam
 """
 
 
+class SlotPlan(NamedTuple):
+    """Scheduling of rows in decode slots. It changes time and memory, but no completion.
+
+    Attributes:
+      slots: S, rows decoded at a time, by each device where ``mesh.lone_axes`` divide the prompts,
+        else by all together; 0 takes all.
+      block: members of a group that share one copy of their prompt's cache and leave their slots
+        together; divides G. 0 is the whole group when all rows have a slot, and 1 when they queue.
+      chunk: decode steps between refills of free slots, and after which turns that ended are
+        answered; on a GPU at least ``gpu.STEPS``.
+      shrink: whether the last live slots move into ever smaller states; None where it pays, see
+        ``shrinking_pays``.
+    """
+
+    slots: int = 0
+    block: int = 0
+    chunk: int = CHUNK
+    shrink: bool | None = None
+
+    @classmethod
+    def of(cls, slots: int | SlotPlan) -> SlotPlan:
+        """The plan with this number of slots, or the plan itself."""
+        return slots if isinstance(slots, SlotPlan) else cls(slots)
+
+
 class SlotSizes(NamedTuple):
     """Slots at first, the size of their blocks, and the smaller sizes that follow."""
 
@@ -30,21 +57,22 @@ class SlotSizes(NamedTuple):
     smaller: tuple[int, ...]
 
 
-def slot_sizes(rows: int, group: int, slots: int, block: int, *, shrink: bool) -> SlotSizes:
-    """The sizes for this many sequences.
+def slot_sizes(rows: int, group: int, plan: SlotPlan, *, pays: bool) -> SlotSizes:
+    """The sizes for this many sequences; ``pays`` as ``shrinking_pays`` says.
 
     Raises:
       UserError: a block that does not divide the group, or that the slots do not hold.
     """
-    slots = min(slots, rows) if slots else rows
+    slots = min(plan.slots, rows) if plan.slots else rows
     # In a queue blocks wait for their slowest member, so there members leave one by one.
-    block = block or (group if slots == rows else 1)
+    block = plan.block or (group if slots == rows else 1)
     if group % block:
         raise UserError(f"block = {block} does not divide the {group} members of a group")
     if slots < block:
         raise UserError(f"slots = {slots} do not hold one block of {block} sequences")
     # A block that lacks members would never be all ended, and never be refilled.
     slots -= slots % block
+    shrink = pays if plan.shrink is None else plan.shrink
     return SlotSizes(slots, block, smaller_sizes(slots) if shrink else ())
 
 

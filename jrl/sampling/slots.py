@@ -87,39 +87,6 @@ class IdleLimit(NamedTuple):
         return jnp.maximum(self.needed - runs, 0)
 
 
-class Members(struct.PyTreeNode):
-    """Members of N groups to sample, with their settings.
-
-    Attributes:
-      number: [N, G] int32; the random numbers of a member follow from its prompt's id and this.
-      live: [N, G] bool, False for a place that stays empty (``StopReason.ABSENT``).
-      temperature: [N, G] float32, in place of the batch's; None for the batch's.
-      limit: [N, G] int32, the most tokens sampled; None for the batch's.
-      fits: static, whether the limits keep each member within the network's length, whatever the
-        widths of prompts and completions add up to.
-    """
-
-    number: Array
-    live: Array
-    temperature: Array | None = None
-    limit: Array | None = None
-    fits: bool = struct.field(pytree_node=False, default=False)
-
-
-def member_keys(key: Array, ids: Array, numbers: Array) -> Array:
-    """[N, G] keys, each a function of (key, prompt id [N], member [N, G]) alone."""
-    # Folded in twice, not split: a prompt that is drawn alone, on another device or in another
-    # order has the same keys.
-    prompt_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
-    return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(prompt_keys, numbers)
-
-
-def sequence_keys(key: Array, ids: Array, group: int) -> Array:
-    """[N, group] keys of the members 0 to ``group`` - 1."""
-    numbers = jnp.broadcast_to(jnp.arange(group), (ids.shape[0], group))
-    return member_keys(key, ids, numbers)
-
-
 def prefill(
     weights: Any, prompt_tokens: Array, prompt_lengths: Array, *, network: Network
 ) -> Cache:
@@ -145,92 +112,6 @@ def prefill(
     live = positions < prompt_lengths[:, None] - 1
     _, cache = network.extend(weights, cache, prompt_tokens, positions, live)
     return cache
-
-
-class Sequences(struct.PyTreeNode):
-    """B sequences to draw, and where their prompts are.
-
-    Attributes:
-      prompts: the prompts' cache, N rows.
-      prompt_lengths: [N] int32, tokens.
-      last: [N] int32, the last token of each prompt.
-      keys: [B] PRNG keys.
-      sampling_params: scalars.
-      warm: [B] bool, False for a row that is drawn greedily whatever the distribution says.
-      members: numbers, temperatures and limits of single members; None where all are alike.
-    """
-
-    prompts: Cache
-    prompt_lengths: Array
-    last: Array
-    keys: Array
-    sampling_params: SamplingParams
-    warm: Array
-    members: Members | None = None
-
-
-def sequences_of(
-    key: Array,
-    weights: Any,
-    prompt_tokens: Array,
-    prompt_lengths: Array,
-    sampling_params: SamplingParams,
-    ids: Array,
-    members: tuple[int, int] | Members,
-    network: Network,
-) -> Sequences:
-    """All members, sampled and greedy ones, of some prompts."""
-    if isinstance(members, Members):
-        mixed = members.temperature is not None
-        plain = (members.number.shape[1], 0)
-        sequences = sequences_of(
-            key, weights, prompt_tokens, prompt_lengths, sampling_params, ids, plain, network
-        )
-        return sequences.replace(
-            keys=member_keys(key, ids, members.number).reshape(-1),
-            sampling_params=sampling_params.replace(greedy=sampling_params.greedy or mixed),
-            members=members,
-        )
-    sampled, greedy = members
-    return Sequences(
-        prompts=prefill(weights, prompt_tokens, prompt_lengths, network=network),
-        prompt_lengths=prompt_lengths,
-        last=jnp.take_along_axis(prompt_tokens, prompt_lengths[:, None] - 1, axis=1)[:, 0],
-        keys=sequence_keys(key, ids, sampled + greedy).reshape(-1),
-        sampling_params=sampling_params.replace(greedy=sampling_params.greedy or greedy > 0),
-        # Greedy members are the last of each group, so that adding them changes no key of the
-        # others.
-        warm=jnp.tile(jnp.arange(sampled + greedy) < sampled, prompt_tokens.shape[0]),
-    )
-
-
-def fresh_rows(sequences: Sequences, index: Array) -> dict[str, Any]:
-    """Initial fields of the slots of these sequences, by name."""
-    # Members of a prompt are neighbours, so no table from sequence to prompt is needed.
-    prompt = index // (sequences.keys.shape[0] // sequences.last.shape[0])
-    sampling_params = per_row(sequences.sampling_params, index.shape[0])
-    fresh: dict[str, Any] = {
-        "pending": sequences.last[prompt],
-        "prompt_lengths": sequences.prompt_lengths[prompt],
-        "lengths": jnp.zeros_like(index),
-        "stop": jnp.full_like(index, StopReason.RUNNING),
-        "keys": sequences.keys[index],
-        "sampling_params": sampling_params.replace(
-            temperature=jnp.where(sequences.warm[index], sampling_params.temperature, 0.0)
-        ),
-    }
-    if (members := sequences.members) is None:
-        return fresh
-    live = members.live.reshape(-1)[index]
-    if members.temperature is not None:
-        temperature = members.temperature.reshape(-1)[index]
-        fresh["sampling_params"] = sampling_params.replace(temperature=temperature)
-    if members.limit is not None:
-        fresh["limits"] = members.limit.reshape(-1)[index]
-        live &= fresh["limits"] > 0
-    # An absent member has ended before its first step, so that its slot is free at once.
-    fresh["stop"] = jnp.where(live, StopReason.RUNNING, StopReason.ABSENT).astype(jnp.int32)
-    return fresh
 
 
 def start(

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 
 from jrl.errors import UserError, unknown_choice
 from jrl.sampling.cache import share
-from jrl.sampling.device_loop import Prompts, as_rollout, by_row, on_own_prompts
+from jrl.sampling.device_loop import as_rollout, by_row, on_own_prompts
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.places import PLACES, branches
 from jrl.sampling.queue import Results
+from jrl.sampling.sequences import Prompts, SamplerInputs, sequence_keys
 from jrl.sampling.slots import (
     Slots,
     check_length,
@@ -30,7 +31,6 @@ from jrl.sampling.slots import (
     pieces_of,
     prefill,
     rewind,
-    sequence_keys,
     start,
 )
 from jrl.types import Array, Branching, Cache, Network, Params, Rollout
@@ -49,6 +49,23 @@ class TreeRollout(NamedTuple):
     rollout: Rollout
     slot_steps: Array
     node: Array
+
+
+class TreeShape(NamedTuple):
+    """Shape of every group's tree.
+
+    Attributes:
+      branching: who leaves whom, and where.
+      group: G, members.
+    """
+
+    branching: Branching
+    group: int
+
+    @property
+    def each(self) -> int:
+        """Members that begin in one round."""
+        return (self.group - self.branching.roots) // self.branching.rounds
 
 
 def check_branching(branching: Branching, group: int, slots: int = 0) -> Branching:
@@ -88,13 +105,12 @@ def generate_tree(
     ids: Array,
     *,
     network: Network,
-    branching: Branching,
-    group: int,
+    tree: TreeShape,
     max_new_tokens: int,
     stop_tokens: Sequence[int],
     slots: int = 0,
 ) -> TreeRollout:
-    """``group`` completions of each prompt that share beginnings: program 1 of an iteration.
+    """Completions of each prompt that share beginnings: program 1 of an iteration.
 
     Args:
       key: consumed.
@@ -105,8 +121,7 @@ def generate_tree(
       version: [] int32, the policy's version.
       ids: [N] int32; a tree depends on (key, its prompt's id) and the prompt alone.
       network: the policy.
-      branching: who leaves whom, and where.
-      group: G.
+      tree: of G members.
       max_new_tokens: T.
       stop_tokens: ids that end a sequence.
       slots: the most members alive at a time, so that ``slots // G`` trees are grown at a time, on
@@ -122,23 +137,22 @@ def generate_tree(
     chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
     n, p = prompt_tokens.shape
     check_length(network, p, max_new_tokens)
-    branching = check_branching(branching, group, slots)
-    prompts = Prompts(prompt_tokens, prompt_lengths)
+    tree = tree._replace(branching=check_branching(*tree, slots))
+    prompts = Prompts(prompt_tokens, prompt_lengths, ids)
 
     def grow(parts: int) -> Callable[..., Any]:
         return partial(
             _grow_in_turn,
             network=network,
-            branching=branching,
-            group=group,
+            tree=tree,
             width=max_new_tokens,
             stop_tokens=stop_tokens,
-            at_once=_trees_at_once(n // parts, group, slots),
+            at_once=_trees_at_once(n // parts, tree.group, slots),
         )
 
-    args = key, params, prompts, sampling_params, version, ids
-    results, mask, owner, steps = on_own_prompts(grow, *args, network=network)
-    rollout = as_rollout(results, prompts, version, group, sampled=mask)
+    inputs = SamplerInputs(key, params, prompts, sampling_params, version)
+    results, mask, owner, steps = on_own_prompts(grow, inputs, network=network)
+    rollout = as_rollout(results, prompts, version, sampled=mask)
     node = jax.vmap(nodes_of)(owner, rollout.lengths)
     return TreeRollout(rollout, steps.sum(), node)
 
@@ -185,31 +199,20 @@ _Trees = tuple[Results, Array, Array, Array]
 """The n * G members, which tokens each drew [n, G, T], who drew each [n, G, T], and slot-steps."""
 
 
-def _grow_in_turn(
-    key: Array,
-    weights: Any,
-    prompts: Prompts,
-    sampling_params: SamplingParams,
-    version: Array,
-    ids: Array,
-    _: Any,
-    *,
-    at_once: int,
-    **how: Any,
-) -> _Trees:
+def _grow_in_turn(inputs: SamplerInputs, *, at_once: int, **how: Any) -> _Trees:
     """The trees of n prompts, some at a time; steps are [1]."""
 
-    def some(part: tuple[Prompts, Array]) -> _Trees:
-        return _grow(key, weights, part[0], sampling_params, version, part[1], **how)
+    def some(prompts: Prompts) -> _Trees:
+        return _grow(inputs._replace(prompts=prompts), **how)
 
-    n = ids.shape[0]
+    n = inputs.prompts.ids.shape[0]
     if at_once == n:
-        results, sampled, owner, steps = some((prompts, ids))
+        results, sampled, owner, steps = some(inputs.prompts)
         return results, sampled, owner, steps[None]
     # A loop over parts instead of a queue: the members of a tree leave one another in rounds, so
     # that none can give up its slot before the others have ended.
     split = lambda x: x.reshape(n // at_once, at_once, *x.shape[1:])  # noqa: E731
-    *trees, steps = jax.lax.map(some, jax.tree.map(split, (prompts, ids)))
+    *trees, steps = jax.lax.map(some, jax.tree.map(split, inputs.prompts))
     results, sampled, owner = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trees)
     return results, sampled, owner, steps.sum()[None]
 
@@ -233,23 +236,18 @@ class _Roots(NamedTuple):
 
 
 def _grow(
-    key: Array,
-    weights: Any,
-    prompts: Prompts,
-    sampling_params: SamplingParams,
-    version: Array,
-    ids: Array,
+    inputs: SamplerInputs,
     *,
     network: Network,
-    branching: Branching,
-    group: int,
+    tree: TreeShape,
     width: int,
     stop_tokens: Sequence[int],
 ) -> _Trees:
     """The trees of n prompts side by side; steps are []."""
-    prompt_tokens, prompt_lengths, *_ = prompts
-    n, roots = prompt_tokens.shape[0], branching.roots
-    each, measure = (group - roots) // branching.rounds, PLACES[branching.at]
+    key, weights, prompts, sampling_params, version, _ = inputs
+    prompt_tokens, prompt_lengths, ids, *_ = prompts
+    (branching, group), each = tree, tree.each
+    n, roots, measure = ids.shape[0], branching.roots, PLACES[branching.at]
     root = _Roots(
         prompts=prefill(weights, prompt_tokens, prompt_lengths, network=network),
         lengths=prompt_lengths,
@@ -269,28 +267,28 @@ def _grow(
     )
 
     def one_round(number: Array, carry: tuple[Slots, Array, Array, Array]) -> Any:
-        tree, owner, forks, steps = carry
+        grown, owner, forks, steps = carry
         present = roots + number * each
-        source, place, forks = branches(tree, forks, present, branching, each, group)
+        source, place, forks = branches(grown, forks, present, branching, each, group)
         # Only the new members decode: those that are there have ended, and would idle in their
         # slots.
-        new, count = draw(slots=_fork_members(tree, root, source, place, present))
+        new, count = draw(slots=_fork_members(grown, root, source, place, present))
         past = jnp.take_along_axis(owner, source[:, :, None], axis=1)
         owners = present + jnp.arange(each, dtype=jnp.int32)[None, :, None]
         owners = jnp.where(jnp.arange(width)[None, None] < place[:, :, None], past, owners)
         # Owners of the shared past are copied through every round, so a token keeps the member that
         # drew it even in a branch of a branch.
         owner = jax.lax.dynamic_update_slice_in_dim(owner, owners, present, axis=1)
-        return _put_members(tree, new, n, present), owner, forks, steps + count * (n * each)
+        return _put_members(grown, new, n, present), owner, forks, steps + count * (n * each)
 
     first, count = draw(slots=begin(roots))
     # Room for all members from the start: a loop's state cannot grow.
-    tree = _put_members(begin(group).replace(aligned=False), first, n, 0)
+    grown = _put_members(begin(group).replace(aligned=False), first, n, 0)
     owner = jnp.broadcast_to(jnp.arange(group, dtype=jnp.int32)[None, :, None], (n, group, width))
-    carry = (tree, owner, jnp.zeros((n, group), jnp.int32), count * (n * roots))
-    tree, owner, _, steps = jax.lax.fori_loop(0, branching.rounds, one_round, carry)
-    results = Results(tree.tokens, tree.logprobs, tree.lengths, tree.stop, experts=None)
-    return results, tree.mask.reshape(n, group, width), owner, steps
+    carry = (grown, owner, jnp.zeros((n, group), jnp.int32), count * (n * roots))
+    grown, owner, _, steps = jax.lax.fori_loop(0, branching.rounds, one_round, carry)
+    results = Results(grown.tokens, grown.logprobs, grown.lengths, grown.stop, experts=None)
+    return results, grown.mask.reshape(n, group, width), owner, steps
 
 
 def _begin(

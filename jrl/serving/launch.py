@@ -23,6 +23,7 @@ from jrl.models.tokenizer import Tokenizer, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
 from jrl.sampling.grammar import Grammars
+from jrl.sampling.request import RequestFeatures
 from jrl.serving import http, server
 from jrl.serving.openai_tools import tool_parser
 from jrl.serving.record import Recorder
@@ -183,9 +184,7 @@ def serve_openai(
             stop_tokens=tokenizer.stop_ids,
             tokenizer=tokenizer,
             chunk=options.chunk or None,
-            biases=True,
-            reports=True,
-            grammars=grammars,
+            requests=RequestFeatures(biases=True, reports=True, grammars=grammars),
             version=policy.version,
         )
         policy = policy._replace(params=None)  # the engine has its own copy, prepared for decoding

@@ -30,6 +30,7 @@ from jrl.config.unions import (
 )
 from jrl.data.fields import needs_answer
 from jrl.data.goals import GoalRows
+from jrl.data.messages import Wording
 from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
 from jrl.data.tables import Source as Rows
@@ -40,7 +41,7 @@ from jrl.episodes.transcript import Transcript
 from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.methods.plan import Plan
-from jrl.sampling.queue import CHUNK
+from jrl.sampling.slot_sizes import CHUNK
 from jrl.sampling.slots import check_length
 from jrl.setup.recorded import KeptCounts, recorded_groups
 from jrl.setup.reward_parts import parts_of
@@ -199,14 +200,13 @@ class TextKind:
             if spec is not None:
                 prompts[split], counts[split] = build_prompts(
                     opened(spec, key=f"data.{split}"),
-                    tokenizer,
+                    Wording(tokenizer, **data.wording),
                     question_key=names["question"],
                     answer_key=names["answer"],
                     answer_pattern=data.answer_pattern,
                     solution_key=names.get("solution") if split == "train" else None,
                     solutions=method.draw.demonstrations if several else None,
                     needs_answer=needs_answer(self.config),
-                    **data.wording,
                     max_prompt_tokens=data.max_prompt_tokens,
                     overlong=data.overlong,
                     invalid=data.invalid,
@@ -470,9 +470,8 @@ def read_pairs(
             rows = opened(spec, key=f"data.{split}")
             judged[split], counts[split] = build_judged(
                 GoalRows(rows) if "goals" in needs else rows,
-                tokenizer,
+                Wording(tokenizer, **data.wording),
                 rationales="rationales" in needs and split == "pairs",
-                **data.wording,
                 max_prompt_tokens=kind.longest_prompt,
                 max_completion_tokens=kind.new_tokens,
                 overlong=data.overlong,

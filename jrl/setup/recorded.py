@@ -121,6 +121,7 @@ def _read(
       UserError: there is nothing to train on.
     """
     if not data.has_logprobs:
+        from jrl.data.messages import Wording
         from jrl.episodes.dialogues import read_dialogues  # not on the way of other runs
 
         if not data.place.strip():
@@ -129,7 +130,8 @@ def _read(
             )
         source = opened(data.place, key="data.train")
         skips: Any = data
-        dialogues = read_dialogues(source, tokenizer, **data.wording, invalid=skips.invalid)
+        wording = Wording(tokenizer, **data.wording)
+        dialogues = read_dialogues(source, wording, invalid=skips.invalid)
         return dialogues, dialogues.where
     if not data.place.strip() or not Path(data.place).expanduser().is_dir():
         raise UserError(

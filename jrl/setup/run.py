@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from jrl.config.tables import Config
+from jrl.data.messages import Wording
 from jrl.data.prompts import build_prompts
 from jrl.data.sources import MemoryRows
 from jrl.data.tasks import Task
@@ -112,9 +113,8 @@ def question_prompts(run: Run, questions: Sequence[str], most: int = 0) -> list[
     data = run.config.data
     prompts, _ = build_prompts(
         MemoryRows([{"question": q} for q in questions], "prompt"),
-        run.tokenizer,
+        Wording(run.tokenizer, **data.wording),
         answer_key=None,
-        **data.wording,
         max_prompt_tokens=most or run.width,
     )
     return prompts

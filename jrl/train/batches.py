@@ -13,19 +13,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jrl.collect.collector import Batches, Collector
 from jrl.collect.curriculum import HostRounds, host_tools, with_problems
 from jrl.collect.host_episodes import HostEpisodes, host_source
-from jrl.collect.pairs import JudgedSource, sizes_of
+from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import Hinter, TaskTools, TextTools
-from jrl.collect.recorded import RecordedSource
 from jrl.collect.resharding import ReshardedSampler
-from jrl.collect.reward_stages import JudgedParts, judged_parts
-from jrl.collect.reward_sums import FiniteSums
+from jrl.collect.reward_stages import FiniteSums, JudgedParts, judged_parts
 from jrl.collect.run_rows import line_ends
 from jrl.collect.sources import Source, epoch_order
+from jrl.collect.sources_given import JudgedSource, RecordedSource, sizes_of
 from jrl.collect.sources_own import Sampler, make_own_source
 from jrl.collect.sources_task import EnvSource, TaskSource
 from jrl.collect.sources_text import TextSampler, TextSource
@@ -135,20 +133,23 @@ def training_batches(
     source = run_source(run, pool)
     if isinstance(source, JudgedParts) or (pool is not None and pool.functions):
         source = FiniteSums(source, run.rewards.weights, run.config.reward_pool.on_error)
-    collector = Collector(
-        source=source,
-        prompts=run.config.train.prompts,
-        reward_weights=np.array(list(run.rewards.weights.values()), np.float32),
+    setting = Setting(
         method=method,
-        mesh=run.mesh,
-        pack=packer,
-        sampled=not run.config.data.scored,
+        prompts=run.config.train.prompts,
         group=run.config.sampling.group,
+        weights=list(run.rewards.weights.values()),
         judge=run.rewards.judged,
         tools=tools_of(run),
         table=None if curriculum is None else table_of(run, curriculum),
         contexts=in_text(run),
         in_order=partial(epoch_order, run.config.data.order_seed(run.config.seed)),
+    )
+    collector = Collector(
+        source,
+        setting,
+        run.mesh,
+        packer,
+        sampled=not run.config.data.scored,
         rounds=HostRounds(source, problems, host_tools(run, source)),
         notes=notes,
     )

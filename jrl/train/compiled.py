@@ -172,7 +172,6 @@ def make_iteration(
         group=group,
         weights=jnp.array(list(weights.values()), jnp.float32),
         judge=judge,
-        order=lambda tickets: tickets,
         tools=device.tools(task),
         table=None if curriculum is None else pool_table(curriculum.pool),
     )

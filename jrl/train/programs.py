@@ -26,7 +26,7 @@ from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.curriculum import unchanged
 from jrl.models import hf
 from jrl.sampling.generate import generate
-from jrl.sampling.tree import generate_tree
+from jrl.sampling.tree import TreeShape, generate_tree
 from jrl.setup.adapters import put_policy, trained_network
 from jrl.setup.compiler import compiler_options
 from jrl.setup.features import check_division, check_features
@@ -46,10 +46,10 @@ from jrl.setup.kinds import (
 from jrl.setup.placement import sampler_mesh
 from jrl.setup.run import Run, policy_network, run_features, sampler_of
 from jrl.train.compiled import Iteration, make_iteration, shown_in_compiled
+from jrl.train.reward_model import value_start
 from jrl.train.router import router_training
 from jrl.train.state import check_frozen, frozen_names, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
-from jrl.train.value_start import value_start
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
 
@@ -392,7 +392,7 @@ def sampler_program(
         whole = split == "eval" or jax.process_count() > 1
         return compiled_draw(run, draw, network, whole=whole, split=split)
     draw = partial(
-        generate if tree is None else partial(generate_tree, group=group, branching=tree),
+        generate if tree is None else partial(generate_tree, tree=TreeShape(tree, group)),
         max_new_tokens=sampling.max_new_tokens,
         stop_tokens=run.tokenizer.stop_ids,
         slots=sampling.slots,

@@ -10,6 +10,7 @@ import pytest
 
 from jrl.config import load_config
 from jrl.data.goals import GoalRows
+from jrl.data.messages import Wording
 from jrl.data.pairs import build_judged, judged_batch, pairs_of_samples
 from jrl.data.sources import MemoryRows, open_source
 from jrl.errors import UserError
@@ -57,7 +58,9 @@ class Rewriting(Chat):
 
 
 def read(*rows, tokenizer=None, **more):
-    return build_judged(MemoryRows(rows, "line"), tokenizer or Chat(), **{**LIMITS, **more})
+    words = {name: more.pop(name) for name in ("system", "template") if name in more}
+    wording = Wording(tokenizer or Chat(), **words)
+    return build_judged(MemoryRows(rows, "line"), wording, **{**LIMITS, **more})
 
 
 def texts(judged, tokenizer=None):
@@ -224,11 +227,11 @@ def test_files_give_what_rows_give(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     expected = [texts(j) for j in read(*rows)[0]]
     for name in ("a.jsonl", "a.parquet"):
-        judged, _ = build_judged(open_source(str(tmp_path / name)), Chat(), **LIMITS)
+        judged, _ = build_judged(open_source(str(tmp_path / name)), Wording(Chat()), **LIMITS)
         assert [texts(j) for j in judged] == expected
     (tmp_path / "b.jsonl").write_text(json.dumps(PAIR) + "\n\n" + json.dumps({"prompt": "x"}))
     with pytest.raises(UserError, match=r"b\.jsonl, line 3: there is no chosen and no rejected"):
-        build_judged(open_source(str(tmp_path / "b.jsonl")), Chat(), **LIMITS)
+        build_judged(open_source(str(tmp_path / "b.jsonl")), Wording(Chat()), **LIMITS)
 
 
 def test_the_batch_says_who_is_there_and_what_counts():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jrl.data.messages import Wording
 from jrl.data.prompts import build_prompts, pad_prompts
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
@@ -34,7 +35,8 @@ ROWS = Rows(
 
 def build(rows=ROWS, tokenizer=None, **options):
     options = {"max_prompt_tokens": 50, **options}
-    return build_prompts(rows, tokenizer or Chatty(), **options)
+    words = {name: options.pop(name) for name in ("system", "template") if name in options}
+    return build_prompts(rows, Wording(tokenizer or Chatty(), **words), **options)
 
 
 def test_chat_prompts_carry_text_tokens_answer_and_the_rest():
@@ -182,6 +184,9 @@ LAYOUTS = {
     "TRL, messages": {"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4"},
     "TRL, text": {"prompt": "2+2?", "ground_truth": "4"},
     "problems": {"problem": "2+2?", "answer": "4"},
+    "OpenRLHF": {"input": "2+2?", "label": "4", "datasource": "math"},
+    "prime-rl": {"prompt": "2+2?", "verification_info": '{"ground_truth": "4"}', "metadata": "{}"},
+    "DeepMath": {"question": "2+2?", "final_answer": "4", "r1_solution_1": "two and two"},
 }
 
 
@@ -190,7 +195,7 @@ def test_published_layouts_are_read_as_they_are(row):
     prompts, _ = build(Rows([row]))
     assert prompts[0].text == "user:2+2?;assistant:"
     assert prompts[0].answer == "4"
-    assert prompts[0].meta == {k: v for k, v in row.items() if k != "answer"}
+    assert prompts[0].meta == {k: v for k, v in row.items() if k not in ("question", "answer")}
 
 
 def test_a_path_names_a_field_of_a_field():
@@ -209,3 +214,23 @@ def test_rows_list_as_many_solutions_as_a_method_demonstrates():
         build(Rows(rows), solution_key="s", solutions=3)
     with pytest.raises(UserError, match="s lists 1 solutions"):
         build(Rows([rows[0] | {"s": "a"}]), solution_key="s", solutions=2)
+
+
+def test_answers_of_arrays_are_lists_as_files_have_them():
+    """verl's sets of Search-R1 hold arrays in a table, where they come by way of pandas."""
+    targets = {"target": np.array(["a", "b"], object), "n": np.float64(2)}
+    row = {"question": "2?", "reward_model": {"ground_truth": targets}}
+    prompts, _ = build(Rows([row]))
+    assert prompts[0].answer == {"target": ["a", "b"], "n": 2.0}
+    assert type(prompts[0].answer["n"]) is float
+
+
+def test_a_label_is_no_answer_where_none_is_needed():
+    prompts, _ = build(Rows([{"question": "2?", "label": ""}]), needs_answer=False)
+    assert prompts[0].answer is None
+
+
+@pytest.mark.parametrize("tools", [float("nan"), 3, "3"])
+def test_tools_that_are_none(tools):
+    with pytest.raises(UserError, match="line 1: tools holds"):
+        build(Rows([{"question": "2?", "answer": "4", "tools": tools}]))

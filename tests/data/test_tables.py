@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from jrl.data.messages import Wording
 from jrl.data.pairs import build_judged
 from jrl.data.prompts import build_prompts
 from jrl.data.sources import MemoryRows, open_source
@@ -102,8 +103,8 @@ GOOD = {"question": "two?", "answer": "2"}
 
 
 def prompts(rows, **options):
-    options = {"template": "plain", "max_prompt_tokens": 16} | options
-    return build_prompts(MemoryRows(rows), char_tokenizer(), **options)
+    wording = Wording(char_tokenizer(), template="plain")
+    return build_prompts(MemoryRows(rows), wording, **{"max_prompt_tokens": 16} | options)
 
 
 def test_rows_that_cannot_be_used_are_counted_and_left_out():
@@ -136,12 +137,13 @@ def test_a_long_prompt_is_not_skipped_as_a_bad_row():
 
 def test_judged_rows_that_cannot_be_used():
     rows = [{"prompt": "a", "chosen": "b", "rejected": c} for c in ("c", "b", "d")]
-    options = {"template": "plain", "max_prompt_tokens": 8, "max_completion_tokens": 8}
-    kept, counts = build_judged(MemoryRows(rows), char_tokenizer(), invalid="skip", **options)
+    wording = Wording(char_tokenizer(), template="plain")
+    options = {"max_prompt_tokens": 8, "max_completion_tokens": 8}
+    kept, counts = build_judged(MemoryRows(rows), wording, invalid="skip", **options)
     assert [one.id for one in kept] == [0, 2]
     assert "1 of 3 rows skipped: row 2: chosen and rejected are equal" in str(counts)
     with pytest.raises(UserError, match=r"row 2: .*data.invalid = 'skip' leaves such rows out"):
-        build_judged(MemoryRows(rows), char_tokenizer(), **options)
+        build_judged(MemoryRows(rows), wording, **options)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])

@@ -386,7 +386,7 @@ def source(env, tree=EVEN):
         seed=None,
         tokenizer=TOKENIZER,
         weights={"reward": 1.0},
-        branches=EpisodeBranches(tree, 4, 0),
+        tree=EpisodeBranches(tree, 4, 0),
     )
 
 

@@ -21,6 +21,8 @@ from jrl.mesh import make_mesh, tree_shardings
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
+from jrl.sampling.sequences import first_members
+from jrl.sampling.slot_sizes import SlotPlan
 from jrl.train.score import score
 from jrl.types import StopReason
 
@@ -91,14 +93,16 @@ def starts(keys=range(N)):
     return jax.vmap(lambda i: ENV.generate(jax.random.fold_in(KEY, i), "train"))(jnp.array([*keys]))
 
 
-@partial(jit, static_argnames=("slots", "block", "chunk", "shrink", "group", "baseline_members"))
-def _play(params, starts, ids, **sizes):
-    return play(KEY, params, starts, SAMPLING, jnp.int32(6), ids, env=ENV, network=NETWORK, **sizes)
+@partial(jit, static_argnames=("slots", "group"))
+def _play(params, starts, ids, *members, **sizes):
+    args = KEY, params, starts, SAMPLING, jnp.int32(6), ids, *members
+    return play(*args, env=ENV, network=NETWORK, **sizes)
 
 
-def played(order=range(N), group=G, **sizes):
+def played(order=range(N), members=(), **plan):
     ids = jnp.array([*order])
-    episodes, steps = _play(params(), starts(order), 10 + ids, group=group, **sizes)
+    sizes = {"slots": SlotPlan(**plan)} | ({} if members else {"group": G})
+    episodes, steps = _play(params(), starts(order), 10 + ids, *members, **sizes)
     return jax.device_get(episodes), int(steps)
 
 
@@ -204,13 +208,17 @@ def test_episodes_do_not_depend_on_their_neighbours():
 
 
 def test_a_greedy_member_changes_no_other():
-    got, _ = played(group=3, baseline_members=1)
+    members = first_members(N, 4)
+    temperature = jnp.where(members.number < 3, SAMPLING.temperature, 0.0)
+    got, _ = played(members=[members.replace(temperature=temperature)])
     three = lambda x: x[:, :3]  # noqa: E731
     prompts = {"prompt_tokens": None, "prompt_lengths": None}
     ours = got._replace(rollout=got.rollout.replace(**prompts))
     theirs = whole()[0]._replace(rollout=whole()[0].rollout.replace(**prompts))
     assert_same(jax.tree.map(three, ours), jax.tree.map(three, theirs))
-    assert (got.rollout.baseline == [False, False, False, True]).all()
+    greedy = got.rollout.sampler_logprobs[:, 3]
+    assert (greedy == 0).all()
+    assert (got.rollout.sampler_logprobs[:, :3] < 0).any()
 
 
 @pytest.mark.parametrize("sizes", [{"data": 3}, {"data": 1, "tensor": 1, "fsdp": 2}], ids=str)

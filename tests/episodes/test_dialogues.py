@@ -5,6 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
+from jrl.data.messages import Wording
 from jrl.data.sources import MemoryRows
 from jrl.episodes.dialogues import read_dialogues
 from jrl.episodes.recorded import REWARDED
@@ -55,8 +56,9 @@ TALK = [
 ]
 
 
-def read(tokenizer, *rows, **choices):
-    return read_dialogues(MemoryRows(list(rows), "talks.jsonl, line"), tokenizer, **choices)
+def read(tokenizer, *rows, invalid="error", **words):
+    source = MemoryRows(list(rows), "talks.jsonl, line")
+    return read_dialogues(source, Wording(tokenizer, **words), invalid=invalid)
 
 
 def ids(row):

@@ -19,7 +19,9 @@ from jrl.plan.costs import program_costs
 from jrl.sampling.cache import share
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.sampling.slots import decode, extend, fork, prefill, rewind, sequence_keys, start
+from jrl.sampling.sequences import sequence_keys
+from jrl.sampling.slot_sizes import SlotPlan
+from jrl.sampling.slots import decode, extend, fork, prefill, rewind, start
 from jrl.types import StopReason
 
 CONFIG = ModelConfig(
@@ -161,12 +163,12 @@ def tokens_of(network, params, **choices):
 def test_what_is_drawn_is_the_same_however_it_is_written(kind, monkeypatch):
     """In one column of all rows; and as on TPUs, in tiles by the kernel, with rows that queue."""
     each, together = networks(kind)
-    expected = tokens_of(each, params(each), shrink=False)
+    expected = tokens_of(each, params(each), slots=SlotPlan(shrink=False))
     assert (expected.lengths > 16).sum() > 2
     assert (expected.lengths < 16).any()
-    found = [tokens_of(together, params(each), shrink=kind == "dense")]
+    found = [tokens_of(together, params(each), slots=SlotPlan(shrink=kind == "dense"))]
     monkeypatch.setattr(decoding, "caches_in_tiles", lambda how: True)
-    found.append(tokens_of(each, params(each), slots=3, shrink=False))
+    found.append(tokens_of(each, params(each), slots=SlotPlan(3, shrink=False)))
     for got in found:
         for name in ("lengths", "stop", "versions"):
             assert np.array_equal(getattr(got, name), getattr(expected, name)), name

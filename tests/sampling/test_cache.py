@@ -11,6 +11,7 @@ from jrl.sampling import batch
 from jrl.sampling.cache import share
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
+from jrl.sampling.slot_sizes import SlotPlan
 from jrl.sampling.slots import IdleLimit, decode, start
 
 NETWORK = transformer(
@@ -67,9 +68,9 @@ def test_serving_makes_no_copy_of_the_cache():
     empty = partial(batch.empty_batch, network=NETWORK, stop_width=4, biases=False, **sizes)
     state = jax.eval_shape(empty, WEIGHTS)
     run = partial(batch.decode_chunk, network=NETWORK, width=16)
-    halted = jnp.zeros(16, jnp.int32)
     idle = IdleLimit(jnp.int32(0), jnp.int32(0))
-    used = temporaries(run, WEIGHTS, state, jnp.int32(0), halted, jnp.int32(16), idle, donate=1)
+    chunk = batch.ChunkInputs(jnp.int32(0), jnp.zeros(16, jnp.int32), jnp.int32(16), idle)
+    used = temporaries(run, WEIGHTS, state, chunk, donate=1)
     assert used < 0.1 * bytes_of(state.slots.cache)
 
 
@@ -77,7 +78,7 @@ def test_slots_that_are_filled_again_make_no_copy_of_the_cache():
     """A whole batch holds its prompts, what shares them, its results, and little else."""
     slots, p = 8, 32
     run = partial(generate, network=NETWORK, group=G, max_new_tokens=T, stop_tokens=(3,))
-    run = partial(run, slots=slots, shrink=False)
+    run = partial(run, slots=SlotPlan(slots, shrink=False))
     prompts = (jnp.zeros((N, p), jnp.int32), jnp.full(N, p), make_sampling_params(), jnp.int32(0))
     used = temporaries(run, jax.random.key(0), PARAMS, *prompts, jnp.arange(N), donate=())
     rows = lambda n, length: bytes_of(jax.eval_shape(lambda: NETWORK.init_cache(n, length)))  # noqa: E731

@@ -18,13 +18,15 @@ from jrl.sampling.chunk_length import GPU_LENGTHS
 from jrl.sampling.engine import Engine
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
-from jrl.sampling.request import QueueFull, Request
+from jrl.sampling.request import QueueFull, Request, RequestFeatures
 from jrl.types import StopReason
 
 TOKENIZER = char_tokenizer()
 CONFIG = tiny_config(40)
 NETWORK = transformer(CONFIG)
 P, T, STOPS = 8, 24, (3, 5)
+BIASES = RequestFeatures(biases=True)
+ALL = BIASES._replace(reports=True)
 
 
 @cache
@@ -40,7 +42,7 @@ def new_engine(slots=3, **more):
 @pytest.fixture(scope="module")
 def engine():
     """An engine that tests leave idle behind them."""
-    return new_engine(biases=True, reports=True, tokenizer=TOKENIZER)
+    return new_engine(requests=ALL, tokenizer=TOKENIZER)
 
 
 def requests():
@@ -225,14 +227,14 @@ def distribution_of(request, tokens):
 )
 def test_slots_chunks_and_blocks_change_no_completion(alone, shape):
     """Nor does it matter that the engine chooses how long its chunks are."""
-    other = new_engine(biases=True, tokenizer=TOKENIZER, **shape)
+    other = new_engine(requests=BIASES, tokenizer=TOKENIZER, **shape)
     assert_same(outcome(other, requests()), alone)
     assert other.live_steps == sum(len(c.tokens) for c in alone.values())
     assert other.slot_steps >= other.live_steps
 
 
 def test_nothing_compiles_after_the_warm_up():
-    engine = new_engine(biases=True, reports=True)
+    engine = new_engine(requests=ALL)
     count = engine.compile()
     cache = jax.tree.leaves(engine.rows.batch.slots.cache)
     assert all(x.is_ready() for x in cache)  # or a request would wait
@@ -301,7 +303,7 @@ def test_suspended_to_disk_and_resumed_elsewhere(engine, alone, tmp_path):
     later = list(engine.run())
     with np.load(tmp_path / "state.npz") as found:
         again = tree.unflatten([found[name] for name in found.files])
-    other = new_engine(biases=True, tokenizer=TOKENIZER)
+    other = new_engine(requests=BIASES, tokenizer=TOKENIZER)
     other.resume(again)
     resumed = list(other.run())
     for events_after in (later, resumed):
@@ -425,7 +427,7 @@ def test_requests_that_the_engine_lacks_options_for():
 
 
 def test_a_full_queue_refuses():
-    engine = new_engine(queue=2)
+    engine = new_engine(requests=RequestFeatures(queue=2))
     engine.submit(Request(**FINE, n=2))
     with pytest.raises(QueueFull, match="2 completions wait"):
         engine.submit(Request(**FINE))
@@ -443,7 +445,7 @@ def test_blocks_of_steps_without_branches_change_nothing(monkeypatch):
     asked = [*requests(), report]
 
     def events():
-        engine = new_engine(chunk=20, biases=True, reports=True, tokenizer=TOKENIZER)
+        engine = new_engine(chunk=20, requests=ALL, tokenizer=TOKENIZER)
         assert engine.compile(refresh=False)
         programs, out = engine.executables, []
         for request in asked:

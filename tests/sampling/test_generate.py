@@ -14,7 +14,8 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate, slot_use
 from jrl.sampling.params import make_sampling_params
-from jrl.sampling.slot_sizes import SHRINK_TOKENS, shrinking_pays, smaller_sizes
+from jrl.sampling.sequences import first_members
+from jrl.sampling.slot_sizes import SHRINK_TOKENS, SlotPlan, shrinking_pays, smaller_sizes
 from jrl.types import StopReason
 
 CONFIG = ModelConfig(
@@ -32,8 +33,7 @@ N, P, G, T = 4, 5, 4, 16
 LENGTHS = np.array([1, 5, 3, 2], np.int32)
 IDS = np.array([7, 0, 3, 12], np.int32)
 STOPS = (3, 9)
-STATIC = ("group", "max_new_tokens", "stop_tokens", "baseline_members")
-STATIC = (*STATIC, "slots", "block", "chunk", "shrink")
+STATIC = ("group", "max_new_tokens", "stop_tokens", "slots")
 
 
 @cache
@@ -46,18 +46,17 @@ def prompts():
 
 
 @partial(jit, static_argnames=STATIC)
-def _sample(key, params, tokens, lengths, sampling_params, version, ids, **sizes):
-    return generate(
-        key, params, tokens, lengths, sampling_params, version, ids, network=NETWORK, **sizes
-    )
+def _sample(*args, **sizes):
+    return generate(*args, network=NETWORK, **sizes)
 
 
-def sampled(order=(0, 1, 2, 3), group=G, **more):
+def sampled(order=(0, 1, 2, 3), members=(), shrink=False, **plan):
     order = list(order)
-    sizes = {"group": group, "max_new_tokens": T, "stop_tokens": STOPS, "shrink": False} | more
+    sizes = {"max_new_tokens": T, "stop_tokens": STOPS, "slots": SlotPlan(**plan, shrink=shrink)}
+    sizes |= {} if members else {"group": G}
     key, sampling_params = jax.random.key(1), make_sampling_params(0.9)
     args = (prompts()[order], LENGTHS[order], sampling_params, jnp.int32(4), IDS[order])
-    rollout, steps = _sample(key, params(), *args, **sizes)
+    rollout, steps = _sample(key, params(), *args, *members, **sizes)
     return jax.device_get(rollout), int(steps)
 
 
@@ -108,8 +107,10 @@ def test_draws_do_not_depend_on_the_order_of_arrival():
 
 
 def test_greedy_members_among_few_slots():
-    few, _ = sampled(group=3, baseline_members=1, slots=4, chunk=2)
-    expected, _ = sampled(group=3, baseline_members=1)
+    temperature = jnp.where(jnp.arange(4) < 3, jnp.float32(0.9), 0.0)
+    members = first_members(N, 4).replace(temperature=jnp.broadcast_to(temperature, (N, 4)))
+    few, _ = sampled(members=[members], slots=4, chunk=2)
+    expected, _ = sampled(members=[members])
     assert_same(few, expected)
     assert (few.sampler_logprobs[:, 3] == 0).all()
     assert np.array_equal(
@@ -124,11 +125,11 @@ def test_slots_stay_full(slots):
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     # A policy that draws every token alike: one in 64 ends the completion.
     flat = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    sizes = {"group": 8, "max_new_tokens": 256, "stop_tokens": (5,), "shrink": True}
+    sizes = {"group": 8, "max_new_tokens": 256, "stop_tokens": (5,)}
     run = partial(generate, network=network, **sizes)
     prompts = (np.ones((4, 2), np.int32), np.full(4, 2, np.int32))
     args = (flat, *prompts, make_sampling_params(), jnp.int32(0), np.arange(4, dtype=np.int32))
-    rollout, steps = jit(partial(run, slots=slots))(jax.random.key(0), *args)
+    rollout, steps = jit(partial(run, slots=SlotPlan(slots, shrink=True)))(jax.random.key(0), *args)
     assert rollout.lengths.mean() < 0.45 * rollout.lengths.max()
     assert rollout.mask.sum() == rollout.lengths.sum()
     assert float(slot_use(rollout, steps)) >= (0.8 if slots else 0.65)
@@ -167,7 +168,7 @@ def test_sharded_sampling_is_the_same(sizes):
     mesh = make_mesh(sizes)
     placed = jax.device_put(params(), tree_shardings(mesh, NETWORK.axes(), params()))
     run = partial(generate, network=NETWORK, group=G, max_new_tokens=T)
-    run = jit(partial(run, stop_tokens=STOPS, slots=2, chunk=2))
+    run = jit(partial(run, stop_tokens=STOPS, slots=SlotPlan(2, chunk=2)))
     args = (prompts(), LENGTHS, make_sampling_params(0.9), jnp.int32(4), IDS)
     with jax.set_mesh(mesh):
         compiled = run.lower(jax.random.key(1), placed, *args).compile()

@@ -20,7 +20,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
 from jrl.sampling.grammar import Grammars, mask_words
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
-from jrl.sampling.request import Request
+from jrl.sampling.request import Request, RequestFeatures
 from jrl.types import StopReason
 
 require("serve")
@@ -59,10 +59,10 @@ def params():
     return jax.tree.map(lambda x: 2 * x, jit(NETWORK.init)(jax.random.key(0)))
 
 
-def new_engine(**more):
+def new_engine(compiles=grammars):
     sizes = {"slots": 3, "prompt_tokens": 8, "max_new_tokens": 60, "stop_tokens": (1,), "chunk": 4}
-    more = {"tokenizer": TOKENIZER, "grammars": grammars()} | more
-    return Engine(NETWORK, params(), **sizes | more)
+    features = RequestFeatures(grammars=compiles())
+    return Engine(NETWORK, params(), **sizes, tokenizer=TOKENIZER, requests=features)
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +176,8 @@ def test_a_grammar_that_cannot_go_on_ends_its_completion_alone(engine, caplog):
 
 
 def test_a_grammar_where_there_is_none_is_refused(engine):
-    with pytest.raises(UserError, match="built with grammars"):
-        new_engine(grammars=None).submit(BOUND)
+    with pytest.raises(UserError, match="built with RequestFeatures.grammars"):
+        new_engine(lambda: None).submit(BOUND)
     with pytest.raises(UserError, match="leave one out"):
         engine.submit(dataclasses.replace(BOUND, stop_tokens=(4,)))
 

@@ -15,6 +15,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.cache import share
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
+from jrl.sampling.sequences import first_members, sequence_keys
 from jrl.sampling.slots import (
     IdleLimit,
     check_length,
@@ -24,7 +25,6 @@ from jrl.sampling.slots import (
     prefill,
     refresh,
     rewind,
-    sequence_keys,
     start,
 )
 from jrl.types import StopReason
@@ -66,11 +66,9 @@ def prompts(filler=0):
     return np.where(np.arange(P) < LENGTHS[:, None], tokens, filler).astype(np.int32)
 
 
-@partial(jit, static_argnames=("group", "max_new_tokens", "stop_tokens", "baseline_members"))
-def sample(key, params, tokens, lengths, sampling_params, version, ids, **sizes):
-    return generate(
-        key, params, tokens, lengths, sampling_params, version, ids, network=NETWORK, **sizes
-    )
+@partial(jit, static_argnames=("group", "max_new_tokens", "stop_tokens"))
+def sample(*args, **sizes):
+    return generate(*args, network=NETWORK, **sizes)
 
 
 def sampled(
@@ -79,15 +77,14 @@ def sampled(
     ids=IDS,
     sampling_params=SAMPLING,
     key=1,
-    group=G,
+    members=(),
     stops=STOPS,
     **more,
 ):
     tokens = prompts() if tokens is None else tokens
-    sizes = {"group": group, "max_new_tokens": T, "stop_tokens": stops} | more
-    out = sample(
-        jax.random.key(key), params(), tokens, lengths, sampling_params, VERSION, ids, **sizes
-    )
+    sizes = {"max_new_tokens": T, "stop_tokens": stops} | ({} if members else {"group": G}) | more
+    args = jax.random.key(key), params(), tokens, lengths, sampling_params, VERSION, ids, *members
+    out = sample(*args, **sizes)
     return jax.device_get(out)[0]
 
 
@@ -284,11 +281,13 @@ def by_argmax():
     return tokens, lengths
 
 
-def test_baseline_members_are_greedy_and_a_larger_group_begins_with_the_smaller():
+def test_members_of_temperature_0_are_greedy_and_a_larger_group_begins_with_the_smaller():
     wide = G + 2
-    r = sampled(group=wide, baseline_members=1)
+    members = first_members(N, wide + 1)
+    temperature = jnp.where(members.number < wide, SAMPLING.temperature, 0.0)
+    r = sampled(members=[members.replace(temperature=temperature)])
     assert r.tokens.shape == (N, wide + 1, T)
-    assert np.array_equal(r.baseline, np.broadcast_to(np.arange(wide + 1) == wide, (N, wide + 1)))
+    assert not r.baseline.any()  # their asks say which members are baselines
     tokens, lengths = by_argmax()
     assert np.array_equal(r.lengths[:, wide], lengths)
     assert np.array_equal(np.where(r.mask[:, wide], r.tokens[:, wide], 0), tokens)

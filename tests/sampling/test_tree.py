@@ -17,7 +17,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.places import PLACES, closeness, entropy
-from jrl.sampling.tree import check_branching, generate_tree, nodes_of
+from jrl.sampling.tree import TreeShape, check_branching, generate_tree, nodes_of
 from jrl.types import Branching
 
 CONFIG = ModelConfig(
@@ -49,8 +49,8 @@ def prompts():
 
 
 def program(branching, network=NETWORK, **sizes):
-    sizes = {"group": G, "max_new_tokens": T, "stop_tokens": STOPS} | sizes
-    return partial(generate_tree, network=network, branching=branching, **sizes)
+    sizes = {"max_new_tokens": T, "stop_tokens": STOPS} | sizes
+    return partial(generate_tree, network=network, tree=TreeShape(branching, G), **sizes)
 
 
 @cache

@@ -19,7 +19,7 @@ from jrl.models.tokenizer import CharTokenizer, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
 from jrl.sampling.grammar import Grammars
-from jrl.sampling.request import PartialCompletion, RequestLimits
+from jrl.sampling.request import PartialCompletion, RequestFeatures, RequestLimits
 from jrl.serving.http import Service
 from jrl.serving.openai_replies import ReplyChoice
 from jrl.serving.openai_requests import parse
@@ -75,8 +75,7 @@ def server():
         stop_tokens=talker.stop_ids,
         tokenizer=talker,
         chunk=8,
-        reports=True,
-        grammars=grammars,
+        requests=RequestFeatures(reports=True, grammars=grammars),
     )
     worker = EngineWorker(engine, tokenizer=talker, mesh=mesh)
     service = Service(

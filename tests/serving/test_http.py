@@ -29,7 +29,12 @@ from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
-from jrl.sampling.request import PartialCompletion, RequestLimits, TokenLogprobs
+from jrl.sampling.request import (
+    PartialCompletion,
+    RequestFeatures,
+    RequestLimits,
+    TokenLogprobs,
+)
 from jrl.serving.http import Service
 from jrl.serving.server import HttpServer, run
 from jrl.serving.worker import EngineWorker
@@ -803,8 +808,7 @@ def real(**choices):
         params(),
         stop_tokens=talker.stop_ids,
         tokenizer=talker,
-        biases=True,
-        reports=True,
+        requests=RequestFeatures(biases=True, reports=True),
         **sizes | choices,
     )
     worker = EngineWorker(engine, tokenizer=talker, mesh=mesh)

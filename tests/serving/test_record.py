@@ -27,6 +27,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
+from jrl.sampling.request import RequestFeatures
 from jrl.serving import record
 from jrl.serving.http import Service
 from jrl.serving.record import Recorder
@@ -113,7 +114,7 @@ def engine():
         stop_tokens=(1,),
         tokenizer=Exact(),
         chunk=3,
-        biases=True,
+        requests=RequestFeatures(biases=True),
         version=VERSION,
     )
     made.compile(refresh=False)

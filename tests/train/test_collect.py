@@ -6,6 +6,7 @@ import pytest
 
 from jrl.collect.collector import Collector
 from jrl.collect.groups import to_batch
+from jrl.collect.plan import Setting
 from jrl.collect.sources import Groups, entries, simple_request
 from jrl.collect.sources_task import completion_number
 from jrl.collect.sources_text import TextSource
@@ -82,7 +83,7 @@ def request_for(prompts):
 
 
 def collected(script, method, prompts=4, step=3, cursor=100):
-    collector = Collector(script, prompts, WEIGHTS, method, MESH, group=G)
+    collector = Collector(script, Setting(method, prompts, G, WEIGHTS), MESH)
     batch, groups, cursor = collector.collect(KEY, {"policy": None}, step=step, cursor=cursor)
     return batch.check(), groups, cursor
 
@@ -238,7 +239,8 @@ def test_a_curriculum_chooses_the_rows_and_learns_from_all_groups_drawn():
     curriculum = Curriculum(lambda table: np.zeros(1, np.float32), choose, update)
     method = editing(refill(max_rounds=2))._replace(curriculum=curriculum)
     table = Table(256, 1, np.zeros(256, np.int32))
-    collector = Collector(script, 2, WEIGHTS, method, MESH, group=G, judge=0, table=table)
+    setting = Setting(method, 2, G, WEIGHTS, judge=0, table=table)
+    collector = Collector(script, setting, MESH)
     batch, _, cursor = collector.collect(KEY, {"policy": None}, step=3, cursor=100)
     assert [[rows for _, rows in script.calls]] == [[[200, 202], [204, 206]]]
     assert cursor == 104

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jrl.collect.collector import Collector
+from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import TaskTools
 from jrl.collect.sources_task import TaskSource, task_rollout
 from jrl.config.unions import Optimizer
@@ -77,15 +78,9 @@ def test_host_and_compiled_agree(network, task, quick_jit):
         )
     )
     log, drawn, asked, cursor = [], [], [], 0
-    collector = Collector(
-        source=TaskSource(task, tuple(WEIGHTS), draw),
-        prompts=PROMPTS,
-        reward_weights=np.array(list(WEIGHTS.values()), np.float32),
-        method=method,
-        mesh=mesh,
-        group=GROUP,
-        tools=partial(TaskTools, task),
-    )
+    weights, tools = list(WEIGHTS.values()), partial(TaskTools, task)
+    setting = Setting(method, PROMPTS, GROUP, weights, tools=tools)
+    collector = Collector(TaskSource(task, tuple(WEIGHTS), draw), setting, mesh)
     with jax.set_mesh(mesh):
         shardings = state_shardings(jax.eval_shape(fresh), mesh, network=network)
         state = jax.jit(fresh, out_shardings=shardings)()

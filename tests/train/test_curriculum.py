@@ -9,6 +9,7 @@ import pytest
 
 from jrl.collect.collector import Collector
 from jrl.collect.curriculum import HostRounds, HostTools, Problems
+from jrl.collect.plan import Setting
 from jrl.collect.sources import Groups, entries
 from jrl.config import load_config
 from jrl.episodes.host import EnvError
@@ -61,18 +62,14 @@ class Run:
     def resume(self, notes):
         """Goes on from the notes of a checkpoint."""
         data = 7 if self.problems is None else 4
-        self.collector = Collector(
-            self.source,
-            3,
-            self.weights,
+        setting = Setting(
             get_method("reinforce").with_(curriculum=self.curriculum),
-            make_mesh({}, jax.devices()[:1]),
-            judge=self.judge,
+            *(3, 1, self.weights, self.judge),
             table=Table(data, 1, np.zeros(data, np.int32)),
             in_order=lambda tickets, size: np.asarray(tickets) % size,
-            rounds=self.rounds,
-            notes=notes,
         )
+        mesh = make_mesh({}, jax.devices()[:1])
+        self.collector = Collector(self.source, setting, mesh, rounds=self.rounds, notes=notes)
 
     def notes(self):
         """What a checkpoint holds, written and read again."""

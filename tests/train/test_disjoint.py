@@ -25,16 +25,9 @@ from jrl.run.run import train
 from jrl.setup.placement import make_meshes
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
-from jrl.train import build, disjoint
-from jrl.train.disjoint import (
-    AdapterHandover,
-    Ahead,
-    Handover,
-    HandoverError,
-    ages,
-    restored,
-    stored,
-)
+from jrl.train import build, disjoint, handover
+from jrl.train.disjoint import Ahead, ages, restored, stored
+from jrl.train.handover import AdapterHandover, Handover, HandoverError
 from jrl.train.loop import train_steps
 from jrl.types import Prompt, Rollout
 
@@ -122,8 +115,8 @@ def test_a_frozen_base_moves_once_and_its_adapters_every_time(monkeypatch):
     )
     where = tree_shardings(rollout_mesh, AXES, tree())
     hand_over = AdapterHandover(split, where, mesh, rollout_mesh)
-    moved, move = [], disjoint._move
-    monkeypatch.setattr(disjoint, "_move", lambda x, to: moved.append(x.shape) or move(x, to))
+    moved, move = [], handover._move
+    monkeypatch.setattr(handover, "_move", lambda x, to: moved.append(x.shape) or move(x, to))
     for version in (4, 5):
         made = tree() | {"b": jnp.full((8, 12), version, jnp.bfloat16)}
         params = jax.device_put(made, tree_shardings(mesh, AXES, made))

@@ -11,6 +11,7 @@ import pytest
 from jrl.collect.collector import Collector
 from jrl.collect.episodes import episode_rollout, solution_batch
 from jrl.collect.groups import to_batch
+from jrl.collect.plan import Setting
 from jrl.collect.sources import simple_request
 from jrl.collect.sources_task import TaskSource
 from jrl.config import load_config
@@ -68,14 +69,8 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
     common = {"network": network, "objective": method.objective, "optimizer": optax.sgd(0.3)}
     step, fresh = make_step(**common), partial(init_state, KEY, **common)
     mesh, log, drawn, cursor = make_mesh({}, jax.devices()[:1]), [], [], 0
-    collector = Collector(
-        source=TaskSource(ENV, tuple(WEIGHTS), draw),
-        prompts=PROMPTS,
-        reward_weights=np.array(list(WEIGHTS.values()), np.float32),
-        method=method,
-        mesh=mesh,
-        group=GROUP,
-    )
+    setting = Setting(method, PROMPTS, GROUP, list(WEIGHTS.values()))
+    collector = Collector(TaskSource(ENV, tuple(WEIGHTS), draw), setting, mesh)
     with jax.set_mesh(mesh):
         shardings = state_shardings(jax.eval_shape(fresh), mesh, network=network)
         state = jax.jit(fresh, out_shardings=shardings)()

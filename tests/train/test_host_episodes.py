@@ -13,6 +13,7 @@ from tiny import tiny_config
 
 from jrl.collect.collector import Collector
 from jrl.collect.host_episodes import HostEpisodes
+from jrl.collect.plan import Setting
 from jrl.collect.reward_stages import JudgedParts, function_stage, judge_stage
 from jrl.collect.run_rows import RunRows
 from jrl.collect.sources import simple_request
@@ -216,7 +217,7 @@ def train(made, params, steps, fails=lambda prompt: False):
     step = jax.jit(make_step(**parts))
     state, cursor, curve = init_state(KEY, params, **parts, value=None), 0, []
     mesh, weights = make_mesh({}, jax.devices()[:1]), np.array([1.0, 0.0], np.float32)
-    collector = Collector(made(digits_env(fails)), 4, weights, method, mesh, group=G)
+    collector = Collector(made(digits_env(fails)), Setting(method, 4, G, weights), mesh)
     for i in range(steps):
         batch, _, cursor = collector.collect(KEY, policy_weights(state), step=i, cursor=cursor)
         state, metrics = step(state, batch, make_sampling_params())

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import models
 
 from jrl.collect.collector import Collector
+from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import TextTools
 from jrl.collect.sources_text import TextSource
 from jrl.config import load_config
@@ -73,13 +74,8 @@ def agreement_of(method, network):
     tools = TextTools(PROMPTS, 1, tokenizer=Words(), tokens_of=shown_in, longest=15)
     collector = Collector(
         source=source,
-        prompts=N,
-        reward_weights=np.ones(1, np.float32),
-        method=method,
+        setting=Setting(method, N, G, np.ones(1), tools=lambda key: tools, contexts=True),
         mesh=MESH,
-        group=G,
-        tools=lambda key: tools,
-        contexts=True,
     )
     common = {"network": network, "objective": method.objective, "optimizer": optax.adam(0.03)}
     step, state = jax.jit(make_step(**common)), init_state(jax.random.key(3), **common)

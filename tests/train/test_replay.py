@@ -8,6 +8,7 @@ import pytest
 
 from jrl.collect.collector import Collector
 from jrl.collect.groups import Origin, batch_of, place
+from jrl.collect.plan import Setting
 from jrl.collect.sources import Groups
 from jrl.config import load_config
 from jrl.errors import UserError
@@ -232,8 +233,8 @@ class Script:
 def collector_of(source, rule=RULE, weights=(1.0,), notes=None, judge=None):
     method = get_method("grpo")._replace(edits=(rule,))
     mesh = make_mesh({}, jax.devices()[:1])
-    weights = np.array(weights, np.float32)
-    return Collector(source, 1, weights, method, mesh, group=G, judge=judge, notes=notes or {})
+    setting = Setting(method, 1, G, np.array(weights), judge)
+    return Collector(source, setting, mesh, notes=notes or {})
 
 
 def collected(collector, step):

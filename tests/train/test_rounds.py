@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jrl.collect.collector import Collector
+from jrl.collect.plan import Setting
 from jrl.collect.tree_search import drawn_weights
 from jrl.config import load_config
 from jrl.errors import UserError
@@ -93,9 +94,8 @@ def test_completions_are_the_experts(place, on_host):
         frozen=state.frozen | {"expert": jax.tree.map(lambda x: 1.3 * x, state.frozen["expert"])}
     )
     source = run_source(run, None)
-    collector = Collector(
-        source, 4, np.ones(1, np.float32), run.method, run.mesh, group=run.config.sampling.group
-    )
+    setting = Setting(run.method, 4, run.config.sampling.group, np.ones(1))
+    collector = Collector(source, setting, run.mesh)
     weights = drawn_weights(run)(state)
     batch, groups, _ = collector.collect(state.key, weights, step=STEPS - 1, cursor=0)
     rollout = jax.device_get(groups.rollout)

@@ -21,6 +21,7 @@ from jrl.models.routing import record_dtype, recording
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
+from jrl.sampling.slot_sizes import SlotPlan
 from jrl.train.router import RouterTraining
 from jrl.train.score import score, shared_rows, undivided
 from jrl.train.state import init_state
@@ -60,8 +61,7 @@ def rollout(slots=0):
         group=G,
         max_new_tokens=T,
         stop_tokens=(3, 5, 8),
-        slots=slots,
-        chunk=2,
+        slots=SlotPlan(slots, chunk=2),
     )
     prompts = rng.integers(0, 11, (N, P)).astype(np.int32)
     args = (

@@ -12,6 +12,7 @@ import pytest
 from jrl.collect import plan_tools
 from jrl.collect.collector import Collector
 from jrl.collect.groups import PlacedGroups
+from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import TaskTools, TextTools
 from jrl.collect.sources import epoch_order
 from jrl.collect.sources_task import TaskSource, task_rollout
@@ -290,18 +291,9 @@ def test_problems_of_a_task_are_tested_between_rounds(
         return groups
 
     def collector_of(notes):
-        return Collector(
-            source=TaskSource(task, ("partial",), drawn),
-            prompts=N,
-            reward_weights=np.ones(1, np.float32),
-            method=method,
-            mesh=MESH,
-            group=G,
-            judge=0,
-            table=pool_table(8),
-            in_order=partial(epoch_order, None),
-            notes=notes,
-        )
+        order = partial(epoch_order, None)
+        setting = Setting(method, N, G, np.ones(1), 0, table=pool_table(8), in_order=order)
+        return Collector(TaskSource(task, ("partial",), drawn), setting, MESH, notes=notes)
 
     train_on_host = trainer_on_host(network, method, quick_jit)
     batches, _ = train_on_host(collector_of)
@@ -327,18 +319,10 @@ def test_a_task_is_trained_alike_on_the_host_and_in_one_program(
     table = pool_table(16) if method.curriculum is not None else None
 
     def collector_of(notes):
-        return Collector(
-            source=TaskSource(task, ("verify",), drawn_by_parts("verify")),
-            prompts=N,
-            reward_weights=np.ones(1, np.float32),
-            method=method,
-            mesh=MESH,
-            group=G,
-            judge=0,
-            tools=partial(TaskTools, task),
-            table=table,
-            notes=notes,
-        )
+        source = TaskSource(task, ("verify",), drawn_by_parts("verify"))
+        tools = partial(TaskTools, task)
+        setting = Setting(method, N, G, np.ones(1), 0, tools=tools, table=table)
+        return Collector(source, setting, MESH, notes=notes)
 
     train_on_host = trainer_on_host(network, method, quick_jit)
     batches, state = train_on_host(collector_of)
@@ -430,18 +414,9 @@ def test_text_is_trained_and_resumes_bit_for_bit(name, network, quick_jit, compl
 
     def collector_of(notes):
         source = TextSource(prompts, 4, 5, completed, SAMPLING, Digits(), Digits(), 3)
-        return Collector(
-            source=source,
-            prompts=N,
-            reward_weights=np.ones(1, np.float32),
-            method=method,
-            mesh=MESH,
-            group=G,
-            tools=lambda key: TextTools(prompts, 3, hinted),
-            table=table,
-            contexts=True,
-            notes=notes,
-        )
+        offers = {"tools": lambda key: TextTools(prompts, 3, hinted), "contexts": True}
+        setting = Setting(method, N, G, np.ones(1), table=table, **offers)
+        return Collector(source, setting, MESH, notes=notes)
 
     train_on_host = trainer_on_host(network, method, quick_jit)
     batches, state = train_on_host(collector_of)

@@ -12,6 +12,7 @@ from tiny import SIZES, jit, tiny_config, trainer_logprobs
 
 from jrl.collect.collector import Collector
 from jrl.collect.groups import to_batch
+from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import TextTools
 from jrl.collect.run_rows import RunRows, prompt_seeds
 from jrl.collect.sources import Groups, simple_request
@@ -302,7 +303,7 @@ def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
     method = get_method("grpo")._replace(plan=plan, edits=(rule,))
     mesh = make_mesh({}, jax.devices()[:1])
     tools = lambda key: TextTools(PROMPTS, T)  # noqa: E731
-    collector = Collector(source, 3, WEIGHTS, method, mesh, group=G, tools=tools)
+    collector = Collector(source, Setting(method, 3, G, WEIGHTS, tools=tools), mesh)
 
     def step(number):
         key, weights = jax.random.key(4), {"policy": params()}

@@ -69,6 +69,7 @@ def _forward(
 
     weights = [] if weight is None else [weight]
     out = _call(kernel, how, x_nhd, "norm_rotated", [])(x_nhd, *weights, cos_mr, sin_mr)[0]
+    # The scale is computed again from x, which is read in any case.
     return out, (x_nhd, weight, cos_mr, sin_mr)
 
 

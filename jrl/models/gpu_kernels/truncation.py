@@ -55,6 +55,7 @@ def least_kept(
         lowest, peak = row.extremes(few | mass | floors)
         cut = row.search(few, lambda x: jnp.ones_like(x), k.astype(jnp.float32), lowest, peak, 0.5)
         weight = lambda x: jnp.exp((x - peak) / row.temperature)  # noqa: E731
+        # Top-p is of what top-k has kept, so its search begins there.
         lowest = jnp.maximum(lowest, cut)
         total = row.above(mass, lowest, weight)
         # Sums round by less than this; what weighs little more cannot be told from it.
@@ -166,6 +167,7 @@ class _Row:
             )
 
         low, high, whole = _order(lowest), _order(peak) + 1, self.above(enabled, lowest, weight)
+        # The masses at both ends come along, so that a halving goes over the row once.
         start = jnp.int32(0), low, high, whole, jnp.float32(0)
         _, low, _, mass, _ = jax.lax.while_loop(unfinished, halve, start)
         return jnp.where(enabled & (mass >= limit), _real(low), -jnp.inf)

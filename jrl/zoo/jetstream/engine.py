@@ -29,7 +29,7 @@ from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.admission import RowStart
 from jrl.sampling.batch import ChunkOutput
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.rows import Rows
+from jrl.sampling.rows import RowOptions, Rows
 from jrl.system.extras import install_line
 from jrl.types import Array, Network, Params
 
@@ -167,7 +167,7 @@ class SlotEngine:
                 "min_p": float(sampling_params.min_p),
                 "bias": None if bias is None else np.asarray(bias),
             },
-            biases=bias is not None,
+            options=RowOptions(biases=bias is not None),
         )
         self._seed = _seed_of(key)
         self._mesh = mesh

@@ -21,7 +21,7 @@ from jrl.evaluate.search import points_of
 from jrl.mesh import AXES, make_mesh
 from jrl.models.config import DTYPES
 from jrl.sampling.engine import Engine
-from jrl.sampling.request import Completion, Request
+from jrl.sampling.request import Completion, Request, RequestFeatures
 from jrl.serving.launch import ServedPolicy, served_policy
 from jrl.setup.run import Run
 from jrl.train import build
@@ -277,7 +277,7 @@ def _engine(policy: ServedPolicy, batch: int, prompt_tokens: int) -> Engine:
             max_new_tokens=policy.new_tokens,
             stop_tokens=policy.tokenizer.stop_ids,
             chunk=min(_CHUNK, policy.new_tokens),
-            reports=True,
+            requests=RequestFeatures(reports=True),
         )
 
 

@@ -67,8 +67,8 @@ def contrastive_rubrics(
       least: tau.
 
     Returns:
-      {"question", "rubric", "chosen", "rejected", "questions", "replies"} of each pair; the last two
-      are the texts to the judge in both orders, and its replies.
+      {"question", "rubric", "chosen", "rejected", "questions", "replies"} of each pair; the last
+      two are the texts to the judge in both orders, and its replies.
     """
     pairs = []
     for row in rows:
