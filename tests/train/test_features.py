@@ -106,10 +106,10 @@ def test_the_probability_of_an_answer_needs_answers_and_whole_rows(network):
         check_features(of_config(network, "data={env='nim', opponent='self'}", likely))
     with pytest.raises(UserError, match='rewards.p.by = "turn" needs episodes: other data have no'):
         check_features(of_config(network, "data.train=x.jsonl", turns))
-    found = of_config(network, "data.train=x.jsonl", "data.env=own.py:env", turns)
-    check_features(found)
+    episodes = of_config(network, "data.train=x.jsonl", "data.env=own.py:env", turns)
+    check_features(episodes)
     with pytest.raises(UserError, match=r"\[rewards.p\] does not go with data.contexts = 2"):
-        check_features({"contexts": "data.contexts = 2", "shared rows": "rows", **found})
+        check_features({"contexts": "data.contexts = 2", "shared rows": "rows", **episodes})
 
 
 def test_data_that_give_completions_play_no_plan():
