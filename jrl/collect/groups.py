@@ -244,12 +244,17 @@ def put_members(groups: PlacedGroups, new: PlacedGroups, origin: Origin, base: A
     members = ("tokens", "lengths", "mask", "sampler_logprobs", "versions", "stop", "baseline")
     put = {n: by_group(getattr(groups.rollout, n), getattr(new.rollout, n)) for n in prompts}
     put |= {n: by_member(getattr(groups.rollout, n), getattr(new.rollout, n)) for n in members}
+    xp: Any = np if isinstance(groups.ticket, np.ndarray) else jnp
+    none = {name: xp.zeros(m, np.float32) for name in new.prior if name not in groups.prior}
     return groups.replace(
         rollout=groups.rollout.replace(**put),
         rewards=by_member(groups.rewards, new.rewards),
         ids={n: label(x, new.ids[n]) for n, x in groups.ids.items()},
         stats={n: by_member(x, new.stats[n]) for n, x in groups.stats.items()},
-        prior={n: by_group(x, new.prior[n]) for n, x in groups.prior.items() if n in new.prior},
+        prior={
+            n: by_group(x, new.prior[n]) if n in new.prior else x
+            for n, x in (groups.prior | none).items()
+        },
         ticket=by_group(groups.ticket, new.ticket),
         row=by_group(groups.row, new.row),
         use=by_member(groups.use, new.use),

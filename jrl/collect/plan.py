@@ -301,8 +301,8 @@ def _numbered(
     ticket = jnp.where(live, jnp.asarray(issued.ticket)[at], -1)
     row = jnp.asarray(issued.choice.row)[at] if ask.row is None else ask.row
     ask = ask.replace(ticket=ticket, row=row, count=jnp.where(live, ask.count, 0))
-    prior = {name: jnp.asarray(x)[at] for name, x in issued.prior.items()}
-    return (ask,), prior, collected, used
+    prior = {name: jnp.asarray(x)[at] for name, x in issued.prior.items()} | dict(ask.prior or {})
+    return (ask.replace(prior=None),), prior, collected, used
 
 
 def _put(

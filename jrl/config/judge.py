@@ -19,14 +19,18 @@ _ZOO = "jrl.zoo.rewards.judges"
 PUBLISHED_FORMS = {
     "brpo": f"{_ZOO}:brpo",
     "capo": f"{_ZOO}:capo",
+    "datarus": "jrl.zoo.rewards.rubrics:datarus",
     "fapo": f"{_ZOO}:fapo",
     "pta_plan": "jrl.zoo.rewards.plans:pta_plan",
     "reward_anything": f"{_ZOO}:reward_anything",
     "rlaif_v": f"{_ZOO}:rlaif_v",
+    "rubicon": "jrl.zoo.rewards.rubrics:rubicon",
 }
 """Forms of single papers, by name; each is a ``rewards.verdicts.NamedForm``."""
 TOKEN_FORMS = ("steps", "capo")
 """Forms with a reward per token, as functions with ``by_token = true``."""
+RUBRIC_FORMS = ("rubric", "rubicon")
+"""Forms that need criteria; "pairwise" may have them."""
 POLICY, START = "policy", "start"
 """Values of ``model`` on the run's devices that are not directories."""
 _ENDPOINT_KEYS = (
@@ -41,6 +45,9 @@ class Criterion(Table):
     text: str = key(..., "the criterion in words; the judge says whether it is met", min_length=1)
     weight: float = key(1.0, "weight in the score; negative for unwanted properties")
     veto: bool = key(False, "true: the score is 0 unless the criterion is met")
+    levels: list[str] = key(
+        [], "meaning of each level, the worst first; the judge names one; empty: met or not"
+    )
 
 
 class JudgeTable(Table):
@@ -67,7 +74,9 @@ class JudgeTable(Table):
     scale: Annotated[list[float], Field(min_length=2, max_length=2)] = key(
         [1.0, 10.0], "lowest and highest score, mapped to 0 and 1"
     )
-    criteria: list[Criterion] = key([], "criteria of a rubric: tables with text, weight and veto")
+    criteria: list[Criterion] = key(
+        [], "criteria of a rubric or a comparison: tables with text, weight, veto and levels"
+    )
     column: str = key("", "column of the data with each row's criteria, instead of criteria")
     against: Literal["reference", "group"] = key(
         "reference", "compare with the row's answer (reference) or the group's other members"
@@ -120,16 +129,15 @@ def _wrong(judge: JudgeTable) -> str:
             f"votes = {judge.votes} with temperature = 0, where all votes are equal; set"
             " temperature above 0, or votes = 1"
         )
-    if judge.form != "rubric" and (judge.criteria or judge.column):
+    if not (judge.criteria or judge.column):
+        missing = "criteria are missing: give a list of them, or column, whose rows have them"
+        return missing if judge.form in RUBRIC_FORMS else ""
+    if judge.form not in (*RUBRIC_FORMS, "pairwise"):
         name = "criteria" if judge.criteria else "column"
         return f"{name} with form = {judge.form!r}; set form = 'rubric'"
-    if judge.form == "rubric":
-        if judge.criteria and judge.column:
-            return f"column = {judge.column!r} with criteria; remove one of them"
-        if not judge.criteria and not judge.column:
-            return "criteria are missing: give a list of them, or column, whose rows have them"
-        return "" if judge.column else weightless(judge.criteria)
-    return ""
+    if judge.criteria and judge.column:
+        return f"column = {judge.column!r} with criteria; remove one of them"
+    return "" if judge.column else weightless(judge.criteria)
 
 
 def _unread(judge: JudgeTable) -> str:
@@ -158,6 +166,8 @@ def weightless(criteria: list[Criterion]) -> str:
     if sum(max(c.weight, 0.0) for c in criteria) <= 0:
         weights = [c.weight for c in criteria]
         return f"criteria have weights {weights}, of which none counts; set one above 0"
+    if one := next((c for c in criteria if len(c.levels) == 1), None):
+        return f"criterion {one.text!r:.40} has levels {one.levels}; give two, the worst first"
     return ""
 
 
@@ -175,7 +185,7 @@ def judge_table(key: str, options: Mapping[str, Any]) -> JudgeTable:
 
 
 def criteria_of(rows: Any, where: str) -> list[Criterion]:
-    """The criteria of a row of the data: texts, or tables with text, weight and veto.
+    """The criteria of a row of the data: texts, or tables as in ``Criterion``.
 
     Args:
       rows: the row's value.

@@ -596,6 +596,11 @@ class Config(Table):
     )
 
     @property
+    def prompts_at_once(self) -> int:
+        """Prompts of a step that the sampler has at a time."""
+        return self.train.prompts // self.sampling.draws
+
+    @property
     def mesh_axes(self) -> dict[str, int]:
         """Devices of training along each axis."""
         return _whole(self.mesh)

@@ -57,7 +57,7 @@ def build_prompts(
     answer_key: str | None = "answer",
     answer_pattern: str | None = None,
     solution_key: str | None = None,
-    several_solutions: bool = False,
+    solutions: int | None = None,
     needs_answer: bool = True,
     max_prompt_tokens: int,
     overlong: str = "error",
@@ -79,8 +79,8 @@ def build_prompts(
       solution_key: the field that holds a completion to learn from, or None; its text and the token
         that ends a turn by the chat template, without one the end-of-text token, become
         ``Prompt.solution``.
-      several_solutions: whether that field is a list of completions, which stand one after the
-        other in ``Prompt.solution``, each with the token that ends it.
+      solutions: how many completions that field lists at the least, which stand one after the other
+        in ``Prompt.solution``, each with the token that ends it; None for one text.
       needs_answer: False where rows may lack the answer.
       max_prompt_tokens: the longest prompt, tokens.
       overlong: for longer prompts: "error", "drop", or "truncate", which keeps the end.
@@ -133,12 +133,10 @@ def build_prompts(
                 meta = {k: v for k, v in row.items() if k not in usual}
                 solution = None
                 if solution_key is not None:
-                    texts = look_up(row, solution_key)
-                    listed = several_solutions and isinstance(texts, list | tuple)
                     solution = np.concatenate(
                         [
                             _solution(row, solution_key, where, wording, text)
-                            for text in (texts if listed and texts else [texts])
+                            for text in _listed(row, solution_key, solutions, where)
                         ]
                     )
                 spoken = () if isinstance(question, str) else tuple(messages)
@@ -234,6 +232,20 @@ def _answer(row: Mapping[str, Any], key: str, answers: AnswerFinder, where: str)
     if all(x is None or x == [] or (isinstance(x, str) and not x.strip()) for x in items):
         raise UserError(f"{where}: {key} is empty; every row needs a reference answer")
     return answer
+
+
+def _listed(row: Mapping[str, Any], key: str, least: int | None, where: str) -> list[Any]:
+    """The completions of a row's field: at least so many of a list, or the one that it is."""
+    texts = look_up(row, key)
+    if least is None or texts is None:
+        return [texts]
+    listed = list(texts) if isinstance(texts, list | tuple) else [texts]
+    if len(listed) < least:
+        raise UserError(
+            f"{where}: {key} lists {len(listed)} solutions, and objective.demonstrations = {least};"
+            " list as many, or lower it"
+        )
+    return listed
 
 
 def _plain(value: Any) -> Any:

@@ -28,7 +28,6 @@ from jrl.rewards.exact import expected_answer
 from jrl.rewards.matching import references
 from jrl.rewards.rules import Rules
 from jrl.rewards.text_models import width_of
-from jrl.setup.kinds import EnvKind, EpisodeKind
 from jrl.setup.reward_parts import likelihood_of, reward_tables
 from jrl.setup.run import Run
 from jrl.types import Array, Network, Params, Prompt, Rollout, StopReason
@@ -181,19 +180,8 @@ def _row(rollout: Rollout, i: int, j: int, cut: int) -> list[int]:
 
 
 def make_likelihood(run: Run, name: str) -> Likelihood:
-    """The part of a run by that name.
-
-    Raises:
-      UserError: by turn where there are none, or problems without answers.
-    """
+    """The part of a run by that name."""
     table, part = likelihood_of(run.config, name), reward_tables(run.config)[name]
-    key = f"rewards.{name}"
-    if isinstance(run.kind, EnvKind):
-        raise UserError(
-            f"{key}: the problems of an environment on the device have no answers; remove it"
-        )
-    if table.by == "turn" and not isinstance(run.kind, EpisodeKind):
-        raise UserError(f'{key}.by = "turn": these data have no turns; remove it, or set data.env')
     program = partial(likelihoods, network=run.network, most=table.max_answer_tokens)
     return Likelihood(
         table,

@@ -122,6 +122,14 @@ class Method(NamedTuple):
     network: Callable[[Network], Network] = unchanged
     needs: frozenset[str] = frozenset()
 
+    def batch_groups(self, prompts: int) -> int:
+        """Groups of a batch: the step's own, and those that edits have room for."""
+        return prompts + sum(edit.extra(prompts) for edit in self.edits)
+
+    def further_groups(self, prompts: int) -> int:
+        """Groups of a batch that the plan's further rounds sample, at most."""
+        return min(self.plan.prompts(prompts), self.batch_groups(prompts) - prompts)
+
     def __repr__(self) -> str:
         """The parts by name, those at their defaults left out; see ``system.readable``."""
         objective = self.objective

@@ -37,8 +37,9 @@ from jrl.plan.lower import (
 from jrl.plan.memory import (
     MODELS,
     cache_bytes,
-    judge_cache_bytes,
+    further_cache_bytes,
     judge_model_bytes,
+    judge_working_bytes,
     remedies,
     state_bytes,
 )
@@ -50,7 +51,7 @@ from jrl.plan.topology import (
     larger,
     several,
 )
-from jrl.plan.useful import decoding, floor_seconds, loop_trips, model_flops
+from jrl.plan.useful import decoding, floor_seconds, loop_trips, model_flops, sampler_runs
 from jrl.setup.gather import prepared_bytes
 from jrl.setup.run import Run
 from jrl.system.extras import install_line
@@ -383,14 +384,14 @@ def resident_bytes(
 
 
 def judge_program(run: Run, topology: Topology) -> dict[str, Program]:
-    """Memory of a chip while a judge is asked, between sampler and training step, by "judge".
+    """Memory of a chip while judges and likelihoods are asked, by "judge".
 
-    Keys and values beside what stays; activations are not counted. {} without a judge on the
-    devices.
+    That is between sampler and training step: keys and values of a judge, or states of a likelihood
+    beside what stays; other activations are not counted. {} without either on the devices.
     """
-    if not (cache := judge_cache_bytes(run)):
+    if not (working := judge_working_bytes(run)):
         return {}
-    sizes = {**state_bytes(run), **judge_model_bytes(run), "cache": cache}
+    sizes = {**state_bytes(run), **judge_model_bytes(run), "working": working}
     sizes["total"] = sum(sizes.values())
     fits = sizes["total"] <= topology.chip.hbm_bytes
     return {"judge": Program(sizes, fits, None, None, None, None, None, 0.0)}
@@ -526,15 +527,19 @@ def _measured(
     named = sum(v for k, v in sizes.items() if k not in resident)
     sizes["temporaries"] = max(float(total) - named, 0.0)
     sizes["total"] = float(total) + sum(resident.values())
+    if name == "sampler":  # what a further round samples runs in a program of its own
+        sizes["cache"] += (more := further_cache_bytes(run))
+        sizes["total"] += more
     mesh = drawing_mesh(run) if name == "sampler" else run.mesh
     text, shape = compiled.as_text(), list(mesh.shape.values())
     decode = decoding(run, mesh) if name == "sampler" else None
     trips = loop_trips(run, mesh, name)
-    costs = program_costs(text, shape, decode.live if decode else {}, trips)
+    runs = sampler_runs(run) if name == "sampler" else 1.0
+    costs = _repeated(program_costs(text, shape, decode.live if decode else {}, trips), runs)
     least, by_resource = roofline(costs, topology, mesh.devices)
     full_seconds = None
     if decode is not None:
-        unfilled = program_costs(text, shape, trips=trips)
+        unfilled = _repeated(program_costs(text, shape, trips=trips), runs)
         if _total_bytes(unfilled) > _total_bytes(costs):  # else no kernel reads a cache in part
             full_seconds = roofline(unfilled, topology, mesh.devices)[0]
     return Program(
@@ -572,6 +577,11 @@ def _kernels(text: str, name: str, costs: list[Cost]) -> dict[str, float] | None
     parts = parts or costs
     copied = sum(c.runs * c.kinds.get("copies", (0.0, 0.0))[1] for c in parts)
     return launches._asdict() | {"bytes": _total_bytes(parts), "copied": copied}
+
+
+def _repeated(costs: list[Cost], times: float) -> list[Cost]:
+    """The costs of a program that runs several times a step."""
+    return [cost._replace(runs=times * cost.runs) for cost in costs]
 
 
 def _total_bytes(costs: list[Cost]) -> float:

@@ -26,9 +26,15 @@ from jrl.plan.estimate import (
     sampling_times,
     training_times,
 )
-from jrl.plan.memory import MODELS, cache_bytes, judge_model_bytes, state_bytes
+from jrl.plan.memory import (
+    MODELS,
+    cache_bytes,
+    further_cache_bytes,
+    judge_model_bytes,
+    state_bytes,
+)
 from jrl.plan.topology import Topology
-from jrl.plan.useful import floor_seconds, model_flops
+from jrl.plan.useful import floor_seconds, model_flops, sampler_runs
 from jrl.setup.run import Run
 from jrl.train.programs import drawing_mesh, train_sampler
 from jrl.train.remat import counted_bytes
@@ -83,6 +89,8 @@ def _training(run: Run, topology: Topology, state: dict[str, float]) -> Program:
     temporaries = max(counted_bytes(run) - trained, 0.0)
     sizes = {**state, "temporaries": temporaries}
     times = training_times(config, run.shape, topology, options)
+    groups = run.method.batch_groups(config.train.prompts) / config.train.prompts
+    times = {resource: groups * seconds for resource, seconds in times.items()}
     return _program(run, topology, "train_step", sizes, times)
 
 
@@ -97,11 +105,13 @@ def _sampler(run: Run, topology: Topology, state: dict[str, float]) -> Program:
     sizes = {
         **state,
         "prepared": prepared_size(run),
-        "cache": cache_bytes(run),
+        "cache": cache_bytes(run) + further_cache_bytes(run),
         "temporaries": float(SAMPLER_TEMPORARIES),
     }
     mesh = dict(drawing_mesh(run).shape.items())
     times = sampling_times(run.config, run.shape, topology, mesh, sum(state.values()))
+    runs = sampler_runs(run) / run.config.sampling.draws  # the times are of all draws
+    times = {resource: runs * seconds for resource, seconds in times.items()}
     return _program(run, topology, "sampler", sizes, times)
 
 

@@ -216,11 +216,11 @@ def sampling_times(
     gathered = has_room(config, model, axes, chip.hbm_bytes, state_bytes)
     short = "weights" in sampling.in_8_bits
     weights = sampler_bytes(model, axes, gathered=gathered, in_8_bits=short)
-    prompts, new = -(-config.train.prompts // _shards(axes)), sampling.max_new_tokens
+    prompts, new = -(-config.prompts_at_once // _shards(axes)), sampling.max_new_tokens
     cache, shared = _cache_bytes(config, model, axes, gathered)
     slots = slots_on_chip(sampling.slots, axes, gathered)
     rows = min(prompts * sampling.group, slots or prompts * sampling.group)
-    rounds = -(-prompts * sampling.group // rows)
+    rounds = -(-prompts * sampling.group // rows) * sampling.draws
     memory = (weights + shared + (cache - shared) / 2) / chip.hbm_bandwidth
     flops = _forward_flops(model, _lengths(config))
     compute = flops / topology.chips / chip.flops / (new * rounds)
@@ -242,7 +242,7 @@ def _cache_bytes(
 ) -> tuple[float, float]:
     """Bytes of the cache of a chip, and of the prompts in it."""
     sampling = config.sampling
-    prompts, new = -(-config.train.prompts // _shards(axes)), sampling.max_new_tokens
+    prompts, new = -(-config.prompts_at_once // _shards(axes)), sampling.max_new_tokens
     slots = slots_on_chip(sampling.slots, axes, gathered)
     each = token_bytes(model, axes["tensor"], sampling.in_8_bits)
     width = config.data.longest_prompt

@@ -99,7 +99,7 @@ def lower_sampler(run: Run, weights: Any = None) -> Any:
     sampling_params = jax.eval_shape(lambda: run.sampling_params)
     if isinstance(program, ReshardedSampler):
         run, policy, program = run._replace(mesh=program.mesh), weights, program.program
-    n = run.config.train.prompts
+    n = run.config.prompts_at_once
     step, ids = _int(), _int(n)
     if run.config.data.has_solutions:
         request = simple_request(key, {"policy": policy}, step, ids)

@@ -44,7 +44,7 @@ def state_bytes(run: Run) -> dict[str, float]:
 
 
 def held_models_of(run: Run) -> list[HeldModel]:
-    """The judges and reward models that a run holds beside its policy."""
+    """The judges, likelihoods and reward models that a run holds beside its policy."""
     return held_models(run.config, run.rewards, run.shape)
 
 
@@ -56,20 +56,32 @@ def judge_model_bytes(run: Run) -> dict[str, float]:
     return {name: value for name, value in parts.items() if value}
 
 
-def judge_cache_bytes(run: Run) -> float:
-    """Bytes on one chip of a judge's keys and values while it is asked; 0 without judges."""
+def judge_working_bytes(run: Run) -> float:
+    """Bytes on one chip of the judge or likelihood that takes most while it is asked; 0 of none."""
     axes = dict(run.mesh.shape.items())
-    return max((model.cache_bytes(axes) for model in held_models_of(run)), default=0.0)
+    return max((model.working_bytes(axes) for model in held_models_of(run)), default=0.0)
 
 
 def cache_bytes(run: Run) -> float:
     """Bytes of keys and values on one chip: each prompt's once, each completion's own."""
+    return _cached(run, run.config.prompts_at_once, run.width)
+
+
+def further_cache_bytes(run: Run) -> float:
+    """Bytes by which the cache of a plan's further groups, under longer prompts, is larger."""
+    groups = run.method.further_groups(run.config.train.prompts)
+    width = run.width + run.method.plan.tokens
+    further = _cached(run, -(-groups // run.config.sampling.draws), width)
+    return max(further - cache_bytes(run), 0.0)
+
+
+def _cached(run: Run, prompts: int, width: int) -> float:
+    """Bytes of keys and values on one chip of prompts that are this wide, and their groups."""
     config, mesh, draw = run.config, drawing_mesh(run), run.method.draw
     group = config.sampling.group + draw.baseline_members
-    batch = -(-config.train.prompts // batch_shards(mesh))
-    new = run.kind.new_tokens
+    batch = -(-prompts // batch_shards(mesh))
     slots = slots_on_chip(config.sampling.slots, mesh.shape, gathers(config, run.shape, mesh))
-    tokens = cached_tokens(batch, group, run.width, new, slots)
+    tokens = cached_tokens(batch, group, width, run.kind.new_tokens, slots)
     return tokens * token_bytes(run.shape, mesh.shape["tensor"], config.sampling.in_8_bits)
 
 
@@ -93,7 +105,8 @@ def remedies(run: Run, topology: Topology, name: str, sizes: Mapping[str, float]
     if name == "judge":
         return [
             *lines,
-            "lower at_once or max_prompt_tokens of the judge, or name a server with url",
+            "lower at_once or max_prompt_tokens of the judge, or name a server with url; lower rows"
+            " of a likelihood",
         ]
     stays = sum(sizes.get(k, 0.0) for k in STAYS)
     if stays > 0.9 * limit:
@@ -133,7 +146,7 @@ def remedies(run: Run, topology: Topology, name: str, sizes: Mapping[str, float]
             )
         return lines + roomier(topology, sizes["total"] / (0.9 * limit))
     mesh = drawing_mesh(run)
-    batch, shards = config.train.prompts // batch_shards(mesh), batch_shards(mesh)
+    batch, shards = config.prompts_at_once // batch_shards(mesh), batch_shards(mesh)
     batch *= config.sampling.group
     if batch >= 2 * factor:
         each = max(batch // factor, 1)

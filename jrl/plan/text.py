@@ -13,7 +13,7 @@ _WORDS = {
     "resharding": "resharding of the weights for the sampler",
     "train_step": "training step",
     "sampler": "sampler",
-    "judge": "while a judge is asked",
+    "judge": "while judges and likelihoods are asked",
 }
 _PARTS = {
     "prepared": "gathered copy for sampling",
@@ -24,6 +24,7 @@ _PARTS = {
     "judges": "judges",
     "reward_models": "reward models",
     "cache": "cache of keys and values",
+    "working": "keys and values, or states",
     "program": "code",
 }
 

@@ -39,9 +39,21 @@ def model_flops(run: Run, name: str) -> float:
       name: "resharding", "sampler" or "train_step".
     """
     forward = forward_flops(run.shape, lengths_of(run))
-    if name != "train_step":
-        return forward if name == "sampler" else 0.0
-    return forward * training_passes(run)
+    if name == "train_step":
+        prompts = run.config.train.prompts
+        return forward * training_passes(run) * run.method.batch_groups(prompts) / prompts
+    return forward * _sampled_groups(run) if name == "sampler" else 0.0
+
+
+def _sampled_groups(run: Run) -> float:
+    """Groups that a step samples, those of further rounds at most, over its own."""
+    prompts = run.config.train.prompts
+    return 1 + run.method.further_groups(prompts) / prompts
+
+
+def sampler_runs(run: Run) -> float:
+    """Times that the sampler's program runs in a step; those of further groups count as its own."""
+    return run.config.sampling.draws * _sampled_groups(run)
 
 
 # ---------------------------------------------------------------- decoding
@@ -70,7 +82,7 @@ def decoding(run: Run, mesh: Mesh) -> Decoding:
     from jrl.models.attention import cache_read, splash_cache  # Pallas takes long to import
     from jrl.models.gpu_kernels import COLUMNS
 
-    prompts = -(-sizes.prompts // batch_shards(mesh))
+    prompts = -(-config.prompts_at_once // batch_shards(mesh))
     rows, gathered = prompts * sizes.group, gathers(config, model, mesh)
     live = min(rows, slots_on_chip(config.sampling.slots, mesh.shape, gathered) or rows)
     rounds = -(-rows // live)
@@ -93,7 +105,7 @@ def decoding(run: Run, mesh: Mesh) -> Decoding:
         kernels = {"read_cache": cache_read.block_columns(columns)}
         kernels["splash"] = splash_cache.block_columns(columns)
     read_by = {name: read(block) for name, block in kernels.items()}
-    return Decoding(float(sizes.new * rounds), size, cache, read_by)
+    return Decoding(sizes.new * rounds * sampler_runs(run), size, cache, read_by)
 
 
 def loop_trips(run: Run, mesh: Mesh, name: str) -> dict[str, int]:
@@ -110,7 +122,7 @@ def loop_trips(run: Run, mesh: Mesh, name: str) -> dict[str, int]:
     if name != "sampler":
         return trips
     sizes, shards = lengths_of(run), batch_shards(mesh)
-    rows = -(-sizes.prompts // shards) * sizes.group
+    rows = -(-run.config.prompts_at_once // shards) * sizes.group
     whole = gathers(run.config, run.shape, mesh)
     slots = min(rows, slots_on_chip(run.config.sampling.slots, mesh.shape, whole) or rows)
     trips |= {"queue": -(-rows // slots), "refill": slots}

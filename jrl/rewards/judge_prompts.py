@@ -78,7 +78,7 @@ Which of two answers to the question is better?
 
 Question:
 {question}
-
+{criteria}
 Answer A:
 {first}
 
@@ -86,7 +86,7 @@ Answer B:
 {second}
 
 Neither order nor length counts. End with [[A]], [[B]], or [[C]] for a tie.""",
-        ("first", "second"),
+        ("first", "second", "criteria"),
         (("first",), ("second",)),
     ),
     "listwise": FormText(

@@ -87,16 +87,20 @@ def read_ranking(reply: str, count: int) -> list[int] | None:
     return [x - 1 for x in value] if sorted(value) == list(range(1, count + 1)) else None
 
 
-def read_criteria(reply: str, count: int) -> list[float] | None:
+def read_criteria(reply: str, count: int, levels: Sequence[int] = ()) -> list[float] | None:
     """Degree to which each of ``count`` criteria is met, in [0, 1]; None unless all are decided.
 
     Args:
       reply: a JSON object with "1", "2", ... or such an object under "criteria"; each true, false,
         "yes", "no", a number from 0 to 1, or an object with that as "met".
       count: of criteria.
+      levels: of each, the number of its levels n, of which k from 0 on is k / (n - 1); 0 of one
+        that is met or not. () where none has levels.
 
     >>> read_criteria('So: {"1": true, "2": {"reason": "no source", "met": false}}', 2)
     [1.0, 0.0]
+    >>> read_criteria('{"1": 2, "2": true}', 2, levels=[5, 0])
+    [0.5, 1.0]
     >>> read_criteria('{"1": true}', 2) is None
     True
     """
@@ -104,7 +108,8 @@ def read_criteria(reply: str, count: int) -> list[float] | None:
     inside = parsed.get("criteria", parsed)
     if not isinstance(inside, dict):
         return None
-    values = [_met(inside.get(str(i))) for i in range(1, count + 1)]
+    sizes = levels or [0] * count
+    values = [_met(inside.get(str(i)), n) for i, n in enumerate(sizes, 1)]
     extra = [name for name in inside if name.isdecimal() and not 1 <= int(name[:9]) <= count]
     verdicts = [value for value in values if value is not None]
     return verdicts if len(verdicts) == count and not extra else None
@@ -150,9 +155,11 @@ def read_step(reply: str, count: int) -> int | None:
     return value if type(value) is int and -1 <= value < count else None
 
 
-def _met(value: Any) -> float | None:
+def _met(value: Any, levels: int = 0) -> float | None:
     if isinstance(value, dict):
-        value = value.get("met")
+        value = value.get("level" if levels else "met")
+    if levels:
+        return value / (levels - 1) if type(value) is int and 0 <= value < levels else None
     if isinstance(value, str):
         return _YES.get(value.strip().lower())
     if isinstance(value, bool):

@@ -4,11 +4,11 @@
     questions = form.questions(samples, vote=0)     # each with messages and a reader of the reply
     points = form.points(samples, verdicts)         # [None | 0 ... 1] for each sample
 
-Forms: a score, yes or no, a rubric of criteria with weights and vetoes, a comparison with the
-reference answer or with each other member of the group (both orders asked; where they disagree it
-is a tie), and a ranking of the group. Rubrics as in OpenRubrics (arXiv:2510.07743) and Rubicon
-(arXiv:2508.12790), rankings by a principle as in RewardAnything (arXiv:2506.03637); no formula of
-those that sums up criteria is published, so the score is the weighted share that is met.
+Forms: a score, yes or no, a rubric of criteria with weights, vetoes and levels, a comparison with
+the reference answer or with each other member of the group (both orders asked; where they disagree
+it is a tie), by criteria where there are any, and a ranking of the group. Rubrics are as in Rubicon
+(arXiv:2508.12790), comparisons by them as in OpenRubrics (arXiv:2510.07743), and rankings by a
+principle as in RewardAnything (arXiv:2506.03637).
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def make_form(table: JudgeTable, key: str) -> Form:
     if table.form == "steps":
         return by_steps(table, _at_steps)
     if table.form == "pairwise":
-        return _pairwise(table)
+        return _pairwise(table, key)
     if table.form == "listwise":
         return _listwise(table)
     if table.form == "rubric":
-        return _rubric(table, key)
+        return by_criteria(table, key)
     low, high = table.scale
     read = partial(read_score, low=low, high=high) if table.form == "score" else read_yes_no
     more = {"low": f"{low:g}", "high": f"{high:g}"}
@@ -166,17 +166,28 @@ def check_rubrics(table: JudgeTable, prompts: Iterable[Any], key: str) -> None:
 # ---------------------------------------------------------------- the forms
 
 
-def _rubric(table: JudgeTable, key: str) -> Form:
-    def criteria(sample: Sample) -> list[Criterion]:
-        return table.criteria or _row_criteria(sample.prompt, table.column, key)
+def by_criteria(
+    table: JudgeTable,
+    key: str,
+    score: Callable[[Sequence[float], Sequence[Criterion]], float] = rubric_score,
+) -> Form:
+    """A form that asks how far a sample meets each criterion.
+
+    Args:
+      table: the judge's keys; ``vote`` pools the votes of each criterion.
+      key: "rewards.NAME", for messages.
+      score: (how far each is met, 0 to 1; the criteria) -> points.
+
+    Returns:
+      The form. A row without criteria is not judged.
+    """
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
         out = []
         for sample in samples:
-            if rubric := criteria(sample):
-                listed = "\n".join(f"{i}. {c.text}" for i, c in enumerate(rubric, 1))
-                fields = {**shown(sample), "criteria": listed}
-                read = partial(read_criteria, count=len(rubric))
+            if rubric := _criteria(table, sample, key):
+                fields = {**shown(sample), "criteria": _listed(rubric)}
+                read = partial(read_criteria, count=len(rubric), levels=_levels(rubric))
                 out.append(question(table, sample, fields, read))
         return out
 
@@ -185,13 +196,30 @@ def _rubric(table: JudgeTable, key: str) -> Form:
     ) -> list[Points]:
         left, out = iter(verdicts), list[Points]()
         for sample in samples:
-            rubric = criteria(sample)
+            rubric = _criteria(table, sample, key)
             votes = next(left) if rubric else ()
             met = [pooled(each, table.vote) or 0.0 for each in zip(*votes, strict=True)]
-            out.append(rubric_score(met, rubric) if votes else None)
+            out.append(score(met, rubric) if votes else None)
         return out
 
     return Form(False, questions, points)
+
+
+def _listed(rubric: Sequence[Criterion]) -> str:
+    """The numbered criteria of a question, those with levels with what each level means."""
+    lines = []
+    for i, criterion in enumerate(rubric, 1):
+        levels = "; ".join(f"{k}: {text}" for k, text in enumerate(criterion.levels))
+        lines.append(f"{i}. {criterion.text}" + f" (give its level; {levels})" * bool(levels))
+    return "\n".join(lines)
+
+
+def _levels(rubric: Sequence[Criterion]) -> list[int]:
+    return [len(criterion.levels) for criterion in rubric]
+
+
+def _criteria(table: JudgeTable, sample: Sample, key: str) -> list[Criterion]:
+    return table.criteria or _row_criteria(sample.prompt, table.column, key)
 
 
 def _row_criteria(prompt: Any, column: str, key: str) -> list[Criterion]:
@@ -246,13 +274,19 @@ def _at_steps(sample: Sample, wrong: list[float]) -> list[float]:
     return sample.by_token((begin, end, -share) for (begin, end), share in pairs)
 
 
-def _pairwise(table: JudgeTable) -> Form:
+def _pairwise(table: JudgeTable, key: str) -> Form:
     by_group, orders = table.against == "group", 2 if table.swap else 1
 
+    def rubric(sample: Sample) -> str:
+        criteria = _criteria(table, sample, key) if table.criteria or table.column else []
+        marked = [c.model_copy(update={"text": "(hard) " * c.veto + c.text}) for c in criteria]
+        return f"\nBy these criteria, hard ones first:\n{_listed(marked)}\n" if marked else ""
+
     def pairs(samples: Sequence[Sample]) -> list[tuple[int, int]]:
+        asks = [i for i, s in enumerate(samples) if not table.column or rubric(s)]
         if by_group:
-            return [(i, j) for i in range(len(samples)) for j in range(i + 1, len(samples))]
-        return [(i, -1) for i, s in enumerate(samples) if s.prompt.answer not in (None, "")]
+            return [(i, j) for i in asks for j in range(i + 1, len(samples))]
+        return [(i, -1) for i in asks if samples[i].prompt.answer not in (None, "")]
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
         out = []
@@ -260,7 +294,7 @@ def _pairwise(table: JudgeTable) -> Form:
             mine = answer_of(samples[i])
             other = answer_of(samples[j]) if by_group else str(samples[i].prompt.answer)
             for first, second in ((mine, other), (other, mine))[:orders]:
-                fields = {"first": first, "second": second}
+                fields = {"first": first, "second": second, "criteria": rubric(samples[i])}
                 out.append(question(table, samples[i], fields, read_preference))
         return out
 

@@ -23,7 +23,7 @@ from jrl.methods.base import Method, Schedule
 from jrl.methods.edit import Stateless
 from jrl.methods.stores import is_by_prompt
 from jrl.models.config import ModelConfig
-from jrl.setup.reward_parts import judge_of, parts_by_token, parts_of
+from jrl.setup.reward_parts import judge_of, likelihood_of, parts_by_token, parts_of
 from jrl.types import NOTHING, Branching, Network, Objective, Search
 
 Features = dict[str, str]
@@ -100,6 +100,9 @@ TABLE: tuple[Feature, ...] = (
         *("likelihood", "several processes, placement, sampling mesh, several policies"),
         "it is scored on the training mesh, in one process, by one policy",
     ),
+    _forbids("likelihood", "device environment", "its problems have no answers"),
+    _forbids("likelihood", "contexts", "it reads a row from its beginning, which contexts divide"),
+    _needs("gain by turn", "episodes", "other data have no turns"),
     _needs("draws", "text", "only text is sampled in parts"),
     _forbids("draws", "search", "it samples all prompts together"),
     _forbids("search", "token rewards", "a search needs one number per path"),
@@ -323,6 +326,7 @@ def _config_features(config: Config) -> Features:
     functions = rewards.given_by("function") if config.rewards else ()
     judges, likely = rewards.given_by("judge"), rewards.given_by("likelihood")
     here = [name for name in judges if judge_of(config, name).local]
+    turns = [name for name in likely if likelihood_of(config, name).by == "turn"]
     by_token = [*parts_by_token(config).values()]
     items = {
         "lora": (config.lora, "[lora]"),
@@ -341,6 +345,7 @@ def _config_features(config: Config) -> Features:
         "judge": (judges, f"[rewards.{judges[0]}]" if judges else ""),
         "judge here": (here, f"rewards.{here[0]}.model" if here else ""),
         "likelihood": (likely, f"[rewards.{likely[0]}]" if likely else ""),
+        "gain by turn": (turns, f'rewards.{turns[0]}.by = "turn"' if turns else ""),
         "token rewards": (by_token, by_token[0] if by_token else ""),
         "row rewards": (by_row, f"rewards.{by_row[0]}" if by_row else ""),
         "own reward": (functions, f"rewards.{functions[0]}" if functions else ""),

@@ -163,7 +163,7 @@ def _cache_bytes(config: Config, model: ModelConfig, axes: Mapping[str, int]) ->
     """Bytes of the keys and values of a rollout on a device, with gathered weights."""
     sampling = config.sampling
     shards = math.prod(axes.get(axis, 1) for axis in RULES["batch"])
-    prompts, slots = -(-config.train.prompts // shards), slots_on_chip(sampling.slots, axes, True)
+    prompts, slots = -(-config.prompts_at_once // shards), slots_on_chip(sampling.slots, axes, True)
     width, new = config.data.longest_prompt, sampling.max_new_tokens or 0
     tokens = cached_tokens(prompts, sampling.group, width, new, slots)
     return tokens * token_bytes(model, axes["tensor"], sampling.in_8_bits)

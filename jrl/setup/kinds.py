@@ -142,6 +142,15 @@ class TextKind:
         """The most iterations of the sampler's loops over tokens, by their ``jax.named_scope``."""
         return {"decode": self.new_tokens}
 
+    def batch_shape(self, method: Method) -> tuple[int, int, int]:
+        """(groups, members of each, completion tokens) of a training batch."""
+        draw, group, t = method.draw, self.config.sampling.group, self.new_tokens
+        g = (group + draw.baseline_members if draw.samples and group else 0) + draw.demonstrations
+        if (plan := method.plan).next is not None:
+            g += plan.members(group)
+            t += plan.tokens if type(self) is TextKind else 0
+        return method.batch_groups(self.config.train.prompts), g, t
+
     def problems(self, data: RunData, pool: int, split: str = "train") -> int:
         """Number of problems of a split; ``pool`` if they are endless."""
         return len(data.prompts.get(split, ()))
@@ -186,6 +195,7 @@ class TextKind:
             )
         prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
         counts: dict[str, Any] = {}
+        several = "several solutions" in method.needs
         for split, spec in (("train", data.train), ("eval", data.eval)):
             if spec is not None:
                 prompts[split], counts[split] = build_prompts(
@@ -195,7 +205,7 @@ class TextKind:
                     answer_key=names["answer"],
                     answer_pattern=data.answer_pattern,
                     solution_key=names.get("solution") if split == "train" else None,
-                    several_solutions="several solutions" in method.needs,
+                    solutions=method.draw.demonstrations if several else None,
                     needs_answer=needs_answer(self.config),
                     max_prompt_tokens=data.max_prompt_tokens,
                     overlong=data.overlong,

@@ -207,7 +207,7 @@ def shown_in_compiled(method: Method, prompts: int) -> int:
     """Groups whose advantages a compiled run's step returns: all, for a curriculum, or none."""
     if method.curriculum is None:
         return 0
-    return prompts + sum(edit.extra(prompts) for edit in method.edits)
+    return method.batch_groups(prompts)
 
 
 def pool_table(rows: int) -> Table:

@@ -5,9 +5,9 @@ completions, and the keys and values of those that are decoded at a time. Activa
 copies come on top, so what is refused here could not run, and what passes may still be too large;
 ``jrl plan`` measures programs.
 
-    models = held_models(config, rewards, policy)      # judges and reward models beside the policy
+    models = held_models(config, rewards, policy)      # models of rewards beside the policy
     sum(model.weight_bytes() for model in models)
-    max(model.cache_bytes() for model in models)       # judges are asked one after the other
+    max(model.working_bytes() for model in models)     # they are asked one after the other
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jrl.models.config import ModelConfig
 from jrl.setup.frozen import run_shape
 from jrl.setup.gather import cached_tokens, token_bytes, weight_numbers
 from jrl.setup.kinds import kind_of
-from jrl.setup.reward_parts import RunRewards, judge_of, model_of_part
+from jrl.setup.reward_parts import RunRewards, judge_of, likelihood_of, model_of_part
 from jrl.setup.reward_runs import is_reward_run, reward_run, value_shape
 from jrl.setup.run import Run
 from jrl.system.memory import check_fits, host_bytes
@@ -59,11 +59,14 @@ def check_training(run: Run) -> None:
     check_weights(run)
     check_held_models(run)
     draws = draw.samples and config.data.completions_key is None
-    group = config.sampling.group + draw.baseline_members if draws else 1
     setting = f"train.prompts = {config.train.prompts}"
     if draws:
         setting += f" with sampling.group = {config.sampling.group}"
-    _check(run, setting, config.train.prompts, group, sampled=draws)
+        group = config.sampling.group + draw.baseline_members
+        shape = run.kind.batch_shape(run.method)
+        _check(run, setting, config.prompts_at_once, group, batch=shape)
+    else:
+        _check(run, setting, config.train.prompts, 1, sampled=False)
     if config.warmup.steps and config.data.has_solutions:
         setting = f"warmup.batch = {config.warmup.batch}"
         _check(run, setting, config.warmup.batch, 1, sampled=False)
@@ -88,9 +91,9 @@ def check_weights(run: Run, *, key: str = "", times: int = 1) -> None:
 
 
 def check_held_models(run: Run) -> None:
-    """Raises a UserError where judges and reward models do not fit beside the policy's weights.
+    """Raises a UserError where models of rewards do not fit beside the policy's weights.
 
-    Judges are asked one after the other, so that the largest of their caches counts.
+    Judges and likelihoods are asked one after the other, so that the one that takes most counts.
 
     Args:
       run: from ``build.bare_run``, before anything is loaded.
@@ -99,14 +102,14 @@ def check_held_models(run: Run) -> None:
     if not models:
         return
     size = sum(model.weight_bytes() for model in models)
-    cache = max(model.cache_bytes() for model in models)
+    working = max(model.working_bytes() for model in models)
     parts = " and ".join(f"rewards.{model.part}" for model in models)
-    replies = " with the keys and values of a judge's replies" if cache else ""
-    remedy = "choose smaller models" + (", lower at_once, or name a server with url" * bool(cache))
+    with_work = " with what a part keeps while it is asked" if working else ""
+    lower = ", lower at_once or rows, or name a server with url" if working else ""
     check_fits(
-        f"{parts}: the weights beside the policy's{replies}",
-        _policy_bytes(run) + size + cache,
-        remedy,
+        f"{parts}: the weights beside the policy's{with_work}",
+        _policy_bytes(run) + size + working,
+        f"choose smaller models{lower}",
         available=available_bytes(),
     )
 
@@ -166,12 +169,31 @@ def token_cache_bytes(model: ModelConfig, itemsize: int | None = None) -> int:
     return 2 * model.layers * model.kv_heads * model.head_dim * (itemsize or 1)
 
 
-def _check(run: Run, setting: str, prompts: int, group: int, *, sampled: bool = True) -> None:
-    """Checks completions of a group for each prompt; those that are drawn have a cache, too."""
+def _check(
+    run: Run,
+    setting: str,
+    prompts: int,
+    group: int,
+    *,
+    sampled: bool = True,
+    batch: tuple[int, int, int] | None = None,
+) -> None:
+    """Checks completions of a group for each prompt; those that are drawn have a cache, too.
+
+    Args:
+      run: from ``build.setup``.
+      setting: the keys that set the sizes.
+      prompts: that the sampler has at a time.
+      group: completions of each.
+      sampled: whether the policy draws them.
+      batch: groups, members and tokens of the batch that is made of them; None for these.
+    """
     config: Config = run.config
     new = run.kind.new_tokens
-    new *= run.kind.contexts  # a row of training holds all contexts of an episode
-    size = 4.0 * prompts * run.width + float(prompts) * group * new * _TOKEN_BYTES
+    groups, members, longest = batch or (prompts, group, new)
+    contexts = run.kind.contexts  # a row of training holds all contexts of an episode
+    new, longest = new * contexts, longest * contexts
+    size = 4.0 * groups * run.width + float(groups) * members * longest * _TOKEN_BYTES
     # The caches of episodes may wait on the host, so they are not counted.
     if sampled and run.model is not None and not config.data.plays:
         itemsize = 1 if "cache" in config.sampling.in_8_bits else np.dtype(run.model.dtype).itemsize
@@ -194,9 +216,11 @@ class HeldModel(NamedTuple):
       networks: its shape, and that of a value network of its own; () for the policy, and for a
         judge whose weights an earlier part has.
       copies: models of an ensemble.
-      judge: the shape that a judge's replies are decoded with; None for a reward model.
-      slots: replies decoded at a time.
-      tokens: of the longest question with its reply.
+      judge: the shape that a judge's replies are decoded with, or answers are scored with; None for
+        a reward model.
+      slots: replies decoded, or texts scored, at a time.
+      tokens: of the longest question with its reply, or of the longest text.
+      answer: tokens of the longest answer of a likelihood; 0 of a judge.
       in_8_bits: parts of the sampler in 8 bits.
     """
 
@@ -206,6 +230,7 @@ class HeldModel(NamedTuple):
     judge: ModelConfig | None = None
     slots: int = 0
     tokens: int = 0
+    answer: int = 0
     in_8_bits: tuple[str, ...] = ()
 
     def weight_bytes(self, axes: Mapping[str, int] = UNDIVIDED) -> float:
@@ -216,17 +241,24 @@ class HeldModel(NamedTuple):
         ]
         return self.copies * sum(sizes)
 
-    def cache_bytes(self, axes: Mapping[str, int] = UNDIVIDED) -> float:
-        """Bytes of keys and values on one device while a judge is asked; 0 of a reward model."""
+    def working_bytes(self, axes: Mapping[str, int] = UNDIVIDED) -> float:
+        """Bytes on one device while it is asked, besides weights; 0 of a reward model.
+
+        Keys and values of a judge; of a likelihood the last states of its texts, and float32
+        distributions of one answer.
+        """
         if self.judge is None:
             return 0.0
-        shards = math.prod(axes.get(axis, 1) for axis in RULES["batch"])
+        rows = -(-self.slots // math.prod(axes.get(axis, 1) for axis in RULES["batch"]))
+        if self.answer:
+            state = self.judge.embed_dim * jnp.dtype(self.judge.dtype).itemsize
+            return rows * self.tokens * state + 4.0 * self.answer * self.judge.vocab_size
         each = token_bytes(self.judge, axes.get("tensor", 1), self.in_8_bits)
-        return -(-self.slots // shards) * self.tokens * each
+        return rows * self.tokens * each
 
 
 def held_models(config: Config, rewards: RunRewards, policy: ModelConfig | None) -> list[HeldModel]:
-    """The judges and reward models that a run holds, from their configurations alone.
+    """The judges, likelihoods and reward models of a run, from their configurations alone.
 
     Args:
       config: of the run.
@@ -252,6 +284,12 @@ def held_models(config: Config, rewards: RunRewards, policy: ModelConfig | None)
             )
         )
         directories.add(directory or "")
+    for name in rewards.given_by("likelihood"):
+        likely, longest = likelihood_of(config, name), config.data.longest_prompt
+        longest += kind_of(config).new_tokens + likely.max_answer_tokens
+        if policy is not None:
+            tokens, answer = min(longest, policy.max_length), likely.max_answer_tokens
+            models.append(HeldModel(name, (), 1, policy, likely.rows, tokens, answer))
     for name in rewards.given_by("model"):
         paths = model_of_part(config, name).path
         models.append(HeldModel(name, _reward_networks(config, name, paths), len(paths)))

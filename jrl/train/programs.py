@@ -458,8 +458,7 @@ def shown_groups(run: Run) -> int:
         return 0
     curriculum = run.method.curriculum
     if curriculum is not None and curriculum.update is not unchanged:  # it learns from all of them
-        extra = sum(edit.extra(run.config.train.prompts) for edit in run.method.edits)
-        return run.config.train.prompts + extra
+        return run.method.batch_groups(run.config.train.prompts)
     if not run.config.log.samples_every:
         return 0
     members = (group if draw.samples else 0) + draw.baseline_members + draw.demonstrations

@@ -20,16 +20,8 @@ from jrl.types import SILENT, Batch, RoutingRecord
 
 def abstract_batch(run: Run) -> Batch:
     """The shapes of a training batch: complete groups, completions of full length."""
-    config, method = run.config, run.method
-    draw = method.draw
-    n, p = config.train.prompts, run.width
-    t = run.kind.new_tokens
-    samples = config.sampling.group if draw.samples else 0
-    g = samples + (draw.baseline_members if samples else 0) + draw.demonstrations
-    n += sum(edit.extra(n) for edit in method.edits)
-    if (plan := method.plan).next is not None:
-        g += plan.members(config.sampling.group)
-        t += plan.tokens if type(run.kind) is TextKind else 0
+    config, draw, p = run.config, run.method.draw, run.width
+    n, g, t = run.kind.batch_shape(run.method)
     rows = batch_sharding(run.mesh)
 
     def array(dtype: Any, *shape: int) -> Any:

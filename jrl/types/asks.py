@@ -49,6 +49,8 @@ class Ask(struct.PyTreeNode):
       context: prompts to sample under, such as a hint; None for the problems' own. Rewards ignore
         them.
       prefix: forced first completion tokens; rewards include them.
+      prior: [A] float32 by name, a plan's description of new groups, on the host alone; returned in
+        ``PlacedGroups.prior``, 0 for all other groups. None for nothing.
       width: static, members that an entry has room for.
       use: static, ``TRAIN``, ``BASELINE`` or ``ASIDE``.
       keep: static, whether members are trained under their context, too.
@@ -66,6 +68,7 @@ class Ask(struct.PyTreeNode):
     limit: Array | None = None
     context: Tokens | None = None
     prefix: Tokens | None = None
+    prior: Mapping[str, Any] | None = None
     width: int = struct.field(pytree_node=False, default=1)
     use: int = struct.field(pytree_node=False, default=TRAIN)
     keep: bool = struct.field(pytree_node=False, default=False)

@@ -206,6 +206,16 @@ def test_a_path_names_a_field_of_a_field():
         build(Rows([row]), question_key="extra.x", answer_key="extra.deep.a")
 
 
+def test_rows_list_as_many_solutions_as_a_method_demonstrates():
+    rows = [{"question": "q", "answer": "4", "s": texts} for texts in (["a", "b", "c"], ["a", "b"])]
+    prompts, _ = build(Rows(rows), solution_key="s", solutions=2)
+    assert [len(p.solution) for p in prompts] == [6, 4]  # each with the token that ends it
+    with pytest.raises(UserError, match=r"s lists 2 solutions, and .*demonstrations = 3; list as"):
+        build(Rows(rows), solution_key="s", solutions=3)
+    with pytest.raises(UserError, match="s lists 1 solutions"):
+        build(Rows([rows[0] | {"s": "a"}]), solution_key="s", solutions=2)
+
+
 def test_answers_of_arrays_are_lists_as_files_have_them():
     """verl's sets of Search-R1 hold arrays in a table, where they come by way of pandas."""
     targets = {"target": np.array(["a", "b"], object), "n": np.float64(2)}

@@ -75,17 +75,48 @@ def test_judges_and_reward_models_stay_on_every_chip(tmp_path, monkeypatch):
         (size,) = {each[part] for each in held}
         assert size > 0
     # 6 replies on 4 chips; keys and values of 2 layers, 2 heads of 64, 16 bits
-    assert held[2]["cache"] == 2 * (2048 + 512) * 2 * 2 * 2 * 64 * 2
+    assert held[2]["working"] == 2 * (2048 + 512) * 2 * 2 * 2 * 64 * 2
     for name, each in zip(("sampler", "train_step"), held, strict=False):
         more = each["total"] - without.programs[name].bytes_per_chip["total"]
         assert more == each["judges"] + each["reward_models"]
     assert "judge" not in without.programs
     assert counted.step_seconds == without.step_seconds
-    assert "while a judge is asked: " in as_text(counted)
-    monkeypatch.setattr(plan, "judge_cache_bytes", lambda run: 1e11)
+    assert "while judges and likelihoods are asked: " in as_text(counted)
+    monkeypatch.setattr(plan, "judge_working_bytes", lambda run: 1e11)
     small = counted_plan(build_config(tables | {"rewards": {"math": {}, **parts}}), topology)
     assert not small.programs["judge"].fits
     assert any("lower at_once" in line for line in small.remedies)
+
+
+@needs_libtpu
+def test_parts_that_are_sampled_in_turn_further_groups_and_likelihoods_are_counted(monkeypatch):
+    monkeypatch.setattr(plan, "_compiled", None)
+    model = dict.fromkeys(("layers", "heads", "kv_heads"), 1)
+    model |= {"embed_dim": 128, "head_dim": 128, "mlp_dim": 256, "vocab_size": 512}
+    tables = {"method": "grpo", "mesh": {"fsdp": 4}, "train": {"prompts": 8}}
+    tables |= {"model": {"config": model | {"max_length": 256}, "dtype": "bfloat16"}}
+    tables |= {"data": {"train": "a.jsonl", "max_prompt_tokens": 16}}
+    tables |= {"sampling": {"max_new_tokens": 16, "group": 2}, "rewards": {"math": {}}}
+
+    def counted(**more):
+        return counted_plan(build_config(tables | more), parse_topology("v5e:2x2")).programs
+
+    plain = counted()
+    cache = plain["sampler"].bytes_per_chip["cache"]
+    parts = counted(sampling=tables["sampling"] | {"draws": 2})
+    assert parts["sampler"].bytes_per_chip["cache"] == cache / 2
+    assert parts["sampler"].roofline_seconds > plain["sampler"].roofline_seconds
+    assert parts["sampler"].model_flops == plain["sampler"].model_flops
+    spark = counted(method="spark", objective={"question_tokens": 16})
+    for name in ("sampler", "train_step"):  # twice the groups, and a reference
+        assert spark[name].model_flops > 1.9 * plain[name].model_flops
+        assert spark[name].roofline_seconds > 1.9 * plain[name].roofline_seconds
+    # the questions' prompts are twice as wide, and completions as long as before
+    assert spark["sampler"].bytes_per_chip["cache"] == cache * (32 + 2 * 16) / (16 + 2 * 16)
+    likely = {"math": {}, "p": {"function": "likelihood", "rows": 8, "max_answer_tokens": 4}}
+    scored = counted(rewards=likely)["judge"]
+    assert scored.bytes_per_chip["working"] == 2 * (16 + 16 + 4) * 128 * 2 + 4 * 512 * 4
+    assert "judge" not in plain
 
 
 def test_the_time_of_compiling_follows_from_that_of_lowering():

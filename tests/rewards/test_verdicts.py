@@ -173,6 +173,36 @@ def test_a_rubric_has_weights_and_vetoes():
     assert "1. right\n2. short\n3. rude\n4. honest" in seen[0]
 
 
+def test_a_criterion_may_have_levels():
+    criteria = [{"text": "vivid", "levels": ["flat", "plain", "vivid"], "weight": 3}, "short"]
+    seen, options = [], {"form": "rubric", "column": "rubric"}
+    one = [sample("a", meta={"rubric": criteria})]
+    for level, met in ((0, 0.0), (1, 0.5), (2, 1.0)):
+        reply = f'{{"1": {level}, "2": true}}'
+        points = judged(one, lambda t, reply=reply: seen.append(t) or reply, **options)
+        assert points == [(3 * met + 1) / 4]
+    assert "1. vivid (give its level; 0: flat; 1: plain; 2: vivid)\n2. short" in seen[0]
+    for level in ("3", "true", "0.5", "-1"):
+        assert judged(one, lambda t, x=level: f'{{"1": {x}, "2": true}}', **options) == [None]
+    with pytest.raises(UserError, match=r"criterion 'x' has levels \['a'\]; give two"):
+        table(form="rubric", criteria=[{"text": "x", "levels": ["a"]}])
+
+
+def test_a_comparison_may_go_by_criteria():
+    rubric = [{"text": "one", "veto": True}, {"text": "two"}]
+    units = [
+        sample("a", answer="b", meta={"rubric": r}, row=i) for i, r in enumerate((rubric, None))
+    ]
+    seen, options = [], {"form": "pairwise", "column": "rubric"}
+    judged(units, lambda text: seen.append(text) or "[[A]]", **options)
+    assert len(seen) == 2  # both orders of the row that has criteria
+    assert "?\n\nBy these criteria, hard ones first:\n1. (hard) one\n2. two\n\nAnswer A" in seen[0]
+    judged(units[:1], lambda text: seen.append(text) or "[[A]]", form="pairwise")
+    assert "By these" not in seen[-1]
+    with pytest.raises(UserError, match="column with form = .score."):
+        table(column="rubric")
+
+
 def test_a_row_may_have_a_rubric_of_its_own():
     rows = [["cites"], [{"text": "cites", "weight": 1.0}, {"text": "long", "weight": 3.0}], None]
     samples = [sample("a", meta={"rubric": r}, row=i) for i, r in enumerate(rows)]

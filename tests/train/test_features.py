@@ -99,6 +99,19 @@ def test_a_plain_run_of_each_kind_lacks_nothing(network):
     check_features(of_config(network, "data.pairs=x.jsonl", "method=dpo"))
 
 
+def test_the_probability_of_an_answer_needs_answers_and_whole_rows(network):
+    likely = "rewards={p={function='likelihood'}}"
+    turns = "rewards={p={function='likelihood', by='turn'}}"
+    with pytest.raises(UserError, match=r"\[rewards.p\] does not go with data.env.*no answers"):
+        check_features(of_config(network, "data={env='nim', opponent='self'}", likely))
+    with pytest.raises(UserError, match='rewards.p.by = "turn" needs episodes: other data have no'):
+        check_features(of_config(network, "data.train=x.jsonl", turns))
+    episodes = of_config(network, "data.train=x.jsonl", "data.env=own.py:env", turns)
+    check_features(episodes)
+    with pytest.raises(UserError, match=r"\[rewards.p\] does not go with data.contexts = 2"):
+        check_features({"contexts": "data.contexts = 2", "shared rows": "rows", **episodes})
+
+
 def test_data_that_give_completions_play_no_plan():
     plan = get_method("dars").plan
     played = [kind_of(load_config(None, [*line])).played(plan) for line in EACH_KIND]

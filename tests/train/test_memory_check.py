@@ -19,7 +19,8 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.run.compare import compare
 from jrl.serving.launch import served_policy
-from jrl.setup.kinds import EpisodeKind, kind_of
+from jrl.setup.kinds import EpisodeKind, RunData, kind_of
+from jrl.setup.objective import method_of
 from jrl.setup.reward_parts import parts_of
 from jrl.train import build
 from jrl.train import memory_check as fits
@@ -106,6 +107,40 @@ def test_the_bytes_are_those_of_the_arrays():
             check(needed - 1, monkeypatch)
 
 
+def test_parts_that_are_sampled_in_turn_and_groups_of_questions_are_counted(monkeypatch):
+    """By hand: a batch of SPARK has 4 more groups and longer rows; a cache has 2 of 4 prompts."""
+    sizes, model = [], ModelConfig(vocab_size=32, max_length=64, **SIZES)
+    monkeypatch.setattr(fits, "check_fits", lambda said, size, *rest, **more: sizes.append(size))
+    for name in ("check_weights", "check_held_models"):
+        monkeypatch.setattr(fits, name, lambda run: None)
+    lines = ("model.path=x", "data.train=a.jsonl", "sampling.max_new_tokens=5", "train.prompts=4")
+    lines = (*lines, "sampling.group=2")
+    for more in ((), ("sampling.draws=2",), ("method=spark", "objective.question_tokens=7")):
+        config = load_config(None, [*lines, *more])
+        kind = kind_of(config)
+        method = method_of(config, kind.task)
+        run = types.SimpleNamespace(config=config, model=model, kind=kind, method=method)
+        run.width, run.data = 10, RunData({}, {}, {})
+        fits.check_training(run)
+    rows, cached = 4 * 4 * 10 + 13 * 4 * 2 * 5, (4 * 10 + 4 * 2 * 5) * 128
+    questions = 4 * 8 * 10 + 13 * 8 * 2 * (5 + 7)
+    assert sizes == [rows + cached, rows + cached / 2, questions + cached]
+
+
+def test_the_states_of_a_likelihood_are_counted():
+    """By hand: 6 texts of 40 tokens and an answer's, float32, and 9 distributions of 32."""
+    lines = ("model.path=x", "data.train=a.jsonl", "sampling.max_new_tokens=20")
+    part = "rewards={math={}, p={function='likelihood', rows=6, max_answer_tokens=9}}"
+    config = load_config(None, [*lines, "data.max_prompt_tokens=20", part])
+    policy = ModelConfig(vocab_size=32, max_length=64, **SIZES)
+    (likely,) = held_models(config, parts_of(config), policy)
+    assert (likely.part, likely.weight_bytes()) == ("p", 0)
+    assert likely.working_bytes() == 6 * (20 + 20 + 9) * 16 * 4 + 9 * 32 * 4
+    short = ModelConfig(vocab_size=32, max_length=45, **SIZES)  # no longer text is read
+    assert held_models(config, parts_of(config), short)[0].tokens == 45
+    assert held_models(config, parts_of(config), None) == []
+
+
 def test_pass_at_k_of_a_million_completions_takes_no_time():
     """The binomials of its definition have hundreds of thousands of digits."""
     correct = np.zeros((2, 1_000_000), bool)
@@ -169,16 +204,16 @@ def test_judges_and_reward_models_are_counted_beside_the_policy(beside, monkeypa
     assert [each.weight_bytes() for each in (again, own)] == [0, 0]  # weights that are there
     assert good.weight_bytes() == trunk + 4 * 40 * 16  # and the head
     assert help_.weight_bytes() == 2 * trunk  # a classifier has none
-    assert good.cache_bytes() == again.cache_bytes() == 5 * (40 + 24) * 2 * 2 * 8 * 4
-    assert own.cache_bytes() == 7 * (40 + 24) * 2 * 2 * 8 * 4
-    assert help_.cache_bytes() == 0
+    assert good.working_bytes() == again.working_bytes() == 5 * (40 + 24) * 2 * 2 * 8 * 4
+    assert own.working_bytes() == 7 * (40 + 24) * 2 * 2 * 8 * 4
+    assert help_.working_bytes() == 0
     halves = dict(UNDIVIDED) | {"fsdp": 2}
     assert good.weight_bytes(halves) < 0.6 * good.weight_bytes()
-    assert good.cache_bytes(halves) == 3 * (40 + 24) * 2 * 2 * 8 * 4  # 5 of 2 devices
+    assert good.working_bytes(halves) == 3 * (40 + 24) * 2 * 2 * 8 * 4  # 5 of 2 devices
     run = types.SimpleNamespace(config=config, rewards=parts_of(config), model=policy)
     run.network = transformer(policy)
     weights = sum(4 * x.size for x in jax.tree.leaves(jax.eval_shape(run.network.init, KEY)))
-    needed = weights + good.weight_bytes() + help_.weight_bytes() + own.cache_bytes()
+    needed = weights + good.weight_bytes() + help_.weight_bytes() + own.working_bytes()
     for least, refused in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(fits, "available_bytes", lambda least=least: least)
         if refused:
@@ -193,5 +228,5 @@ def test_a_run_is_refused_before_its_judge_is_loaded(beside, monkeypatch):
     """No weights are there; reading them would be another error."""
     monkeypatch.setattr(fits, "_policy_bytes", lambda run: 1e18)
     monkeypatch.setattr(fits, "check_weights", lambda run: None)
-    with pytest.raises(UserError, match="rewards.good: the weights beside the policy's with the"):
+    with pytest.raises(UserError, match="rewards.good: the weights beside the policy's with what"):
         build.setup(with_models(beside, "good"))

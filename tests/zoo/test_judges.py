@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jrl.config.judge import judge_table
+from jrl.config.judge import Criterion, judge_table
 from jrl.errors import UserError
 from jrl.judging.judges import Judge
 from jrl.judging.limits import COUNTS
@@ -15,8 +15,9 @@ from jrl.rewards import make_reward
 from jrl.rewards.base import Sample
 from jrl.rewards.judge_prompts import check_template
 from jrl.rewards.rules import Rules
-from jrl.rewards.verdicts import make_form
+from jrl.rewards.verdicts import make_form, rubric_score
 from jrl.types import Prompt
+from jrl.zoo.rewards.rubrics import rubicon_form, rubicon_score
 
 
 class Toy:
@@ -248,6 +249,107 @@ def test_the_length_of_a_reflection_has_a_target():
         assert a - b == pytest.approx(points, abs=1e-12)
     near = make_reward("srpo", "rewards.srpo", target=ratio, most=ratio + 1)
     assert near([sample(text)])[0] - b == pytest.approx(0.1, abs=1e-12)
+
+
+# ---------------------------------------------------------------- Rubicon
+
+
+def rubicon_by_hand(met, weights, a, b, c):
+    """The docstring's formula in loops."""
+    s = [(1 - math.exp(-a * m)) / (1 - math.exp(-a)) for m in met]
+    pairs = [(j, k) for k in range(len(met)) for j in range(k)]
+    u = sum(w * x for w, x in zip(weights, s, strict=True)) / sum(weights)
+    both = sum(weights[j] * weights[k] for j, k in pairs)
+    v = sum(weights[j] * weights[k] * s[j] * s[k] for j, k in pairs) / both
+    return ((1 - b) * u + b * v) ** c
+
+
+def test_rubicon_sums_up_by_the_formula_of_its_docstring():
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        met, weights = draw.random(4), draw.random(4) + 0.1
+        rubric = [Criterion(text="x", weight=w) for w in weights]
+        a, b, c = draw.random() * 4 + 0.1, draw.random(), 1 + 2 * draw.random()
+        points = rubicon_score(met, rubric, a, b, c)
+        assert points == pytest.approx(rubicon_by_hand(met, weights, a, b, c), abs=1e-12)
+        plain = rubicon_score(met, rubric, saturation=1e-6, interaction=0.0, shaping=1.0)
+        assert plain == pytest.approx(rubric_score(met, rubric), abs=1e-5)
+
+
+def test_each_of_rubicons_four_does_what_the_paper_says():
+    two = [Criterion(text="x"), Criterion(text="y")]
+    assert rubicon_score([1, 1], [two[0], Criterion(text="y", veto=True)]) == 1
+    assert rubicon_score([1, 0.4], [two[0], Criterion(text="y", veto=True)]) == 0
+    # diminishing returns: one criterion whole is worth less than both by half, or by pairs less yet
+    alone = {"interaction": 0.0, "shaping": 1.0}
+    assert rubicon_score([1, 0], two, **alone) < rubicon_score([0.5, 0.5], two, **alone)
+    assert rubicon_score([1, 0], two, 1e-6, 0.2, 1.0) < rubicon_score([1, 0], two, 1e-6, 0.0, 1.0)
+    # the best are farther apart than others
+    high = rubicon_score([1, 1], two, 1e-6, 0, 2.0) - rubicon_score([0.9, 0.9], two, 1e-6, 0, 2.0)
+    low = rubicon_score([0.2, 0.2], two, 1e-6, 0, 2.0) - rubicon_score(
+        [0.1, 0.1], two, 1e-6, 0, 2.0
+    )
+    assert high > 0.15 > 0.04 > low
+    minus = [*two, Criterion(text="z", weight=-1.0)]
+    assert rubicon_score([1, 1, 1], minus) < rubicon_score([1, 1, 0], minus) == 1
+    assert rubicon_score([0.5], two[:1], 1e-6, 0.9, 1.0) == pytest.approx(0.5, abs=1e-6)  # no pair
+
+
+def test_a_critic_gives_levels_that_rubicon_sums_up():
+    levels = ["dull", "fair", "vivid"]
+    criteria = [{"text": "vivid", "levels": levels}, {"text": "praises itself not", "veto": True}]
+    units = [[sample("good")], [sample("proud")]]
+
+    def reply(text, vote):
+        return json.dumps({"1": 1, "2": "proud" not in text})
+
+    (points, _), _ = judged(units, reply, form="rubicon", criteria=criteria)
+    rubric = [Criterion(**each) for each in criteria]
+    assert [x for (x,) in points] == [rubicon_score([0.5, 1.0], rubric), 0.0]
+    sharper = rubicon_form(shaping=4.0)(judge_table("k", options_of(criteria)), "k")
+    (more,) = sharper.points(units[0], [[[0.5, 1.0]]])
+    assert more < points[0][0]
+
+
+def options_of(criteria):
+    return {"url": "http://localhost:1", "model": "m", "form": "rubicon", "criteria": criteria}
+
+
+# ---------------------------------------------------------------- Datarus-R1
+
+
+def test_steps_and_the_whole_count_in_equal_shares():
+    units = [[sample("load\n\nfit\n\nsay")], [sample("one")], [sample("\n")]]
+
+    def reply(text, vote):
+        many = "in 3 steps" in text and "[step 3]\nsay" in text
+        return json.dumps({"steps": [1, 5, 3] if many else [2], "whole": 4})
+
+    options = {"form": "datarus", "scale": [1, 5]}
+    (points, counts), _ = judged(units, reply, **options)
+    by_hand = [((np.mean(s) + 4) / 2 - 1) / 4 for s in ([1, 5, 3], [2])]
+    assert [x for (x,) in points[:2]] == pytest.approx(by_hand, abs=1e-12)
+    assert points[2] == [None]
+    assert counts["judge_calls"] == 2
+    wrong = ('{"steps": [1, 2], "whole": 3}', '{"steps": [9]}', '{"steps": [9], "whole": 3}', "4")
+    for said in wrong:
+        (points, _), _ = judged(units[1:2], lambda text, vote, said=said: said, **options)
+        assert points == [[None]]
+
+
+def test_the_steps_of_an_episode_are_its_turns():
+    turns = [("assistant", "import x"), ("tool", "error"), ("assistant", "so 4")]
+    messages = tuple({"role": role, "content": text} for role, text in turns)
+    unit = [dataclasses.replace(sample("so 4"), messages=messages)]
+    seen = []
+
+    def reply(text, vote):
+        seen.append(text)
+        return '{"steps": [10, 1], "whole": 10}'
+
+    (points, _), _ = judged([unit], reply, form="datarus")
+    assert points == [[pytest.approx((5.5 + 10) / 2 / 9 - 1 / 9, abs=1e-12)]]
+    assert "Step 1: import x\n\ntool: error\n\nStep 2: so 4" in seen[0]
 
 
 # ---------------------------------------------------------------- PTA-GRPO

@@ -46,6 +46,10 @@ Here is an attempt at it:
 {first}
 
 Check the attempt, mend what is wrong in it, and answer the question."""
+VERDICT = "verdict"
+"""What a group's prior says of it: the right verdict, 1 for "yes", -1 for "no", 2 for "A", -2 for
+"B"; 0 for a problem or a reflection, which the problem's own reward functions judge."""
+_NO_TICKET = -1
 
 
 class Recycled(NamedTuple):
@@ -64,10 +68,10 @@ class Recycled(NamedTuple):
     label: float | None = None
     pair: bool = False
 
-    def agrees(self, reply: str) -> float:
-        """1 where a reply gives the right verdict, else 0."""
-        verdict = read_preference(reply) if self.pair else read_yes_no(reply)
-        return float(verdict == self.label)
+    @property
+    def verdict(self) -> float:
+        """The label as a number of ``VERDICT``."""
+        return 0.0 if self.label is None else (2 * self.label - 1) * (1 + self.pair)
 
 
 def recycled(
@@ -152,11 +156,10 @@ class _Recycler(NamedTuple):
     pointwise: float
     above: float
 
-    def recycled(self, groups: Any, view: StepView) -> tuple[list[Recycled], Any]:
-        """The questions of the first draw's groups that a prompt has room for, and the prompts."""
-        first = np.asarray((groups.round == 0) & groups.drawn())
-        samples = view.tools.samples(groups)
-        places = [i for i in range(len(samples)) if first[i].any()]
+    def next(self, groups: Any, view: StepView) -> Asks:
+        """A group of each question that a prompt has room for, under it."""
+        samples, drawn = view.tools.samples(groups), np.asarray(groups.drawn())
+        places = np.flatnonzero(drawn.any(axis=1)).tolist()
         listed = recycled(
             [samples[i] for i in places],
             np.asarray(groups.success())[places] > self.above,
@@ -164,47 +167,49 @@ class _Recycler(NamedTuple):
             _room(self.share)(view.prompts) // 2,
             self.pointwise,
         )
-        # The places are those of the step, in which groups may be absent.
-        listed = [each._replace(place=places[each.place]) for each in listed]
         if not listed:
-            return [], None
+            return ()
         most = groups.rollout.prompt_tokens.shape[1] + self.tokens
         contexts, usable = view.tools.contexts([each.text for each in listed], most)
         at = np.flatnonzero(usable)
-        return [listed[i] for i in at.tolist()], (contexts.ids[at], contexts.lengths[at])
-
-    def next(self, groups: Any, view: StepView) -> Asks:
-        """A group of each question, under it."""
-        listed, contexts = self.recycled(groups, view)
-        if not listed:
-            return ()
-        entries, count = _room(self.share)(view.prompts), len(listed)
-        rows = np.zeros(entries, np.int32)
-        rows[:count] = np.asarray(groups.row)[[each.place for each in listed]]
-        ids = np.zeros((entries, contexts[0].shape[1]), np.int32)
+        entries, count = _room(self.share)(view.prompts), len(at)
+        # The places are those of the step, in which groups may be absent.
+        questions = [listed[i] for i in at.tolist()]
+        rows, verdicts = np.zeros(entries, np.int32), np.zeros(entries, np.float32)
+        rows[:count] = [groups.row[places[each.place]] for each in questions]
+        verdicts[:count] = [each.verdict for each in questions]
+        ids = np.zeros((entries, contexts.ids.shape[1]), np.int32)
         lengths = np.ones(entries, np.int32)
-        ids[:count], lengths[:count] = contexts
-        return (new(count, entries, view.group, row=rows, context=Tokens(ids, lengths), keep=True),)
+        ids[:count], lengths[:count] = contexts.ids[at], contexts.lengths[at]
+        how = {"context": Tokens(ids, lengths), "prior": {VERDICT: verdicts}}
+        return (new(count, entries, view.group, row=rows, keep=True, **how),)
 
     def rewards(self, groups: Any, view: StepView) -> Any:
         """The groups, those of verdicts paid for agreeing with what is right."""
-        asked_groups = np.flatnonzero(np.asarray(groups.live() & (groups.round.max(axis=1) > 0)))
-        if not len(asked_groups):
+        if VERDICT not in groups.prior:
             return groups
-        listed, _ = self.recycled(groups, view)
-        rewards, samples = np.array(groups.rewards), view.tools.samples(groups)
+        verdicts = np.asarray(groups.prior[VERDICT])
+        at, rewards = np.flatnonzero(verdicts), np.array(groups.rewards)
         silent = {n: np.array(x) for n, x in groups.ids.items() if n == SILENT}
-        column = groups.judge or 0
-        for place, question in zip(asked_groups.tolist(), listed, strict=True):
-            if question.label is None:
-                continue
-            rewards[place] = 0
-            for x in silent.values():
-                x[place] = 0
+        for points in (rewards, *silent.values()):
+            points[at] = 0
+        # Of no other group the completions are read again.
+        questions = groups.replace(ticket=np.where(verdicts, groups.ticket, _NO_TICKET))
+        samples = view.tools.samples(questions)
+        for place in at.tolist():
             for j, sample in enumerate(samples[place]):
                 if sample is not None:
-                    rewards[place, j, column] = question.agrees(sample.completion)
-        return groups.replace(rewards=rewards, ids={**groups.ids, **silent})
+                    agrees = _agrees(float(verdicts[place]), sample.completion)
+                    rewards[place, j, groups.judge or 0] = agrees
+        # Batches are one shape, with questions and without.
+        prior = {name: x for name, x in groups.prior.items() if name != VERDICT}
+        return groups.replace(rewards=rewards, ids={**groups.ids, **silent}, prior=prior)
+
+
+def _agrees(verdict: float, reply: str) -> float:
+    """1 where a reply gives the right verdict, a number as of ``VERDICT``; else 0."""
+    read = read_preference if abs(verdict) > 1 else read_yes_no
+    return float(read(reply) == float(verdict > 0))
 
 
 @variant(grpo, kl_coef=0.001)

@@ -30,10 +30,12 @@ def _pta_plan(table: JudgeTable, key: str) -> Form:
     judge is who solves: ``model = "policy"`` with ``votes`` solutions at ``temperature`` 1. Their
     final answers are compared as ``math`` does, and one without an answer is wrong.
 
-    The paper's own equations could not be read: that plans are rated by the accuracy of several
-    solutions is told in summaries of it, and the weights of the three parts are those of the run.
-    Departures: the plan is shown in a question, where the paper continues the completion behind it;
-    its first stage, which fine-tunes on plans that a larger model summarises, is a run of ``sft``.
+    The paper's equations could not be read. Two public reviews of it on OpenReview describe the
+    three rewards r_outcome, r_analytic (this one) and r_format, and m = 3 plans a question with z =
+    3 solutions each; neither has the weights of the three, which are those of the run.
+    Departures: the plan is shown in a question, where the paper continues the completion behind it,
+    and the policy is not trained on these solutions; the first stage, which fine-tunes on plans
+    that a larger model summarises, is a run of ``sft``.
     """
 
     def questions(samples: Sequence[Sample], vote: int) -> list[Question]:

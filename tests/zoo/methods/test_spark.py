@@ -14,7 +14,7 @@ from jrl.rewards.base import Sample
 from jrl.setup.features import check_features, method_features
 from jrl.types import SILENT, Prompt, Rollout, StopReason
 from jrl.types.asks import Tokens
-from jrl.zoo.methods.spark import recycled, spark
+from jrl.zoo.methods.spark import _agrees, recycled, spark
 
 WORDS = ["", "", "yes", "no", "Verdict: A", "Verdict: B", "4", "5", "6", "um"]
 YES, NO, A, B, FOUR, FIVE, SIX, UM = range(2, 10)
@@ -94,7 +94,8 @@ def test_no_more_questions_than_asked_for_of_either_kind():
 )
 def test_a_verdict_is_paid_for_being_right(pair, label, reply, points):
     question = recycled(*samples(["4", "5"]), 0, 1)[0]._replace(pair=pair, label=label)
-    assert question.agrees(reply) == points
+    assert _agrees(question.verdict, reply) == points
+    assert question._replace(label=None).verdict == 0
 
 
 # ---------------------------------------------------------------- in a step
@@ -141,8 +142,8 @@ def draw(asks):
     return Groups(rollout, rewards.astype(np.float32), None, {}, ids)
 
 
-def step_of(method, cursor=0):
-    tools = TextTools(PROMPTS, T, tokenizer=Words(), tokens_of=recycled_prompt, longest=64)
+def step_of(method, cursor=0, words=None, tokens_of=recycled_prompt):
+    tools = TextTools(PROMPTS, T, tokenizer=words or Words(), tokens_of=tokens_of, longest=64)
     order = lambda tickets: np.asarray(tickets) % 10  # noqa: E731
     ones = np.ones(2, np.float32)
     setting = Setting(method, N, G, ones, 0, order, lambda key: tools, contexts=True)
@@ -196,6 +197,28 @@ def test_verdicts_are_paid_by_agreement_and_reflections_by_the_problem(stepped):
         else:
             assert rewards[n, :, 1].tolist() == [0.5, 0.5]  # as the problem's functions say
     assert verdicts == 2
+
+
+def test_questions_are_made_once_a_step():
+    """Of each completion the text is made once, and each question is written once."""
+    read, written = [], []
+
+    class Counting(Words):
+        def decode(self, ids):
+            read.append(tuple(ids))
+            return super().decode(ids)
+
+    def counting(question):
+        written.append(question)
+        return recycled_prompt(question)
+
+    method = spark(question_tokens=MORE, pointwise=1.0, kl_coef=0.0)
+    groups, *_ = step_of(method, words=Counting(), tokens_of=counting)
+    verdicts = int((np.asarray(groups.ids[SILENT])[N:, 0] == 0).sum())
+    assert verdicts == 2
+    assert len(read) == (N + verdicts) * G
+    assert len(written) == len(set(written)) == 4  # with the one that is too long
+    assert groups.prior == {}
 
 
 def test_without_its_questions_it_is_grpo(stepped):
