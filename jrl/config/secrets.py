@@ -114,24 +114,35 @@ def hide(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _hidden(value, _names_one(name)) for name, value in options.items()}
 
 
-def _hidden(value: Any, inside: bool) -> Any:
-    """A value without secrets; ``inside`` something whose name is that of one."""
+def _hidden(value: Any, inside: bool, listed: bool = False) -> Any:
+    """A value without secrets.
+
+    Args:
+      value: of JSON.
+      inside: whether it stands in something whose name is that of a secret.
+      listed: whether it is an item of a list.
+    """
+    secret = _secrets(value, inside, listed)
+    if isinstance(value, Mapping):
+        return {n: _hidden(x, s) for (n, x), s in zip(value.items(), secret, strict=True)}
+    if isinstance(value, list | tuple):
+        return [_hidden(x, s, True) for x, s in zip(value, secret, strict=True)]
+    return HIDDEN if _is_secret(value, inside) and not value.startswith(_ENVIRONMENT) else value
+
+
+def _secrets(value: Any, inside: bool, listed: bool) -> list[bool]:
+    """Whether each item of an object or a list is a secret by what it stands beside."""
     if isinstance(value, Mapping):
         named = any(_is_name(value.get(name)) for name in ("name", "key", "header"))
-        return {
-            name: _hidden(each, inside or _names_one(name) or (named and name == "value"))
-            for name, each in value.items()
-        }
-    if isinstance(value, list | tuple):
-        flags = [False, *map(_is_secret_flag, value)]
-        before = [None, *value][: len(value)]
-        shown = [
-            _hidden(x, inside or (flag and not _is_number(x)) or _is_login(option, x))
-            for x, flag, option in zip(value, flags[:-1], before, strict=True)
-        ]
-        headers = [_is_header(x) for x in value]
-        return [[x[0], HIDDEN] if header else x for x, header in zip(shown, headers, strict=True)]
-    return HIDDEN if _is_secret(value, inside) and not value.startswith(_ENVIRONMENT) else value
+        return [inside or _names_one(n) or (named and n == "value") for n in value]
+    if not isinstance(value, list | tuple):
+        return []
+    if listed and len(value) == 2 and _is_name(value[0]):  # ["x-api-key", ...] of headers
+        return [inside, True]
+    return [
+        inside or (_is_secret_flag(option) and not _is_number(x)) or _is_login(option, x)
+        for option, x in zip([None, *value], value, strict=False)
+    ]
 
 
 def without_secrets(text: str) -> str:
@@ -163,14 +174,15 @@ def reveal(options: Mapping[str, Any], table: str) -> dict[str, Any]:
     }
 
 
-def _revealed(value: Any, key: str, inside: bool) -> Any:
+def _revealed(value: Any, key: str, inside: bool, listed: bool = False) -> Any:
+    """The inverse of ``_hidden``, for the value of a dotted key."""
+    secret = _secrets(value, inside, listed)
     if isinstance(value, Mapping):
-        return {
-            name: _revealed(each, f"{key}.{name}", inside or _names_one(name))
-            for name, each in value.items()
-        }
+        pairs = zip(value.items(), secret, strict=True)
+        return {n: _revealed(x, f"{key}.{n}", s) for (n, x), s in pairs}
     if isinstance(value, list | tuple):
-        return [_revealed(each, f"{key}.{i}", inside) for i, each in enumerate(value)]
+        items = enumerate(zip(value, secret, strict=True))
+        return [_revealed(x, f"{key}.{i}", s, True) for i, (x, s) in items]
     return _value(key, value) if value == HIDDEN or _is_secret(value, inside) else value
 
 
@@ -201,14 +213,6 @@ def _names_one(name: object) -> bool:
 
 def _is_name(value: object) -> bool:
     return isinstance(value, str) and _names_one(value)
-
-
-def _is_header(value: object) -> bool:
-    """Whether an item of a list is a name with a secret, as ["x-api-key", ...] is."""
-    pair = isinstance(value, list | tuple) and len(value) == 2
-    if not pair or not all(isinstance(x, str) for x in value):
-        return False
-    return _is_name(value[0]) and not value[1].startswith(_ENVIRONMENT)
 
 
 def _is_secret_flag(value: object) -> bool:

@@ -224,6 +224,21 @@ def test_what_only_resembles_a_secret_is_written(name):
     assert reveal({name: HARMLESS[name]}, "data") == {name: HARMLESS[name]}
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["serve", "--token", "env:THE_KEY"],
+        [["x-api-key", "env:THE_KEY"]],
+        {"name": "API_KEY", "value": "env:THE_KEY"},
+    ],
+)
+def test_the_environment_gives_what_stands_beside_a_name(value, monkeypatch):
+    """Wherever a secret is hidden, a variable may stand in its place."""
+    monkeypatch.setenv("THE_KEY", "sk-9")
+    assert hide({"x": value}) == {"x": value}
+    assert "sk-9" in str(reveal({"x": value}, "r"))
+
+
 def test_messages_hold_no_secrets():
     told = "rewards.j.url = 'http://me:pw12@host/v1?api_key=pw12&n=3' refuses sk-abcdefghpw12345"
     shown = without_secrets(told)

@@ -222,5 +222,5 @@ def test_a_label_is_no_answer_where_none_is_needed():
 
 @pytest.mark.parametrize("tools", [float("nan"), 3, "3"])
 def test_tools_that_are_none(tools):
-    with pytest.raises(UserError, match="row 1: tools holds"):
+    with pytest.raises(UserError, match="line 1: tools holds"):
         build(Rows([{"question": "2?", "answer": "4", "tools": tools}]))
