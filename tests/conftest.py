@@ -23,7 +23,8 @@ OLD_EMITTERS = importlib.metadata.version("jaxlib").startswith("0.10.")
 """Whether XLA can do without its newer emitters; a later one ends the process at the flag."""
 MAPPINGS, MOST_MAPPINGS = pathlib.Path("/proc/self/maps"), 10_000
 """Pieces of memory of a process. Each program has several, and Linux lets it have 65,530."""
-sys.path.insert(0, str(CHECKOUT / "tests"))  # for tpu_programs and needs_extra
+sys.path.insert(0, str(CHECKOUT / "tests"))  # for tpu_programs, needs_extra and small_policy
+pytest_plugins = ["small_policy"]
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

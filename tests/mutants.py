@@ -254,7 +254,7 @@ def copy_of_library(directory: pathlib.Path) -> pathlib.Path:
     (directory / "configs").mkdir()
     shutil.copy(ROOT / "configs" / "tiny.toml", directory / "configs")
     (directory / "tests").mkdir()
-    for name in ("conftest.py", "house_test.py", "slow.txt"):
+    for name in ("conftest.py", "house_test.py", "small_policy.py", "slow.txt"):
         shutil.copy(ROOT / "tests" / name, directory / "tests" / name)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, directory)

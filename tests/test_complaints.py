@@ -114,7 +114,7 @@ ROWS = {
         "test_masking_truncated_completions_takes_their_gradient_away",
     ),
     13: (
-        "train/test_collect.py::test_refilling_until_the_batch_is_full",
+        "collect/test_collector.py::test_refilling_until_the_batch_is_full",
         "objectives/test_policy.py::test_zero_std_groups_counts_groups_that_can_be_compared",
     ),
     14: (  # collapse
@@ -143,7 +143,7 @@ ROWS = {
     18: (
         "house_test.py::test_5_no_transfers_in_a_step",
         "train/test_disjoint.py::test_weights_arrive_bit_for_bit_and_never_through_the_host",
-        "train/test_resharding.py::test_a_device_is_sent_only_what_it_keeps",
+        "collect/test_resharding.py::test_a_device_is_sent_only_what_it_keeps",
     ),
     19: (
         "sampling/test_generate.py::test_sharded_sampling_is_the_same",

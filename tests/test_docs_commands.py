@@ -26,7 +26,7 @@ LEFT = {  # how a command begins -> what stands for it
     "jrl train configs/gsm8k_python.toml": "test: train/test_host_run.py",
     "jrl train configs/gsm8k_judged.toml": "test: zoo/methods/test_joint.py",
     "jrl train configs/judge.toml": "test: train/test_text_run.py",
-    "jrl train configs/rlhf.toml": "test: train/test_text_models.py",
+    "jrl train configs/rlhf.toml": "test: rewards/test_text_models.py",
     "jrl train configs/prover.toml": "test: train/test_host_run.py",
     "jrl train configs/gsm8k.toml model.path=DIR data.train=train.jsonl data.env": (
         "test: train/test_host_run.py"

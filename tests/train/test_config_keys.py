@@ -373,8 +373,8 @@ MORE_ON_TEXT = {
 ELSEWHERE = {
     "run.dir": "train/test_loop.py::test_a_run_directory_holds_what_scripts_rely_on",
     "run.resume": "storage/test_metrics.py::test_resume_never_and_must",
-    "value.path": "train/test_pairs.py::test_a_value_network_starts_from_a_reward_model",
-    "lora.path": "train/test_adapters.py::test_adapters_of_another_run_are_where_a_run_starts",
+    "value.path": "collect/test_pairs.py::test_a_value_network_starts_from_a_reward_model",
+    "lora.path": "setup/test_adapters.py::test_adapters_of_another_run_are_where_a_run_starts",
     "reward_pool.timeout_seconds": (
         "train/test_interrupts.py::test_a_reward_that_hangs_scores_0_is_counted_and_holds_nothing_up"
     ),
@@ -395,7 +395,7 @@ ELSEWHERE = {
         "train/test_interrupts.py::test_a_reward_that_hangs_beyond_the_limit_saves_and_ends_the_run"
     ),
     "watch": "train/test_records.py::test_a_limit_of_ones_own_saves_and_stops",
-    "data.pairs": "train/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
+    "data.pairs": "collect/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
     "data.invalid": "test_bad_input.py::test_rows_that_cannot_be_used_may_be_left_out_and_counted",
     "data.env": "train/test_host_run.py::test_a_run_of_many_turns",
     "data.template_variables": (

@@ -1,4 +1,4 @@
-"""A small policy and ragged batches for it, shared by the tests of training."""
+"""A small policy, a task and ragged batches for it: fixtures of the tests of training and below."""
 
 from functools import partial
 
