@@ -514,7 +514,7 @@ def test_rows(name, place):
     refused(ROWS[name], setup, place, data=name[0])
 
 
-@pytest.mark.parametrize("answer", [["5"], {"x": 5}])
+@pytest.mark.parametrize("answer", [[["5"]], {"x": 5}])
 def test_answers_that_no_text_is_equal_to(answer, place):
     rows = [{"question": "a?", "answer": "1"}, {"question": "b?", "answer": answer}]
     (place / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

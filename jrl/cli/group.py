@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from jrl.cli.console import keys_text
+from jrl.config.secrets import without_secrets
 from jrl.errors import INTERRUPTED, StorageError, UserError
 from jrl.system.memory import is_exhausted
 
@@ -37,7 +38,8 @@ class Main(TyperGroup):
             typer.echo(message, err=True)
             raise typer.Exit(UserError.exit_code) from None
         except UserError as error:
-            first, *rest = map(_clipped, str(error).splitlines() or ["unknown error"])
+            shown = without_secrets(str(error))
+            first, *rest = map(_clipped, shown.splitlines() or ["unknown error"])
             typer.echo(
                 "\n".join([f"jrl: error: {first}", *(f"  {line}" for line in rest)]), err=True
             )

@@ -15,6 +15,7 @@ HIDDEN = "(hidden)"
 _ENVIRONMENT = "env:"
 _WORDS = {
     *("key", "apikey", "token", "secret", "password", "passwd", "pwd", "passphrase", "pass"),
+    *("passcode", "pw", "webhook"),
     *("credential", "cred", "auth", "authorization", "authentication", "bearer", "cookie", "jwt"),
 }
 """Words of a name that make its value a secret."""
@@ -26,10 +27,22 @@ _KEYS = (
     *("storage", "subscription", "user", "webhook"),
 )
 """What "key" is written together with in such names, as monkey is not."""
+_PLAIN_KEYS = (
+    *("answer", "column", "field", "foreign", "group", "label", "metric", "primary", "prompt"),
+    *("question", "response", "reward", "sort", "target"),
+)
+"""What "key" is written together with where it is the name of a column."""
+_PLAIN_TOKENS = (
+    *("audio", "begin", "bo", "bos", "cls", "end", "eo", "eos", "image", "mask", "pad", "sep"),
+    *("special", "start", "stop", "think", "turn", "unk"),
+)
+"""What "token" is written together with where it is one of a vocabulary."""
 _PREFIXED = (
     *("sk", "pk", "rk", "ghp", "gho", "ghs", "ghu", "github_pat", "glpat", "hf", "xox[abeprs]"),
     *("gsk", "xai", "r8", "pplx", "nvapi", "tvly", "fw", "dop_v1", "npm", "pypi", "lsv2", "csk"),
     *("shpat", "shpss", "sntrys", "dckr_pat", "atlasv1", "whsec", "tgp_v1", "jina", "pcsk", "SG"),
+    *("hv[bs]", "tskey", "figd", "sntryu", "ph[cx]", "wandb_v1", "ntn", "sbp", "sb_secret"),
+    *("glc", "lin_api", "CCIPAT", "AGE-SECRET-KEY"),
 )
 """Beginnings of the keys of well-known services, before "-", "_" or "."."""
 _HEADER = re.compile(r"(?:Bearer|Basic|Token)\s+\S{6,}")
@@ -37,19 +50,28 @@ _HEADER = re.compile(r"(?:Bearer|Basic|Token)\s+\S{6,}")
 _FORMS = re.compile(
     r"(?i:authorization)[\"']?\s*:\s*[\"']?\w+\s+\S{6,}|"
     rf"(?<![\w/.-])(?:{'|'.join(_PREFIXED)})[-_.](?=[\w.-]*\d)[\w.-]{{11,}}(?![\w/])|"
+    r"(?<![\w/.-])hf_(?=\w*[a-z])(?=\w*[A-Z])[a-zA-Z]{20,}(?![\w/])|"
     r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[\w-]{30,}|\bya29\.[\w-]{10,}|"
+    r"\b(?:dapi|AC|SK)[0-9a-f]{32}\b|\bkey-[0-9a-f]{32}\b|\bsecret_[a-zA-Z0-9]{32,}|\bATATT[\w-]{16,}|\bEAAC\w{20,}|"
+    r"hooks\.slack\.com/\w+/\S{16,}|/api/webhooks/\d+/\S{16,}|/bot\d+:[\w-]{16,}|"
+    r"(?:^|\s)(?:-u|--user)[ =](?!\d+:\d+\s)[^\s:]+:\S+|"
     r"\beyJ[\w-]{8,}\.[\w-]{8,}|-----BEGIN [A-Z ]*PRIVATE|"
     r"\w+://(?:[^/\s:@]*:[^/\s@]+|[0-9a-zA-Z_-]{20,})@"
 )
 """Secrets whatever the name of the text that holds them: headers, keys of well-known services,
 addresses with a password or a key before their host."""
 _ASSIGNED = re.compile(
-    r"(?:^|[?&;,\s])-{0,2}([\w.-]+)\s*=\s*([^\s&;,]+)|^([\w-]+):\s+(\S+)$|"
+    r"(?:^|[?&#;,(\s])-{0,2}([\w.-]+)\s*=\s*([^\s&;,]+)|^([\w-]+):\s+(\S+)$|"
+    r"(?m:^\s*([\w-]+):\s+(?=\S*\d)(\S{8,})$)|"
     r"[\"']([\w-]+)[\"']\s*:\s*[\"']([^\"']+)[\"']"
 )
 """A name with its value inside a text: of a query, a connection string, an option, a header."""
+_QUERY = re.compile(r"([?&#]([\w.-]+)=)[^\s&#'\"]+")
+"""A name with its value in an address."""
 _SIGNED = {"sig", "signature"}
 """Words of the names of values in a query that let whoever has the address in."""
+_LONG_CODE = 12
+"""Characters of a "code" in a query that is one of these, and not one of a language."""
 _FLAG = re.compile(r"(?:^|\s)--?([\w-]+)(?:\s+([^-\s]\S*))?")
 """An option of a command, and what follows it."""
 _NUMBER = re.compile(r"[\d.]*")
@@ -92,15 +114,47 @@ def hide(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _hidden(value, _names_one(name)) for name, value in options.items()}
 
 
-def _hidden(value: Any, inside: bool) -> Any:
-    """A value without secrets; ``inside`` something whose name is that of one."""
+def _hidden(value: Any, inside: bool, listed: bool = False) -> Any:
+    """A value without secrets.
+
+    Args:
+      value: of JSON.
+      inside: whether it stands in something whose name is that of a secret.
+      listed: whether it is an item of a list.
+    """
+    secret = _secrets(value, inside, listed)
     if isinstance(value, Mapping):
-        return {name: _hidden(each, inside or _names_one(name)) for name, each in value.items()}
+        return {n: _hidden(x, s) for (n, x), s in zip(value.items(), secret, strict=True)}
     if isinstance(value, list | tuple):
-        flags = [False, *map(_is_secret_flag, value)]
-        pairs = zip(value, flags[:-1], strict=True)
-        return [_hidden(x, inside or (flag and not _is_number(x))) for x, flag in pairs]
+        return [_hidden(x, s, True) for x, s in zip(value, secret, strict=True)]
     return HIDDEN if _is_secret(value, inside) and not value.startswith(_ENVIRONMENT) else value
+
+
+def _secrets(value: Any, inside: bool, listed: bool) -> list[bool]:
+    """Whether each item of an object or a list is a secret by what it stands beside."""
+    if isinstance(value, Mapping):
+        named = any(_is_name(value.get(name)) for name in ("name", "key", "header"))
+        return [inside or _names_one(n) or (named and n == "value") for n in value]
+    if not isinstance(value, list | tuple):
+        return []
+    if listed and len(value) == 2 and _is_name(value[0]):  # ["x-api-key", ...] of headers
+        return [inside, True]
+    return [
+        inside or (_is_secret_flag(option) and not _is_number(x)) or _is_login(option, x)
+        for option, x in zip([None, *value], value, strict=False)
+    ]
+
+
+def without_secrets(text: str) -> str:
+    """A message with ``HIDDEN`` for keys of well-known services, logins and keys in addresses.
+
+    >>> without_secrets("rewards.j.url = 'http://me:pw@host/v1?api_key=abc' does not answer")
+    "rewards.j.url = 'http://(hidden)host/v1?api_key=(hidden)' does not answer"
+    """
+    text = _FORMS.sub(
+        lambda m: m[0].partition("://")[0] + "://" + HIDDEN if "://" in m[0] else HIDDEN, text
+    )
+    return _QUERY.sub(lambda m: m[1] + HIDDEN if _names_one(m[2]) else m[0], text)
 
 
 def reveal(options: Mapping[str, Any], table: str) -> dict[str, Any]:
@@ -120,14 +174,15 @@ def reveal(options: Mapping[str, Any], table: str) -> dict[str, Any]:
     }
 
 
-def _revealed(value: Any, key: str, inside: bool) -> Any:
+def _revealed(value: Any, key: str, inside: bool, listed: bool = False) -> Any:
+    """The inverse of ``_hidden``, for the value of a dotted key."""
+    secret = _secrets(value, inside, listed)
     if isinstance(value, Mapping):
-        return {
-            name: _revealed(each, f"{key}.{name}", inside or _names_one(name))
-            for name, each in value.items()
-        }
+        pairs = zip(value.items(), secret, strict=True)
+        return {n: _revealed(x, f"{key}.{n}", s) for (n, x), s in pairs}
     if isinstance(value, list | tuple):
-        return [_revealed(each, f"{key}.{i}", inside) for i, each in enumerate(value)]
+        items = enumerate(zip(value, secret, strict=True))
+        return [_revealed(x, f"{key}.{i}", s, True) for i, (x, s) in items]
     return _value(key, value) if value == HIDDEN or _is_secret(value, inside) else value
 
 
@@ -149,8 +204,15 @@ def _names_one(name: object) -> bool:
     """Whether a name is that of a secret."""
     if str(name).endswith("_variable"):  # it names a variable of the environment
         return False
-    together = {f"{before}key" for before in _KEYS}
-    return any(w in _WORDS or w in together or w.endswith(_ENDINGS) for w in _words(name))
+    words, together = _words(name), {f"{before}key" for before in _KEYS}
+    harmless = {"key": _PLAIN_KEYS, "token": _PLAIN_TOKENS}
+    if len(words) == 2 and words[0] in harmless.get(words[1], ()):
+        return False
+    return any(w in _WORDS or w in together or w.endswith(_ENDINGS) for w in words)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and _names_one(value)
 
 
 def _is_secret_flag(value: object) -> bool:
@@ -159,6 +221,12 @@ def _is_secret_flag(value: object) -> bool:
         return False
     match = _FLAG.fullmatch(value)
     return match is not None and match[2] is None and _names_one(match[1])
+
+
+def _is_login(option: object, value: object) -> bool:
+    """Whether an item of a list is a name with its password, as curl takes it behind -u."""
+    login = isinstance(value, str) and re.fullmatch(r"(?!\d+:\d+$)[^\s:]+:\S+", value)
+    return option in ("-u", "--user") and bool(login)
 
 
 def _is_number(value: object) -> bool:
@@ -170,9 +238,14 @@ def _is_secret(value: object, inside: bool) -> bool:
         return False
     if inside or _HEADER.fullmatch(value) is not None or _FORMS.search(value) is not None:
         return True
-    pairs = [(m[1] or m[3] or m[5], m[2] or m[4] or m[6]) for m in _ASSIGNED.finditer(value)]
-    pairs += [(m[1], m[2]) for m in _FLAG.finditer(value) if m[2]]
-    signed = {name for name, _ in pairs if "://" in value and _SIGNED & set(_words(name))}
+    pairs = [[x for x in m.groups() if x is not None] for m in _ASSIGNED.finditer(value)]
+    pairs += [[m[1], m[2]] for m in _FLAG.finditer(value) if m[2]]
+    signed = {
+        name
+        for name, x in pairs
+        if "://" in value
+        and (_SIGNED & set(_words(name)) or (name.lower() == "code" and len(x) >= _LONG_CODE))
+    }
     return any((name in signed or _names_one(name)) and not _is_number(x) for name, x in pairs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,13 @@ from jrl.errors import UserError
 LARGE = 64 << 20
 """Bytes of a file that is read twice rather than found wrong late."""
 
-QUESTIONS = ("question", "prompt", "problem")
-ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
+QUESTIONS = ("question", "prompt", "problem", "input")
+ANSWERS = (
+    *("answer", "ground_truth", "reward_model.ground_truth", "verification_info.ground_truth"),
+    *("solution", "final_answer", "label"),
+)
+_SURE = 5
+"""The first of them, which mean an answer also where none is needed."""
 """Names that published data sets give the two fields, in the order in which they are looked for."""
 
 
@@ -35,7 +41,8 @@ def layout(
     if question == QUESTIONS[0]:
         question = next((name for name in QUESTIONS if has(first, name)), question)
     if answer == ANSWERS[0]:
-        answer = next((name for name in ANSWERS if has(first, name)), answer)
+        names = ANSWERS if needs_answer else ANSWERS[:_SURE]
+        answer = next((name for name in names if has(first, name)), answer)
     if answer is not None and not needs_answer and not has(first, answer):
         answer = None
     return question, answer
@@ -54,11 +61,19 @@ def needs_answer(config: Config) -> bool:
 
 
 def look_up(row: Mapping[str, Any], key: str) -> Any:
-    """The field of that name, or of a path such as "reward_model.ground_truth"; None for none."""
+    """The field of that name, or of a path such as "reward_model.ground_truth"; None for none.
+
+    A field on the path may be text that holds an object in JSON, as prime-rl's sets have it.
+    """
     if key in row:
         return row[key]
     value: Any = row
     for part in key.split("."):
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                return None
         if not isinstance(value, Mapping) or part not in value:
             return None
         value = value[part]

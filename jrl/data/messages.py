@@ -124,9 +124,11 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
             value = json.loads(value) if value.strip() else None
         except (ValueError, RecursionError):
             raise UserError(f"{where}: tools = {value[:60]!r} is no JSON") from None
-    if value is None or len(value) == 0:
+    if value is None or value == {}:
         return None
-    tools: list[Any] = list(value) if isinstance(value, list | tuple | np.ndarray) else [None]
+    tools: list[Any] = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
+    if not tools:
+        return None
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -249,11 +251,13 @@ class Wording(NamedTuple):
             if self.template != "plain":
                 before, _, after = self.template.partition("{question}")
                 before, after = before.format(), after.format(question=question)
+            spans = []
             if self.system is not None:
+                spans.append((0, len(self.system)))
                 before = f"{self.system}\n\n{before}"
-            span = (len(before), len(before) + len(question))
+            spans.append((len(before), len(before) + len(question)))
             text = before + question + after
-            return text, _plain_ids(self.tokenizer, text, span)
+            return text, _plain_ids(self.tokenizer, text, spans)
         frames = self._frames(tools)
         if frames is None:
             text = self.tokenizer.chat(messages)
@@ -319,12 +323,12 @@ class Wording(NamedTuple):
         return Frames(self.tokenizer, name, {**self.variables, **tool_values})
 
 
-def _plain_ids(tokenizer: Tokenizer, text: str, question: tuple[int, int]) -> list[int]:
-    """Token ids of a text with the special tokens around it; those in the question are text."""
-    begin, end = question
-    if not isinstance(tokenizer, FileTokenizer) or not tokenizer.controls(text[begin:end]):
+def _plain_ids(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Token ids of a text with the special tokens around it; those in the spans are text."""
+    inside = "\n".join(text[begin:end] for begin, end in spans)
+    if not isinstance(tokenizer, FileTokenizer) or not tokenizer.controls(inside):
         return tokenizer.encode(text, add_special=True)
-    return tokenizer.encode_framed(text, [question], add_special=True)
+    return tokenizer.encode_framed(text, spans, add_special=True)
 
 
 def check_fields(

@@ -70,10 +70,9 @@ def build_prompts(
       wording: how their text becomes ids.
       question_key: the field that holds the question: text, or a list of chat messages (with a
         system message, examples, calls of tools). A path such as "extra_info.question" names a
-        field of a field. Where rows have no "question", it is "prompt" or "problem".
+        field of a field. Where rows have no "question", it is the first of ``fields.QUESTIONS``.
       answer_key: the field that holds the reference answer, or its path; None if there is none.
-        Where rows have no "answer", it is "ground_truth", "reward_model.ground_truth" or
-        "solution".
+        Where rows have no "answer", it is the first of ``fields.ANSWERS`` that they have.
       answer_pattern: a regular expression whose first group is the final answer inside the answer
         field, such as ``####\s*(.+)`` for GSM8K; its last match counts. Spaces around it and
         commas between its digits are removed. None takes the complete field.
@@ -227,11 +226,23 @@ def _answer(row: Mapping[str, Any], key: str, answers: AnswerFinder, where: str)
                 f"{where}: {key} has no match of data.answer_pattern = {answers.pattern!r}"
             )
         answer = re.sub(r"(?<=\d),(?=\d{3})", "", match.strip())
-    if isinstance(answer, float) and not math.isfinite(answer):
-        raise UserError(f"{where}: {key} is {answer}; a reference answer is finite, or text")
-    if answer is None or (isinstance(answer, str) and not answer.strip()):
+    answer = _plain(answer)
+    items = answer if isinstance(answer, list) else [answer]
+    for item in items:
+        if isinstance(item, float) and not math.isfinite(item):
+            raise UserError(f"{where}: {key} is {item}; a reference answer is finite, or text")
+    if all(x is None or x == [] or (isinstance(x, str) and not x.strip()) for x in items):
         raise UserError(f"{where}: {key} is empty; every row needs a reference answer")
     return answer
+
+
+def _plain(value: Any) -> Any:
+    """A value with lists for arrays and Python's numbers for NumPy's, as files have them."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return {k: _plain(x) for k, x in value.items()} if isinstance(value, dict) else value
 
 
 def _solution(

@@ -118,7 +118,7 @@ def open_source(
 
 def _suffix(path: Path) -> str | None:
     """The suffix of a file that is read, or None."""
-    return next((suffix for suffix in _KINDS if path.name.endswith(suffix)), None)
+    return next((suffix for suffix in _KINDS if path.name.lower().endswith(suffix)), None)
 
 
 def _looked(path: Path) -> str:
@@ -209,7 +209,8 @@ class ParquetSource:
             # Damage of pages is an OSError, of what is in them an ArrowException.
             damage = (OSError, need("pyarrow", "data", "Parquet").ArrowException)
             try:
-                self._group = (number, self._file.read_row_group(number).to_pylist())
+                rows = self._file.read_row_group(number).to_pylist()
+                self._group = (number, [_without_nulls(row) for row in rows])
             except damage as error:
                 reason = " ".join(str(error).split())
                 raise UserError(
@@ -220,6 +221,22 @@ class ParquetSource:
     def where(self, index: int) -> str:
         """File and row, counted from 0."""
         return f"{self.path}, row {index}"
+
+
+def _without_nulls(value: Any, inside: bool = False) -> Any:
+    """A row without the keys that Parquet adds to arguments and schemas of tools.
+
+    Its objects have all keys of all rows, and null where a row's own object has none.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(item, inside) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_nulls(item, inside or name in ("arguments", "parameters"))
+        for name, item in value.items()
+        if not (inside and item is None)
+    }
 
 
 class _TfdsSource:

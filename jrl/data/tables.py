@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.system.json_text import as_object, parse_json
+from jrl.system.json_text import as_object, not_utf8, parse_json
 from jrl.system.memory import check_fits
 
 
@@ -51,7 +51,7 @@ class CsvSource:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._rows: list[tuple[int, list[str]]] = []
-        form, mark = ("TSV", "\t") if path.suffix == ".tsv" else ("CSV", ",")
+        form, mark = ("TSV", "\t") if path.suffix.lower() == ".tsv" else ("CSV", ",")
         usual = csv.field_size_limit(_LONGEST_FIELD)
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
@@ -62,12 +62,27 @@ class CsvSource:
                     if values:
                         self._rows.append((begin, values))
                     begin = reader.line_num + 1
-        except (csv.Error, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            with path.open("rb") as raw:
+                why = not_utf8(raw.read(4), error)
+            raise UserError(f"{path} is not a {form} file in UTF-8: {why}") from None
+        except csv.Error as error:
             raise UserError(f"{path} is not a {form} file in UTF-8: {error}") from None
         finally:
             csv.field_size_limit(usual)
         if self._rows and len(set(self._names)) != len(self._names):
             raise UserError(f"{path}, line 1: two columns have one name: {', '.join(self._names)}")
+        other = next((x for x in ";\t,|" if len(self._names) == 1 and x in self._names[0]), None)
+        if other is not None:
+            raise UserError(
+                f"{path}, line 1: {self._names[0]!r:.80} is one name, without {mark!r}; the columns"
+                f" seem to stand between {other!r}: write {mark!r} there"
+                + (", or name the file .tsv" if other == "\t" else "")
+            )
+        if padded := [name for name in self._names if name != name.strip()]:
+            raise UserError(
+                f"{path}, line 1: the column {padded[0]!r} has a space around its name; remove it"
+            )
 
     def __len__(self) -> int:
         """Rows."""

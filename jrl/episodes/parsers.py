@@ -522,7 +522,7 @@ def _llama_calls(text: str, start: int, limit: int, schemas: Schemas) -> Iterato
 
 
 def _line_of_call(text: str, at: int, limit: int, schemas: Schemas) -> int:
-    """Where the first line begins that is a call of a tool on offer, or ``limit``.
+    """Start of the first line that is a call of an offered tool, or ``limit``.
 
     What stands between fences is an example.
     """
@@ -661,7 +661,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 def _harmony_channels(text: str) -> tuple[str, str] | None:
-    """What was thought on the channel "analysis", and what was said on others."""
+    """The text of the channel "analysis" (thinking), and that of the others."""
     texts: dict[bool, list[str]] = {True: [], False: []}
     at = 0
     while head := _HARMONY_HEAD.search(text, at):
@@ -672,8 +672,8 @@ def _harmony_channels(text: str) -> tuple[str, str] | None:
         texts[channel is not None and channel[1] == "analysis"].append(message)
     if not at and _CHANNEL.match(text) is None:
         return None
-    thought, said = ("\n".join(filter(None, texts[key])) for key in (True, False))
-    return thought, said
+    thinking, answer = ("\n".join(filter(None, texts[key])) for key in (True, False))
+    return thinking, answer
 
 
 def _render_harmony(call: Call) -> str:

@@ -136,7 +136,7 @@ class Likelihood(NamedTuple):
             return []
         try:
             first = references(prompt.answer, f"rewards.{LIKELIHOOD}")[0]
-            return self.tokenizer.encode(expected_answer(first))
+            return self.tokenizer.encode_plain(expected_answer(first))
         except UserError:
             return []
 

@@ -16,7 +16,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,8 @@ MOST_WORKED = 1_000_000
 
 MOST_INDENT = 16
 """Characters that tojson puts before each level."""
+MOST_PLACES = 400
+"""Of a rounded number, before or behind the point."""
 
 MOST_SECONDS = 5.0
 """Time limit of one conversation; typical ones take a millisecond."""
@@ -277,6 +279,14 @@ def _expanded(value: Any) -> int:
     return size
 
 
+def _listed(value: Any) -> Any:
+    """A list of what ``map`` or ``select`` makes; any other value as it is."""
+    if isinstance(value, Iterator):
+        value = list(itertools.islice(value, MOST_ITEMS + 1))
+        _bounded_list(len(value))
+    return value
+
+
 def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes | list | tuple) else 0
 
@@ -306,12 +316,18 @@ def _check_result(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
     if name == "translate":
         _bounded(_size(value) * max(map(_size, _flat(arguments)), default=0))
     text = [len(a) for a in arguments if isinstance(a, str)]
+    if name == "round" and max(numbers, default=0) > MOST_PLACES:
+        raise _Beyond(f"round to {max(numbers)} places; at most {MOST_PLACES}")
+    if name in COMPARING and _size(value) * max(text, default=0) > MOST_COMPARED:
+        raise _Beyond(f"{name} of {_size(value)} characters with a text of {max(text)}")
+    if name == "join" and isinstance(value, Collection):  # a text, too: of its letters
+        items = len(value) if isinstance(value, str) else sum(map(_size, value))
+        _bounded(items + len(value) * sum(text))
     if not isinstance(value, str):
-        if isinstance(value, list | tuple) and name == "join" and len(value) < MOST_CHARACTERS:
-            _bounded(sum(map(_size, value)) + len(value) * sum(text))
         return
     if name in ("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap"):
-        _bounded(max(numbers, default=0) * (1 + value.count("\n") + value.count("\t")))
+        width = max([*numbers, *text], default=0)
+        _bounded(width * (1 + value.count("\n") + value.count("\t")))
     if name == "replace" and text:
         _bounded(len(value) + (value.count(arguments[0]) if text[0] else len(value)) * text[-1])
     if name in ("format", "%"):
@@ -323,6 +339,12 @@ LETTERWISE = (
     *("urlize", "wordcount", "xmlattr"),
 )
 """Filters that take long on long texts and lists."""
+
+
+COMPARING = ("trim", "strip", "lstrip", "rstrip", "rfind", "rsplit")
+"""Filters and methods that may compare each letter of a text with each of another."""
+MOST_COMPARED = 10**9
+"""Pairs of letters that one of them compares at most, a second's work."""
 
 
 def _digits(text: str) -> list[str]:
@@ -390,6 +412,7 @@ def _environment() -> jinja2.Environment:
             if isinstance(owner, str):
                 name = getattr(method_of, "__name__", "")
                 if name == "join" and args:
+                    args = (_listed(args[0]), *args[1:])
                     _check_result("join", args[0], (owner,))
                 _check_result(name, owner, (*args, *kwargs.values()))
             return super().call(context, method, *args, **kwargs)
@@ -418,16 +441,13 @@ def _environment() -> jinja2.Environment:
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         if isinstance(indent := options.get("indent"), int) and indent > MOST_INDENT:
             raise _Beyond(f"tojson(indent={indent}); an indent of at most {MOST_INDENT} is read")
-        if isinstance(value, Iterator):  # what ``map`` and ``select`` make
-            value = list(itertools.islice(value, MOST_ITEMS + 1))
-            _bounded_list(len(value))
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+        return json.dumps(_listed(value), ensure_ascii=ensure_ascii, **options)
 
     environment = Bounded(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     padding = ("batch", "center", "indent", "replace", "format", "join", "slice", "wordwrap")
-    for name in (*padding, *LETTERWISE, "list", "sum"):
+    for name in (*padding, *LETTERWISE, "list", "round", "sum", "trim"):
         environment.filters[name] = _checked_filter(name, environment.filters[name])
     environment.filters["tojson"] = tojson
     environment.filters["random"] = refuse_random
@@ -442,9 +462,8 @@ def _checked_filter(name: str, usual: Any) -> Any:
     @functools.wraps(usual)  # with the marks that say what Jinja passes first
     def checked(*args: Any, **kwargs: Any) -> Any:
         values = args[1:] if getattr(usual, "jinja_pass_arg", None) else args
-        if values and name == "join" and isinstance(values[0], Iterator):  # what ``map`` makes
-            items = list(itertools.islice(values[0], MOST_ITEMS + 1))
-            _bounded_list(len(items))
+        if values and name == "join":
+            items = _listed(values[0])
             at = len(args) - len(values)
             args, values = (*args[:at], items, *args[at + 1 :]), (items, *values[1:])
         if values:

@@ -428,14 +428,21 @@ class FileTokenizer:
         if template not in self.templates:
             raise unknown_choice("template", template, self.templates)
         source = self.templates[template]
-        if "reasoning_content" not in source:  # gpt-oss's calls it so
-            messages = [
-                {**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m
-                for m in messages
-            ]
+        if "reasoning_content" not in source:
+            messages = [_with_thinking(message) for message in messages]
         fixed = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         context = {"tools": None, "documents": None, **self.special, **variables, **fixed}
         return render(source, context, self._source)
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its reasons under the name of gpt-oss's template.
+
+    That refuses them beside a content where tools are called.
+    """
+    if "reasoning_content" not in message or (message.get("tool_calls") and message.get("content")):
+        return message
+    return {**message, "thinking": message["reasoning_content"]}
 
 
 def load_tokenizer(directory: str | Path) -> FileTokenizer:

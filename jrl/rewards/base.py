@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -90,6 +91,24 @@ class Sample:
         prompt["meta"] = dict(prompt["meta"])
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return _restore, (prompt, {name: x for name, x in values.items() if name != "prompt"})
+
+
+def unshared(sample: Sample) -> Sample:
+    """The sample with a row of its own, as a worker process has it.
+
+    What a function does to lists and dicts of one sample would else be read by the next calls.
+    """
+    prompt = copy.copy(sample.prompt)
+    for name in ("meta", "answer"):
+        object.__setattr__(prompt, name, _copied(getattr(prompt, name, ())))
+    return dataclasses.replace(sample, prompt=prompt)
+
+
+def _copied(value: Any) -> Any:
+    """Lists and dicts copied at any depth; what is no value of JSON as it is."""
+    if type(value) is list:
+        return [_copied(item) for item in value]
+    return {k: _copied(x) for k, x in value.items()} if type(value) is dict else value
 
 
 def _restore(prompt: dict[str, Any], values: dict[str, Any]) -> Sample:

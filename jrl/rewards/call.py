@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import traceback
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 from jrl.rewards.base import Returned, RewardFn, Sample
 from jrl.system.float32 import fits_float32
 
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _TEXT = 500
 """Characters that a message takes of an error's text."""
 
@@ -41,7 +43,7 @@ def call(function: RewardFn, samples: list[Sample]) -> list[Returned] | Failure:
       A number, None, or a list of numbers for each sample, or a Failure; only KeyboardInterrupt
       passes.
     """
-    caller = os.getpid()
+    caller, running = os.getpid(), [signal.getitimer(timer)[0] for timer in _TIMERS]
     try:
         return _checked(function(samples), len(samples))
     except KeyboardInterrupt:
@@ -53,6 +55,10 @@ def call(function: RewardFn, samples: list[Sample]) -> list[Returned] | Failure:
             # The function forked, and this is the child, which should have ended itself. Were it to
             # go on, it would answer the caller's calls a second time.
             os._exit(1)
+        for timer, seconds in zip(_TIMERS, running, strict=True):
+            # An alarm that the function left would go off in the call of another completion.
+            if not seconds and signal.getitimer(timer)[0]:
+                signal.setitimer(timer, 0)
 
 
 def error_text(error: BaseException) -> str:

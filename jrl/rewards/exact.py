@@ -15,7 +15,7 @@ from jrl.rewards.markup import LONGEST, clean
 from jrl.rewards.quantities import Quantity
 
 _NUMBER = re.compile(
-    r"""(?:(?<![\w.])|(?<=\\approx))-?\s?\$?(?:\d+\s(?=\d+/\d))?"""
+    r"""(?:(?<![\w.])|(?<=\\approx)|(?<=\\boxed))-?\s?\$?(?:\d+\s(?=\d+/\d))?"""
     r"""(?:\d{1,3}(?:(?:,|\{,\}|[ \u2009\u202f](?=\d{3}(?![\d/]|[ ]\d+/\d)))\d{3})+|\d+)?"""
     r"""(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"""
     r"""(?:\s?/\s?\d+(?![\d/]|\.\d))?"""
@@ -31,7 +31,8 @@ _BEHIND = re.compile(
 _FORMULA = re.compile(r"(?<!\\)\$((?:\\.|[^$\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _MARK = re.compile(r"(^[ \t]*)?#{4,}[ \t]*(.*)", re.MULTILINE)
 _STATED = re.compile(
-    r"(?:[.\n]|final answer:) *(?:so,? |thus,? |therefore,? )?(?:the )?(?:final )?answer is:?"
+    r"(?:^|[.\n]|final answer:) *(?:so,? |thus,? |therefore,? )?(?:the )?"
+    r"(?:final |correct |right )?(?:answer|option|choice) is:?"
     r"\s+([^\n]{1,200}?)"
     r"(?:\.?\s*I hope it is correct)?\.?\s*$",
     re.IGNORECASE,
@@ -234,7 +235,8 @@ def exact_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
     """1 for a completion whose final answer is the prompt's, else 0.
 
     A dataset's worked answer is read like a completion: what follows its "####" counts. An answer
-    in words is compared with the marked answer, or with the complete text if none is marked.
+    in words is compared with the marked answer, or with the complete text if none is marked. Of
+    answers in a list one is enough.
 
     Args:
       samples: what to judge.
@@ -261,6 +263,11 @@ def expected_answer(answer: Any) -> str:
     """The final answer inside a prompt's ``answer``, as text."""
     text = str(answer).strip()
     return marked_answer(text) or text
+
+
+def expected_answers(answer: Any) -> list[str]:
+    """The final answers of which a completion must give one: a list holds several."""
+    return [expected_answer(x) for x in (answer if isinstance(answer, list | tuple) else [answer])]
 
 
 def last_statement(text: str) -> str | None:
@@ -291,6 +298,8 @@ def claimed_answer(completion: str, expected: str) -> str | None:
 
 
 def _is_right(sample: Sample, tolerance: float) -> bool:
-    expected = expected_answer(sample.prompt.answer)
-    answer = claimed_answer(sample.completion, expected)
-    return answer is not None and same_answer(answer, expected, tolerance)
+    for expected in expected_answers(sample.prompt.answer):
+        answer = claimed_answer(sample.completion, expected)
+        if answer is not None and same_answer(answer, expected, tolerance):
+            return True
+    return False

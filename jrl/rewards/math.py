@@ -17,7 +17,7 @@ from jrl.rewards.exact import (
     check_tolerance,
     claimed_answer,
     exact_reward,
-    expected_answer,
+    expected_answers,
     last_statement,
     same_answer,
 )
@@ -37,7 +37,8 @@ def math_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
 
     Answers are read and compared by the grammar of ``jrl.rewards.answers``. Two expressions in them
     go to math-verify, the ``math`` extra, if ``bounds.is_tame`` holds of both and within 3 s; what
-    it calls equal is computed once more. Without it the texts of expressions are compared.
+    it calls equal is computed once more. Without it the texts of expressions are compared. Of
+    answers in a list one is enough.
 
     Args:
       samples: what to judge.
@@ -59,7 +60,11 @@ def math_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
 
 
 def _is_right(sample: Sample, tolerance: float, checker: _MathVerify) -> bool:
-    expected = expected_answer(sample.prompt.answer)
+    answers = expected_answers(sample.prompt.answer)
+    return any(_agrees(sample, expected, tolerance, checker) for expected in answers)
+
+
+def _agrees(sample: Sample, expected: str, tolerance: float, checker: _MathVerify) -> bool:
     check = checker.agrees
     answer = claimed_answer(sample.completion, expected)
     try:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jrl.errors import UserError, unknown_choice
-from jrl.rewards.base import Returned, RewardFn, Sample, total
+from jrl.rewards.base import Returned, RewardFn, Sample, total, unshared
 from jrl.rewards.call import Failure, call, class_name, error_text
 from jrl.rewards.rules import Rules
 from jrl.rewards.worker import attribute, pickled_call
@@ -235,7 +235,7 @@ class RewardPool:
             with self._turn:
                 self._prepare()
                 for each, theirs in with_samples:
-                    yield each, call(self.functions[each.name], theirs)
+                    yield each, call(self.functions[each.name], [unshared(s) for s in theirs])
             return
         messages: list[tuple[_Call, bytes]] = []
         for each, theirs in with_samples:

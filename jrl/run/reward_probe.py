@@ -92,18 +92,19 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
 def check_reward_columns(config: Config, prompts: Sequence[Prompt]) -> None:
     """Raises UserError for a reward function whose columns the training prompts do not have.
 
-    And where the library's own would compare texts with an answer that is a list or a table.
+    And where the library's own would compare texts with an answer that is a table.
     """
     check_column(config.log.by, prompts)
     tables = reward_tables(config)
     checkers = {n for n in config.rewards if function_of(n, tables[n]) in ("exact", "math")}
     for name in sorted(checkers):
         for prompt in prompts:
-            if isinstance(prompt.answer, list | dict):
+            several = prompt.answer if isinstance(prompt.answer, list) else [prompt.answer]
+            if any(isinstance(answer, list | dict) for answer in several):
                 raise UserError(
                     f"data.train, row {prompt.id + 1}: the answer is {str(prompt.answer)[:60]}, and"
-                    f" rewards.{name} compares text and numbers; write it as text, or give a"
-                    " reward function of your own"
+                    f" rewards.{name} compares text and numbers; write it as text, or a list"
+                    " of texts of which one is enough, or give a reward function of your own"
                 )
     columns = prompts[0].meta if prompts else ()
     for name in _own_rewards(config):

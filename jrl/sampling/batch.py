@@ -36,7 +36,7 @@ class DecodeBatch(struct.PyTreeNode):
 
 
 class ChunkInputs(NamedTuple):
-    """What the host says of one decode chunk.
+    """The host's settings of one decode chunk.
 
     Attributes:
       version: [] int32, of the policy.

@@ -326,7 +326,7 @@ class RequestLimits:
 
 
 class RequestFeatures(NamedTuple):
-    """What requests may ask for, and how many of them may wait.
+    """Limits of a request, and of the queue.
 
     Attributes:
       biases: whether they may change logits; costs [slots, V] float32 numbers.

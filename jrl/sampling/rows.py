@@ -53,7 +53,7 @@ class More(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """What rows may do in a server of requests; episodes and searches leave all of it.
+    """Options of rows in a server of requests; episodes and searches use none.
 
     Attributes:
       block: rows that share the cache of one prompt and are filled together; divides the slots.

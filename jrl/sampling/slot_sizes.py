@@ -25,7 +25,7 @@ took 35, 19 and 8 s with seven, three and none, and 0.52, 0.54 and 1.02 s to sam
 
 
 class SlotPlan(NamedTuple):
-    """How rows take turns in decode slots. It changes time and memory, and no completion.
+    """Scheduling of rows in decode slots. It changes time and memory, but no completion.
 
     Attributes:
       slots: S, rows decoded at a time, by each device where ``mesh.lone_axes`` divide the prompts,

@@ -108,11 +108,11 @@ class ReplyChoice:
 
     @property
     def _channels(self) -> Callable[[str], tuple[str, str] | None] | None:
-        """What tells thoughts from words where the model's format has messages for both."""
+        """Splits a reply into thinking and answer, in formats with messages for both."""
         return self._request.parser.channels if self._request.parser else None
 
     def _message(self, text: str, *, first: bool) -> tuple[str, str | None, list[Json]]:
-        """What was thought, what was said, and the calls.
+        """The thinking, the answer, and the calls.
 
         Clients read the content of a reply by a grammar as JSON, so what was thought before it is
         told apart. Calls are those of a choice that has ended by itself.

@@ -28,13 +28,16 @@ Json = dict[str, Any]
 
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-)
+) | {"prompt_cache_retention"}
 """Parameters that do not change the completion."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
-    "suffix": (None,),
+    "repetition_penalty": (None, 1),  # vLLM's, as are the next two
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "suffix": (None, ""),
     "echo": (None, False),
     "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
@@ -60,8 +63,9 @@ ACCEPTED: Mapping[bool, frozenset[str]] = {
 }
 """The parameters of completions (False) and of chat completions (True)."""
 
-_READ = ("tool_calls", "tool_call_id", "reasoning_content")
-"""Message fields read by the chat template, in addition to role and content."""
+_READ = ("tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+"""Message fields read by the chat template, in addition to role and content; the last is another
+name of the one before it."""
 
 _TEXTS = ("role", "content", "reasoning_content")
 _EMPTY: tuple[Any, ...] = (None, [], {})
@@ -419,10 +423,11 @@ def _plain(message: Json, where: str) -> Json:
     plain = {"role": message["role"], "content": _content(message, where), **calls}
     if message.get("tool_call_id") is not None:
         plain["tool_call_id"] = str(message["tool_call_id"])
-    thought = message.get("reasoning_content")
+    field = "reasoning" if message.get("reasoning_content") is None else "reasoning_content"
+    thought = message.get(field)
     if thought is not None:
         if not isinstance(thought, str) or message["role"] != "assistant":
-            name = f"{where}.reasoning_content"
+            name = f"{where}.{field}"
             raise ApiError(f"{name} must be a text, of the assistant", param=name)
         plain["reasoning_content"] = thought
     return plain

@@ -124,6 +124,9 @@ def _read_tool(entry: Any, i: int, fail: Callable[..., Exception]) -> Json:
         raise fail(f"{where}.function.name must be a text", f"{where}.function.name")
     if not isinstance(schema, dict):
         raise fail(f"{where}.function.parameters must be an object", f"{where}.function.parameters")
+    if not isinstance(schema.get("properties", {}), dict):
+        place = f"{where}.function.parameters.properties"
+        raise fail(f"{place} must be an object: a schema for each argument", place)
     parameters = {"type": "object", "properties": {}, **schema}
     return {"type": "function", "function": {**function, "parameters": parameters}}
 
@@ -148,10 +151,12 @@ def _read_call(call: Any, where: str, fail: Callable[..., Exception]) -> Json:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str):
         raise fail(f"{where} must have a function with a name", where)
-    try:
-        arguments = json.loads(function.get("arguments") or "{}")
-    except (TypeError, ValueError, RecursionError):
-        arguments = None
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
     if not isinstance(arguments, dict):
         raise fail(f"{where}.function.arguments must be JSON of an object", f"{where}.function")
     called = {"name": name, "arguments": arguments}

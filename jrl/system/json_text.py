@@ -38,13 +38,30 @@ def parse_json(data: bytes | str, where: str) -> Any:
             "character, or remove it"
         ) from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 text: {error}") from None
+        raise UserError(f"{where}: not UTF-8 text: {not_utf8(raw, error)}") from None
     except RecursionError:
         raise UserError(f"{where}: nested too deeply to be read; use fewer levels") from None
     except TwoValues as error:
         raise UserError(f"{where}: {error}; keep one of them") from None
     except ValueError as error:
-        raise UserError(f"{where}: not valid JSON: {error}") from None
+        why = str(error)
+        if "digits" in why:  # Python's remedy is not one of files
+            why = "a number with thousands of digits; write it as text"
+        raise UserError(f"{where}: not valid JSON: {why}") from None
+
+
+_BEGINNINGS = {
+    b"\x1f\x8b": "it begins as a gzip file; name it .jsonl.gz, or decompress it",
+    b"PK\x03\x04": "it begins as a zip archive, as sheets of Excel do; unpack or export it",
+    b"PAR1": "it begins as a Parquet file; name it .parquet",
+    b"\xff\xfe": "it begins as UTF-16; save it as UTF-8",
+    b"\xfe\xff": "it begins as UTF-16; save it as UTF-8",
+}
+
+
+def not_utf8(data: bytes, error: UnicodeDecodeError) -> str:
+    """Why bytes are no UTF-8: the kind of file that they begin like, else what Python says."""
+    return next((text for mark, text in _BEGINNINGS.items() if data.startswith(mark)), str(error))
 
 
 class TwoValues(Exception):

@@ -529,3 +529,10 @@ def test_missing_fields_are_all_named_before_jax_is_imported(tmp_path):
     assert "no field 'question' and no field 'answer'" in done.stderr
     assert "data.fields.question and data.fields.answer to one of task, result" in done.stderr
     assert done.stdout.strip() == "False"
+
+
+def test_an_error_tells_no_secret_of_an_address():
+    result = jrl("show-config", "http://me:pw12@host/v1?api_key=pw12.toml")
+    assert result.exit_code == 2
+    assert "(hidden)" in result.output
+    assert "pw12" not in result.output

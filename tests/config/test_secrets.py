@@ -3,7 +3,7 @@
 import pytest
 
 from jrl.config import as_tree, build_config, config_hash, dump, flatten
-from jrl.config.secrets import HIDDEN, hide, reveal
+from jrl.config.secrets import HIDDEN, hide, reveal, without_secrets
 from jrl.errors import UserError
 
 TREE = {
@@ -167,8 +167,31 @@ SECRETS = {
     "a file of a key": "first\n-----BEGIN OPENSSH PRIVATE KEY-----\nabcd1234",
     "gitlab": "glpat-abcdefgh1234ABCD",
     "gcloud": "ya29.abcdefghijk1234",
+    "a Hub token": "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH",
+    "a login": ["curl", "-u", "me:abcd1234", "http://host"],
+    "a login in a text": "curl -u me:abcd1234 http://host",
+    "pairs": [["accept", "text"], ["x-api-key", "abcd1234"]],
+    "a named value": {"name": "API_KEY", "value": "abcd1234"},
+    "behind a hash": "https://host/page#access_token=abcd1234",
+    "code": "https://host/api/f?code=abcd1234abcd==",
+    "slack": "https://hooks.slack.com/services/T000/B000/abcd1234abcd1234",
+    "telegram": "https://api.telegram.org/bot123456:abcd1234abcd1234abcd/sendMessage",
+    "a call": "Client(api_key='abcd1234')",
+    "lines": "model: x\napi_key: abcd1234\nport: 80",
+    "vault": "hvs.abcdefgh1234abcd",
+    "mailgun": "key-0123456789abcdef0123456789abc1234"[:36],
+    "databricks": "dapi0123456789abcdef0123456789abcdef",
+    "wandb": "wandb_v1_abcd1234abcd1234",
 }
 HARMLESS = {
+    "eos_token": "</s>",
+    "answer_key": "solution",
+    "python": ["python", "-u", "server.py"],
+    "docker": "docker run -u 1000:1000 image",
+    "columns": ["token", "answer"],
+    "store": "key-value-store-2024-10",
+    "language": "https://host/x?code=en&country_code=DE",
+    "words": "Score it.\nKey: points\nToken: none",
     "max_tokens": 5,
     "monkey": "bananas",
     "keyboard": "qwerty",
@@ -189,7 +212,8 @@ HARMLESS = {
 @pytest.mark.parametrize("name", SECRETS)
 def test_secrets_are_hidden_by_their_kind(name):
     shown = hide({name: SECRETS[name]})[name]
-    assert "1234" not in str(shown)
+    assert "1234" not in str(shown).replace("123456:", "")
+    assert HIDDEN in str(shown)
     if isinstance(shown, list):
         assert shown[0] == SECRETS[name][0]  # the rest of a command stays
 
@@ -198,3 +222,28 @@ def test_secrets_are_hidden_by_their_kind(name):
 def test_what_only_resembles_a_secret_is_written(name):
     assert hide({name: HARMLESS[name]}) == {name: HARMLESS[name]}
     assert reveal({name: HARMLESS[name]}, "data") == {name: HARMLESS[name]}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["serve", "--token", "env:THE_KEY"],
+        [["x-api-key", "env:THE_KEY"]],
+        {"name": "API_KEY", "value": "env:THE_KEY"},
+    ],
+)
+def test_the_environment_gives_what_stands_beside_a_name(value, monkeypatch):
+    """Wherever a secret is hidden, a variable may stand in its place."""
+    monkeypatch.setenv("THE_KEY", "sk-9")
+    assert hide({"x": value}) == {"x": value}
+    assert "sk-9" in str(reveal({"x": value}, "r"))
+
+
+def test_messages_hold_no_secrets():
+    told = "rewards.j.url = 'http://me:pw12@host/v1?api_key=pw12&n=3' refuses sk-abcdefghpw12345"
+    shown = without_secrets(told)
+    assert "pw12" not in shown
+    assert "n=3" in shown
+    plain = "train.max_tokens = 'x'; see http://host/page?token_count=3 or data.answer_key = 'y'"
+    assert without_secrets(plain).startswith("train.max_tokens = 'x'; see http://host/page?token_c")
+    assert without_secrets("objective.key = 'x'; use 3") == "objective.key = 'x'; use 3"

@@ -74,6 +74,9 @@ def test_so_does_one_in_a_template_of_ones_own(chat_tokenizer, template):  # noq
     frames = 0 if template == "plain" else 1
     assert controls(tokenizer, made.tokens) == [frames, frames]
     assert SPELLED in tokenizer.decode(made.tokens, skip_special=False)
+    row = {"question": "q", "answer": "4"}
+    under = prompt_of(tokenizer, row, template=template, system=SPELLED)  # as under the chat's
+    assert controls(tokenizer, under.tokens) == [frames, frames]
 
 
 def test_what_is_learnt_may_think_and_may_not_end_a_turn(chat_tokenizer):  # noqa: F811
@@ -268,3 +271,15 @@ def test_the_end_of_a_turn_is_found_and_told_only_where_no_file_names_it(tmp_pat
         tokenizer = base_tokenizer(tmp_path, template=template)
         assert (tokenizer.turn_id, tokenizer.notes) == (None, [])
         assert len(tokenizer.stop_ids) == 1
+
+
+def test_reasons_are_written_by_a_template_that_calls_them_thinking(chat_tokenizer):  # noqa: F811
+    """gpt-oss's, which refuses them beside the content of a call."""
+    tokenizer = chat_tokenizer("harmony")
+    answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
+    talk = [{"role": "user", "content": "2+2?"}, answer]
+    assert "2 and 2" in tokenizer.chat(talk, add_generation_prompt=False)
+    call = {**TALK[1], "content": "", "reasoning_content": "so cold"}
+    call["tool_calls"] = [{"function": {"name": "weather", "arguments": {"a": 1}}}]
+    assert "so cold" in tokenizer.chat([TALK[0], call, TALK[2]])
+    assert "so cold" not in tokenizer.chat([TALK[0], {**call, "content": "I look."}, TALK[2]])

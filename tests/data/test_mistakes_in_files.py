@@ -36,14 +36,14 @@ def zipped(data, damage=None, cut=None):
 
 
 PROMPTS = {
-    "utf-16": ("a.jsonl", GOOD.decode().encode("utf-16"), "not UTF-8 text"),
+    "utf-16": ("a.jsonl", GOOD.decode().encode("utf-16"), "UTF-16; save it as UTF-8"),
     "latin-1": (
         "a.jsonl",
         '{"question": "1+1 é?", "answer": "2"}\n'.encode("latin-1"),
         "line 1: not UTF",
     ),
     "latin-1 csv": ("a.csv", (TEXT + "é?,3\n").encode("latin-1"), "not a CSV file in UTF-8"),
-    "utf-16 csv": ("a.csv", TEXT.encode("utf-16"), "not a CSV file in UTF-8"),
+    "utf-16 csv": ("a.csv", TEXT.encode("utf-16"), "begins as UTF-16; save it as UTF-8"),
     "a null byte": ("a.jsonl", GOOD + b"\0\0\0\0\n", "line 2: not valid JSON"),
     "null bytes in csv": ("a.csv", TEXT.encode() + b"\0,3\n", ""),
     "empty": ("a.jsonl", b"", "the file has no rows"),
@@ -57,7 +57,8 @@ PROMPTS = {
     "too wide": ("a.tsv", b"question\tanswer\n1?\t2\t3\n", "line 2: 3 values for the 2 columns"),
     "columns twice": ("a.csv", b"question,answer,answer\n1?,2,3\n", "two columns have one name"),
     "no header": ("a.csv", b"1+1?,2\n2+2?,4\n", "no field 'question' and no field 'answer'"),
-    "semicolons": ("a.csv", b"question;answer\n1+1?;2\n", "no field 'question' and no field"),
+    "semicolons": ("a.csv", b"question;answer\n1+1?;2\n", "seem to stand between ';'"),
+    "tabs": ("a.csv", b"question\tanswer\n1+1?\t2\n", "or name the file .tsv"),
     "an open quote": ("a.csv", TEXT.encode() + b'"2+2?,4\n', "not a CSV file"),
     "null": ("a.jsonl", b'{"question": null, "answer": "2"}\n', "line 1: question must be text"),
     "null answer": ("a.jsonl", GOOD + b'{"question": "a?", "answer": null}\n', "line 2: answer is"),
@@ -89,8 +90,12 @@ PROMPTS = {
     "a damaged gzip": ("a.jsonl.gz", zipped(GOOD * 99, damage=-6), "not a readable gzip file"),
     "damaged within": ("a.jsonl.gz", zipped(GOOD * 99, damage=20), "not a readable gzip file"),
     "gzip in gzip": ("a.jsonl.gz", gzip.compress(gzip.compress(GOOD)), "not UTF-8 text"),
-    "a gzip by another name": ("a.jsonl", gzip.compress(GOOD), "line 1: not UTF-8 text"),
-    "parquet by another name": ("a.jsonl", b"PAR1\x15\x04\x15\xff", "not UTF-8 text"),
+    "a gzip by another name": ("a.jsonl", gzip.compress(GOOD), "name it .jsonl.gz"),
+    "parquet by another name": ("a.jsonl", b"PAR1\x15\x04\x15\xff", "name it .parquet"),
+    "a sheet by another name": ("a.csv", b"PK\x03\x04\xff\xff", "as sheets of Excel do"),
+    "thousands of digits": ("a.jsonl", b'{"answer": ' + b"9" * 5000 + b"}\n", "write it as text"),
+    "no answers": ("a.jsonl", b'{"question": "a?", "answer": ["", []]}\n', "answer is empty"),
+    "answers that are none": ("a.jsonl", b'{"question": "a?", "answer": [NaN]}\n', "answer is nan"),
     "a cut parquet": ("a.parquet", b"PAR1" + bytes(50), "not a readable Parquet file"),
     "git lfs": ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid x\n", "Git LFS"),
     "git lfs parquet": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
@@ -100,7 +105,7 @@ PROMPTS = {
         b'{"question": "  ", "answer": 1}\n',
         "line 1: question is blank",
     ),
-    "white space in names": ("a.csv", b"question, answer\n1?,2\n", "no field 'answer'"),
+    "white space in names": ("a.csv", b"question, answer\n1?,2\n", "a space around its name"),
     "other case": ("a.jsonl", b'{"Question": "1?", "Answer": 2}\n', "no field 'question'"),
 }
 
@@ -133,6 +138,7 @@ SOUND = {
     "cr csv": ("a.csv", TEXT.replace("\n", "\r").encode()),
     "a mark": ("a.jsonl", b"\xef\xbb\xbf" + GOOD),
     "no last newline": ("a.jsonl", GOOD.strip()),
+    "names in capitals": ("A.CSV", TEXT.encode()),
     "several parts of gzip": ("a.jsonl.gz", gzip.compress(GOOD) + gzip.compress(GOOD)),
     "line separators in a text": (
         "a.jsonl",

@@ -184,6 +184,9 @@ LAYOUTS = {
     "TRL, messages": {"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4"},
     "TRL, text": {"prompt": "2+2?", "ground_truth": "4"},
     "problems": {"problem": "2+2?", "answer": "4"},
+    "OpenRLHF": {"input": "2+2?", "label": "4", "datasource": "math"},
+    "prime-rl": {"prompt": "2+2?", "verification_info": '{"ground_truth": "4"}', "metadata": "{}"},
+    "DeepMath": {"question": "2+2?", "final_answer": "4", "r1_solution_1": "two and two"},
 }
 
 
@@ -192,7 +195,7 @@ def test_published_layouts_are_read_as_they_are(row):
     prompts, _ = build(Rows([row]))
     assert prompts[0].text == "user:2+2?;assistant:"
     assert prompts[0].answer == "4"
-    assert prompts[0].meta == {k: v for k, v in row.items() if k != "answer"}
+    assert prompts[0].meta == {k: v for k, v in row.items() if k not in ("question", "answer")}
 
 
 def test_a_path_names_a_field_of_a_field():
@@ -201,3 +204,23 @@ def test_a_path_names_a_field_of_a_field():
     assert (prompts[0].text, prompts[0].answer) == ("user:2?;assistant:", 4)
     with pytest.raises(UserError, match="no field 'extra.x'"):
         build(Rows([row]), question_key="extra.x", answer_key="extra.deep.a")
+
+
+def test_answers_of_arrays_are_lists_as_files_have_them():
+    """verl's sets of Search-R1 hold arrays in a table, where they come by way of pandas."""
+    targets = {"target": np.array(["a", "b"], object), "n": np.float64(2)}
+    row = {"question": "2?", "reward_model": {"ground_truth": targets}}
+    prompts, _ = build(Rows([row]))
+    assert prompts[0].answer == {"target": ["a", "b"], "n": 2.0}
+    assert type(prompts[0].answer["n"]) is float
+
+
+def test_a_label_is_no_answer_where_none_is_needed():
+    prompts, _ = build(Rows([{"question": "2?", "label": ""}]), needs_answer=False)
+    assert prompts[0].answer is None
+
+
+@pytest.mark.parametrize("tools", [float("nan"), 3, "3"])
+def test_tools_that_are_none(tools):
+    with pytest.raises(UserError, match="line 1: tools holds"):
+        build(Rows([{"question": "2?", "answer": "4", "tools": tools}]))

@@ -95,6 +95,28 @@ def test_parquet_rows_across_row_groups(tmp_path):
         open_source(str(path))
 
 
+@pytest.mark.extra("data")
+def test_parquet_adds_no_arguments_to_calls_and_no_keys_to_schemas(tmp_path):
+    """Its objects have the keys of all rows; a null of another column stays."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def row(name, **extra):
+        call = {"function": {"name": "f", "arguments": {name: 1}}}
+        schema = {"type": "object", "properties": {name: {"type": "integer", **extra}}}
+        tools = [{"function": {"name": "f", "parameters": schema}}]
+        return {"messages": [{"role": "assistant", "tool_calls": [call]}], "tools": tools}
+
+    rows = [row("a") | {"info": {"x": 1}}, row("b", minimum=0) | {"info": {"y": None}}]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    source = open_source(str(path))
+    for i in (0, 1):
+        assert source[i]["messages"] == rows[i]["messages"]
+        assert source[i]["tools"] == rows[i]["tools"]
+    assert source[0]["info"] == {"x": 1, "y": None}
+
+
 @pytest.fixture(scope="module")
 def tfds_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tfds")

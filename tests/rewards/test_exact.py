@@ -138,3 +138,8 @@ def test_exact_reward_reads_both_sides():
     ]
     assert exact_reward(samples) == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
     assert exact_reward([sample("18.5", "18")], tolerance=0.1) == [1.0]
+
+
+def test_one_of_several_answers_is_enough():
+    said = [sample(f"\\boxed{{{x}}}", ["1/2", "7"]) for x in ("0.5", "7", "8", "1/2, 7")]
+    assert exact_reward(said) == [1, 1, 0, 0]

@@ -3,6 +3,7 @@
 import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import textwrap
@@ -276,3 +277,33 @@ def test_the_choices_after_a_failure(failure, name):
 def test_without_processes_the_same_values_are_refused():
     for what in ("huge", "digits", "sly", "liar", "speechless", "unnamed", "complex", "time"):
         assert ERRORS[what] in call(hostile(), samples_of(what)).reason
+
+
+def test_an_alarm_that_a_call_leaves_does_not_go_off_in_another():
+    def leaves(samples):
+        signal.setitimer(signal.ITIMER_PROF, 60)
+        return [1.0]
+
+    signal.setitimer(signal.ITIMER_VIRTUAL, 60)  # the caller's, which stays
+    try:
+        assert call(leaves, samples_of("a")) == [1.0]
+        assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+        assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 0
+    finally:
+        for timer in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)
+
+
+def test_what_a_call_does_to_its_row_no_other_call_reads():
+    """In this process, too: the second member of a prompt has the same row."""
+
+    def eats(samples):
+        row = samples[0].prompt
+        return [float(row.meta["tests"].pop() + row.answer.pop("bonus"))]
+
+    prompt = Prompt(0, "?", np.arange(3, dtype=np.int32), {"bonus": 1}, {"tests": [1, 2]})
+    samples = [Sample(prompt, "a", np.arange(2), "length")] * 2
+    with RewardPool({"r": eats}, workers=0, timeout_seconds=2.0, on_error="stop") as pool:
+        points = pool.scores(samples).points
+    assert points[:, 0].tolist() == [3.0, 3.0]
+    assert (prompt.meta, prompt.answer) == ({"tests": [1, 2]}, {"bonus": 1})

@@ -218,6 +218,19 @@ BAD = [
         "tool_calls[0].function.arguments must be JSON of an object",
     ),
     ({"messages": [*ASK, {"role": "user", "tool_calls": []}]}, "of the assistant"),
+    (
+        {
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "parameters": {"type": "object", "properties": [1]}},
+                }
+            ]
+        },
+        "tools[0].function.parameters.properties must be an object",
+    ),
+    ({"extra_body": {"repetition_penalty": 1.5}}, "repetition_penalty = 1.5 is not supported"),
+    ({"messages": [{"role": "user", "content": "a", "reasoning": "b"}]}, "[0].reasoning must be"),
 ]
 
 
