@@ -86,7 +86,7 @@ MUTANTS = {
     ),
     "one key for a whole group": Mutant(
         6,
-        "sampling/slots.py",
+        "sampling/sequences.py",
         "(None, 0)))(prompt_keys, numbers)",
         "(None, 0)))(prompt_keys, 0 * numbers)",
     ),

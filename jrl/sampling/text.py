@@ -62,6 +62,7 @@ class TextStream:
         decoded = decode(self._ids[self._anchor : self._read])
         longer = decode(self._ids[self._anchor :])
         pending = len(self._ids) - self._read
+        # A character's bytes may come in several tokens: half of them is no text yet.
         if longer.endswith(_BROKEN) and pending <= _MAX_PENDING and not last:
             return
         begin = len(self.text)
