@@ -4,9 +4,12 @@ python -m benchmarks.rewards --items 600 --rounds 3
 
 Three stages: programs by their tests in the sandbox ("code"), functions in the pool's processes
 ("function"), and a judge on loopback ("judge"). Each is timed clean and with a share of hostile
-items, in turns, in one process; a ratio is that of the two medians. Processor time is that of this
-process, its workers and what they waited for. "by_kind" are seconds of a stage with one hostile
-item of a kind, less those of a clean one: what an item of that kind costs.
+items, in turns, in one process; a ratio is that of the two medians. "at_once" has all items at the
+start, so that the one that hangs last is waited for with nothing left to do; "over_generation" is
+how a run has them, as rows end, over the time that the clean items take divided by ``--load``.
+Processor time is that of this process, its workers and what they waited for. "by_kind" are seconds
+of a stage with one hostile item of a kind, less those of a clean one: what an item of that kind
+costs.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,11 +37,13 @@ from jrl.judging.cache import QuestionVote
 from jrl.judging.client import JudgeClient
 from jrl.rewards import make_reward
 from jrl.rewards.base import Sample
+from jrl.rewards.kill import tree
 from jrl.rewards.pool import RewardPool
 from jrl.rewards.replies import read_score
 from jrl.rewards.verdicts import Question
 from jrl.types import Prompt
 
+T = TypeVar("T")
 GOOD = "```python\nn = int(input())\nprint(sum(range(n)) * 2)\n```"
 PROGRAMS = {
     "sleep": "import time\ntime.sleep(1000)",
@@ -113,12 +118,13 @@ class Stage(NamedTuple):
 
     Attributes:
       kinds: of hostility.
-      run: (kind of each item, "" for a clean one) -> (items with points, counts).
+      run: (kind of each item, "" for a clean one; seconds over which they come) -> (items with
+        points, counts).
       further: kinds that are timed alone.
     """
 
     kinds: Sequence[str]
-    run: Callable[[Sequence[str]], tuple[int, dict[str, float]]]
+    run: Callable[[Sequence[str], float], tuple[int, dict[str, float]]]
     further: Sequence[str] = ()
 
 
@@ -129,12 +135,23 @@ def sample(number: int, completion: str) -> Sample:
     return Sample(prompt, completion, np.zeros(1, np.int32), "stop_token")
 
 
+def paced(items: Sequence[T], seconds: float) -> Iterator[T]:
+    """Yields items evenly over some seconds."""
+    begin = time.monotonic()
+    for i, item in enumerate(items, 1):
+        time.sleep(max(begin + seconds * i / len(items) - time.monotonic(), 0.0))
+        yield item
+
+
 def pool_stage(pool: RewardPool, good: str, bad: Callable[[str], str]) -> Stage:
     """Items that a pool judges."""
 
-    def run(kinds: Sequence[str]) -> tuple[int, dict[str, float]]:
+    def run(kinds: Sequence[str], seconds: float) -> tuple[int, dict[str, float]]:
         items = [sample(i, bad(kind) if kind else good) for i, kind in enumerate(kinds)]
-        scores = pool.scores(items)
+        with pool.begin() as begun:
+            for item in paced(items, seconds) if seconds else ():
+                begun.submit(item)
+            scores = pool.scores(items, begun=begun)
         return int((scores.points > 0).sum()), scores.counts
 
     return Stage([*PROGRAMS], run)
@@ -145,11 +162,13 @@ def judge_stage(url: str, seconds: float) -> Stage:
     keys = {"url": url, "model": "m", "timeout": seconds, "seconds": seconds * 2}
     client = JudgeClient(judge_table("rewards.judge", keys), "rewards.judge")
 
-    def run(kinds: Sequence[str]) -> tuple[int, dict[str, float]]:
+    def run(kinds: Sequence[str], seconds: float) -> tuple[int, dict[str, float]]:
         questions = [
             QuestionVote(Question(({"role": "user", "content": f"{i} {kind}"},), _score))
             for i, kind in enumerate(kinds)
         ]
+        for each in paced(questions, seconds) if seconds else ():
+            client.begin([each])
         verdicts, counts = client.verdicts(questions)
         return sum(v is not None for v in verdicts), counts
 
@@ -201,14 +220,10 @@ def faulty_judge(latency: float) -> Iterator[str]:
 
 
 def processor_seconds() -> float:
-    """Of this process, of its children, and of what those waited for."""
+    """Of this process, of those below it, and of what they waited for."""
     ticks, of_children = os.sysconf("SC_CLK_TCK"), resource.getrusage(resource.RUSAGE_CHILDREN)
     total = time.process_time() + of_children.ru_utime + of_children.ru_stime
-    children: list[str] = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread that has ended
-            children += (task / "children").read_text().split()
-    for child in children:
+    for child in tree(os.getpid())[1:]:
         with contextlib.suppress(OSError):
             fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
             total += sum(map(int, fields[11:15])) / ticks
@@ -224,20 +239,23 @@ def hostile_items(stage: Stage, items: int, hostile: int, seed: int) -> list[str
     return kinds
 
 
-def timed(stage: Stage, kinds: Sequence[str]) -> tuple[float, float, dict[str, float]]:
+def timed(
+    stage: Stage, kinds: Sequence[str], seconds: float = 0.0
+) -> tuple[float, float, dict[str, float]]:
     """(wall seconds, processor seconds, counts) of a stage; checks that no clean item is lost."""
     wall, processor = time.perf_counter(), processor_seconds()
-    done, counts = stage.run(kinds)
+    done, counts = stage.run(kinds, seconds)
     out = time.perf_counter() - wall, processor_seconds() - processor, counts
     if done < kinds.count(""):
         raise RuntimeError(f"{kinds.count('') - done} clean items have no points: {counts}")
     return out
 
 
-def measured(stage: Stage, args: argparse.Namespace, items: int) -> dict[str, Any]:
-    """The figures of a stage."""
+def compared(
+    stage: Stage, args: argparse.Namespace, items: int, seconds: float = 0.0
+) -> dict[str, Any]:
+    """The figures of clean rounds and of hostile ones, whose items come over some seconds."""
     hostile = max(round(items * args.share), 1)
-    timed(stage, [""] * min(items, 8))  # starts the processes
     runs: dict[str, list[tuple[float, float]]] = {"clean": [], "hostile": []}
     counts: dict[str, float] = {}
     for seed in range(args.rounds):
@@ -245,15 +263,24 @@ def measured(stage: Stage, args: argparse.Namespace, items: int) -> dict[str, An
             kinds = (
                 hostile_items(stage, items, hostile, seed) if name == "hostile" else [""] * items
             )
-            wall, processor, extra = timed(stage, kinds)
+            wall, processor, extra = timed(stage, kinds, seconds)
             runs[name].append((wall, processor))
             if name == "hostile":
                 counts = {key: counts.get(key, 0) + x for key, x in extra.items()}
-    out: dict[str, Any] = {"items": items, "hostile_items": hostile, "counts": counts}
+    out: dict[str, Any] = {"hostile_items": hostile, "counts": counts}
     for i, clock in enumerate(("wall_s", "processor_s")):
         both = {name: statistics.median(run[i] for run in each) for name, each in runs.items()}
         out[clock] = both | {"ratio": both["hostile"] / both["clean"]}
-    out["items_a_second"] = {n: items / out["wall_s"][n] for n in runs}
+    return out
+
+
+def measured(stage: Stage, args: argparse.Namespace, items: int) -> dict[str, Any]:
+    """The figures of a stage."""
+    timed(stage, [""] * min(items, 8))  # starts the processes
+    out: dict[str, Any] = {"items": items, "at_once": compared(stage, args, items)}
+    if args.load:
+        seconds = out["generation_s"] = out["at_once"]["wall_s"]["clean"] / args.load
+        out["over_generation"] = compared(stage, args, items, seconds)
     if args.by_kind:
         few = [""] * args.by_kind
         clean = statistics.median(timed(stage, few)[0] for _ in range(3))
@@ -272,6 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--timeout", type=float, default=10.0, help="seconds of one call or request")
     p.add_argument("--latency", type=float, default=0.3, help="seconds of the judge's replies")
+    p.add_argument("--load", type=float, default=0.8, help="share of a generation that they take")
     p.add_argument("--by-kind", type=int, default=0, help="items beside one of each kind; 0: none")
     p.add_argument("--json", help="file to write as well")
     args = p.parse_args(argv)

@@ -28,9 +28,9 @@ from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.quant import sampler
 from jrl.models.transformer import transformer
+from jrl.run.sampler_difference import rollout_difference
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams, make_sampling_params
-from jrl.train.sampler_difference import rollout_difference
 from jrl.types import Network, Params
 
 

@@ -66,13 +66,16 @@ def test_rewards_are_timed_with_hostile_samples_and_without(capsys):
     sizes = ["--items", "2", "--rounds", "1", "--timeout", "1", "--latency", "0.01"]
     rewards.main(["--stages", "function", "judge", *sizes])
     found = json.loads(capsys.readouterr().out)
-    assert found["function"]["counts"]["reward_timeouts"] == 1  # the first kind sleeps
-    assert found["judge"]["counts"]["judge_timeouts"] + found["judge"]["counts"]["judge_retries"]
-    for stage in ("function", "judge"):
+    for how in ("at_once", "over_generation"):
+        function, judge = (found[stage][how] for stage in ("function", "judge"))
+        assert function["counts"]["reward_timeouts"] == 1  # the first kind sleeps
+        assert judge["counts"]["judge_timeouts"] + judge["counts"]["judge_retries"]
         for clock in ("wall_s", "processor_s"):
-            times = found[stage][clock]
-            ratio = times["hostile"] / times["clean"]
-            assert times["ratio"] == pytest.approx(ratio, rel=5e-3)
+            for times in (function[clock], judge[clock]):
+                ratio = times["hostile"] / times["clean"]
+                assert times["ratio"] == pytest.approx(ratio, rel=5e-3)
+    seconds = found["function"]["generation_s"]
+    assert found["function"]["over_generation"]["wall_s"]["clean"] >= seconds * 0.99
 
 
 @pytest.mark.slow

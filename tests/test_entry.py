@@ -208,7 +208,7 @@ BAD = {
         "row 1: there is no field 'question'; set data.fields.question to one of q, answer",
     ),
     "a reward": ({"reward": 3}, "reward = 3; give a function, reward(samples)"),
-    "its form": ({"reward": lambda completion: 0.0}, "takes (completion); write reward(samples)"),
+    "its form": ({"reward": lambda text: 0.0}, "takes (text); write reward(samples)"),
     "its columns": (
         {"reward": lambda completions, level: [0.0]},
         "takes level, and the data has no such column",

@@ -6,10 +6,13 @@ speak = endpoint("http://localhost:8000/v1", "some-model")
 from __future__ import annotations
 
 import functools
+import http.client
 import inspect
+import io
 import json
 import math
 import os
+import socket
 import time
 import urllib.parse
 import urllib.request
@@ -90,9 +93,8 @@ def endpoint(
     def speak(messages: list[Message]) -> str:
         body = json.dumps({**fixed, "messages": list(map(dict, messages))}).encode()
         request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", body, headers)
-        until = None if timeout is None else time.monotonic() + timeout
-        with urllib.request.urlopen(request, timeout=timeout) as reply:
-            return json.loads(_body(reply, until, most_bytes))["choices"][0]["message"]["content"]
+        with _opener().open(request, timeout=timeout) as reply:
+            return json.loads(_body(reply, most_bytes))["choices"][0]["message"]["content"]
 
     return speak
 
@@ -144,17 +146,81 @@ def environment_variable(name: str, key: str) -> str:
     return os.environ[name]
 
 
-def _body(reply: Any, until: float | None, most: int | None) -> bytes:
-    """The body of a response. A socket's own timeout is for each piece, however many arrive."""
+def _body(reply: Any, most: int | None) -> bytes:
+    """The body of a response.
+
+    Raises:
+      ValueError: it has more than ``most`` bytes.
+      IncompleteRead: the connection ended before it did, which read1 does not tell.
+    """
     pieces, size = [], 0
     while piece := reply.read1(1 << 16):
         size += len(piece)
         if most is not None and size > most:
             raise ValueError(f"a response of more than {most} bytes")
-        if until is not None and time.monotonic() > until:
-            raise TimeoutError("timed out")
         pieces.append(piece)
+    if reply.length:
+        raise http.client.IncompleteRead(b"".join(pieces)[-80:], reply.length)
     return b"".join(pieces)
+
+
+@functools.cache
+def _opener() -> urllib.request.OpenerDirector:
+    """Opens requests with a time limit for the response, and follows no redirect."""
+    return urllib.request.build_opener(_NoRedirect, _Http, _Https)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirected POST becomes a GET, and takes the key to another host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Refuses, so that the status is an HTTPError."""
+
+
+class _Timed(io.RawIOBase):
+    """What a socket receives until a time. Its own timeout is for each piece, however many come."""
+
+    def __init__(self, raw: Any, sock: socket.socket, seconds: float) -> None:
+        self._raw, self._sock, self._until = raw, sock, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Raises TimeoutError when the time is over."""
+        self._sock.settimeout(max(self._until - time.monotonic(), 0.001))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        """Closes the socket's file, too."""
+        self._raw.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        if (seconds := sock.gettimeout()) is not None:
+            self.fp = io.BufferedReader(_Timed(self.fp.detach(), sock, seconds))
+
+
+class _Connection(http.client.HTTPConnection):
+    response_class = _Response
+
+
+class _SecureConnection(http.client.HTTPSConnection):
+    response_class = _Response
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(_Connection, request)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(_SecureConnection, request, context=self._context)  # type: ignore[attr-defined]
 
 
 async def reply_of(speaker: Speaker, messages: Sequence[Message]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jrl.collect.groups import place_batch
-from jrl.collect.pairs import BatchSizes
+from jrl.collect.sources_given import BatchSizes
 from jrl.data.pairs import judged_batch
 from jrl.evaluate.statistics import wilson
 from jrl.mesh import replicated

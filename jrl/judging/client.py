@@ -32,12 +32,15 @@ from jrl.system.wait_reports import waiting
 _LARGEST = 4 << 20
 """Bytes of a response."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
-"""Seconds before the first retry, doubled for each further one up to the second."""
+"""Seconds before the first retry, doubled up to the second for each one that failed again, while
+the judge answered no other question."""
 _PROBE_SECONDS = 30.0
 _LONGEST_HOLD = 600.0
 """Seconds after which a judge is asked again, whatever its Retry-After says."""
 _AGAIN = {408, 409, 425, 429}
 """Statuses below 500 after which a request is repeated."""
+_TOO_MANY = {429, 503}
+"""Statuses of a server that may have had too many requests."""
 
 
 class JudgeClient:
@@ -63,6 +66,7 @@ class JudgeClient:
         self._lock = threading.Lock()  # guards what follows
         self._batch: Batch | None = None
         self._begun_names: set[str] = set()
+        self._beside = table.at_once  # overdue requests that are not among ``at_once``
         check_url(table.url, f"{key}.url")
         if table.key_variable:
             self._secret = environment_variable(table.key_variable, f"{key}.key_variable")
@@ -82,6 +86,8 @@ class JudgeClient:
         except urllib.error.HTTPError as error:
             if not _is_passing(error):
                 reason = f"{error.code} {error.reason}"
+                if address := error.headers.get("Location"):
+                    reason += f", it redirects to {address}"
                 with contextlib.suppress(OSError, http.client.HTTPException):
                     text = error.read(300).decode("utf-8", "replace")
                     reason += f": {' '.join(text.split())}"
@@ -91,6 +97,7 @@ class JudgeClient:
                 ) from None
         except (OSError, http.client.HTTPException) as error:
             reason = str(getattr(error, "reason", "") or error or type(error).__name__)
+            reason = ascii(reason[:200])[1:-1]  # a server may have sent any bytes
             raise UserError(
                 f"{where} does not answer ({reason}); start the server, or correct the address"
             ) from None
@@ -111,7 +118,7 @@ class JudgeClient:
 
     def _begin(self, questions: Sequence[QuestionVote]) -> tuple[Batch, list[str]]:
         """The batch of the questions, which are under way, and their names."""
-        batch = self._batch = self._batch or Batch()
+        batch = self._batch = self._batch or Batch(self.table.at_once, self._beside)
         names = [self._cache.name(each) for each in questions]
         for name, each in zip(names, questions, strict=True):
             if name in self._begun_names:
@@ -122,13 +129,13 @@ class JudgeClient:
                 batch.finish(name, "judge_cached", verdict)
                 continue
             batch.put(Question(name, each))
-            if batch.threads < self.table.at_once:
-                batch.threads += 1
-                # Daemons: a request that a server holds open for ever must not hold the process.
-                threading.Thread(
-                    target=self._work, args=(batch,), name="judge", daemon=True
-                ).start()
+            self._start_thread(batch)
         return batch, names
+
+    def _start_thread(self, batch: Batch) -> None:
+        if batch.start_thread():
+            # Daemons: a request that a server holds open for ever must not hold the process.
+            threading.Thread(target=self._work, args=(batch,), name="judge", daemon=True).start()
 
     def verdicts(self, questions: Sequence[QuestionVote]) -> tuple[list[Any], dict[str, float]]:
         """The judge's verdicts, within ``seconds`` from now.
@@ -159,25 +166,31 @@ class JudgeClient:
     def _work(self, batch: Batch) -> None:
         """Asks the questions of a batch until none is left or it is over."""
         while (question := batch.take()) is not None:
+            self._start_thread(batch)
             result = self._ask(question, batch)
             if result is not None:
                 batch.finish(question.name, *result)
 
     def _ask(self, question: Question, batch: Batch) -> tuple[str, Any] | None:
         """(what is to be counted besides, the verdict or None); None to ask again later."""
-        name, entry, attempt = question
-        if not self._pace.wait(batch):
-            return "judge_timeouts", None
-        batch.count("judge_calls")
-        if attempt:
-            batch.count("judge_retries")
-        retry_after = 0.0
+        name, entry, attempt = question[:3]
+        crowded, retry_after = False, 0.0
         try:
+            if not self._pace.wait(batch):
+                return "judge_timeouts", None
+            batch.count("judge_calls")
+            if attempt:
+                batch.count("judge_retries")
+            crowded = batch.send(name)
             reply = self._send(entry.question.messages, entry.vote, batch.left())
+            batch.replied(name)
         except urllib.error.HTTPError as error:
             error.close()
             if not _is_passing(error):
                 return "judge_failures", None
+            if crowded and error.code in _TOO_MANY:
+                self._beside = 0
+                batch.narrow()
             if retry_after := _retry_after(error.headers.get("Retry-After")):
                 self._pace.refused(retry_after)
         except (OSError, http.client.HTTPException):
@@ -190,13 +203,16 @@ class JudgeClient:
             if verdict is not None:
                 self._cache.write(name, reply)
             return ("" if verdict is not None else "judge_unreadable"), verdict
-        # Jitter, so that requests that failed together do not return together.
-        wait = min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT) * random.uniform(0.5, 1.5)
-        if batch.left() <= max(retry_after, 0.0):
+        finally:
+            batch.returned(name)
+        if batch.left() <= retry_after:
             return "judge_timeouts", None
         if attempt == self.table.retries:
             return "judge_failures", None
-        batch.put(question._replace(attempt=attempt + 1), max(wait, retry_after))
+        question = question.again(self._pace.answered)
+        # Jitter, so that requests that failed together do not return together.
+        wait = min(_FIRST_WAIT * 2**question.in_vain, _LONGEST_WAIT) * random.uniform(0.5, 1.5)
+        batch.put(question, max(wait, retry_after))
         return None
 
     def _send(self, messages: Sequence[Mapping[str, str]], vote: int, seconds: float) -> Any:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import collections
 import heapq
 import math
+import statistics
 import threading
 import time
 from collections.abc import Collection
 from typing import Any, NamedTuple
+
+_OVERDUE_SECONDS, _OVERDUE_TIMES, _MIN_REPLIES = 1.0, 10, 8
+"""A request is overdue after this time, and this multiple of the median of the last answers, once
+there were so many."""
 
 
 class Question(NamedTuple):
@@ -18,11 +23,25 @@ class Question(NamedTuple):
       name: of its verdict.
       entry: the question and the number of its vote.
       attempt: number of the request.
+      in_vain: attempts before it, in a row, between which no other question was answered.
+      answered: ``Pace.answered`` when the attempt before it failed; -1 for the first.
     """
 
     name: str
     entry: Any
     attempt: int = 0
+    in_vain: int = 0
+    answered: int = -1
+
+    def again(self, answered: int) -> Question:
+        """Its next attempt.
+
+        Args:
+          answered: ``Pace.answered`` of now. Where others were answered since the last failure, it
+            is not the judge that has to recover.
+        """
+        in_vain = self.in_vain + 1 if self.answered == answered else 0
+        return self._replace(attempt=self.attempt + 1, in_vain=in_vain, answered=answered)
 
 
 COUNTS = (
@@ -39,13 +58,21 @@ class Batch:
     It has no end before ``limit`` says when, so that questions may be asked while others are on
     their way.
 
+    Args:
+      at_once: requests at the same time.
+      beside: requests that may be overdue, far longer under way than others take, and are not among
+        those ``at_once``.
+
     Attributes:
-      threads: that take questions.
+      threads: that ask them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: int, beside: int) -> None:
         self._changed = threading.Condition()
         self.threads = 0
+        self._at_once, self._beside = at_once, beside
+        self._sent: dict[str, float] = {}  # when the requests that are under way were sent
+        self._seconds: collections.deque[float] = collections.deque(maxlen=64)  # of answers
         self._queue: collections.deque[Question] = collections.deque()
         self._again: list[tuple[float, int, Question]] = []  # a heap, by when they are due
         self._puts = 0
@@ -68,15 +95,20 @@ class Batch:
     def take(self) -> Question | None:
         """The next question; None where none is left, or the batch is over: the thread is to end.
 
-        A question that waits for its repetition holds up no other.
+        A question that waits for its repetition holds up no other, nor does one whose request is
+        overdue. Its request is under way until ``returned``.
         """
         with self._changed:
             while not self._over:
                 now = time.monotonic()
-                if self._again and self._again[0][0] <= now:
-                    return heapq.heappop(self._again)[2]
-                if self._queue:
-                    return self._queue.popleft()
+                due = self._again and self._again[0][0] <= now
+                if due or self._queue:
+                    if wait := self._full(now):
+                        self._changed.wait(max(min(wait, self.left()), 0.001))
+                        continue
+                    question = heapq.heappop(self._again)[2] if due else self._queue.popleft()
+                    self._sent[question.name] = math.inf
+                    return question
                 if not self._again:
                     break
                 if self._again[0][0] >= self._until:  # all would come too late
@@ -87,6 +119,53 @@ class Batch:
                 self._changed.wait(max(min(self._again[0][0] - now, self.left()), 0.001))
             self.threads -= 1
         return None
+
+    def _full(self, now: float) -> float:
+        """Seconds until a further request may be under way, if nothing happens; 0 for now."""
+        if len(self._sent) < self._at_once:
+            return 0.0
+        if len(self._sent) >= self._at_once + self._beside or len(self._seconds) < _MIN_REPLIES:
+            return threading.TIMEOUT_MAX
+        longest = max(_OVERDUE_SECONDS, _OVERDUE_TIMES * statistics.median(self._seconds))
+        # All but ``at_once - 1`` have to be overdue, which the oldest are first.
+        oldest = sorted(self._sent.values())[len(self._sent) - self._at_once]
+        return min(max(oldest + longest - now, 0.0), threading.TIMEOUT_MAX)
+
+    def send(self, name: str) -> bool:
+        """Notes that a request is sent now; whether there are more than ``at_once``."""
+        with self._changed:
+            self._sent[name] = time.monotonic()
+            self._changed.notify_all()
+            return len(self._sent) > self._at_once
+
+    def replied(self, name: str) -> None:
+        """Notes that a reply came; by the time of these others are overdue."""
+        with self._changed:
+            self._seconds.append(time.monotonic() - self._sent[name])
+
+    def returned(self, name: str) -> None:
+        """Notes the end of a request."""
+        with self._changed:
+            del self._sent[name]
+            self._changed.notify_all()
+
+    def start_thread(self) -> bool:
+        """Whether a further thread is to ask; then it counts.
+
+        There is one more than requests, which is free when one is overdue.
+        """
+        with self._changed:
+            most = self._at_once + self._beside
+            if self.threads > len(self._sent):
+                most = min(self._at_once + 1, most)
+            starts = self.threads < most and bool(self._queue or self._again)
+            self.threads += starts
+            return starts
+
+    def narrow(self) -> None:
+        """From here on an overdue request counts like any other."""
+        with self._changed:
+            self._beside = 0
 
     def limit(self, seconds: float) -> None:
         """Ends it in so many seconds at the latest."""
@@ -163,16 +242,22 @@ class Batch:
 
 
 class Pace:
-    """When requests may be sent."""
+    """When requests may be sent.
+
+    Attributes:
+      answered: number of requests that were.
+    """
 
     def __init__(self, per_minute: float) -> None:
         self._gap = 60 / per_minute if per_minute else 0.0
         self._lock, self._next, self._paused_until = threading.Lock(), 0.0, 0.0
         self._serves = False  # since it last refused
+        self.answered = 0
 
     def served(self) -> None:
         """Notes that a request was answered."""
-        self._serves = True
+        with self._lock:
+            self._serves, self.answered = True, self.answered + 1
 
     def refused(self, seconds: float) -> None:
         """Notes that a request is to be repeated after some time.

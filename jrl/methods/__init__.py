@@ -50,7 +50,7 @@ from jrl.methods.domains import (
 )
 from jrl.methods.edit import Edit, EditView, edit_of, fill, fill_groups, of_parts, only, refill
 from jrl.methods.plan import Plan, StepView, also, more, new
-from jrl.methods.schedule import After, average, copies, every, restart
+from jrl.methods.schedule import After, Ahead, average, copies, every, restart
 from jrl.methods.stores import (
     group_store,
     member_store,
@@ -107,6 +107,7 @@ __all__ = [
     "COMMON",
     "AboveOne",
     "After",
+    "Ahead",
     "AtLeastOne",
     "Between",
     "Choice",

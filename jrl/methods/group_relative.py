@@ -185,27 +185,31 @@ def as_first(score: Array, shape_source: Array) -> Array:
 
 
 @variant(grpo)
-def car(base: Method) -> Method:
+def car(base: Method, separation: NonNegative = 1.0) -> Method:
     """GRPO of answers with a stated confidence, which pays for being right and for knowing it.
 
     CAR of "The Confidence Dichotomy: Analyzing and Mitigating Miscalibration in Tool-Use Agents"
     (arXiv:2601.07264), c being 1 for a right answer and p the confidence that stands beside it:
 
-        r = c - (c - p)^2
+        r = (1 + m) c - (c - p)^2
 
-    Two reward parts are read, c and p, in that order; the reward function "confidence" gives p.
-    Give the first a weight of 1. In episodes both may be parts of the environment, or functions
-    beside it. Departures: this is the quadratic score, one of the rewards that the paper compares;
-    its own, which separates the ranges of right and wrong answers, is not known to us.
+    with m = ``separation``: -1 to 0 for a wrong answer and m to 1 + m for a right one, so that the
+    two ranges are apart and no honest mistake is worth an answer; the best p is the chance to be
+    right at any m. Two reward parts are read, c and p, in that order; the reward function
+    "confidence" gives p. Give the first a weight of 1. In episodes both may be parts of the
+    environment, or functions beside it. Departures: the paper's formula could not be read, only
+    accounts of it, by which its margin-separated reward has terms of its own for right and wrong
+    answers and pays any right one more; this is the plainest such score, and m is a guess. With 0
+    it is that of "Beyond Binary Rewards: Training LMs to Reason About Their Uncertainty"
+    (arXiv:2507.16806).
     """
     names = "right", "confidence"
 
     def calibrated(parts: Array, rollout: Rollout) -> Array:
         right, confidence = reward_parts("car", parts, names)
-        return as_first(right - jnp.square(right - confidence), parts)
+        return as_first((1 + separation) * right - jnp.square(right - confidence), parts)
 
-    lacking = "the paper's own reward, which is not known; it is the quadratic score"
-    return base.with_(rewards=of_parts(calibrated), lacks=lacking, parts=names)
+    return base.with_(rewards=of_parts(calibrated), parts=names)
 
 
 @variant(grpo)

@@ -427,7 +427,7 @@ def step_q(base: Method) -> Method:
     return base
 
 
-def list_method(loss: GroupLoss, needs: tuple[str, ...] = (), lacks: str = "") -> Method:
+def list_method(loss: GroupLoss, needs: tuple[str, ...] = ()) -> Method:
     """A method from a loss of groups whose scores differ: the mean over them."""
     objective = Objective(comparisons.with_gap(), over_group(loss, needs), aggregates.sequence_sum)
-    return Method(objective, needs=requires(2, lacks))
+    return Method(objective, needs=requires(2))

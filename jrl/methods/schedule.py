@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jrl.errors import UserError
-from jrl.types import Array, Batch, Network, TrainState
+from jrl.types import Array, Batch, Network, Objective, TrainState
 
 When = Literal["before", "update", "step"]
 
@@ -57,16 +57,33 @@ class After(NamedTuple):
     frozen: frozenset[str] = frozenset()
 
 
+class Ahead(NamedTuple):
+    """Parameters at which the gradient of each update is taken, instead of those that it changes.
+
+        theta' = theta + size (gradient at theta of the objective's loss over the same minibatch)
+
+    Attributes:
+      objective: another one than the method's; its advantage edits the batch for itself alone. Its
+        state is that of a fresh run in each step, and its statistics are those being trained.
+      size: above 0 goes up its loss, below 0 down.
+    """
+
+    objective: Objective
+    size: float
+
+
 class Schedule(NamedTuple):
     """Use of a batch.
 
     Attributes:
       epochs: passes over a batch before the next one is drawn.
       after: changes of the state beside the updates, in order.
+      ahead: where gradients are taken; None for at the parameters that the update changes.
     """
 
     epochs: int = 1
     after: tuple[After, ...] = ()
+    ahead: Ahead | None = None
 
     @property
     def frozen(self) -> frozenset[str]:

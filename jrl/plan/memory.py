@@ -17,7 +17,7 @@ from jrl.setup.gather import (
     token_bytes,
 )
 from jrl.setup.run import Run
-from jrl.train.held_models import HeldModel, held_models
+from jrl.train.memory_check import HeldModel, held_models
 from jrl.train.programs import abstract_state, drawing_mesh, held_bytes
 
 GIB = 1 << 30

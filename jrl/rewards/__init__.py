@@ -72,6 +72,8 @@ REWARDS: dict[str, Callable[..., Any]] = {
 
 _ZOO, _CRITICS = "jrl.zoo.rewards.functions", "jrl.zoo.rewards.critics"
 PUBLISHED = {
+    "chain_length": f"{_ZOO}:chain_length",
+    "code_speed": "jrl.zoo.rewards.speed:code_speed",
     "convsearch": f"{_ZOO}:convsearch",
     "demonstration_similarity": f"{_ZOO}:demonstration_similarity",
     "dynamic_iou": f"{_ZOO}:dynamic_iou",
@@ -79,6 +81,7 @@ PUBLISHED = {
     "judge_verdict": f"{_CRITICS}:judge_verdict",
     "listwise_agreement": f"{_CRITICS}:listwise_agreement",
     "listed_solution": f"{_ZOO}:listed_solution",
+    "r3": f"{_ZOO}:r3",
     "rank_fidelity": f"{_ZOO}:rank_fidelity",
     "srpo": f"{_CRITICS}:srpo",
     "toolrl": f"{_ZOO}:toolrl",

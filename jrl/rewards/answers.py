@@ -4,13 +4,16 @@ An answer, without markup (dollar signs of LaTeX, ``\text``, ``\boxed``, bold, s
 at its end), is the first of these that it can be:
 
     answer   = [name "="] one               x = 5; the name may be missing on one side
+             | quantity "(" quantity ")"    4 (four)
     one      = date | time | quantity | choice | sequence | range | list | words | expression
-    date     = March 5, 2024 | 5 March | 2024-03-05 | 3/5/2024
+    date     = [day of the week] March 5, 2024 | 5 March | 2024-03-05 | 3/5/2024
     time     = 3:30 [AM | PM] | 3 PM | 15:30 | noon;  a:b is a ratio too
     quantity = number [unit], in jrl.rewards.quantities:  2 1/2 | $1,200 | 50% | 3 dozen eggs
     based    = digits "_" base              1011_2
     choice   = "(" letter ")" [one]         (B) 12; either part may be missing on one side
     sequence = brackets around ones         (1, 2] | {1, 2} | (0, 1) \cup (2, 3) | 1 < x <= 2
+             | {name "|" inequality}        {x | x > 2}, which is (2, \infty)
+             | \mathbb{R}                   all real numbers
     range    = one ("to" | "-") one         10 to 20, the same as [10, 20]
     list     = ones and separators          1, 2 | 3 or 4 | 1; 2 | \pm 3, which is 3, -3
     words    = what has words in it         compared as text, without case, articles, punctuation
@@ -40,7 +43,7 @@ from jrl.rewards.markup import (
     split_list,
 )
 from jrl.rewards.quantities import Quantity, read_quantity
-from jrl.rewards.units import NO_UNIT, Unit, read_unit
+from jrl.rewards.units import NO_UNIT, Unit, fits, read_unit
 
 
 class Words(NamedTuple):
@@ -110,6 +113,7 @@ Answer = Measured | Quantity | Words | Expression | Based | Colon | Date | Choic
 
 _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
 _MONTH = r"(jan|feb|mar|apr|may|june?|july?|aug|sept?|oct|nov|dec)[a-z]*\.?"
+_WEEKDAY = re.compile(r"(?:mon|tues|wednes|thurs|fri|satur|sun)day,? ", re.IGNORECASE)
 _DATES = [
     (re.compile(_MONTH + r" (\d{1,2})(?:st|nd|rd|th)?(?:,? (\d{4}))?", re.I), "mdy"),
     (re.compile(r"(\d{1,2})(?:st|nd|rd|th)? (?:of )?" + _MONTH + r"(?:,? (\d{4}))?", re.I), "dmy"),
@@ -120,7 +124,9 @@ _TIME = re.compile(
     r"(\d{1,2})(?::([0-5]\d))?(?::([0-5]\d))?\s?(?:(a|p)\.?\s?m\b\.?|o'?clock)", re.IGNORECASE
 )
 _COLON = re.compile(r"\d+(?:\.\d+)?(?:\s?:\s?\d+(?:\.\d+)?){1,3}")
-_BASED = re.compile(r"([0-9A-Za-z]+)\s?_\s?(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
+_BASED = re.compile(
+    r"\(?([0-9A-Za-z]+)\)?\s?_\s?(?:\{\s*(?:base )?(\d{1,2}|[a-z]+)\s*\}|(\d{1,2}))"
+)
 _CHOICE = re.compile(
     r"(?:\(([A-J])\)|(?:option |choice )?([A-J])[.):])(?:\s+(?!and\b|or\b)(.+))?$"
     r"|(?:option|choice) \(?([A-J])\)?$",
@@ -131,6 +137,12 @@ _NAME = re.compile(
 )
 _ORDER = re.compile(r"\s*(\\le(?![a-z])|\\ge(?![a-z])|\\lt|\\gt|<|>)\s*")
 _ITEM = r"-?\$?\d+(?:,\d{3})*(?:\.\d+)?(?:\s?(?:%|(?!to\b|and\b)[a-zA-Z]+))?"
+_PLUS_MINUS = re.compile(r"\\pm(?![a-z])")
+_REALS = re.compile(
+    r"\\mathbb\s?\{?\s?R\s?\}?|(?:all )?(?:the )?(?:real numbers|reals)", re.IGNORECASE
+)
+_BUILDER = re.compile(r"\{\s?(\\?[A-Za-z]+)\s?(?:\||:|\\mid(?![a-z]))\s?(.+)\}")
+"""{x | x > 2}"""
 _RANGE = re.compile(rf"(?:from |between )?({_ITEM}) ?(?:to|-|and) ?({_ITEM})$")
 _FUNCTIONS = frozenset(
     [
@@ -212,9 +224,18 @@ def _compound(text: str, commas: bool, depth: int) -> Answer | None:
         quantities = [read_quantity(part) for part in parts]
         if all(q is not None and q.unit != NO_UNIT and q.unit.is_listed for q in quantities):
             return Items("", tuple(q for q in quantities if q is not None))
-    if text.count(r"\pm") == 1:
-        return Items("", tuple(inner(bare(text.replace(r"\pm", sign))) for sign in "+-"))
-    return None
+    if len(_PLUS_MINUS.findall(text)) == 1:
+        return Items("", tuple(inner(bare(_PLUS_MINUS.sub(sign, text))) for sign in "+-"))
+    return _twice(text)
+
+
+def _twice(text: str) -> Quantity | None:
+    """A quantity that is written twice: 4 (four), $5 (five dollars)."""
+    match = re.fullmatch(r"([^()]+) \(([^()]+)\)", text)
+    first, second = map(read_quantity, match.groups()) if match else (None, None)
+    if not first or not second or first[::2] != second[::2] or not fits(first.unit, second.unit):
+        return None
+    return second if first.unit == NO_UNIT else first
 
 
 def _range(text: str, inner: Callable[[str], Answer]) -> Items | Colon | None:
@@ -252,10 +273,17 @@ def _listed(items: Sequence[Answer]) -> Items | Named:
 def _sequence(text: str, depth: int) -> Items | Answer | None:
     """Value of a bracketed text, a union of such, or a chain of inequalities."""
     inner = functools.partial(read, depth=depth + 1)
+    if _REALS.fullmatch(text):
+        return Items("()", (Expression(r"-\infty"), Expression(r"\infty")))
     pieces = re.split(r"\s*\\cup(?![a-z])\s*|(?<=[)\]])\s+U\s+(?=[(\[])", text)
     if len(pieces) > 1 and all(pieces):
         return Items("cup", tuple(inner(bare(piece)) for piece in pieces))
     plain = text.replace(r"\{", "{").replace(r"\}", "}")
+    if builder := _BUILDER.fullmatch(plain):
+        values = inner(bare(builder.group(2)))
+        if not isinstance(values, Named) or values.name != plain_words(builder.group(1)):
+            return None
+        return values.value if isinstance(values.value, Items) else None
     if plain and plain[0] in "([{" and closing(plain, 0) == len(plain) - 1:
         items = split_list(plain[1:-1])
         brackets = plain[0] + plain[-1]
@@ -297,6 +325,7 @@ def _is_name(term: str) -> bool:
 
 
 def _date(text: str) -> Date | None:
+    text = _WEEKDAY.sub("", text, count=1) if _WEEKDAY.match(text) else text
     for pattern, order in _DATES:
         if match := pattern.fullmatch(text):
             parts = dict(zip(order, match.groups(), strict=True))
@@ -307,7 +336,8 @@ def _date(text: str) -> Date | None:
 
 
 def _colon(text: str) -> Colon | None:
-    text = {"noon": "12 pm", "midnight": "12 am"}.get(text.lower(), text)
+    text = re.sub(r"^(?:12(?::00)? )?(noon|midnight)$", r"\1", text.lower())
+    text = {"noon": "12 pm", "midnight": "12 am"}.get(text, text)
     if match := _TIME.fullmatch(text):
         hours, minutes, seconds, half = match.groups()
         parts = (Fraction(int(hours)), Fraction(int(minutes or 0)), Fraction(int(seconds or 0)))
@@ -325,14 +355,17 @@ def _based(text: str) -> Based | Quantity | None:
     match = _BASED.fullmatch(text)
     if not match or not re.search(r"\d", match.group(1)) or "_" in match.group(1):
         return None
-    base = int(match.group(2) or match.group(3))
+    named = read_quantity(match.group(2) or match.group(3))
+    if named is None or named.unit != NO_UNIT or not 2 <= named.value <= 36:
+        return None
+    base = int(named.value)
     try:
         int(match.group(1), base)
     except ValueError:
         return None
     if base == 10:
         return Quantity(Fraction(int(match.group(1))))
-    return Based(match.group(1).upper().lstrip("0") or "0", base) if base > 1 else None
+    return Based(match.group(1).upper().lstrip("0") or "0", base)
 
 
 def _word_or_expression(text: str) -> Words | Expression:
@@ -359,6 +392,8 @@ def _measured(text: str) -> Measured | None:
     for space in re.finditer(r"\s+(?=[A-Za-z])", text):
         head, tail = text[: space.start()], text[space.end() :]
         if "\\" not in head or not re.match("[A-Za-z]{2}", tail):
+            continue
+        if head.count("{") != head.count("}"):
             continue
         unit = read_unit(tail)
         if unit is not None and unit.is_listed:

@@ -4,10 +4,15 @@
     def reward(completions, answer, ...)     # columns, the form of TRL's reward functions
     def compute_score(data_source, solution_str, ground_truth, extra_info=None)    # verl's
     def compute_score(data_sources, solution_strs, ground_truths, extra_infos)     # its batches'
+    def reward(completion, answer, ...)      # one completion -> a number, as in verifiers' rubrics
 
 A function is of columns when it takes ``completions``, ``completion_ids`` or ``prompts`` by name,
-or nothing but ``**columns``; it is verl's when it takes ``solution_str`` or ``solution_strs``, the
-latter called once for all samples of a step. Columns are lists of one length: ``prompts``,
+or nothing but ``**columns``; it is verl's when it takes ``solution_str`` (or ``predict_str``,
+``model_output``, ``response`` beside ``ground_truth``) or ``solution_strs``, the latter called once
+for all samples of a step; it is verifiers' when it takes ``completion``, and is then called for
+each sample with those of ``prompt``, ``completion``, ``answer``, ``task``, ``info`` (of columns of
+these names), ``state`` (a dict of all these) and further columns that it
+takes. Columns are lists of one length: ``prompts``,
 ``completions``, ``completion_ids`` (lists of token ids), ``answer`` (the reference answer),
 ``question`` where it is a text, and the further columns of the data by their names. Completions
 are texts; where the data gives prompts as messages, or in episodes, they and the prompts are lists
@@ -31,7 +36,8 @@ from jrl.rewards.base import Points, Sample
 
 SIGNATURE = (
     "reward(samples) -> list of numbers, reward(completions, **columns) as in TRL, or"
-    " compute_score(data_source, solution_str, ground_truth) as in verl"
+    " compute_score(data_source, solution_str, ground_truth) as in verl, or reward(completion,"
+    " answer) as in verifiers"
 )
 """Call convention of a reward function, for messages and help."""
 
@@ -40,9 +46,12 @@ _STATE = "trainer_state"
 _TRAINERS = (_STATE, "log_extra", "log_metric")
 """What TRL's trainer passes beside columns."""
 _VERL, _BATCH = "solution_str", "solution_strs"
-_ONE_AT_A_TIME = ("answer", "completion", "prompt", "response", "sample", "text")
+_TEXTS = ("predict_str", "model_output", "response")
+"""Other names of verl's solution, of NeMo RL's, too, where there is a ``ground_truth``."""
+_ROLLOUT = "completion"
+_ONE_AT_A_TIME = ("answer", "prompt", "response", "sample", "text")
 
-Form = Literal["samples", "columns", "solution", "solutions"]
+Form = Literal["samples", "columns", "solution", "solutions", "rollout"]
 
 
 def form_of(function: Callable[..., Any], key: str) -> Form:
@@ -63,12 +72,14 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
     parameters = _parameters(function)
     names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if _VERL in names:
+    if _VERL in names or ("ground_truth" in names and names.intersection(_TEXTS)):
         return "solution"
     if _BATCH in names:
         return "solutions"
     if names.intersection(OWN_COLUMNS) or (takes_all and not names):
         return "columns"
+    if _ROLLOUT in names:
+        return "rollout"
     first = next((p for p in parameters if p.kind is not p.KEYWORD_ONLY), None)
     if first is None or first.name in _ONE_AT_A_TIME:
         signature = f"({', '.join(str(p) for p in parameters)})"
@@ -84,7 +95,12 @@ def adapted(function: Callable[..., Any]) -> Callable[..., list[Points]]:
         function = functools.wraps(function)(functools.partial(_awaited, function))
     if form == "samples":
         return function
-    on = {"columns": _on_columns, "solution": _on_solutions, "solutions": _on_batch}[form]
+    on = {
+        "columns": _on_columns,
+        "solution": _on_solutions,
+        "solutions": _on_batch,
+        "rollout": _on_rollouts,
+    }[form]
     adapted = functools.wraps(function)(functools.partial(on, function))
     if form == "solutions":
         adapted.over = getattr(function, "over", "batch")  # type: ignore[attr-defined]
@@ -106,6 +122,7 @@ def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str
         "columns": (*OWN_COLUMNS, "answer"),
         "solution": tuple(_SOLUTION),
         "solutions": tuple(_SOLUTIONS),
+        "rollout": (*_rollout(None), "state"),
     }[form]
     names = [*reserved, *columns]
     absent = [
@@ -196,9 +213,37 @@ def _completion(sample: Sample) -> Any:
     return sample.completion
 
 
+def _rollout(sample: Sample | None) -> dict[str, Any]:
+    """What verifiers' reward functions may take of a sample, but for ``state``."""
+    meta = sample.prompt.meta if sample else {}
+    return {
+        **meta,
+        "prompt": _prompt(sample) if sample else None,
+        _ROLLOUT: _completion(sample) if sample else None,
+        "answer": sample.prompt.answer if sample else None,
+        "task": meta.get("task", "default"),
+        "info": meta.get("info") or {},
+    }
+
+
+def _on_rollouts(
+    function: Callable[..., Points], samples: list[Sample], **options: Any
+) -> list[Points]:
+    """Calls verifiers' form once for each sample."""
+    parameters = _parameters(function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters}
+    points = []
+    for sample in samples:
+        fields = _rollout(sample)
+        fields = {**fields, "state": dict(fields), **options}
+        points.append(function(**{n: x for n, x in fields.items() if takes_all or n in names}))
+    return points
+
+
 _SOLUTION: dict[str, Callable[[Sample], Any]] = {
     "data_source": lambda sample: sample.prompt.meta.get("data_source"),
-    _VERL: lambda sample: sample.completion,
+    **dict.fromkeys((_VERL, *_TEXTS), lambda sample: sample.completion),
     "ground_truth": lambda sample: sample.prompt.answer,
     "extra_info": lambda sample: sample.prompt.meta.get("extra_info"),
 }
@@ -214,13 +259,13 @@ def _on_solutions(
     points = []
     for sample in samples:
         arguments = {**sample.prompt.meta, **{n: of(sample) for n, of in _SOLUTION.items()}}
-        names = {p.name for p in parameters} | (set(_SOLUTION) if takes_all else set())
+        names = {p.name for p in parameters} | (set(_SOLUTION) - {*_TEXTS} if takes_all else set())
         arguments = {n: x for n, x in arguments.items() if n in names} | options
         points.append(_score(function(**arguments)))
     return points
 
 
-_SOLUTIONS = {f"{name}s": of for name, of in _SOLUTION.items()}
+_SOLUTIONS = {f"{name}s": of for name, of in _SOLUTION.items() if name not in _TEXTS}
 """Arguments of verl's functions of a batch, each a list."""
 
 

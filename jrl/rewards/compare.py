@@ -23,6 +23,9 @@ from jrl.rewards.markup import MOST_ITEMS, clean
 from jrl.rewards.quantities import Quantity
 from jrl.rewards.units import NO_UNIT, fits
 
+_LAKHS = re.compile(r"\D{0,4}\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])")
+"""Digits in the groups of India."""
+
 Checker = Callable[[str, str], bool]
 """(expected, answer), two expressions -> whether they are equal."""
 
@@ -59,6 +62,11 @@ def same(answer: str, expected: str, tolerance: float = 1e-6, check: Checker | N
         return comparison(a, read(right, commas=True))
     if _is_bare(b) and isinstance(a, Quantity) and commas.search(left):
         return comparison(read(left, commas=True), b)
+    # 12,34,567 beside 1234567
+    for number, listed, text in ((a, b, right), (b, a, left)):
+        if isinstance(number, Quantity) and _is_bare(listed) and _LAKHS.match(text):
+            grouped = read(_LAKHS.sub(lambda m: m.group().replace(",", ""), text))
+            return comparison(grouped, b) if number is b else comparison(a, grouped)
     return False
 
 
@@ -169,6 +177,9 @@ class _Comparison:
         if kinds == {"()", "[]"} or kinds == {"", "[]"}:
             # of two numbers the brackets make an interval
             if len(a.items) < 3:
+                return False
+        elif kinds == {"", "cup"}:  # x < 2 or x > 3
+            if not all(isinstance(x, Items) and len(x.brackets) == 2 for x in a.items + b.items):
                 return False
         elif len(kinds) > 1 and kinds not in ({"", "()"}, {"", "{}"}):
             return False

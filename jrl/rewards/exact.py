@@ -15,7 +15,7 @@ from jrl.rewards.markup import LONGEST, clean
 from jrl.rewards.quantities import Quantity
 
 _NUMBER = re.compile(
-    r"""(?:(?<![\w.])|(?<=\\approx))-?\s?\$?(?:\d+\s(?=\d+/\d))?"""
+    r"""(?:(?<![\w.])|(?<=\\approx)|(?<=\\boxed))-?\s?\$?(?:\d+\s(?=\d+/\d))?"""
     r"""(?:\d{1,3}(?:(?:,|\{,\}|[ \u2009\u202f](?=\d{3}(?![\d/]|[ ]\d+/\d)))\d{3})+|\d+)?"""
     r"""(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"""
     r"""(?:\s?/\s?\d+(?![\d/]|\.\d))?"""
@@ -31,7 +31,8 @@ _BEHIND = re.compile(
 _FORMULA = re.compile(r"(?<!\\)\$((?:\\.|[^$\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _MARK = re.compile(r"(^[ \t]*)?#{4,}[ \t]*(.*)", re.MULTILINE)
 _STATED = re.compile(
-    r"(?:[.\n]|final answer:) *(?:so,? |thus,? |therefore,? )?(?:the )?(?:final )?answer is:?"
+    r"(?:^|[.\n]|final answer:) *(?:so,? |thus,? |therefore,? )?(?:the )?"
+    r"(?:final |correct |right )?(?:answer|option|choice) is:?"
     r"\s+([^\n]{1,200}?)"
     r"(?:\.?\s*I hope it is correct)?\.?\s*$",
     re.IGNORECASE,

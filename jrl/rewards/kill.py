@@ -33,10 +33,17 @@ def tree(pid: int) -> list[int]:
     """The process and its descendants, parents first; where there is no /proc, the process."""
     pids = [pid]
     for parent in pids:
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{thread}/children", encoding="ascii") as file:
-                    pids += [int(child) for child in file.read().split()]
+        pids += children(parent)
+    return pids
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, and those that it adopted."""
+    pids: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                pids += [int(child) for child in file.read().split()]
     return pids
 
 

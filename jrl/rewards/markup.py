@@ -17,15 +17,32 @@ MOST_ITEMS = 40
 DEEPEST = 12
 """Brackets inside each other."""
 
+_PMATRIX = r"\\begin{pmatrix}\1\\end{pmatrix}"
+_ROMAN = r"(\\(?:text|mathrm)\s?\{[^{}]*\}(?:\s?\^\s?\{?\d\}?)?)"
+"""Words in a formula, such as the parts of a unit, with a power."""
+
 _MARKS = [
     (r"(?<!\\)\$\s?(-?[\d.,]*\d(?:\\?%)?)\s?\$", r" \1 "),
     (r"\{,\}\s?(?:\\!)?|,\s?\\!\s?", ","),
+    (r"\{:\}|\\colon(?![a-z])", ":"),
+    (r"\\pmod\s?\{?\s?(\w+)\s?\}?|\(\\?b?mod\s?(\w+)\)", r" (mod \1\2)"),
+    (r"\\textcolor\s?\{\w*\}\s?\{([^{}]*)\}|\\color\s?\{\w*\}", r"\1"),
     (r"\\left(?![a-z])|\\right(?![a-z])|\\[bB]igg?[lr]?(?![a-z])|\\displaystyle|(?<!\\)\\!", ""),
+    (r"[\[(]?\\begin\{array\}\s?\{[clr| ]*\}([\s\S]*?)\\end\{array\}[\])]?", _PMATRIX),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|[\u00a0\u2009\u202f]", " "),
-    (r"\\[dtc]frac", r"\\frac"),
+    (r"\\(?:[dtcs]|nice)frac", r"\\frac"),
+    (rf"\\frac\s?\{{\s?{_ROMAN}\s?\}}\s?\{{\s?{_ROMAN}\s?\}}", r"\1/\2"),
+    (r"(?<=[\d.])\\dot\s?\{?(\d)\}?(?:(\d*)\\dot\s?\{?(\d)\}?)?", r"\\overline{\1\2\3}"),
+    (r"(?<=[\d.])\\bar\s?\{(\d+)\}|(?<=\d\.)\((\d+)\)", r"\\overline{\1\2}"),
+    (
+        r"(?<![\d.])(\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,}?)\3+)\s?(?:\.{3}|\u2026|\\[lc]?dots(?![a-z]))",
+        r"\1\\overline{\2\3}",
+    ),
     (r"\s?\^\s?(?:\{\s?\\(?:circ|degree)\s?\}|\\(?:circ|degree))|\\degree|º|\u02da", "°"),
+    (r"(\\(?:sin|cos|tan|cot|sec|csc)\s?[({]?\s?)(\d+(?:\.\d+)?)\s?°", r"\1{\\frac{\2\\pi}{180}}"),
     (r"°\s?([CF])\b", r" °\1"),
     (r"°(?!\s?[CF])", " degrees "),
+    ("\u2044", "/"),
     ("\u2212|\u2013(?=\\d)", "-"),
     ("[\u2013\u2014]", "-"),
     ("\u00d7", r"\\times "),
@@ -96,7 +113,10 @@ def _clean(text: str) -> str:
         text, count = _WRAPPED.subn(r" \1 ", text)
         if not count:
             break
-    return bare(unicodedata.normalize("NFKC", text))
+    text = unicodedata.normalize("NFKC", text)
+    # signs of units, where they follow a number
+    text = re.sub(r"(?<=\d)\s+\\Omega(?![a-z])", " Ω", text)
+    return bare(re.sub(r"(?<=\d)\s+\\mu\s+(?=[a-zA-Z]\b)", " μ", text))
 
 
 def bare(text: str) -> str:
@@ -106,7 +126,7 @@ def bare(text: str) -> str:
         before = text
         text = re.sub(r"\s+", " ", text).strip()
         text = re.sub(
-            r"(?<!\.\.)[.,;:?]$|(?<=[a-z]{2})!$|\\\\$|^\\\(|\\\)$|^\\\[|\\\]$", "", text
+            r"(?<!\.\.)[.,;:?]$|(?<=[a-z]{2})!$|\\+$|^\\\(|\\\)$|^\\\[|\\\]$", "", text
         ).strip()
         for mark in ("**", "__", "$$", "$", "*", "_", "`", '"', "'"):
             inner = text[len(mark) : -len(mark)]
@@ -161,4 +181,5 @@ _SEPARATOR = re.compile(
 def plain_words(text: str) -> str:
     """A text without case, spaces, articles, and punctuation that says nothing."""
     text = re.sub(r"^(?:the|an|a) (?=\w{2})", "", text.casefold())
+    text = re.sub(r"^(no (?:\w+ )?(?:solution|root|answer|value))s$", r"\1", text)
     return re.sub(r"\s+|(?<=\w)[-](?=[^\W\d])|[,\"'`$]|\.(?!\d)", "", text)

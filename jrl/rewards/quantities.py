@@ -64,7 +64,8 @@ _SHORT_SCALES = {"k": 10**3, "K": 10**3, "m": 10**6, "M": 10**6, "bn": 10**9, "B
 """Behind a currency alone: $5k."""
 
 _DECIMAL = (
-    r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d{1,3}(?:[ ]\d{3})+|\d{1,3}(?:'\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)"
+    r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d{1,3}(?:[ ]\d{3})+|\d{1,3}(?:'\d{3})+|\d{1,3}(?:\\?_\d{3})+"
+    r"|\d{1,3}(?:\.\d{3}){2,}(?![.\d])|\d+)?(?:\.\d+|(?<=\d)\.?)"
 )
 _NUMBER = re.compile(
     rf"""(?P<mixed>(?P<whole>\d+)(?:\s+and\s+|\s*)(?P<above>\\frac\{{\d+\}}\{{\d+\}}|(?<=\s)\d+\s?/\s?\d+))
@@ -78,7 +79,9 @@ _NUMBER = re.compile(
 )
 _POWER_OF_TEN = re.compile(r"10\s?\^\s?(?:\{\s*([+-]?\d+)\s*\}|([+-]?\d+))")
 _SIGN = re.compile(r"\s*([-+]|negative\b|minus\b)\s*", re.IGNORECASE)
-_CURRENCY = re.compile(r"\s*(\\?\$|US\$|[€£¥₹₩])\s*")
+_CURRENCY = re.compile(
+    r"\s*(\\?\$|US\$|[€£¥₹₩¢]|(?:USD|EUR|GBP|JPY|INR|CNY|RMB|CHF|Rs\.?)(?=\s?\d))\s*"
+)
 _SCALE = re.compile(rf"[\s-]*\b({'|'.join(SCALES)})\b", re.IGNORECASE)
 _PERCENT = re.compile(r"\s*(?:\\?%|(?:percent(?:age points?)?|per cent|pct)\b)", re.IGNORECASE)
 _WORD = re.compile(r"[\s-]*([A-Za-z]+)")
@@ -111,7 +114,8 @@ def read_quantity(text: str) -> Quantity | None:
         if match := _CURRENCY.match(text, place):
             if currency:
                 return None
-            currency = CURRENCY_SIGNS[match.group(1).lstrip("\\")]
+            sign_or_code = match.group(1).strip("\\.")
+            currency = CURRENCY_SIGNS.get(sign_or_code) or NAMES[sign_or_code]
         elif match := _SIGN.match(text, place):
             if match.group(1) != "+":
                 sign = -sign
@@ -191,7 +195,9 @@ def _ten_to(exponent: str) -> Fraction | None:
 
 
 def _decimal(text: str) -> Fraction:
-    return Fraction(re.sub(r"[, ']", "", text).rstrip("."))
+    if text.count(".") > 1:  # 1.234.567
+        text = text.replace(".", "")
+    return Fraction(re.sub(r"[, '\\_]", "", text).rstrip("."))
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

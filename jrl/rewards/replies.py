@@ -173,7 +173,8 @@ def _verdict(reply: str, names: Sequence[str], *, bare: bool = False) -> Any:
         return scores[0] if len(scores) == 1 else None
     if brackets := _BRACKETS.search(text[-1100:]):
         return brackets[1]
-    line = re.sub(r"[*_`#]", "", text[-1100:].rpartition("\n")[2]).strip()
+    text = text[-1100:].removesuffix("```").rstrip()
+    line = re.sub(r"[*_`#]", "", text.rpartition("\n")[2]).strip()
     words = "|".join(names)
     if match := re.fullmatch(rf"(?:final )?(?:{words})\s?[:=]\s?(.+?)\.?", line, re.IGNORECASE):
         return match[1]

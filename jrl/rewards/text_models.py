@@ -28,7 +28,7 @@ from jrl.models.hf.stored import Stored
 from jrl.models.tokenizer import check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards.base import Points, Sample
-from jrl.rewards.model import dropout_passes, reduce_ensemble
+from jrl.rewards.model import dropout_passes, reduced
 from jrl.rewards.reading import Reader
 from jrl.rewards.rules import Rules
 from jrl.types import Array, Network, Params
@@ -263,12 +263,6 @@ def text_points(
         axes = {"trunk": None, "head": 0}
     each = jax.vmap(scores, in_axes=(axes, None, None))(params, tokens, lengths)
     return reduced(each @ weights, table)
-
-
-def reduced(each: Array, table: RewardModelTable) -> Array:
-    """[...] float32: the numbers [M, ...] of M models, linked and made one."""
-    each = jax.nn.sigmoid(each) if table.link == "sigmoid" else each
-    return reduce_ensemble(each, table.ensemble, table.uncertainty)
 
 
 def _placed(trees: Sequence[Params], network: Network, mesh: Mesh) -> Params:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 _SPELLINGS = """
 m meter metre|km kilometer kilometre|cm centimeter centimetre|mm millimeter millimetre
-µm micrometer micrometre micron|nm nanometer nanometre
+μm micrometer micrometre micron|nm nanometer nanometre
 in inch|ft foot feet|yd yard|mi mile|light-year lightyear
 g gram gramme gm|kg kilogram kilo kilogramme|mg milligram|lb pound lbs|oz ounce|ton tonne|stone
 s second sec|ms millisecond|min minute|h hour hr|day|wk week|mo month|yr year|decade|century
@@ -50,6 +50,7 @@ NAMES = _names()
 
 _GENERIC = frozenset({"unit", "units"})
 """Names nothing: "5 square units" is 5."""
+_GENERIC_POWER = re.compile(r"(?:square|cubic|sq|cu) units?|units?\s?\^\s?[23]")
 
 _TAIL = re.compile(
     r"\s+(?:in (?:total|all)|total|altogether|each|left|remaining|old|away|long|tall|high|wide|deep"
@@ -122,12 +123,12 @@ def _without_fractions(unit: Unit) -> Unit:
 def _factors(text: str) -> tuple[tuple[str, int], ...] | None:
     """Names and powers of a product, sorted; None where the text is no unit."""
     text = text.strip()
-    if not text or text in _GENERIC or re.fullmatch(r"(?:square|cubic|sq|cu) units?", text):
+    if text in ("", *_GENERIC) or _GENERIC_POWER.fullmatch(text):
         return ()
     text = re.sub(r"^(?:of )?(?:an?|the) ", "", text)
     text = re.sub(r"\b(?:fl|fluid)\.? (?:oz|ounces?)\b", "floz", text)
     text = re.sub(r"\blight years?\b", "lightyear", text)
-    words = re.findall(r"[A-Za-zµΩ°$€£¥₹₩¢-]+(?:\s?\^\s?-?\d|(?<=[a-z])[23]\b)?", text)
+    words = re.findall(r"[A-Za-zμΩ°$€£¥₹₩¢-]+(?:\s?\^\s?-?\d|(?<=[a-z])[23]\b)?", text)
     powers: dict[str, int] = {}
     factor, last = 1, ""
     for word in words:
@@ -204,4 +205,5 @@ def _measures(unit: Unit) -> bool:
 CURRENCY_SIGNS = {"$": "dollar", "US$": "dollar", "€": "euro", "£": "sterling", "¥": "yen"} | {
     "₹": "rupee",
     "₩": "won",
+    "¢": "cent",
 }

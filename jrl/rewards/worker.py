@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -13,23 +14,24 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import connection
-from typing import Any
+from typing import Any, Protocol
 
 from jrl.rewards.base import Returned, RewardFn, Sample
 from jrl.rewards.call import Failure, call, class_name, error_text
-from jrl.rewards.kill import adopt_orphans, kill_tree, memory_bytes, tree
+from jrl.rewards.kill import adopt_orphans, children, kill_tree, memory_bytes, tree
+from jrl.rewards.priority import LOWEST, set_priority, waited_seconds
 from jrl.rewards.shared_memory import WrittenFiles
 
 # Forking a process that runs JAX can deadlock; spawning cannot.
-_CONTEXT = multiprocessing.get_context("spawn")
+CONTEXT = multiprocessing.get_context("spawn")
 
-_STUCK_SECONDS = 5
+STUCK_SECONDS = 5
 """Limit for accepting a call, and for a pause within an answer; then the process is lost."""
 
-_LARGEST_REPLY = 1 << 24
-"""Bytes."""
+_LARGEST_REPLY, _PIPE = 1 << 24, 1 << 20
+"""Bytes of an answer, and of a pipe for output."""
 
 
 _NUMBER = struct.Struct("<q")
@@ -40,6 +42,37 @@ class Lost(Exception):
     """The process is dead, or broke the protocol."""
 
 
+class Process(Protocol):
+    """What is needed of a process."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its id."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs."""
+
+    def kill(self) -> None:
+        """Kills it."""
+
+    def close(self) -> None:
+        """Forgets it, once it has ended."""
+
+
+Start = Callable[[connection.Connection, connection.Connection], Process]
+"""Starts a process that answers calls through a pipe, and prints into another."""
+
+
+def new_process(
+    functions: bytes, pipe: connection.Connection, printed: connection.Connection
+) -> Process:
+    """A process that loads pickled reward functions, and answers calls."""
+    process = CONTEXT.Process(target=_serve, args=(pipe, printed, functions), daemon=True)
+    process.start()
+    return process
+
+
 class RewardWorker:
     """The trainer's handle of one process that runs reward functions.
 
@@ -47,7 +80,7 @@ class RewardWorker:
     trainer.
 
     Args:
-      functions: the reward functions, pickled.
+      start: starts the process.
 
     Attributes:
       pid: its process, which leads a session of its own.
@@ -57,15 +90,14 @@ class RewardWorker:
       call: its running call; None when idle.
       since: start of the process, or of its call; of ``time.monotonic``.
       failures: calls that have failed since one last succeeded.
+      behind: whether it has the lowest priority.
     """
 
-    def __init__(self, functions: bytes) -> None:
-        self.connection, theirs = _CONTEXT.Pipe()
-        self.output, printed = _CONTEXT.Pipe(duplex=False)
-        arguments = (theirs, printed, functions)
-        self._process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
+    def __init__(self, start: Start) -> None:
+        self.connection, theirs = CONTEXT.Pipe()
+        self.output, printed = CONTEXT.Pipe(duplex=False)
         try:
-            self._process.start()
+            self._process = start(theirs, printed)
         finally:
             # The parent's copies must close, or reading would never see the end of a dead worker's
             # pipe.
@@ -75,12 +107,17 @@ class RewardWorker:
         self.ready, self.since = False, time.monotonic()
         self.call: Any = None
         self.failures = 0
+        self.behind = False
+        self._waited_behind = self._waited_before = 0.0  # until, and when ``behind`` last changed
         self._largest = _LARGEST_REPLY
         self._number = 0  # of the latest call; the answer to loading has number 0
         self._files = WrittenFiles()
         # Printing is read between other work; a blocking read would hold up every call.
         os.set_blocking(self.output.fileno(), False)
-        _limit_waiting(self.connection, _STUCK_SECONDS)
+        if sys.platform == "linux":  # so that one who prints much seldom waits for a reader
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(self.output.fileno(), fcntl.F_SETPIPE_SZ, _PIPE)
+        limit_waiting(self.connection, STUCK_SECONDS)
 
     @property
     def idle(self) -> bool:
@@ -90,6 +127,32 @@ class RewardWorker:
     def seconds(self) -> float:
         """Time since it started, or got its call."""
         return time.monotonic() - self.since
+
+    def charged_seconds(self, limit: float) -> float:
+        """Seconds of its call that count towards a limit.
+
+        Without those, up to the limit again, that it waited for a processor while it was behind
+        others: they must not end a call that would have been in time.
+        """
+        seconds = self.seconds()
+        return seconds if seconds <= limit else seconds - min(self._waited(), limit)
+
+    def put_behind(self, behind: bool) -> None:
+        """Gives its call the lowest priority, or the usual one again where that is allowed.
+
+        Not where it has started processes: they may have time limits that know nothing of it.
+        """
+        if behind == self.behind or (behind and children(self.pid)):
+            return
+        waited = self._waited()
+        if set_priority(self.pid, LOWEST if behind else 0):
+            self.behind, self._waited_behind = behind, waited
+            self._waited_before = waited_seconds(self.pid)
+
+    def _waited(self) -> float:
+        """Seconds that its call waited while it was behind."""
+        now = waited_seconds(self.pid) if self.behind else self._waited_before
+        return self._waited_behind + max(now - self._waited_before, 0.0)
 
     def exit_code(self, wait_seconds: float = 0.0) -> int | None:
         """None while it runs."""
@@ -109,6 +172,7 @@ class RewardWorker:
         except OSError as error:
             raise Lost from error
         self.call, self.since = call, time.monotonic()
+        self._waited_behind = 0.0
 
     def receive(self) -> list[Returned] | Failure | None:
         """The answer, if any: rewards, a Failure, or [] when loaded; raises Lost."""
@@ -129,9 +193,9 @@ class RewardWorker:
             raise Lost from error
 
     def read_output(self) -> bytes:
-        """Its output, at most 64 KiB."""
+        """Its output, as much as the pipe holds."""
         try:
-            return os.read(self.output.fileno(), 1 << 16)
+            return os.read(self.output.fileno(), _PIPE)
         except OSError:
             return b""
 
@@ -141,16 +205,24 @@ class RewardWorker:
         return memory_bytes(pids, above, self._files.bytes(pids))
 
     def kill(self, *, its_files: bool = False) -> None:
-        """Kills the process and its descendants; ``its_files`` removes its /dev/shm files too."""
+        """Kills the process and its descendants; ``its_files`` removes its /dev/shm files too.
+
+        Returns before they have ended, since memory takes its time to be freed; see ``ended``.
+        """
         # The tree before the process: children of a dead parent are re-parented and harder to find.
         kill_tree(self.pid)
         if its_files:
             self._files.remove()
         self._process.kill()  # in case it does not lead a session yet
-        self._process.join()
-        self._process.close()
         self.connection.close()
         self.output.close()
+
+    def ended(self, wait_seconds: float = 0.0) -> bool:
+        """Whether a process that was killed has ended; then its id is free, and it is forgotten."""
+        if self.exit_code(wait_seconds) is None:
+            return False
+        self._process.close()
+        return True
 
 
 def _points(value: Any) -> Returned:
@@ -159,7 +231,7 @@ def _points(value: Any) -> Returned:
     return None if value is None else float(value)
 
 
-def _limit_waiting(pipe: connection.Connection, seconds: int) -> None:
+def limit_waiting(pipe: connection.Connection, seconds: int) -> None:
     """A read or write that waits longer raises BlockingIOError."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as both_ends:
         # On the file itself, since multiprocessing's own methods take no timeout for half a
@@ -172,18 +244,28 @@ def _limit_waiting(pipe: connection.Connection, seconds: int) -> None:
 
 
 def _serve(pipe: connection.Connection, printed: connection.Connection, pickled: bytes) -> None:
+    enter(printed.fileno())
+    answer_calls(pipe, load(pickled))
+
+
+def enter(printed: int, *, adopts: bool = True) -> None:
+    """Makes this process one that runs functions, and prints into an open file."""
     os.setsid()  # the terminal's Ctrl-C is for the trainer; and what it starts can be found
-    adopt_orphans()
+    if adopts:
+        adopt_orphans()
     # A reward that is killed for its memory must not write that memory to disk as a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for standard in (1, 2):
         # File descriptors, so that C code and children print through the pipe as well.
-        os.dup2(printed.fileno(), standard)
+        os.dup2(printed, standard)
     os.environ["JAX_PLATFORMS"] = "cpu"  # a reward that uses JAX must not take the accelerator
-    functions = _load(pickled)
-    _reply(pipe, 0, [] if isinstance(functions, dict) else functions)
-    while isinstance(functions, dict):
+
+
+def answer_calls(pipe: connection.Connection, functions: Mapping[str, RewardFn] | Failure) -> None:
+    """Says whether the functions are loaded, and answers calls until the pipe closes."""
+    _reply(pipe, 0, functions if isinstance(functions, Failure) else [])
+    while not isinstance(functions, Failure):
         try:
             message = pipe.recv_bytes()
         except (EOFError, OSError):
@@ -215,7 +297,7 @@ def _answer(functions: Mapping[str, RewardFn], message: bytes) -> list[Returned]
         return Failure("raised KeyboardInterrupt")
 
 
-def _load(pickled: bytes) -> dict[str, RewardFn] | Failure:
+def load(pickled: bytes) -> dict[str, RewardFn] | Failure:
     """The functions, loaded and prepared outside of the first call's time limit."""
     try:
         loaded: dict[str, RewardFn] = pickle.loads(pickled)

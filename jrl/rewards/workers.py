@@ -8,48 +8,47 @@
 A thread hands out one call at a time and looks at the workers ten times a second, so that calls run
 while the caller decodes. A call beyond a limit is killed with its process and all descendants; the
 other workers continue. Beside a call that takes far longer than calls usually do, or half of its
-time, another process is started and takes the next call: those that hang hold up no other.
+time, another process is started and takes the next call, and the slow one gets the lowest priority:
+those that hang hold up no other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import multiprocessing
 import pickle
 import queue
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection
-from pathlib import Path
 from typing import Protocol
 
 from jrl.errors import UserError
-from jrl.rewards import kill
 from jrl.rewards.base import Returned, RewardFn
 from jrl.rewards.call import Failure
+from jrl.rewards.starting import Processes
 from jrl.rewards.worker import Lost, RewardWorker
 
 _FAILURES_IN_A_ROW = 8
 """Of one process, which is then replaced; a reward that always fails costs little by it."""
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS, _FLOOD_SECONDS = 0.1, 0.02
+"""Between two looks at the workers, and where one prints more than is shown."""
 _START_SECONDS = 600
 """Time for a worker to load the functions."""
-_SLOW_SECONDS, _SLOW_TIMES, _MIN_CALLS = 0.5, 4, 8
+_SLOW, _SLOW_COPIED, _FAR_BEHIND, _MIN_CALLS = (0.5, 4), (0.1, 8), (0.1, 20), 8
 """A call is slow after this time, and this multiple of the median of the last calls, once so many
-have ended."""
+have ended; where the process beside it is a copy, which costs little; and so slow that others come
+first."""
 _BESIDE = 8
 """Slow calls that hold up no other, or ``count`` where that is more. Limits are of wall time, so
 those that hang waste less of the processor when they hang together."""
 _SPARES = 2
-"""Processes that are loaded and idle, once a call was slow or was lost: the next one is replaced at
-once."""
-
+"""Processes that are loaded and idle, once a call was slow or was lost, where none can be copied:
+the next one is replaced at once."""
 _PRINTED = 1 << 14
 """Bytes that workers may print while one batch is judged; the rest is dropped."""
 
@@ -114,14 +113,14 @@ class Workers:
                     "function of a module or file, or set reward_pool.workers = 0"
                 ) from error
         # Pickled once, since workers are started throughout the run.
-        self._functions, self._count, self._limits = pickle.dumps(dict(functions)), count, limits
+        self._processes = Processes(pickle.dumps(dict(functions)))
+        self._count, self._limits = count, limits
         self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[Job] = deque()
         self._thread: threading.Thread | None = None
         self._closed = self._awake = False
         # The rest is the thread's.
         self._living: list[RewardWorker] = []
-        self._warden: subprocess.Popen[bytes] | None = None
         self._failed_starts, self.printed = 0, 0
         self._seconds: deque[float] = deque(maxlen=64)  # of the last calls
         self._beside, self._spares = max(count, _BESIDE), 0
@@ -189,10 +188,7 @@ class Workers:
             thread.join()
         for worker in list(self._living):
             self._end(worker)
-        if self._warden is not None:
-            # Closing its input ends it; waiting avoids a zombie.
-            self._warden.communicate()
-            self._warden = None
+        self._processes.close()
 
     def _wake(self) -> None:
         with self._changed:
@@ -207,6 +203,7 @@ class Workers:
             while self._next():
                 self._start_enough()
                 self._hand_out()
+                self._put_behind()
                 self._wait()
                 for worker in list(self._living):
                     finished = self._look_at(worker)
@@ -253,33 +250,46 @@ class Workers:
                 self._end(worker)
             self._thread = None
 
-    def _slow(self) -> int:
-        """The number of calls that are slow, as far as others may run beside them."""
+    def _slower(self, than: tuple[float, int]) -> list[RewardWorker]:
+        """The workers whose call takes longer than a time, and than a multiple of the usual one."""
         # A process that takes its place needs the other half of the limit to start.
         limit = self._limits.timeout_seconds / 2
         if len(self._seconds) >= _MIN_CALLS:
-            usual = statistics.median(self._seconds)
-            limit = min(limit, max(_SLOW_SECONDS, _SLOW_TIMES * usual))
-        slow = sum(worker.seconds() > limit for worker in self._busy())
+            limit = min(limit, max(than[0], than[1] * statistics.median(self._seconds)))
+        return [worker for worker in self._busy() if worker.seconds() > limit]
+
+    def _slow(self) -> int:
+        """The number of calls that are slow, as far as others may run beside them."""
+        slow = self._slower(_SLOW_COPIED if self._processes.copies else _SLOW)
         if slow:
-            self._spares = _SPARES
-        return min(slow, self._beside)
+            self._expect_losses()
+        return min(len(slow), self._beside)
+
+    def _put_behind(self) -> None:
+        """Lets those that wait have the processor, and not calls that probably hang."""
+        # For a worker that was put behind has to be replaced, which only copies make cheap.
+        late = self._slower(_FAR_BEHIND) if self._processes.copies and self._waiting else []
+        for worker in self._busy():
+            worker.put_behind(worker in late)
+
+    def _expect_losses(self) -> None:
+        self._processes.expect_losses()
+        self._spares = _SPARES
 
     def _start_enough(self) -> None:
         """Starts processes for the remaining calls, and one beside each call that is slow."""
         busy, waiting = self._busy(), len(self._waiting)
-        target = min(self._count, waiting + len(busy)) + min(self._slow() + self._spares, waiting)
+        beside = self._slow() + (self._spares if self._processes.never_copies else 0)
+        target = min(self._count, waiting + len(busy)) + min(beside, waiting)
         while len(self._living) < target:
             try:
                 # Started without waiting: loading may take minutes, and the others work meanwhile.
-                worker = RewardWorker(self._functions)
+                self._living.append(self._processes.start())
             except OSError as error:
                 raise UserError(
                     f"rewards: no worker process can be started: {error}; end other processes, or "
                     f"lower reward_pool.workers = {self._count}"
                 ) from None
-            self._living.append(worker)
-            self._tell_warden(worker.pid)
 
     def _hand_out(self) -> None:
         slow = self._slow()
@@ -302,11 +312,14 @@ class Workers:
 
     def _wait(self) -> None:
         """Returns when a worker has sent something, after a tenth of a second at most."""
-        times = [worker.seconds() for worker in self._busy()]
-        rest = self._limits.timeout_seconds - max(times, default=0.0)
-        pipes = [pipe for worker in self._living for pipe in (worker.connection, worker.output)]
+        limit, shows = self._limits.timeout_seconds, self.printed <= _PRINTED
+        times = [worker.charged_seconds(limit) for worker in self._busy()]
+        rest = limit - max(times, default=0.0)
+        pipes = [worker.connection for worker in self._living]
+        if shows:  # else those that print would keep this thread busy
+            pipes += [worker.output for worker in self._living]
         # At most a tenth of a second, since memory grows without any message.
-        timeout = max(min(rest, _LOOK_SECONDS), 0.001)
+        timeout = max(min(rest, _LOOK_SECONDS if shows else _FLOOD_SECONDS), 0.001)
         if self._woken in connection.wait([*pipes, self._woken], timeout=timeout):
             with self._changed:
                 self._woken.recv_bytes()
@@ -316,6 +329,7 @@ class Workers:
         self._measure = time.monotonic() - self._measured > _LOOK_SECONDS
         if self._measure:
             self._measured = time.monotonic()
+            self._processes.tidy()
 
     def _look_at(self, worker: RewardWorker) -> tuple[Job, list[Returned] | Failure] | None:
         """The finished call of a worker, if any; kills the worker if it is beyond a limit."""
@@ -332,8 +346,9 @@ class Workers:
         elif reply is not None:
             job, worker.call = worker.call, None
             self._seconds.append(worker.seconds())
-            if worker.failures >= _FAILURES_IN_A_ROW:
-                # A reward may have broken its interpreter for all that come after it.
+            if worker.failures >= _FAILURES_IN_A_ROW or worker.behind:
+                # A reward may have broken its interpreter for all that come after it; and a low
+                # priority cannot be raised.
                 self._end(worker)
             return job, reply
         elif worker.exit_code() is not None:
@@ -348,7 +363,8 @@ class Workers:
                 f"rewards: a worker process has not loaded them in {_START_SECONDS} s; look for "
                 "what waits in the file of the reward function, or set reward_pool.workers = 0"
             )
-        if worker.call is not None and worker.seconds() > limits.timeout_seconds:
+        longest = limits.timeout_seconds
+        if worker.call is not None and worker.charged_seconds(longest) > longest:
             reason = f"took longer than reward_pool.timeout_seconds = {limits.timeout_seconds:g}"
             failure = Failure(reason, timed_out=True)
         elif self._measure and math.isfinite(limits.memory_gib):
@@ -379,17 +395,14 @@ class Workers:
                 raise UserError(_NOT_STARTED.format(code=code))
         if job is None:
             return None
-        self._spares = _SPARES
+        self._expect_losses()
         if code is None:
             return job, Failure("its process stopped in the middle of an answer")
         return job, Failure(f"its process died (exit code {code})")
 
     def _show(self, printed: bytes) -> None:
         """Prints a worker's output, up to a limit per batch."""
-        if not printed:
-            return
-        if self.printed > _PRINTED:
-            time.sleep(0.001)  # or a flood of output would keep this thread busy
+        if not printed or self.printed > _PRINTED:
             return
         visible = printed[: _PRINTED - self.printed]
         self.printed += len(printed)
@@ -399,23 +412,9 @@ class Workers:
                 f"\n[rewards printed more than {_PRINTED} bytes; the rest is dropped]\n"
             )
 
-    def _tell_warden(self, number: int) -> None:
-        """Registers a process for the warden to kill if the trainer dies; negative unregisters."""
-        if self._warden is None:
-            self._warden = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(kill.__file__))],
-                stdin=subprocess.PIPE,
-                start_new_session=True,  # not for the terminal's Ctrl-C either
-            )
-        assert self._warden.stdin is not None
-        with contextlib.suppress(OSError):
-            self._warden.stdin.write(f"{number}\n".encode())
-            self._warden.stdin.flush()
-
     def _end(self, worker: RewardWorker, *, its_files: bool = False) -> None:
         self._living.remove(worker)
-        worker.kill(its_files=its_files)
-        self._tell_warden(-worker.pid)
+        self._processes.end(worker, its_files=its_files)
 
 
 _CLOSED = "the pool of reward functions is closed"

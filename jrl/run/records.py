@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from jrl.collect.pairs import sizes_of
 from jrl.collect.sources import Groups
+from jrl.collect.sources_given import sizes_of
 from jrl.errors import Overdue, RunStopped, StorageError, UserError, unknown_choice
 from jrl.evaluate import Evaluator
 from jrl.evaluate.pairs import JudgedEvaluator

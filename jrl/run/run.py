@@ -28,6 +28,7 @@ from jrl.run.records import RunMoved, RunRecords
 from jrl.run.reference_check import check_references
 from jrl.run.revisions import pinned
 from jrl.run.reward_probe import check_reward_columns, missing_math, probe_rewards, reward_text
+from jrl.run.sampler_difference import difference_text
 from jrl.setup.adapters import has_base, policy_of, with_kept_base
 from jrl.setup.kinds import EpisodeKind
 from jrl.setup.objective import sampler_differs
@@ -46,7 +47,6 @@ from jrl.train.batches import check_sources
 from jrl.train.compiled import warm_start, with_policy
 from jrl.train.remat import settled
 from jrl.train.reward_model import check_text_models
-from jrl.train.sampler_difference import difference_text
 from jrl.types import TrainState
 
 

@@ -156,6 +156,10 @@ TABLE: tuple[Feature, ...] = (
     _needs("contexts", "shared rows", "contexts are trained as rows that share their prompt"),
     _forbids("contexts", "attention", "it is read over whole rows, which contexts divide"),
     _needs("value network kind", "value network", "it has none to choose"),
+    _forbids(
+        *("trained states", "value network kind"),
+        "those are the policy's, and the values come of others",
+    ),
     # -- experts
     _needs("router replay", "experts", "the model has none"),
     _needs("router losses", "experts", "the model has none"),
@@ -207,6 +211,7 @@ WITHOUT: Mapping[str, str] = {
     "tree": "set tree.kind to 'none'",
     "asked tree": "set tree.kind to 'none'",
     "rounds": "choose another method",
+    "value network kind": "set value.kind to 'head'",
 }
 """What takes a feature away; of others the key that names it is removed."""
 
@@ -221,7 +226,7 @@ WITH: Mapping[str, tuple[str, str]] = {
     "shared rows": ("a network that takes such rows", "use one of jrl.models.transformer"),
     "value network": (
         "a method with a value network",
-        "remove it, or choose such a method, as ppo is",
+        "choose such a method, as ppo is",
     ),
     "writer": ("data.writer", "set it to FILE.py:function, or to the url and model of an endpoint"),
 }
@@ -373,6 +378,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
     expert = bool(method.plan.policies)
     between = curriculum is not None and curriculum.between
     attention = any(statistic.over == "attention" for statistic in objective.statistics)
+    states = any(s.over == "hidden" and not s.start for s in objective.statistics)
     draws = f"{named}, which learns from what a policy drew,"
     return _present(
         {
@@ -395,6 +401,10 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "sampler log-probabilities": ("sampler_logprobs" in objective.needs, draws),
             "on-policy loss": (objective.surrogate.on_policy, draws),
             "value network": (method.value, f"{named}, which has a value network,"),
+            "trained states": (
+                states and method.value,
+                f"{named}, which trains states that its values are read from,",
+            ),
             "attention": (attention, f"{named}, which reads attention,"),
             "questions": ("questions" in method.needs, f"{named}, which asks about completions,"),
             "dropped groups": (

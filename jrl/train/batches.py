@@ -17,15 +17,13 @@ import jax.numpy as jnp
 from jrl.collect.collector import Batches, Collector
 from jrl.collect.curriculum import HostRounds, host_tools, with_problems
 from jrl.collect.host_episodes import HostEpisodes, host_source
-from jrl.collect.pairs import JudgedSource, sizes_of
 from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import Hinter, TaskTools, TextTools
-from jrl.collect.recorded import RecordedSource
 from jrl.collect.resharding import ReshardedSampler
-from jrl.collect.reward_stages import JudgedParts, judged_parts
-from jrl.collect.reward_sums import FiniteSums
+from jrl.collect.reward_stages import FiniteSums, JudgedParts, judged_parts
 from jrl.collect.run_rows import line_ends
 from jrl.collect.sources import Source, epoch_order
+from jrl.collect.sources_given import JudgedSource, RecordedSource, sizes_of
 from jrl.collect.sources_own import Sampler, make_own_source
 from jrl.collect.sources_task import EnvSource, TaskSource
 from jrl.collect.sources_text import TextSampler, TextSource

@@ -4,21 +4,37 @@ Counted are arrays that exist in every run of such sizes: weights, also of judge
 completions, and the keys and values of those that are decoded at a time. Activations, gradients and
 copies come on top, so what is refused here could not run, and what passes may still be too large;
 ``jrl plan`` measures programs.
+
+    models = held_models(config, rewards, policy)      # judges and reward models beside the policy
+    sum(model.weight_bytes() for model in models)
+    max(model.cache_bytes() for model in models)       # judges are asked one after the other
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jrl.config import Config
+from jrl.errors import UserError
+from jrl.hub import model_directory
+from jrl.judging.models import judge_directory, judge_shape
+from jrl.mesh import RULES
+from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.setup.gather import cached_tokens
+from jrl.setup.frozen import run_shape
+from jrl.setup.gather import cached_tokens, token_bytes, weight_numbers
+from jrl.setup.kinds import kind_of
+from jrl.setup.reward_parts import RunRewards, judge_of, model_of_part
+from jrl.setup.reward_runs import is_reward_run, reward_run, value_shape
+from jrl.setup.run import Run
 from jrl.system.memory import check_fits, host_bytes
-from jrl.train.held_models import held_models
 
 _TOKEN_BYTES = 4 + 4 + 4 + 1
 """Of a completion: its id, log-probability and policy version, and whether it is live."""
@@ -33,7 +49,7 @@ def available_bytes() -> int:
     return int(max(limits)) * jax.device_count() or host_bytes() * jax.process_count()
 
 
-def check_training(run: Any) -> None:
+def check_training(run: Run) -> None:
     """Raises a UserError where weights, a step's completions or those of evaluation cannot fit.
 
     Args:
@@ -55,7 +71,7 @@ def check_training(run: Any) -> None:
         check_evaluation(run)
 
 
-def check_weights(run: Any, *, key: str = "", times: int = 1) -> None:
+def check_weights(run: Run, *, key: str = "", times: int = 1) -> None:
     """Raises a UserError where the policy's weights alone cannot fit.
 
     Args:
@@ -71,7 +87,7 @@ def check_weights(run: Any, *, key: str = "", times: int = 1) -> None:
     check_fits(f"{setting}: the weights", needed, remedy, available=available_bytes())
 
 
-def check_held_models(run: Any) -> None:
+def check_held_models(run: Run) -> None:
     """Raises a UserError where judges and reward models do not fit beside the policy's weights.
 
     Judges are asked one after the other, so that the largest of their caches counts.
@@ -95,7 +111,7 @@ def check_held_models(run: Any) -> None:
     )
 
 
-def _policy_bytes(run: Any) -> float:
+def _policy_bytes(run: Run) -> float:
     """Bytes of the policy's weights, at the least those of an int8 base."""
     shapes = jax.eval_shape(run.network.init, jax.random.key(0))
     lora = run.config.lora
@@ -105,7 +121,7 @@ def _policy_bytes(run: Any) -> float:
     )
 
 
-def check_evaluation(run: Any, keys: Sequence[str] = ("eval.problems", "eval.samples")) -> None:
+def check_evaluation(run: Run, keys: Sequence[str] = ("eval.problems", "eval.samples")) -> None:
     """Raises a UserError where the completions of an evaluation cannot fit.
 
     Args:
@@ -120,7 +136,7 @@ def check_evaluation(run: Any, keys: Sequence[str] = ("eval.problems", "eval.sam
     _check(run, setting, held_out.problems, table.samples, sampled=False)
 
 
-def check_problems(run: Any, key: str, problems: int) -> None:
+def check_problems(run: Run, key: str, problems: int) -> None:
     """Raises a UserError where problems and one completion of each cannot fit.
 
     Args:
@@ -150,7 +166,7 @@ def token_cache_bytes(model: ModelConfig, itemsize: int | None = None) -> int:
     return 2 * model.layers * model.kv_heads * model.head_dim * (itemsize or 1)
 
 
-def _check(run: Any, setting: str, prompts: int, group: int, *, sampled: bool = True) -> None:
+def _check(run: Run, setting: str, prompts: int, group: int, *, sampled: bool = True) -> None:
     """Checks completions of a group for each prompt; those that are drawn have a cache, too."""
     config: Config = run.config
     new = run.kind.new_tokens
@@ -164,3 +180,98 @@ def _check(run: Any, setting: str, prompts: int, group: int, *, sampled: bool = 
     keys = " or ".join(part.split(" = ")[0] for part in setting.split(" with "))
     setting = f"{setting}, {run.width} + {new} tokens each"
     check_fits(setting, size, f"lower {keys}", available=available_bytes())
+
+
+UNDIVIDED: Mapping[str, int] = {axis: 1 for axes in RULES.values() for axis in axes}
+"""A mesh of one device."""
+
+
+class HeldModel(NamedTuple):
+    """A model of a reward part on the run's devices.
+
+    Attributes:
+      part: its reward part.
+      networks: its shape, and that of a value network of its own; () for the policy, and for a
+        judge whose weights an earlier part has.
+      copies: models of an ensemble.
+      judge: the shape that a judge's replies are decoded with; None for a reward model.
+      slots: replies decoded at a time.
+      tokens: of the longest question with its reply.
+      in_8_bits: parts of the sampler in 8 bits.
+    """
+
+    part: str
+    networks: tuple[ModelConfig, ...]
+    copies: int = 1
+    judge: ModelConfig | None = None
+    slots: int = 0
+    tokens: int = 0
+    in_8_bits: tuple[str, ...] = ()
+
+    def weight_bytes(self, axes: Mapping[str, int] = UNDIVIDED) -> float:
+        """Bytes of the weights on one device of a mesh with these axes; by default all of them."""
+        sizes = [
+            weight_numbers(each, axes) * jnp.dtype(each.param_dtype).itemsize
+            for each in self.networks
+        ]
+        return self.copies * sum(sizes)
+
+    def cache_bytes(self, axes: Mapping[str, int] = UNDIVIDED) -> float:
+        """Bytes of keys and values on one device while a judge is asked; 0 of a reward model."""
+        if self.judge is None:
+            return 0.0
+        shards = math.prod(axes.get(axis, 1) for axis in RULES["batch"])
+        each = token_bytes(self.judge, axes.get("tensor", 1), self.in_8_bits)
+        return -(-self.slots // shards) * self.tokens * each
+
+
+def held_models(config: Config, rewards: RunRewards, policy: ModelConfig | None) -> list[HeldModel]:
+    """The judges and reward models that a run holds, from their configurations alone.
+
+    Args:
+      config: of the run.
+      rewards: its reward parts.
+      policy: its shape; None for a network of one's own, whose cache as a judge is not counted.
+
+    Raises:
+      UserError: a directory that is neither a checkpoint nor a run.
+    """
+    models, directories = [], set[str]()
+    for name in rewards.given_by("judge"):
+        if not (table := judge_of(config, name)).local:
+            continue
+        directory, shape = judge_directory(config, name), judge_shape(config, name)
+        models.append(
+            HeldModel(
+                name,
+                () if shape is None or directory in directories else (shape,),
+                judge=shape or policy,
+                slots=table.at_once,
+                tokens=table.max_prompt_tokens + table.max_tokens,
+                in_8_bits=() if shape else config.sampling.in_8_bits,
+            )
+        )
+        directories.add(directory or "")
+    for name in rewards.given_by("model"):
+        paths = model_of_part(config, name).path
+        models.append(HeldModel(name, _reward_networks(config, name, paths), len(paths)))
+    return models
+
+
+def _reward_networks(config: Config, name: str, paths: tuple[str, ...]) -> tuple[ModelConfig, ...]:
+    """The networks of a reward model, of the first of an ensemble."""
+    key = f"rewards.{name}.path"
+    if not all(is_reward_run(path) for path in paths):
+        answers = model_of_part(config, name).answers is not None
+        try:
+            shape = hf.read_config(model_directory(paths[0], key), classifier=not answers)
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from None
+        tied = shape.tied_embeddings or not answers  # a classifier has no head of the vocabulary
+        types: dict[str, Any] = {"param_dtype": config.model.dtype, "dtype": config.model.dtype}
+        return (dataclasses.replace(shape, tied_embeddings=tied, **types),)
+    theirs = reward_run(config, key, paths[0])
+    trunk = run_shape(theirs, kind_of(theirs).task)
+    if theirs.value.path is not None:
+        return trunk, value_shape(theirs)
+    return (trunk, trunk) if theirs.value.kind == "network" else (trunk,)

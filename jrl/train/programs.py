@@ -46,10 +46,10 @@ from jrl.setup.kinds import (
 from jrl.setup.placement import sampler_mesh
 from jrl.setup.run import Run, policy_network, run_features, sampler_of
 from jrl.train.compiled import Iteration, make_iteration, shown_in_compiled
+from jrl.train.reward_model import value_start
 from jrl.train.router import router_training
 from jrl.train.state import check_frozen, frozen_names, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
-from jrl.train.value_start import value_start
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
 

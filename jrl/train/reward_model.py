@@ -1,4 +1,4 @@
-"""Reward models as rewards: from directories of runs that trained them, and from checkpoints."""
+"""Reward models of runs and checkpoints: as rewards, and as what a value network starts from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jrl.collect.groups import to_batch
@@ -18,22 +19,22 @@ from jrl.errors import UserError, unknown_choice
 from jrl.hub import model_directory
 from jrl.mesh import tree_shardings
 from jrl.methods import find_method, get_method
+from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.heads import after_token, value_head, value_network, value_networks
 from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.objectives.members import value_output
-from jrl.rewards.ensembles import one_of
-from jrl.rewards.model import ModelReward
+from jrl.rewards.model import ModelReward, one_of
 from jrl.rewards.reading import check_reader
 from jrl.rewards.rules import Rules
 from jrl.rewards.text_models import TextModel, load_text_model
 from jrl.sampling.params import make_sampling_params
-from jrl.setup.adapters import restore_policy, trained_network
+from jrl.setup.adapters import plain_policy, restore_policy, trained_network
 from jrl.setup.frozen import run_shape
 from jrl.setup.kinds import EpisodeKind, kind_of
 from jrl.setup.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
-from jrl.train.reward_runs import is_reward_run, reward_run, value_shape
+from jrl.setup.reward_runs import is_reward_run, reward_run, value_shape
 from jrl.train.score import in_parts, score
 from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, ValueNetwork
 
@@ -285,3 +286,43 @@ def params_of(
         config, network, targets["policy"], checkpoint=checkpoint, also=also
     )
     return {"policy": policy, "value": restored["params"]["value"]}
+
+
+def value_start(config: Config, mesh: Mesh) -> Params:
+    """The parameters of ``heads.value_network`` that hold the reward model in ``value.path``.
+
+    As in "Training language models to follow instructions with human feedback" (arXiv:2203.02155):
+    trunk and head are the reward model's, so that at a text's last token the first estimate is its
+    score. A checkpoint's head has no bias; it begins at 0.
+
+    Args:
+      config: of the run whose value network it is.
+      mesh: of that run.
+
+    Returns:
+      {"trunk", "head": {"weight" [D], "bias" []}}; leaves in files, on the host or on devices.
+
+    Raises:
+      UserError: a checkpoint with several labels, or one that cannot be read.
+    """
+    path = config.value.path or ""
+    dtype = config.model.param_dtype
+    if not is_reward_run(path):
+        loaded = hf.open_classifier(model_directory(path, "value.path"), dtype=dtype)
+        weight = loaded.params["head"]["weight"]
+        if len(weight) != 1:
+            raise UserError(
+                f"value.path = {path!r} scores {', '.join(loaded.labels)}; a value network starts"
+                " from a reward model with one label"
+            )
+        head: dict[str, Any] = {"weight": weight[0], "bias": np.zeros((), np.float32)}
+        return {"trunk": loaded.params["trunk"], "head": head}
+    theirs = reward_run(config, "value.path", path)
+    shape = run_shape(theirs, kind_of(theirs).task)
+    network = trained_network(theirs, shape, transformer(shape))
+    params = params_of(theirs, network, make_value(theirs, network), mesh, None)
+    if theirs.value.kind == "network":
+        trunk, head = params["value"]["trunk"], params["value"]["head"]
+    else:
+        trunk, head = plain_policy(params["policy"], network), params["value"]
+    return {"trunk": jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), trunk), "head": head}

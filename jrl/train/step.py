@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jrl.errors import UserError
 from jrl.mesh import replicated
-from jrl.methods.schedule import ONCE, AfterView, Schedule, run_due
+from jrl.methods.schedule import ONCE, AfterView, Ahead, Schedule, run_due
 from jrl.objectives.kl import k3
 from jrl.objectives.policy import (
     Pairs,
@@ -117,6 +117,8 @@ def make_step(
         network = derived.network
         every = optax.GradientTransformation(jax.vmap(optimizer.init), jax.vmap(optimizer.update))
     check_value(objective, value)
+    if schedule.ahead is not None:
+        check_value(schedule.ahead.objective, value)
     check_vocabularies(network, networks)
     features = schedule_features(schedule, objective, networks)
     check_features(features | ({} if network.extras.split is None else {"lora": "lora.rank"}))
@@ -136,13 +138,16 @@ def make_step(
         # What stays fixed during the step (start log-probabilities, advantages) is computed once,
         # before the first update changes the policy.
         batch = complete(parts, state, batch, sampling_params)
+        ahead = _ahead_batch(schedule.ahead, batch)
         advantages, batch, method, sums = compute_advantages(objective, batch, state.method)
         key = stream(state.key, "train", state.step)
 
         def update(carry: tuple[Params, Any], index: Array) -> tuple[tuple[Params, Any], Pairs]:
             rows = _minibatch_rows(key, index, batch.tokens.shape[0], minibatches)
             part = _take_rows(batch, rows), advantages[rows]
-            grads, sums = _gradient(parts, carry[0], state.frozen, part, method, sampling_params)
+            at, noted = _ahead(parts, carry[0], state.frozen, ahead, rows, sampling_params)
+            grads, sums = _gradient(parts, at, state.frozen, part, method, sampling_params)
+            sums |= noted
             before = state.replace(params=carry[0], opt_state=carry[1])
             view = AfterView(optimizer, network, before, part[0])
             return _apply_gradient(parts, view, grads, sums, state.step * passes + index + 1)
@@ -347,6 +352,34 @@ def _gradient(
     total, _ = jax.lax.scan(add, zeros, split_parts)
     grads, (sums, router) = jax.tree.map(lambda x, like: x.astype(like.dtype), total, shapes)
     return grads, sums | (router_pairs(router) if router else {})
+
+
+def _ahead_batch(ahead: Ahead | None, batch: Batch) -> tuple[Batch, Array] | None:
+    """What ``_ahead`` reads of a step's batch: as its objective's advantage leaves it."""
+    if ahead is None:
+        return None
+    advantages, edited, _, _ = compute_advantages(ahead.objective, batch, ahead.objective.init())
+    return edited, advantages
+
+
+def _ahead(
+    parts: Parts,
+    params: Params,
+    frozen: Params,
+    whole: tuple[Batch, Array] | None,
+    rows: Array,
+    sampling_params: SamplingParams,
+) -> tuple[Params, Pairs]:
+    """The parameters at which an update's gradient is taken, and its metric."""
+    ahead = parts.schedule.ahead
+    if ahead is None or whole is None:
+        return params, {}
+    parts = parts._replace(objective=ahead.objective, router=ROUTER)
+    part = _take_rows(whole[0], rows), whole[1][rows]
+    state = ahead.objective.init()
+    grads, sums = _gradient(parts, params, frozen, part, state, sampling_params)
+    moved = jax.tree.map(lambda x, g: (x + ahead.size * g).astype(x.dtype), params, grads)
+    return moved, {"ahead_loss": sums["loss"]}
 
 
 def _apply_gradient(

@@ -38,13 +38,14 @@ def training_passes(run: Run) -> float:
     """Forward passes of a training step over its batch.
 
     A backward pass counts two. Adapters leave out the half of it that frozen weights' gradients
-    would be.
+    would be. A gradient taken ahead is one more of each pass.
     """
     trained = 2.0 if run.config.lora is not None else 3.0
     objective = run.method.objective
     start = {"proximal_logprobs", "rollout_values", "rollout_entropy"} & objective.needs
     scored = len(objective.frozen) + bool(start)
-    return trained * run.method.schedule.epochs + scored
+    schedule = run.method.schedule
+    return trained * schedule.epochs * (1 if schedule.ahead is None else 2) + scored
 
 
 def rows_of_a_prompt(run: Run) -> int:

@@ -42,11 +42,13 @@ class Verdicts(NamedTuple):
       passed: for each test.
       notes: how each of them ended, as far as it ran: "ok" and what it gave, "timeout" ...
       compiler: its complaint, or "".
+      seconds: of processor time that each of them took, as far as it ran.
     """
 
     passed: list[bool]
     notes: list[str]
     compiler: str = ""
+    seconds: tuple[float, ...] = ()
 
 
 def code(
@@ -92,7 +94,7 @@ def code(
     Raises:
       UserError: a row without tests, or a language that cannot be run here.
     """
-    limits = _Limits(seconds, total_seconds, memory_mib, output_kib, tolerance)
+    limits = Limits(seconds, total_seconds, memory_mib, output_kib, tolerance)
     _check(limits, language, max_tests)
     if check_rows < 0:  # what it and check_solution are for is in ``reference``
         raise UserError(f"rewards.code.check_rows = {check_rows}: give 0 for none, or a number")
@@ -103,14 +105,14 @@ def code(
         tests = tests_of(meta, sample.prompt.answer, column, sample.prompt.id)
         if max_tests:
             tests = tests._replace(cases=tests.cases[:max_tests])
-        program = _whole(last_block(sample.completion), sample.prompt)
+        program = whole_program(last_block(sample.completion), sample.prompt)
         verdicts = judge(program, tests, name, limits, stop=not partial)
         share = sum(verdicts.passed) / len(verdicts.passed)
         points.append(share if partial else float(share == 1.0))
     return points
 
 
-def _whole(program: str, prompt: Prompt) -> str:
+def whole_program(program: str, prompt: Prompt) -> str:
     """The program with what stands before it, where it is a function's body, as in HumanEval."""
     called = prompt.meta.get("entry_point")
     if called and not re.search(rf"\bdef\s+{re.escape(str(called))}\b", program):
@@ -118,7 +120,9 @@ def _whole(program: str, prompt: Prompt) -> str:
     return program
 
 
-class _Limits(NamedTuple):
+class Limits(NamedTuple):
+    """Limits of a program, as in ``code``."""
+
     seconds: float
     total_seconds: float
     memory_mib: float
@@ -126,7 +130,7 @@ class _Limits(NamedTuple):
     tolerance: float
 
 
-def _check(limits: _Limits, language: str, max_tests: int) -> None:
+def _check(limits: Limits, language: str, max_tests: int) -> None:
     for name, value in limits._asdict().items():
         if not value > 0 and name != "tolerance":
             raise UserError(f"rewards.code.{name} = {value} must be above 0")
@@ -178,12 +182,13 @@ def judge(
         for case, line in zip(tests.cases, lines, strict=False)
     ]
     notes = [f"{line['how']} {line['text'][:_SHOWN]!r}" for line in lines]
-    return Verdicts(passed + [False] * (count - len(passed)), notes)
+    seconds = tuple(line["seconds"] for line in lines)
+    return Verdicts(passed + [False] * (count - len(passed)), notes, seconds=seconds)
 
 
 def _run(
     program: str, tests: Tests, language: str, limits: Any, stop: bool
-) -> list[dict[str, str]]:
+) -> list[dict[str, Any]]:
     """The driver's report of each test that ran."""
     compile_, command = ([], []) if language == "python" else commands_of(language)
     spec = {
@@ -235,7 +240,7 @@ def _hello(language: str, memory_mib: float) -> str:
 
     tests = Tests("stdin", [Case("", "42")])
     lines = _run(
-        LANGUAGES[language].hello, tests, language, _Limits(20, 60, memory_mib, 64, 0), True
+        LANGUAGES[language].hello, tests, language, Limits(20, 60, memory_mib, 64, 0), True
     )
     if not lines:
         return "its process was ended"
@@ -277,13 +282,13 @@ def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Referen
     if not solution:
         return None
     language = str(prompt.meta.get(chosen["language_column"]) or chosen["language"])
-    limits = _Limits(*(chosen[name] for name in _Limits._fields))
+    limits = Limits(*(chosen[name] for name in Limits._fields))
 
     def complaint() -> str:
         tests = tests_of(prompt.meta, prompt.answer, chosen["column"], prompt.id)
         if chosen["max_tests"]:
             tests = tests._replace(cases=tests.cases[: chosen["max_tests"]])
-        program = _whole(solution, prompt)
+        program = whole_program(solution, prompt)
         return _failures(judge(program, tests, language_named(language), limits), tests)
 
     columns = {**prompt.meta, "answer": prompt.answer, "question": prompt.question}

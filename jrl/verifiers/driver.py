@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import secrets
 import select
 import signal
@@ -46,13 +47,21 @@ def main(spec: dict[str, Any]) -> None:
         _write(report, json.dumps({"compiler": trouble}) + "\n")
         return
     for test in spec["tests"]:
+        before = _seconds()
         try:
             how, text = _one(spec, test)
         except OSError as error:  # a test before it has left no room for its input, or its process
             how, text = "error", str(error)
-        _write(report, json.dumps({"how": how, "text": text}) + "\n")
+        line = {"how": how, "text": text, "seconds": _seconds() - before}
+        _write(report, json.dumps(line) + "\n")
         if spec["stop"] and how != "ok":
             return
+
+
+def _seconds() -> float:
+    """Processor time of the children that have ended."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
 
 
 def _write(place: int, text: str) -> None:

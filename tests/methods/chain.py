@@ -311,6 +311,8 @@ OTHERWISE = {
     "rest_mcts": ("loss", -1),
     "safe_rlhf_cost": ("loss", -1),
     "preference_strength": ("margin", 1),
+    "simcse_reward": ("margin", 1),
+    "meta_rm": ("margin", 1),
     "sorm": ("loss", -1),
     "spa_progress": ("loss", -1),
     "pav_verifier": ("loss", -1),

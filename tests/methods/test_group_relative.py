@@ -420,17 +420,24 @@ def test_coefficients_may_be_traced(make_ragged, make_batch):
 
 
 def test_car_pays_for_being_right_and_for_knowing_it():
-    edit = partial(rewritten, get_method("car"))
+    quadratic, edit = (partial(rewritten, get_method("car", separation=m)) for m in (0.0, 1.0))
     parts = np.array([[[1, 1.0], [1, 0.5], [0, 0.0], [0, 1.0], [np.nan, 1.0]]], np.float32)
+    np.testing.assert_allclose(quadratic(parts)[0, :, 0], [1.0, 0.75, 0.0, -1.0, np.nan])
     paid = edit(parts)
-    np.testing.assert_allclose(paid[0, :, 0], [1.0, 0.75, 0.0, -1.0, np.nan])
+    np.testing.assert_allclose(paid[0, :, 0], [2.0, 1.75, 0.0, -1.0, np.nan])
     assert not paid[..., 1].any()
     # The expected reward of an answer that is right with chance q is greatest at p = q.
+    p = np.linspace(0, 1, 101)
+    right, wrong = (np.stack([0 * p + c, p], -1)[None] for c in (1.0, 0.0))
     for q in (0.2, 0.7):
-        p = np.linspace(0, 1, 101)
-        both = np.stack([np.ones_like(p), p], -1)[None], np.stack([0 * p, p], -1)[None]
-        expected = q * edit(both[0])[0, :, 0] + (1 - q) * edit(both[1])[0, :, 0]
+        expected = q * edit(right)[0, :, 0] + (1 - q) * edit(wrong)[0, :, 0]
         assert p[np.argmax(expected)] == pytest.approx(q)
+    # The ranges of right and wrong answers are apart; without a separation they touch.
+    for method, gap in ((edit, 1.0), (quadratic, 0.0)):
+        lowest, highest = method(right)[0, :, 0].min(), method(wrong)[0, :, 0].max()
+        assert lowest - highest == pytest.approx(gap)
+    default = rewritten(get_method("car"), parts)
+    np.testing.assert_array_equal(default, paid)
 
 
 def test_tool_star_pays_in_order():

@@ -15,11 +15,11 @@ from jrl.models.hf.peft import load_adapters, save_adapters
 from jrl.models.lora import TARGETS, Adapted, Lora, count_trained, with_adapters
 from jrl.models.quant import Quantised, sampler
 from jrl.models.transformer import transformer
+from jrl.run.sampler_difference import rollout_difference
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.slots import prefill
 from jrl.setup.adapters import plain_policy
-from jrl.train.sampler_difference import rollout_difference
 
 SIZES = {
     **{"vocab_size": 48, "layers": 2, "embed_dim": 32, "heads": 4, "kv_heads": 2, "head_dim": 8},

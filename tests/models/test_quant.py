@@ -25,9 +25,9 @@ from jrl.models.quant import (
     sampler,
 )
 from jrl.models.transformer import transformer
+from jrl.run.sampler_difference import rollout_difference
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.sampler_difference import rollout_difference
 
 CONFIG = ModelConfig(
     vocab_size=48,

@@ -1,6 +1,7 @@
 """Reward functions for the tests of the pool; good ones and bad ones."""
 
 import os
+import pathlib
 import sys
 import time
 
@@ -106,3 +107,22 @@ def two_by_token(samples):
 def last_piece(samples):
     """1 for the first character of the text."""
     return [s.by_token([(0, 1, 1.0)]) for s in samples]
+
+
+def met(samples, place):
+    """A call that waits for what a later one does; only then has each its points."""
+    place = pathlib.Path(place)
+    what = samples[0].completion
+    if what == "wait":
+        (place / "pid").write_text(str(os.getpid()))
+    while what == "look" and priority(int((place / "pid").read_text())) != 19:
+        time.sleep(0.01)
+    if what in ("meet", "look"):
+        (place / "met").touch()
+    while what in ("wait", "rest") and not (place / "met").exists():
+        time.sleep(0.01 * (what == "rest"))
+    return [float(len(what))]
+
+
+def priority(pid):
+    return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[16])

@@ -319,3 +319,36 @@ def test_a_function_may_be_called_with_all_samples_of_a_step(tmp_path):
             assert pool.scores(samples, group=1).points[:, 0].tolist() == points
     with pytest.raises(UserError, match=r"rewards\.math\.over"):
         parts_of(load_config(None, ["data.train=rows.jsonl", "rewards={math={over='batch'}}"]))
+
+
+def test_a_function_of_verifiers_is_asked_for_each_completion():
+    """Those of its rubrics take what they name of a rollout, and may be async."""
+
+    def correct_answer(completion, answer, level, bonus=0.0, **kwargs):
+        assert set(kwargs) == {"prompt", "task", "info", "state"}
+        assert kwargs["state"]["completion"] is completion
+        return float(completion == answer) + 10 * level + bonus
+
+    async def by_state(completion, state, info, task):
+        return len(state["prompt"]) + len(info) + (task == "default")
+
+    assert form_of(correct_answer, "r") == "rollout"
+    assert adapted(correct_answer)(SAMPLES) == [11.0, 20.0]
+    assert adapted(correct_answer)(SAMPLES, bonus=0.5) == [11.5, 20.5]
+    assert adapted(by_state)([sample("4", info={"a": 1})]) == [6]
+    check_columns(correct_answer, ["level"], "r")
+    with pytest.raises(UserError, match="r: the function takes parser, and the data has no such"):
+        check_columns(lambda completion, answer, parser: 0.0, ["level"], "r")
+
+
+def test_older_names_of_verls_solution_and_nemos_response():
+    def predicted(predict_str, ground_truth):
+        return float(predict_str == ground_truth)
+
+    def of_nemo(ground_truth, response, tag="answer"):
+        return float(response == ground_truth), tag == "answer"
+
+    assert adapted(predicted)(SAMPLES) == [1.0, 0.0]
+    assert adapted(of_nemo)(SAMPLES, tag="x") == [1.0, 0.0]
+    with pytest.raises(UserError, match="r: the function takes .response.; write reward"):
+        form_of(lambda response: 0.0, "r")

@@ -294,3 +294,85 @@ def test_listed_solutions_have_the_points_that_the_row_says():
     assert points("listed_solution", *told) == [1.0, 0.0, None, None]
     with pytest.raises(UserError, match="prompt 0 has 2 solutions and 1 equivalent"):
         points("listed_solution", sample("c", **(row | {"equivalent": [True]})))
+
+
+EMBED = """
+def letters(texts):
+    return [[text.count(c) / 2 for c in "catdog"] for text in texts]
+
+
+def too_few(texts):
+    return [[1.0]]
+"""
+
+
+def relevance(one, other):
+    return sum(one.count(c) / 2 * other.count(c) / 2 for c in "catdog")
+
+
+def test_r3_is_the_released_code_s(tmp_path):
+    """Relevance to the question times length, or to the reference on a fixed scale, in loops."""
+    (tmp_path / "embed.py").write_text(EMBED)
+    texts = ["a cat, a cat, a cat!", "dog", "cats and dogs sat together.", ""]
+    words = [["a", "cat", ",", "a", "cat", ",", "a", "cat", "!"], ["dog"]]
+    words += [["cats", "and", "dogs", "sat", "together", "."], []]
+    options = {"embed": f"{tmp_path}/embed.py:letters", "limit": 700}
+    question = "do cats dig"
+    for kind, beside in (("OPENENDED", question), ("CONSTRAINED", "a good cat"), (None, question)):
+        meta = {"qtype": kind, "reference": "a good cat"}
+        prompt = Prompt(0, question, np.zeros(1, np.int32), "4", meta)
+        group = [Sample(prompt, text, np.zeros(3, np.int32), "stop_token") for text in texts]
+        for text, split, mine in zip(texts, words, points("r3", *group, **options), strict=True):
+            seen = [tuple(split[i : i + 3]) for i in range(len(split) - 2)]
+            distinct = len(set(seen)) / len(seen) if seen else 1.0
+            scale = 7 / 3.5 if kind == "CONSTRAINED" else len(split) / 100
+            assert mine == pytest.approx(scale * relevance(beside, text) * distinct)
+
+
+def test_r3_names_what_is_missing(tmp_path):
+    (tmp_path / "embed.py").write_text(EMBED)
+    good = {"embed": f"{tmp_path}/embed.py:letters"}
+    with pytest.raises(UserError, match="prompt 0 has no 'reference' and no answer"):
+        points("r3", sample("cat", answer=None, qtype="CONSTRAINED"), **good)
+    with pytest.raises(UserError, match=r"r3.embed returned shape \(1, 1\) for 3 texts"):
+        points("r3", sample("cat"), sample("dog"), embed=f"{tmp_path}/embed.py:too_few")
+    with pytest.raises(UserError, match="rewards.r3.embed"):
+        make_reward("r3", embed=f"{tmp_path}/embed.py:nobody")
+
+
+def test_a_chain_is_paid_by_its_length():
+    group = [sample(tokens=n) for n in (0, 5, 20, 21)]
+    assert points("chain_length", *group, limit=20) == [0.0, 0.25, 1.0, 1.0]
+    with pytest.raises(UserError, match="rewards.chain_length.limit = 0; must be at least 1"):
+        make_reward("chain_length", limit=0)
+
+
+def test_speed_is_time_saved_beside_the_row_s_program(monkeypatch):
+    """perf = 1 - T_y / T_x of each test's least time, of programs that pass all tests."""
+    from jrl.verifiers.code import Verdicts
+    from jrl.zoo.rewards import speed
+
+    rng = np.random.default_rng(0)
+    spent = {"slow": rng.uniform(2.0, 3.0, 6), "fast": rng.uniform(0.1, 1.0, 6)}
+    spent["near"] = spent["slow"] * 0.95
+
+    def judge(program, tests, language, limits):
+        assert len(tests.cases) == 6  # two tests, three times
+        passed = [True, program != "half"] * 3
+        return Verdicts(passed, [], seconds=tuple(spent.get(program, [0.1] * 6)))
+
+    monkeypatch.setattr(speed, "judge", judge)
+    told = {"input": "slow", "answer": {"inputs": ["1", "2"], "outputs": ["1", "2"]}}
+    names = ("fast", "near", "slow", "half")
+    mine = points("code_speed", *(sample(name, **told) for name in names))
+    least = {k: min(x[0], x[2], x[4]) + min(x[1], x[3], x[5]) for k, x in spent.items()}
+    saved = 1 - least["fast"] / least["slow"]
+    assert mine == pytest.approx([1 + saved, 1.0, 1.0, 0.5])
+    (near,) = points("code_speed", sample("near", **told), least=0.01)
+    assert near == pytest.approx(1.05)
+    with pytest.raises(UserError, match="prompt 0 has no program in 'src'"):
+        points("code_speed", sample("fast", **told), slow="src")
+    with pytest.raises(UserError, match="its program in 'input' passes 3 of 6 runs"):
+        points("code_speed", sample("fast", **(told | {"input": "half"})))
+    with pytest.raises(UserError, match="repeats = 0 must be at least 1"):
+        make_reward("code_speed", repeats=0)

@@ -53,6 +53,8 @@ def judged(samples, reply, **options):
         ("[[10]]", 1.0),
         ('```json\n{"reason": "a {b} c", "score": 3}\n```', 0.3),
         ("<think>Score: 1</think>Score: 2", 0.2),
+        ("```\nScore: 7\n```", 0.7),
+        ("\u8a55\u5206\uff1a7", None),
         ("<think>I would say\nScore: 9", None),  # it did not come to an end
         ("Score: 7/5", None),
         ("Score: 11", None),

@@ -136,3 +136,7 @@ def test_rewards_that_pay_nothing_and_a_value_network_for_nobody_are_said(networ
     found("value.kind=network", "method=ppo")
     with pytest.raises(UserError, match="value.kind = 'network' needs a method with a value net"):
         found("value.kind=network")
+    contrast = ("data.pairs=x.jsonl", "method=simcse_reward")
+    check_features(of_config(network, *contrast))
+    with pytest.raises(UserError, match="does not go with value.kind = 'network': .* to 'head'"):
+        check_features(of_config(network, *contrast, "value.kind=network"))

@@ -1,5 +1,6 @@
 """The client of judges against a server that is slow, down, limited, broken, or lies."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -10,9 +11,10 @@ from judge_server import judge_server, reply_body
 from jrl.config.judge import judge_table
 from jrl.errors import UserError
 from jrl.judging import client as judge_client
+from jrl.judging import limits as judge_limits
 from jrl.judging.cache import QuestionVote
 from jrl.judging.client import JudgeClient
-from jrl.judging.limits import COUNTS
+from jrl.judging.limits import COUNTS, Batch
 from jrl.rewards.replies import read_score
 from jrl.rewards.verdicts import Question
 
@@ -342,3 +344,135 @@ def test_one_refusal_holds_up_its_own_question_alone():
         refuse |= {"2"}
         mine.verdicts(questions("0", "1", "2", "3", vote=1))
         assert times["3"][0] - times["2"][0] >= 0.3
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_request_that_is_overdue_holds_up_no_other(monkeypatch, refuses):
+    """The server answers it after a later one alone; if it can serve no two, it says so."""
+    monkeypatch.setattr(judge_limits, "_OVERDUE_SECONDS", 0.01)
+    later, refusals = threading.Event(), [(429, {}, "")] * refuses
+
+    def answer(body, number):
+        text = body["messages"][-1]["content"]
+        if text == "hangs":
+            later.wait(60)
+        if text == "later":
+            later.set()
+            if refusals:
+                return refusals.pop()
+        return "Score: 5"
+
+    with judge_server(answer) as (url, _):
+        mine = client(url, at_once=1)
+        mine.verdicts(questions(*"abcdefgh"))
+        mine.begin(questions(*"ijklmnop"))  # what replies usually take
+        verdicts, counts = mine.verdicts(questions("hangs", "later"))
+        assert verdicts == [0.5, 0.5]
+        assert counts["judge_calls"] == 10 + refuses
+        assert mine._beside == (not refuses)  # from then on, no more than at_once
+
+
+def test_overdue_requests_are_held_to_a_number():
+    batch = Batch(2, 3)
+    now = time.monotonic()
+    batch._seconds.extend([0.0] * 8)
+    for count, sent, wait in (
+        (1, now, 0.0),
+        (2, now, 1.0),
+        (2, now - 9.0, 0.0),
+        (4, now - 9.0, 0.0),
+        (5, now - 9.0, threading.TIMEOUT_MAX),
+    ):
+        batch._sent = {str(i): sent for i in range(count)}
+        assert batch._full(now) == pytest.approx(wait)
+    batch._sent = {"a": now - 9.0, "b": now - 9.0, "c": now - 0.25}
+    assert batch._full(now) == 0.0
+    batch._sent["d"] = now - 0.5
+    assert batch._full(now) == pytest.approx(0.5)
+    batch.narrow()
+    assert batch._full(now) == threading.TIMEOUT_MAX
+
+
+def test_repetitions_wait_longer_only_while_nobody_else_is_answered(monkeypatch):
+    monkeypatch.setattr(judge_client.random, "uniform", lambda low, high: 1.0)
+    waits, put = [], Batch.put
+
+    def noted(batch, question, after=0.0):
+        if after:
+            waits.append(after)
+        put(batch, question, after)
+
+    monkeypatch.setattr(Batch, "put", noted)
+
+    def answer(body, number):
+        return (500, {}, "") if body["messages"][-1]["content"] == "bad" else "Score: 5"
+
+    with judge_server(answer) as (url, _):
+        mine = client(url, at_once=1)
+        mine.verdicts(questions("bad"))
+        assert waits == [0.001, 0.002, 0.004, 0.008]
+        waits.clear()
+        monkeypatch.setattr(Batch, "put", lambda *args: (mine._pace.served(), noted(*args)))
+        mine.verdicts(questions("bad", vote=1))
+        assert waits == [0.001] * 4
+
+
+def raw_server(send):
+    """A server of one connection after the other, each answered by ``send(socket, number)``."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        for number in range(99):
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(5)
+                connection.recv(1 << 16)
+                send(connection, number)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listening, f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+
+
+def test_slow_headers_end_with_the_time_of_their_request():
+    def send(connection, number):
+        for _ in range(40 if number == 0 else 0):  # each piece is in time, all together are not
+            connection.sendall(b"H")
+            time.sleep(0.1)
+        body = reply_body("Score: 5").encode()
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+
+    listening, url = raw_server(send)
+    with listening:
+        verdicts, counts = client(url, at_once=1, timeout=1.0).verdicts(questions("a"))
+    assert verdicts == [0.5]
+    assert counts["judge_retries"] >= 1
+
+
+def test_a_body_that_is_cut_is_asked_for_again():
+    body = reply_body("Score: 5").encode()
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+    listening, url = raw_server(lambda c, number: c.sendall(head + body[: number * len(body)]))
+    with listening:
+        verdicts, counts = client(url).verdicts(questions("a"))
+    assert verdicts == [0.5]
+    counted(counts, calls=2, retries=1)
+
+
+@pytest.mark.parametrize("status", [301, 302, 307])
+def test_a_redirect_takes_the_key_nowhere(status, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    with judge_server(lambda body, number: "Score: 9") as (other, elsewhere):
+        reply = (status, {"Location": f"{other}/chat/completions"}, "")
+        with judge_server(lambda body, number: reply) as (url, _):
+            mine = client(url, key_variable="JUDGE_KEY")
+            verdicts, counts = mine.verdicts(questions("a"))
+            assert verdicts == [None]
+            counted(counts, calls=1, failures=1)
+            with pytest.raises(
+                UserError, match=f"refuses model 'm' .{status}.*redirects to {other}"
+            ):
+                mine.probe()
+        assert elsewhere == []

@@ -23,7 +23,7 @@ from jrl.setup.kinds import EpisodeKind, kind_of
 from jrl.setup.reward_parts import parts_of
 from jrl.train import build
 from jrl.train import memory_check as fits
-from jrl.train.held_models import UNDIVIDED, held_models
+from jrl.train.memory_check import UNDIVIDED, held_models
 from jrl.zoo.tools.reproducibility import measure_drift
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}

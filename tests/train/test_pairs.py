@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jrl.collect.collector import Collector
-from jrl.collect.pairs import BatchSizes, JudgedSource, judged_groups, sizes_of
 from jrl.collect.plan import Setting
 from jrl.collect.reward_stages import JudgedParts, model_stage
 from jrl.collect.sources import Groups
+from jrl.collect.sources_given import BatchSizes, JudgedSource, judged_groups, sizes_of
 from jrl.config import load_config
 from jrl.config.tables import RewardTable
 from jrl.errors import UserError
@@ -525,6 +525,47 @@ def test_two_reward_models_review_each_other(place, tmp_path):
     assert np.abs(first - second).max() > 1e-3
     with pytest.raises(UserError, match=r"rewards.r.labels = '2'; choose from 0, 1"):
         points_of(config, labels={"2": 1.0})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["responses", "differences"])
+def test_a_reward_model_contrasts_what_it_reads(place, tmp_path, of):
+    """Texts are nearer to themselves under dropout than to others, more than before."""
+    more = ("method=simcse_reward", f"objective.of={of}", "train.microbatches=1")
+    more += ("train.steps=12", "eval.every=0", "checkpoint.every=0", "objective.dropout=0.3")
+    config = settings(place, tmp_path / "run", "reward_model.toml", *more)
+    summary, records = finish(config)
+    assert summary["eval_after"]["pair_accuracy"] > 0.9
+    first, last = (np.mean([r["contrast"] for r in part]) for part in (records[:3], records[-3:]))
+    assert last < first
+
+
+@pytest.mark.slow
+def test_a_reward_model_tells_responses_of_a_later_policy_apart(place, tmp_path):
+    """MetaRM: rows of equal scores are a later policy's; preferences are learned all the same."""
+    ranked = [
+        {"prompt": r["prompt"], "responses": [r["chosen"], r["rejected"]], "scores": [1.0, 0.0]}
+        for r in pairs(0, 8)
+    ]
+    drawn = [
+        {"prompt": r["prompt"], "responses": ["ab", "mz", "qa"], "scores": [0.0, 0.0, 0.0]}
+        for r in pairs(8, 8)
+    ]
+    rows = [row for both in zip(ranked, drawn, strict=True) for row in both]
+    path = json.dumps(str(write_rows(tmp_path / "rows.jsonl", rows)))
+    more = (f"data.pairs={path}", "train.microbatches=1", "train.steps=12", "train.prompts=8")
+    more += ("eval.every=0", "checkpoint.every=0")
+    runs = {}
+    for ascent in (1e-9, 0.3):
+        meta = ("method=meta_rm", f"objective.ascent={ascent}", *more)
+        config = settings(place, tmp_path / f"run{ascent}", "reward_model.toml", *meta)
+        summary, records = finish(config)
+        assert summary["eval_after"]["pair_accuracy"] > 0.9
+        runs[ascent] = [record["ahead_loss"] for record in records]
+    # J of three equal scores: 2 / 9 of three pairs, each 1/2
+    assert runs[0.3][0] == pytest.approx(1 / 3, abs=1e-3)
+    assert runs[0.3][-1] > 0.34
+    assert abs(runs[0.3][-1] - runs[1e-9][-1]) > 1e-4
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jrl.collect.reward_sums import FiniteSums
+from jrl.collect.reward_stages import FiniteSums
 from jrl.collect.sources import Groups
 from jrl.config import load_config
 from jrl.errors import UserError

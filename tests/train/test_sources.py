@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from jrl.collect.host_episodes import HostEpisodes
-from jrl.collect.pairs import JudgedSource
-from jrl.collect.recorded import RecordedSource
 from jrl.collect.sources import PARTS, Around, epoch_order, simple_request
+from jrl.collect.sources_given import JudgedSource, RecordedSource
 from jrl.collect.sources_task import TaskSource, task_rollout
 from jrl.collect.sources_text import TextSource
 from jrl.collect.tree_search import TreeSearch

@@ -139,6 +139,48 @@ def test_epochs_and_minibatches_against_a_loop_by_hand(world, network, params, b
     assert int(after.step) == 1
 
 
+def test_the_gradient_is_taken_ahead_and_changes_where_it_started(world, network, params, batch):
+    """MetaRM: theta - alpha grad L(theta + eta grad J(theta)), by hand, of a batch in two parts."""
+    rate, eta, head = 0.3, 0.7, value_head(network)
+    points = np.array([[1.0, 0.0, 0.5], [0.2, 0.1, 0.9], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    mixed = batch.replace(rewards=jnp.asarray(points, jnp.float32)[:, :, None])
+    method, members = get_method("meta_rm", ascent=eta), np.asarray(batch.members)
+
+    def mean_over(of_group, groups, params):
+        want = frozenset({"values"})
+        stats = score(params, mixed, SAMPLING, network=network, value=head, want=want)
+        at = jnp.maximum(mixed.lengths - 1, 0)[:, :, None]
+        values = jnp.take_along_axis(stats["values"], at, axis=2)[:, :, 0]
+        return sum(of_group(n, np.flatnonzero(members[n]), values[n]) for n in groups) / len(groups)
+
+    def apart(n, live, v):
+        gaps = [jnp.abs(v[i] - v[j]) for i in live for j in live if i < j]
+        return 2 / len(live) ** 2 * sum(1 / (1 + jnp.exp(-gap)) for gap in gaps)
+
+    def preferred(n, live, v):
+        gaps = [v[i] - v[j] for i in live for j in live if points[n, i] > points[n, j]]
+        return sum(jnp.log1p(jnp.exp(-gap)) for gap in gaps) / len(gaps)
+
+    @jax.jit
+    def by_hand(start):
+        height, up = jax.value_and_grad(partial(mean_over, apart, (2, 3)))(start)
+        ahead = jax.tree.map(lambda x, g: x + eta * g, start, up)
+        slopes = [jax.grad(partial(mean_over, preferred, (0, 1)))(at) for at in (ahead, start)]
+        return height, *(jax.tree.map(lambda x, g: x - rate * g, start, g) for g in slopes)
+
+    step, state = world(
+        method.objective, optax.sgd(rate), head, schedule=method.schedule, microbatches=2
+    )
+    weight = 0.5 * jax.random.normal(jax.random.key(8), (network.embed_dim,))
+    start = {"policy": params, "value": {"weight": weight, "bias": jnp.float32(0.1)}}
+    height, expected, plain = by_hand(start)
+    after, metrics = step(state.replace(params=jax.tree.map(jnp.copy, start)), mixed, SAMPLING)
+    assert_close(after.params, expected, 1e-5)
+    assert metrics["ahead_loss"] == pytest.approx(float(height), abs=1e-5)
+    moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), plain, expected)
+    assert max(jax.tree.leaves(moved)) > 1e-3
+
+
 def test_microbatches_do_not_show(rich, batch):
     """Prompts of unequal lengths, members missing, terms with different counts: all the same."""
     (whole_step, state), (step, _) = rich[1], rich[2]

@@ -54,6 +54,11 @@ def letters(samples):
     return [sum(c.isalpha() for c in s.completion) / len(s.tokens) for s in samples]
 
 
+def embed(texts):
+    """A retriever's vectors: counts of vowels."""
+    return [[float(text.count(c)) for c in "aeiou"] for text in texts]
+
+
 def half(samples):
     """A quarter of a point, and of every second completion nothing."""
     return [0.25 if zlib.crc32(s.tokens.tobytes()) % 2 else None for s in samples]
@@ -547,6 +552,36 @@ def test_parts_without_an_opinion_and_parts_of_parts(place, quick, tmp_path):
         known = [p[name] for p in parts if p[name] is not None]
         assert record[f"reward/{name}"] == pytest.approx(np.mean(known), abs=1e-6)
     assert record["reward"] == pytest.approx(np.mean([p["gated"] or 0 for p in parts]), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_gcpo_pays_a_behaviour_where_it_helps(place, quick):
+    """GCPO's sum of accuracy, contrast and length, and R^3, on the samples of a run."""
+    parts = {
+        "right": f"{{function={reward(place, 'coin')}}}",
+        "aux": "{function='format', pattern='.*[a-m].*', weight=0}",
+        "useful": "{combine='group_contrast', of=['aux', 'right']}",
+        "length": "{function='chain_length', limit=8}",
+        "r3": f"{{function='r3', embed='{place}/rewards.py:embed', weight=0}}",
+    }
+    table = ", ".join(f"{name}={part}" for name, part in parts.items())
+    _, records, samples = quick(
+        *("method=grpo", f"rewards={{{table}}}", "sampling.group=6", "train.steps=4"),
+        "log.samples_every=1",
+    )
+    assert finite(records, "reward/useful", "reward/r3")
+    groups = {}
+    for s in samples:
+        groups.setdefault((s["step"], s["prompt"]), []).append(s["rewards"])
+    signs = set()
+    for group in groups.values():
+        sides = [[p["right"] for p in group if p["aux"] == shown] for shown in (1.0, 0.0)]
+        gap = np.mean(sides[0]) - np.mean(sides[1]) if all(sides) else 0.0
+        signs.add(np.sign(gap))
+        for p in group:
+            assert p["useful"] == np.sign(gap) * p["aux"]
+    assert len(signs) > 1
+    assert any(s["rewards"]["r3"] > 0 for s in samples)
 
 
 def test_ppo_trains_a_value_head(quick):

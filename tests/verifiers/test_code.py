@@ -111,7 +111,7 @@ def test_expected_outputs_stay_outside():
     dump = PROGRAMS["reads the driver's frames"]
 
     tests = code_tests.tests_of({}, secret, "", 0)
-    limits = code._Limits(4, 8, 512, 1024, 0)
+    limits = code.Limits(4, 8, 512, 1024, 0)
     verdicts = code.judge(dump, tests, "python", limits)
     assert verdicts.notes[0].startswith("ok")
     lines = code._run(dump, tests, "python", limits, False)
@@ -264,3 +264,13 @@ def test_no_jax_is_loaded():
     check = "import sys, jrl.verifiers.code; sys.exit('jax' in sys.modules)"
     root = pathlib.Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", check], cwd=root, check=False).returncode == 0
+
+
+def test_a_faster_program_is_worth_more():
+    """By processor time in the sandbox, beside a program that counts where one multiplies."""
+    slow = "n = int(input())\nt = 0\nfor i in range(2 * n):\n    t += 1\nprint(t)"
+    tests = {"inputs": ["600000\n"], "outputs": ["1200000\n"]}
+    told = [sample(p, tests, input=slow) for p in (RIGHT, "print(1)")]
+    fast, wrong = make_reward("code_speed", repeats=1)(told)
+    assert 1 < fast < 2
+    assert wrong == 0.0

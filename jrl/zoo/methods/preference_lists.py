@@ -329,9 +329,10 @@ def rrhf(sft_coef: NonNegative = 1.0) -> Method:
 
         loss = sum over r_i < r_j of max(0, p_i - p_j)  -  log pi(y_best)
 
-    with rewards from running the code (tests passed, speed). Departures: of several best candidates
-    the mean is imitated; ``sft_coef`` weighs the second term, which RRHF's released code divides by
-    the row's length and its paper does not. Of rewards the loss reads the order alone.
+    with rewards from running the code (tests passed, speed): ``function = "code_speed"``.
+    Departures: of several best candidates the mean is imitated; ``sft_coef`` weighs the second
+    term, which RRHF's released code divides by the row's length and its paper does not. Of rewards
+    the loss reads the order alone.
     """
 
     def loss(group: Members) -> tuple[Array, Stats]:
@@ -340,7 +341,7 @@ def rrhf(sft_coef: NonNegative = 1.0) -> Method:
         value = rank - sft_coef * mean_over_best(group.total("logprobs"), group)
         return spoilt(value, group), ranking_metrics(means, ordered)
 
-    return list_method(loss, lacks="a reward for the speed of code that passes its tests")
+    return list_method(loss)
 
 
 @variant(dpo, without=("min_gap",))

@@ -6,7 +6,6 @@ v_i is the value at completion i's last token, s_i its score in the data.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jrl.errors import UserError
 from jrl.methods.base import Method, requires
 from jrl.methods.definition import published, variant
-from jrl.methods.domains import Choice, Count, Fraction, NonNegative, Positive, Whole
+from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole
 from jrl.methods.preference import list_method
 from jrl.methods.reward_model import last_value, prm, step_ends
 from jrl.objectives import aggregates, lists
@@ -46,37 +45,6 @@ def safe_rlhf_cost(sign_coef: NonNegative = 1.0) -> Method:
         wrong_side = jnp.where(sign == 0, 0, softplus(-sign * values))
         ranked = softplus(values[None, :] - values[:, None])
         each = ranked + sign_coef * (wrong_side[:, None] + wrong_side[None, :])
-        value = lists.mean_over_pairs(each, ordered)
-        return spoilt(value, group), lists.ranking_metrics(values, ordered)
-
-    return list_method(loss, ("values",))
-
-
-@published
-def preference_strength(form: Annotated[str, Choice(("soft", "margin"))] = "soft") -> Method:
-    """The preference loss with each pair's strength as a soft label, or as a margin.
-
-    "Secrets of RLHF in Large Language Models Part II: Reward Modeling" (arXiv:2401.06080). The
-    strength of a pair is the mean over M reward models of one less the other's score,
-    mu = mean over m of r_m(y_w) - r_m(y_l); with d = v_w - v_l,
-
-        soft      -p log sigmoid(d) - (1 - p) log sigmoid(-d),   p = sigmoid(mu)
-        margin    -log sigmoid(d - mu)
-
-    the mean over a group's pairs. Scores are the mean scores of the M models, so that their
-    differences are the strengths (``jrl.zoo.with_strengths`` writes such rows). The
-    order of a pair is that of its strength, which is the paper's flip of labels for all pairs whose
-    strength is below 0, where the paper flips the tenth of least strength. Not here: the paper's
-    contrastive loss and MetaRM.
-    """
-
-    def loss(group: Members) -> tuple[Array, Stats]:
-        values, ordered = last_value(group), lists.ordered_pairs(group)
-        d = values[:, None] - values[None, :]
-        strength = jnp.where(ordered, group.score[:, None] - group.score[None, :], 0)
-        p = jax.nn.sigmoid(strength)
-        soft = p * softplus(-d) + (1 - p) * softplus(d)
-        each = soft if form == "soft" else softplus(strength - d)
         value = lists.mean_over_pairs(each, ordered)
         return spoilt(value, group), lists.ranking_metrics(values, ordered)
 

@@ -13,9 +13,10 @@ def group_contrast(c: Columns, eps: float = 0.0) -> Any:
 
     The masking of "GeometryZero: Improving Geometry Solving for LLM with Group Contrastive Policy
     Optimization" (arXiv:2506.07160): the first part is 1 where a member shows the behaviour (there
-    an auxiliary construction), the second is accuracy. It counts +1 in groups where the members
-    with it are more often right than those without, -1 where less often, 0 within ``eps`` or where
-    one side is empty. The rule's threshold is a reading of the abstract: the code is not known.
+    an auxiliary construction in <aux> tags), the second is accuracy. It counts +1 in groups where
+    the members with it are more often right than those without, -1 where less often, 0 within
+    ``eps`` or where one side is empty. GCPO adds accuracy, form and ``chain_length``. Read from
+    reviews of the paper, which have the signs and the threshold; its size is not known.
 
     Args:
       c: behaviour and accuracy, in that order.

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.rewards.base import Sample, whole_batch
+from jrl.rewards.base import Sample, whole_batch, whole_group
 from jrl.rewards.matching import stated_answer
+from jrl.rewards.shaping import share_repeated
 from jrl.rewards.tool_calls import call_score, calls_in, expected_calls, policy_text
 from jrl.user_code import load
 
@@ -354,3 +355,88 @@ def listed_solution(
         by_text = {text.strip(): float(label) for text, label in zip(texts, of, strict=True)}
         points.append(by_text.get(sample.completion.strip()))
     return points
+
+
+# ---------------------------------------------------------------- R^3
+
+
+@whole_group
+def r3(
+    samples: list[Sample],
+    embed: str,
+    column: str = "qtype",
+    constrained: str = "CONSTRAINED",
+    reference: str = "reference",
+    limit: int = 512,
+) -> list[float]:
+    """Regularized relevance: of an answer to its question, or to a reference answer.
+
+    R^3 of "Preference-free Alignment Learning with Regularized Relevance Reward"
+    (arXiv:2402.03469), as the released code of its later version has it. With n words and marks of
+    a completion y, their distinct share of trigrams d, and e the retriever's embeddings,
+
+        open-ended      (n / 100) (e(x) . e(y)) d
+        constrained     (limit / 100) (e(a) . e(y)) / 3.5 d
+
+    for the question x and the reference answer a; d is 1 of fewer than three words. There the
+    retriever is facebook/contriever, the mean of its last states over a text's tokens, which are
+    not normalised: 3.5 is the dot product that the code takes for the greatest. The policy is
+    trained by ``ppo``. Departures: the code cuts a completion where it begins to play the user,
+    which stop strings do here.
+
+    Args:
+      samples: what to judge, a group.
+      embed: "FILE.py:function", (texts) -> [n, D] numbers.
+      column: of the kind of question.
+      constrained: the kind that has a reference answer; every other is open-ended.
+      reference: the column of that answer; rows without it have their answer.
+      limit: tokens, the longest completion.
+
+    Raises:
+      UserError: a constrained row has no reference, or the embeddings are not one for each text.
+    """
+    embedded = load(embed, "rewards.r3.embed")
+    points: list[float] = []
+    if not samples:
+        return points
+    prompt = samples[0].prompt
+    open_ended = str(prompt.meta.get(column)) != constrained
+    beside = prompt.question or prompt.text
+    if not open_ended:
+        beside = str(prompt.meta.get(reference) or prompt.answer or "")
+        if not beside:
+            raise UserError(f"rewards.r3: prompt {prompt.id} has no {reference!r} and no answer")
+    texts = [beside, *(sample.completion for sample in samples)]
+    vectors = np.asarray(embedded(texts), np.float64)
+    if vectors.ndim != 2 or len(vectors) != len(texts):
+        raise UserError(
+            f"rewards.r3.embed returned shape {vectors.shape} for {len(texts)} texts; return [n, D]"
+        )
+    for sample, relevance in zip(samples, vectors[1:] @ vectors[0], strict=True):
+        words = re.findall(r"\w+|[^\w\s]+", sample.completion)
+        scale = len(words) / 100 if open_ended else limit / 100 / 3.5
+        points.append(float(scale * relevance * (1 - share_repeated(words, 3))))
+    return points
+
+
+# ---------------------------------------------------------------- GCPO
+
+
+def chain_length(samples: list[Sample], limit: int) -> list[float]:
+    """The share of the longest completion that a completion has, at most 1.
+
+    The length reward of GCPO, "GeometryZero: Improving Geometry Solving for LLM with Group
+    Contrastive Policy Optimization" (arXiv:2506.07160), which "promotes longer reasoning chains":
+
+        r = min(n / limit, 1)
+
+    added to accuracy, form and ``group_contrast``. Departures: the paper's own formula could not be
+    read and its code is not public here; this is the plainest such reward.
+
+    Args:
+      samples: what to judge; n are its tokens.
+      limit: tokens from which on the reward is 1.
+    """
+    if limit < 1:
+        raise UserError(f"rewards.chain_length.limit = {limit}; must be at least 1")
+    return [min(len(sample.tokens) / limit, 1.0) for sample in samples]

@@ -1,5 +1,6 @@
 """Published losses of reward models against float64 loops, and what each adds to its relatives."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from harness import as_batch, check, members_of, numbers, ragged, run, tokens_of
 
 from jrl.errors import UserError
 from jrl.methods import get_method
+from jrl.methods.base import Method
 from jrl.methods.reward_model import prm
 
 WRT = ("values",)
@@ -274,3 +276,98 @@ def test_the_share_rises_with_the_steps():
     sizes = [np.sum(usable & (coins == m)) for m in (0, 1)]
     assert left == [sum(int(np.ceil(s * n)) for n in sizes) for s in (0.25, 0.5, 0.75)]
     assert len(set(left)) == 3
+
+
+# ---------------------------------------------------------------- contrast
+
+
+def three_features(d, rng):
+    for k in range(3):
+        setattr(d, f"feature_{k}", numbers(rng, *d.mask.shape))
+
+
+def views_of(d, n, live, dropout):
+    """{member: two views [2, 3]} of a group's features, by masks that follow from its place."""
+    views = {}
+    for i in live:
+        first = tokens_of(d, n, i)[0]
+        h = np.array([getattr(d, f"feature_{k}")[n, i, first] for k in range(3)])
+        key = jax.random.fold_in(jax.random.key(0), int(d.ids["tie_breaker"][n, i]))
+        stays = np.asarray(jax.random.bernoulli(key, 1 - dropout, (2, 3)))
+        views[i] = np.array([[h[k] / (1 - dropout) * s[k] for k in range(3)] for s in stays])
+    return views
+
+
+def simcse(one, other, tau):
+    """The mean over rows of -log of the share that the own other view has."""
+
+    def cosine(a, b):
+        return a @ b / np.sqrt(max(a @ a, 1e-12) * max(b @ b, 1e-12))
+
+    each = []
+    for i, a in enumerate(one):
+        shares = np.exp([cosine(a, b) / tau for b in other])
+        each.append(-np.log(shares[i] / shares.sum()))
+    return sum(each) / len(each)
+
+
+def contrasted(of, coef, tau, dropout):
+    ranked = over_pairs(lambda w, l, s_w, s_l: softplus(l - w))
+
+    def reference(d, frozen):
+        total, count = 0.0, 0
+        for n in range(len(d.rewards)):
+            live = [i for i in members_of(d, n) if tokens_of(d, n, i)]
+            score = d.rewards[n]
+            pairs = [(i, j) for i in live for j in live if score[i] != score[j]]
+            if not pairs:
+                continue
+            views = views_of(d, n, live, dropout)
+            sets = [views[i] for i in live]
+            if of == "differences":
+                sets = [views[i] - views[j] for i, j in pairs]
+            total += simcse([x[0] for x in sets], [x[1] for x in sets], tau)
+            count += 1
+        return ranked(d, frozen) + coef * total / max(count, 1)
+
+    return reference
+
+
+@pytest.mark.parametrize("of", ["responses", "differences"])
+def test_representations_are_contrasted_under_dropout(of):
+    numbers_of = {"contrast_coef": 0.6, "temperature": 0.5, "dropout": 0.3}
+    method = get_method("simcse_reward", of=of, width=3, **numbers_of)
+    wrt = ("values", "feature_0", "feature_1", "feature_2")
+    check(method, contrasted(of, *numbers_of.values()), wrt=wrt, prepare=three_features)
+
+
+def test_a_feature_is_a_fixed_direction_of_the_last_state():
+    hidden = np.random.default_rng(1).normal(size=(5, 40)).astype(np.float32)
+    mask = jnp.array([True, True, False, True, False])
+    each = get_method("simcse_reward", width=2).objective.statistics
+    made = [statistic.apply(jnp.asarray(hidden), mask) for statistic in each]
+    for number, values in enumerate(made):
+        direction = np.random.default_rng(number).standard_normal(40) / 40**0.5
+        np.testing.assert_allclose(values, [hidden[3] @ direction] * 5, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- MetaRM
+
+
+def apart(d, frozen):
+    """J in loops, the mean over groups whose scores are all equal."""
+    total, count = 0.0, 0
+    for n in range(len(d.rewards)):
+        live = [i for i in members_of(d, n) if tokens_of(d, n, i)]
+        if not live or len({d.rewards[n, i] for i in live}) > 1:
+            continue
+        value = [d.values[n, i, tokens_of(d, n, i)[-1]] for i in live]
+        each = [1 / (1 + np.exp(-abs(a - b))) for k, a in enumerate(value) for b in value[k + 1 :]]
+        total, count = total + 2 / len(value) ** 2 * sum(each), count + 1
+    return total / max(count, 1)
+
+
+def test_how_far_apart_unranked_responses_are_is_the_paper_s():
+    ahead = get_method("meta_rm", ascent=0.5).schedule.ahead
+    assert ahead.size == 0.5
+    check(Method(ahead.objective), apart, wrt=WRT, n=4)
