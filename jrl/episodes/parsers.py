@@ -506,7 +506,7 @@ def _llama_calls(text: str, start: int, limit: int, schemas: Schemas) -> Iterato
         at = tag + len(_PYTHON_TAG)
         value, end = _json_at(text, at)
         yield _Part(tag, end, _call(value))
-        at = end
+        at = limit if isinstance(value, Malformed) else end
     elif not text.startswith("{", at):
         at = _line_of_call(text, at, limit, schemas)
     while at < limit and _OBJECT.match(text, at):
@@ -668,7 +668,7 @@ def _harmony_channels(text: str) -> tuple[str, str] | None:
         end = _HARMONY_END.search(text, head.end())
         at = end.end() if end else len(text)
         channel = _CHANNEL.search(head[0])
-        message = text[head.end() : end.start() if end else at].strip()
+        message = text[head.end() : end.start() if end else at]
         texts[channel is not None and channel[1] == "analysis"].append(message)
     if not at and _CHANNEL.match(text) is None:
         return None

@@ -99,6 +99,7 @@ BROKEN = [
     ("qwen3_coder", "<tool_call>add(1)</tool_call>", "<function=NAME>"),
     ("qwen3_coder", "<tool_call><function=add>a: 1</function></tool_call>", "not a <parameter"),
     ("llama3", '{"name": "add", "parameters": {"a": 1}', "not JSON"),
+    ("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 1}', "not JSON"),
     ("mistral", '[TOOL_CALLS][{"name": "add"', "not JSON"),
     ("mistral", "[TOOL_CALLS][]", "without a call"),
     ("gemma", "```tool_code\nadd(a=1)", "``` is missing"),
