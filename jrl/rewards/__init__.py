@@ -79,6 +79,7 @@ PUBLISHED = {
     "judge_verdict": f"{_CRITICS}:judge_verdict",
     "listwise_agreement": f"{_CRITICS}:listwise_agreement",
     "listed_solution": f"{_ZOO}:listed_solution",
+    "r3": f"{_ZOO}:r3",
     "rank_fidelity": f"{_ZOO}:rank_fidelity",
     "srpo": f"{_CRITICS}:srpo",
     "toolrl": f"{_ZOO}:toolrl",

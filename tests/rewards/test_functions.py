@@ -219,6 +219,22 @@ def test_convsearch_is_stricter_after_a_quarter_of_the_steps(tmp_path):
     assert mine == pytest.approx([*early, 1.0, 1 - 9 / 99, 0.0, 0.0, -0.2])
 
 
+def test_r3_is_relevance_by_length_and_variety(tmp_path):
+    """As naver-ai/rethinking-proxy-reward computes it; constrained rows by their reference."""
+    code = "def near(pairs):\n    return [float(len(a)) for a, _ in pairs]\n"
+    (tmp_path / "near.py").write_text(code)
+    judged = [
+        sample("a b, a b, a b"),  # 8 words, 3 of 6 trigrams; the question is "?"
+        sample("hi"),
+        sample("a b, a b, a b", answer="four", qtype="CONSTRAINED"),
+    ]
+    mine = points("r3", *judged, relevance=f"{tmp_path}/near.py:near", limit=350)
+    assert mine == pytest.approx([8 / 100 * 0.5, 1 / 100, 4.0 * 0.5])
+    (tmp_path / "none.py").write_text("def near(pairs):\n    return []\n")
+    with pytest.raises(UserError, match="rewards.r3.relevance returned 0 values for 1 pairs"):
+        points("r3", sample("a"), relevance=f"{tmp_path}/none.py:near")
+
+
 def test_rank_fidelity_is_the_mean_over_the_other_items():
     """Against the formula by hand, over two items of two members each."""
     stated = {0: ("1", "3"), 1: ("4", "4")}

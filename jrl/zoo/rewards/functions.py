@@ -12,7 +12,9 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.rewards.base import Sample, whole_batch
+from jrl.rewards.judge_prompts import question_of
 from jrl.rewards.matching import stated_answer
+from jrl.rewards.shaping import share_repeated
 from jrl.rewards.tool_calls import call_score, calls_in, expected_calls, policy_text
 from jrl.user_code import load
 
@@ -166,6 +168,52 @@ def _rewrite(text: str) -> str | None:
 def _rank(ids: Sequence[Any], gold: Any) -> int | None:
     gold_ids = set(map(str, gold if isinstance(gold, list | tuple) else [gold]))
     return next((k for k, each in enumerate(ids, 1) if str(each) in gold_ids), None)
+
+
+# ---------------------------------------------------------------- R^3
+
+
+def r3(
+    samples: list[Sample], relevance: str, column: str = "qtype", limit: int = 512
+) -> list[float]:
+    """Relevance to the question, times length and variety; of constrained rows to the reference.
+
+    The reward of "Preference-free Alignment Learning with Regularized Relevance Reward"
+    (arXiv:2402.03469), as its released code (naver-ai/rethinking-proxy-reward) has it, with v the
+    share of the completion's trigrams of words that are distinct, 1 where there is none:
+
+        open-ended    relevance(question, y) v words(y) / 100
+        constrained   relevance(reference, y) v (limit / 100) / 3.5
+
+    Words are runs of letters and digits, or of signs. Departure: the code cuts a completion at a
+    role's name and at long gaps.
+
+    Args:
+      samples: what to judge; the answer of a constrained row is its reference.
+      relevance: "FILE.py:function", (pairs of texts) -> a number for each; the paper's is the dot
+        product of Contriever's embeddings, about 0 to 3.5.
+      column: of the row's kind; "CONSTRAINED" is one, anything else is open-ended.
+      limit: the paper's longest completion, tokens.
+
+    Raises:
+      UserError: the function returned another number of values.
+    """
+    constrained = [sample.prompt.meta.get(column) == "CONSTRAINED" for sample in samples]
+    pairs = [
+        (str(sample.prompt.answer) if fixed else question_of(sample), sample.completion)
+        for sample, fixed in zip(samples, constrained, strict=True)
+    ]
+    scores = list(load(relevance, "rewards.r3.relevance")(pairs))
+    if len(scores) != len(pairs):
+        raise UserError(
+            f"rewards.r3.relevance returned {len(scores)} values for {len(pairs)} pairs of texts"
+        )
+    points = []
+    for sample, fixed, score in zip(samples, constrained, scores, strict=True):
+        words = re.findall(r"\w+|[^\w\s]+", sample.completion)
+        size = limit / 3.5 if fixed else len(words)
+        points.append(float(score) * size / 100 * (1 - share_repeated(words, 3)))
+    return points
 
 
 # ---------------------------------------------------------------- VisualQuality-R1
