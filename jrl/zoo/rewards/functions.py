@@ -179,8 +179,9 @@ def r3(
     """Relevance to the question, times length and variety; of constrained rows to the reference.
 
     The reward of "Preference-free Alignment Learning with Regularized Relevance Reward"
-    (arXiv:2402.03469), as its released code (naver-ai/rethinking-proxy-reward) has it, with v the
-    share of the completion's trigrams of words that are distinct, 1 where there is none:
+    (arXiv:2402.03469, later "Rethinking the Role of Proxy Rewards in Language Model Alignment"), as
+    its code (naver-ai/rethinking-proxy-reward) has it, with v the share of the completion's
+    trigrams of words that are distinct, 1 where there is none:
 
         open-ended    relevance(question, y) v words(y) / 100
         constrained   relevance(reference, y) v (limit / 100) / 3.5
