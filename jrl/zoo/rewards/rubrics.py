@@ -68,8 +68,8 @@ def rubicon_form(
     saturation: float = 2.0, interaction: float = 0.2, shaping: float = 2.0
 ) -> NamedForm:
     """The form ``rubicon`` with numbers of one's own; see ``rubicon_score``."""
-    how = {"saturation": saturation, "interaction": interaction, "shaping": shaping}
-    return NamedForm(partial(by_criteria, score=partial(rubicon_score, **how)), TEXTS["rubric"])
+    score = partial(rubicon_score, saturation=saturation, interaction=interaction, shaping=shaping)
+    return NamedForm(partial(by_criteria, score=score), TEXTS["rubric"])
 
 
 rubicon = rubicon_form()
@@ -132,12 +132,10 @@ def _step_and_whole(reply: str, count: int, low: float, high: float) -> float | 
     steps, whole = verdict.get("steps"), verdict.get("whole")
     if not isinstance(steps, list) or len(steps) != count:
         return None
-    scores = [*steps, whole]
-    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in scores):
+    scores = [x for x in [*steps, whole] if isinstance(x, int | float) and not isinstance(x, bool)]
+    if len(scores) != count + 1 or not all(low <= x <= high for x in scores):
         return None
-    if not all(low <= x <= high for x in scores):
-        return None
-    mean = (sum(steps) / count + whole) / 2
+    mean = (sum(scores[:-1]) / count + scores[-1]) / 2
     return float((mean - low) / (high - low))
 
 
