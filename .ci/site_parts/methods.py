@@ -21,6 +21,7 @@ FAMILIES = {
     "supervised": "Supervised",
     "distillation": "Distillation",
     "reward_model": "Reward models",
+    "preference_strength": "Reward models by strength of preference",
     "intrinsic": "The policy's own confidence",
     "batch_statistics": "Statistics of the batch",
     "demonstrations": "With demonstrations",
@@ -59,7 +60,7 @@ DEPARTURES = re.compile(r"(?:\A|\n\n|(?<=[.)])\s)(?:Departures?:\s|(?=Departures
 def example(method: dict[str, Any]) -> str:
     """A command that trains by the method, on data of the kind that it reads."""
     name, family = method["name"], method["family"]
-    if family == "reward_model":
+    if family in ("reward_model", "preference_strength"):
         config, data = SCORED
     elif name in DIALOGUES:
         config, data = TALKS
