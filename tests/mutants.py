@@ -211,8 +211,8 @@ MUTANTS = {
     "epochs that reuse the first gradient": Mutant(
         8,
         "train/step.py",
-        "_ahead(parts, carry[0], ",
-        "_ahead(parts, state.params, ",
+        "_gradient(parts, at, state.frozen, ",
+        "_gradient(parts, state.params, state.frozen, ",
     ),
     "the same minibatch every time": Mutant(
         8,
