@@ -153,12 +153,17 @@ def first_opinion(c: Columns) -> Any:
     return xp.take_along_axis(c.points, at[..., None], axis=-1)[..., 0]
 
 
-def by_kind(c: Columns, column: str, cases: dict[str, str]) -> Any:
-    """The part that ``cases`` names for the row's value in ``column``; no opinion for others."""
+def by_kind(c: Columns, column: str, cases: dict[str, str], others: str = "") -> Any:
+    """The part that ``cases`` names for the row's value in ``column``, else ``others``.
+
+    ``others = "none"`` is no opinion; without ``others`` such rows are refused before a run.
+    """
     xp = _xp(c)
-    if missing := sorted({name for name in cases.values() if name not in c.names}):
+    named = {*cases.values(), *({others} - {"", "none"})}
+    if missing := sorted(named - set(c.names)):
         raise UserError(f"cases names {', '.join(missing)}, and of has {', '.join(c.names)}")
-    places = [c.names.index(n) if (n := cases.get(str(row.get(column)))) else -1 for row in c.rows]
+    chosen_names = [cases.get(str(row.get(column)), others) for row in c.rows]
+    places = [c.names.index(name) if name in c.names else -1 for name in chosen_names]
     at = xp.asarray(places)[:, None, None]
     chosen = xp.take_along_axis(c.points, xp.clip(at, 0, None), axis=-1)[..., 0]
     return xp.where(at[..., 0] >= 0, chosen, math.nan)

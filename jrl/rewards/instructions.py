@@ -287,8 +287,9 @@ def instructions(
                 verdicts.append(follows(text, name, kwargs, loose=loose))
         if not verdicts:
             raise UserError(
-                f"rewards.instructions: row {sample.prompt.id} has no constraints in {column!r},"
-                " nor TÜLU 3's ground_truth; name the column with rewards.instructions.column"
+                f"rewards.instructions: row {sample.prompt.id + 1} has no constraints in"
+                f" {column!r}, nor TÜLU 3's ground_truth; name the"
+                " column with rewards.instructions.column"
             )
         share = sum(verdicts) / len(verdicts)
         points.append(share if partial else float(share == 1.0))

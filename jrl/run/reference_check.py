@@ -1,4 +1,4 @@
-"""The rows' own solutions, judged before a run by the verifiers that will judge the policy."""
+"""What rows ask of verifiers, before a run: their solutions are judged, their tasks read."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jrl.config import Config
 from jrl.config.secrets import reveal
+from jrl.config.tables import RewardTable
 from jrl.errors import UserError
+from jrl.rewards import make_reward
+from jrl.rewards.base import Sample
 from jrl.rewards.rules import Rules
 from jrl.setup.reward_parts import function_of, parts_of, reward_tables
 from jrl.system.processes import all_say
 from jrl.system.wait_reports import waiting
 from jrl.types import Prompt
 from jrl.verifiers import code, sql
-from jrl.verifiers.references import Reference, broken_rows, message_of
+from jrl.verifiers.references import Reference, broken_rows, message_of, with_rows
 
 _REFERENCES: Mapping[str, Callable[[Prompt, str, Mapping[str, Any]], Reference | None]] = {
     "code": code.reference,
@@ -24,6 +28,9 @@ _REFERENCES: Mapping[str, Callable[[Prompt, str, Mapping[str, Any]], Reference |
 }
 """Reward functions that can judge what a row gives as its solution."""
 _ROWS = 64
+_READ = ("instructions", "json_schema", "reasoning_gym")
+"""Reward functions that read in each row what is asked for, in microseconds."""
+_MOST_READ = 10_000
 
 
 def check_references(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> list[str]:
@@ -74,3 +81,84 @@ def check_references(config: Config, prompts: Mapping[str, Sequence[Prompt]]) ->
     if notes and config.reward_pool.on_error == "stop":
         raise UserError("\n".join(notes))
     return notes
+
+
+def check_verifiers(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> list[str]:
+    """Looks for rows that ask for what no reward part can judge.
+
+    Args:
+      config: of the run.
+      prompts: by split, in the order of the data; the first 10,000 of each are read.
+
+    Returns:
+      What to say of rows whose schema, constraints or data set are none.
+
+    Raises:
+      UserError: that, where a failure of a reward ends the run (``reward_pool.on_error``); or a
+        row's value is in no ``cases`` of ``by_kind``; or each part has a ``where`` that leaves the
+        row out.
+    """
+    tables, notes = reward_tables(config), []
+    rows = {
+        f"data.{split}, row {prompt.id + 1}": prompt
+        for split, listed in prompts.items()
+        for prompt in listed[:_MOST_READ]
+    }
+    for name, table in tables.items():
+        if table.combine == "by_kind":
+            _check_kinds(name, table.options, rows)
+        elif function_of(name, table) in _READ:
+            broken = _unreadable(name, function_of(name, table), table, rows)
+            head = f"rewards.{name}: {len(broken)} of {len(rows)} rows ask for what it cannot judge"
+            if broken:
+                notes.append(with_rows(f"{head}; repair them or leave them out", broken))
+    if notes and config.reward_pool.on_error == "stop":
+        raise UserError("\n".join(notes))
+    rules = [Rules(where=t.where) for t in tables.values() if t.combine is None]
+    judged = lambda prompt: any(rule.asks_row(prompt.meta) for rule in rules)  # noqa: E731
+    columns = sorted({column for rule in rules for column in rule.where})
+    unjudged = [(at, _values(prompt, columns)) for at, prompt in rows.items() if not judged(prompt)]
+    if rules and unjudged and not parts_of(config).given_by("data"):
+        head = (
+            f"rewards: {len(unjudged)} of {len(rows)} rows are in the where of no part, so nothing"
+            " judges them; add a part for them, or leave them out"
+        )
+        raise UserError(with_rows(head, unjudged))
+    return notes
+
+
+def _values(prompt: Prompt, columns: Sequence[str]) -> str:
+    return ", ".join(f"{column} = {prompt.meta.get(column)!r}"[:80] for column in columns)
+
+
+def _check_kinds(name: str, options: Mapping[str, Any], rows: Mapping[str, Prompt]) -> None:
+    column, cases = str(options.get("column")), options.get("cases")
+    if not isinstance(cases, Mapping) or options.get("others"):
+        return
+    strange = [
+        (at, _values(prompt, [column]))
+        for at, prompt in rows.items()
+        if str(prompt.meta.get(column)) not in cases
+    ]
+    if strange:
+        head = (
+            f"rewards.{name}.cases names no part for {len(strange)} of {len(rows)} rows (it has"
+            f" {', '.join(map(str, cases))}); add their values, or give rewards.{name}.others, a"
+            ' part or "none"'
+        )
+        raise UserError(with_rows(head, strange))
+
+
+def _unreadable(
+    name: str, function: str, table: RewardTable, rows: Mapping[str, Prompt]
+) -> list[tuple[str, str]]:
+    """(row, complaint) where a row asks for what is none: an empty completion of it is judged."""
+    reward = make_reward(function, **reveal(table.options, f"rewards.{name}"))
+    rules, broken = Rules(where=table.where), []
+    for at, prompt in rows.items():
+        if rules.asks_row(prompt.meta):
+            try:
+                reward([Sample(prompt, "", np.zeros(0, np.int32), "length")])
+            except UserError as error:
+                broken.append((at, str(error)))
+    return broken

@@ -25,7 +25,7 @@ from jrl.run.metric_names import check_metric_names
 from jrl.run.out_of_memory import memory_of
 from jrl.run.progress import above_live_line
 from jrl.run.records import RunMoved, RunRecords
-from jrl.run.reference_check import check_references
+from jrl.run.reference_check import check_references, check_verifiers
 from jrl.run.revisions import pinned
 from jrl.run.reward_probe import check_reward_columns, missing_math, probe_rewards, reward_text
 from jrl.run.sampler_difference import difference_text
@@ -163,7 +163,8 @@ def _set_up(
     programs.check_trainable(run)
     check_sources(run)
     check_reward_columns(run.config, run.data.prompts.get("train") or ())
-    for note in check_references(run.config, run.data.prompts):
+    data = run.data.prompts
+    for note in check_verifiers(run.config, data) + check_references(run.config, data):
         echo(note)
     prompts = [p for listed in run.data.prompts.values() for p in listed]
     check_judges(run.config, prompts)

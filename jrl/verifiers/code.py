@@ -102,7 +102,7 @@ def code(
     for sample in samples:
         meta = sample.prompt.meta
         name = language_named(str(meta.get(language_column) or language))
-        tests = tests_of(meta, sample.prompt.answer, column, sample.prompt.id)
+        tests = tests_of(meta, sample.prompt.answer, column, sample.prompt.id + 1)
         if max_tests:
             tests = tests._replace(cases=tests.cases[:max_tests])
         program = whole_program(last_block(sample.completion), sample.prompt)
@@ -285,7 +285,7 @@ def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Referen
     limits = Limits(*(chosen[name] for name in Limits._fields))
 
     def complaint() -> str:
-        tests = tests_of(prompt.meta, prompt.answer, chosen["column"], prompt.id)
+        tests = tests_of(prompt.meta, prompt.answer, chosen["column"], prompt.id + 1)
         if chosen["max_tests"]:
             tests = tests._replace(cases=tests.cases[: chosen["max_tests"]])
         program = whole_program(solution, prompt)

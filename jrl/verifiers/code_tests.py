@@ -55,7 +55,7 @@ class Tests(NamedTuple):
     setup: str = ""
 
 
-def tests_of(meta: Mapping[str, Any], answer: Any, column: str, row: object) -> Tests:
+def tests_of(meta: Mapping[str, Any], answer: Any, column: str, row: int) -> Tests:
     """The tests of a row.
 
     Args:
@@ -63,7 +63,7 @@ def tests_of(meta: Mapping[str, Any], answer: Any, column: str, row: object) -> 
       answer: its answer.
       column: that holds the tests; "" for the first of ``COLUMNS`` that is there, after MBPP's
         ``test_list`` and HumanEval's ``test``.
-      row: which row it is, for messages.
+      row: which row it is, from 1, for messages.
 
     Raises:
       UserError: there are none, or they are of no layout that is known.

@@ -34,13 +34,13 @@ def reasoning_gym(samples: list[Sample], dataset: str = "", column: str = "entry
         name = entry["metadata"].get("source_dataset") or dataset
         if not name:
             raise UserError(
-                f"rewards.reasoning_gym: row {sample.prompt.id} names no data set in"
+                f"rewards.reasoning_gym: row {sample.prompt.id + 1} names no data set in"
                 " metadata.source_dataset; give rewards.reasoning_gym.dataset"
             )
         try:
             score = gym.get_score_answer_fn(name)
         except ValueError as error:
-            raise UserError(f"rewards.reasoning_gym: row {sample.prompt.id}: {error}") from None
+            raise UserError(f"rewards.reasoning_gym: row {sample.prompt.id + 1}: {error}") from None
         points.append(float(score(answer=stated_answer(sample.completion), entry=entry)))
     return points
 
@@ -59,7 +59,7 @@ def _entry(sample: Sample, column: str) -> dict[str, Any]:
     entry["metadata"] = json.loads(metadata) if isinstance(metadata, str) else metadata
     if not isinstance(entry["metadata"], Mapping):
         raise UserError(
-            f"rewards.reasoning_gym: row {sample.prompt.id} has metadata of the type"
+            f"rewards.reasoning_gym: row {sample.prompt.id + 1} has metadata of the type"
             f" {type(metadata).__name__}; it is an object"
         )
     return entry

@@ -49,7 +49,7 @@ def json_schema(
     points = []
     for sample in samples:
         of_row = sample.prompt.meta.get(column)
-        owner = f"rewards.json_schema: column {column!r} of row {sample.prompt.id}"
+        owner = f"rewards.json_schema: column {column!r} of row {sample.prompt.id + 1}"
         if of_row is None and schema is None:
             raise UserError(f"{owner} is empty; fill it, or give rewards.json_schema.schema")
         schema_of_row = _read(schema if of_row is None else of_row, owner)

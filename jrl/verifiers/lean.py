@@ -96,8 +96,8 @@ def _statement(sample: Sample, column: str) -> tuple[str, str]:
     named = list(_NAME.finditer(text))
     if not named:
         raise UserError(
-            f"rewards.lean: row {sample.prompt.id} states no theorem in {', '.join(names)}; give"
-            " text such as 'theorem t (n : Nat) : n = n := by sorry'"
+            f"rewards.lean: row {sample.prompt.id + 1} states no theorem in {', '.join(names)};"
+            " give text such as 'theorem t (n : Nat) : n = n := by sorry'"
         )
     return _END.sub("", text[named[-1].start() :]).strip(), named[-1][1]
 

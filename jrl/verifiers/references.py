@@ -76,13 +76,18 @@ def broken_rows(
 
 def message_of(part: str, broken: Sequence[tuple[str, str]], checked: int) -> str:
     """Message about rows whose own solution fails, a line for each of the first."""
-    shown = [f"  {row}: {complaint}" for row, complaint in broken[:_NAMED]]
-    more = [f"  and {len(broken) - _NAMED} more"] if len(broken) > _NAMED else []
     head = (
         f"rewards.{part}: {len(broken)} of {checked} rows have a solution of their own that is"
         " judged wrong; repair them or leave them out, or set"
         f" rewards.{part}.check_rows = 0 to check none"
     )
+    return with_rows(head, broken)
+
+
+def with_rows(head: str, broken: Sequence[tuple[str, str]]) -> str:
+    """A message, and (row, complaint) of the first rows that it is about, a line each."""
+    shown = [f"  {row}: {complaint}" for row, complaint in broken[:_NAMED]]
+    more = [f"  and {len(broken) - _NAMED} more"] if len(broken) > _NAMED else []
     return "\n".join([head, *shown, *more])
 
 

@@ -259,14 +259,14 @@ def _source(sample: Sample, database: str, script_column: str, engine: str) -> S
             return Source(engine, database.format(**meta), "")
         except (KeyError, IndexError, ValueError) as error:
             raise UserError(
-                f"rewards.sql.database = {database!r}: row {sample.prompt.id} has no column"
+                f"rewards.sql.database = {database!r}: row {sample.prompt.id + 1} has no column"
                 f" {error}; columns are {', '.join(map(str, meta)) or 'none'}"
             ) from None
     names = [script_column] if script_column else list(_SCRIPTS)
     script = next((meta[name] for name in names if meta.get(name)), None)
     if not isinstance(script, str):
         raise UserError(
-            f"rewards.sql: row {sample.prompt.id} has no database: give rewards.sql.database, a"
+            f"rewards.sql: row {sample.prompt.id + 1} has no database: give rewards.sql.database, a"
             f" file with columns in braces, or statements in {', '.join(names)}"
         )
     return Source(engine, "", script)
@@ -280,8 +280,8 @@ def _gold_query(sample: Sample, column: str, *, needed: bool = True) -> str:
         return ""
     if not isinstance(query, str):
         raise UserError(
-            f"rewards.sql: row {sample.prompt.id} has no gold query in {', '.join(names)}; name the"
-            " column with query_column, or give rows_column"
+            f"rewards.sql: row {sample.prompt.id + 1} has no gold query in {', '.join(names)}; name"
+            " the column with query_column, or give rows_column"
         )
     return query
 
@@ -293,7 +293,7 @@ def _gold_rows(task: _Task, seconds: float, max_rows: int, sample: Sample) -> Ro
         return _run_gold(task.source, task.query, seconds, max_rows)
     except QueryError as error:
         raise UserError(
-            f"rewards.sql: the gold query of row {sample.prompt.id}, {task.query[:_SHOWN]!r},"
+            f"rewards.sql: the gold query of row {sample.prompt.id + 1}, {task.query[:_SHOWN]!r},"
             f" fails: {error}; repair the row, leave it out, or raise seconds"
         ) from None
 

@@ -75,6 +75,8 @@ def test_what_a_row_of_the_data_says():
     cases = {"math": "right", "code": "tests"}
     chosen = COMBINATORS["by_kind"](c, column="kind", cases=cases)
     np.testing.assert_array_equal(chosen[:, 0], [1.0, 3.0, NAN])
+    chosen = COMBINATORS["by_kind"](c, column="kind", cases=cases, others="tests")
+    np.testing.assert_array_equal(chosen[:, 0], [1.0, 3.0, 3.0])
     np.testing.assert_array_equal(COMBINATORS["row_weight"](c, column="w")[:, 0], [8.0, 2.0, NAN])
 
 

@@ -89,7 +89,7 @@ def test_keywords_that_are_no_patterns_stand_for_themselves():
 
 
 def test_mistakes_in_rows_are_named():
-    with pytest.raises(UserError, match="row 3 has no constraints in 'instruction_id_list'"):
+    with pytest.raises(UserError, match="row 4 has no constraints in 'instruction_id_list'"):
         points("x")
     with pytest.raises(UserError, match="punctuation:no_comma"):
         points("x", instruction_id_list=["punctuation:no_coma"], kwargs=[{}])

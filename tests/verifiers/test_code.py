@@ -201,7 +201,7 @@ def test_other_languages_where_their_tools_are(language, program):
 
 
 def test_bad_rows_and_options_are_named():
-    with pytest.raises(UserError, match="row 7 has no tests"):
+    with pytest.raises(UserError, match="row 8 has no tests"):
         points(sample("x"))
     with pytest.raises(UserError, match="2 inputs and 1 outputs"):
         points(sample("x", {"inputs": ["1", "2"], "outputs": ["1"]}))

@@ -58,7 +58,7 @@ def test_hostile_json_ends():
 
 
 def test_schemas_that_cannot_be_are_named():
-    with pytest.raises(UserError, match="column 'json_schema' of row 5 is empty"):
+    with pytest.raises(UserError, match="column 'json_schema' of row 6 is empty"):
         paid("1")
     with pytest.raises(UserError, match="no JSON"):
         paid("1", json_schema="{")

@@ -75,7 +75,7 @@ def test_the_header_comes_first_and_its_mistakes_are_named():
 def test_mistakes_are_named():
     with pytest.raises(UserError, match="there is no such program"):
         make_reward("lean", repl="no_repl_of_this_name")
-    with pytest.raises(UserError, match="row 5 states no theorem"):
+    with pytest.raises(UserError, match="row 6 states no theorem"):
         paid("x", "1 + 1 = 2")
 
 

@@ -31,7 +31,7 @@ def test_the_data_set_of_the_row_scores():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(UserError, match="row 5 names no data set"):
+    with pytest.raises(UserError, match="row 6 names no data set"):
         paid("292", "292")
     with pytest.raises(UserError, match="nothing_of_the_kind"):
         paid("292", "292", options={"dataset": "nothing_of_the_kind"})

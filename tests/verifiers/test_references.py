@@ -8,7 +8,7 @@ import pytest
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.run import reference_check
-from jrl.run.reference_check import check_references
+from jrl.run.reference_check import check_references, check_verifiers
 from jrl.types import Prompt
 from jrl.verifiers import code as programs
 
@@ -119,3 +119,45 @@ def test_gold_queries_that_fail_or_give_other_rows_are_named():
 def test_an_option_that_is_none_is_said():
     with pytest.raises(UserError, match=r"check_rows = -1: give 0 for none"):
         programs.code([], check_rows=-1)
+
+
+def test_rows_that_ask_for_what_is_none_are_named_before_a_run():
+    fits = {"json_schema": {"type": "integer"}}
+    never = {"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}
+    data = prompts(fits, never, {})
+    with pytest.raises(UserError) as error:
+        check_verifiers(config("{json_schema={}}"), data)
+    head, *lines = str(error.value).splitlines()
+    assert head.startswith("rewards.json_schema: 2 of 3 rows ask for what it cannot judge; repair")
+    assert "data.train, row 2" in lines[0]
+    assert "minimum = 5 above maximum = 3" in lines[0]
+    assert "row 3" in lines[1]
+    assert "is empty" in lines[1]
+    (note,) = check_verifiers(config("{json_schema={}}", "reward_pool.on_error=drop"), data)
+    assert note == str(error.value)
+    assert (
+        check_verifiers(config("{json_schema={schema={type='string'}}}"), prompts(fits, {})) == []
+    )
+    strange = prompts({"instruction_id_list": ["punctuation:no_coma"], "kwargs": [{}]})
+    with pytest.raises(UserError, match=r"row 1: .*no_coma"):
+        check_verifiers(config("{instructions={}}"), strange)
+
+
+def test_rows_of_a_kind_that_no_part_judges_are_named_before_a_run():
+    data = prompts({"kind": "math"}, {"kind": "code"}, {})
+    two = "math={},exact={weight=0},"
+    by = "v={combine='by_kind',of=['math','exact'],column='kind',cases={math='math'%s}%s}"
+    match = (
+        r"rewards.v.cases names no part for 2 of 3 rows \(it has math\); add .*others.*\n"
+        r"  data.train, row 2: kind = 'code'\n  data.train, row 3: kind = None$"
+    )
+    with pytest.raises(UserError, match=match):
+        check_verifiers(config("{" + two + by % ("", "") + "}"), data)
+    for others in ("none", "exact"):
+        chosen = by % ("", f",others='{others}'")
+        assert check_verifiers(config("{" + two + chosen + "}"), data) == []
+    where = "{math={where={kind='math'}},exact={where={kind=['code','words']}}}"
+    with pytest.raises(UserError, match=r"1 of 3 rows are in the where of no part.*\n.*row 3: kin"):
+        check_verifiers(config(where), data)
+    assert check_verifiers(config(where), prompts({"kind": "math"}, {"kind": "words"})) == []
+    assert check_verifiers(config("{math={where={kind='math'}},exact={}}"), data) == []

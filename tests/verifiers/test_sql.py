@@ -146,12 +146,12 @@ def test_how_values_are_compared():
 
 def test_mistakes_are_named():
     with pytest.raises(
-        UserError, match="gold query of row 5, 'SELECT x FROM people', fails: no such"
+        UserError, match="gold query of row 6, 'SELECT x FROM people', fails: no such"
     ):
         paid("x", "SELECT x FROM people")
-    with pytest.raises(UserError, match="row 5 has no gold query"):
+    with pytest.raises(UserError, match="row 6 has no gold query"):
         paid("x", "")
-    with pytest.raises(UserError, match="row 5 has no database"):
+    with pytest.raises(UserError, match="row 6 has no database"):
         paid("x", schema="")
     with pytest.raises(UserError, match="is no database for sqlite"):
         paid("x", schema="CREATE TABLE")

@@ -68,7 +68,7 @@ def code_speed(
     for sample in samples:
         meta = sample.prompt.meta
         name = language_named(str(meta.get(language_column) or language))
-        tests = tests_of(meta, sample.prompt.answer, column, sample.prompt.id)
+        tests = tests_of(meta, sample.prompt.answer, column, sample.prompt.id + 1)
         if max_tests:
             tests = tests._replace(cases=tests.cases[:max_tests])
         program = whole_program(last_block(sample.completion), sample.prompt)
