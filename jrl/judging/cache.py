@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,16 @@ class QuestionVote(NamedTuple):
 
     question: Question
     vote: int = 0
+
+
+def verdicts_of(asked: Iterable[QuestionVote], replies: Iterable[str | None]) -> list[Any]:
+    """The verdict of each question in its reply; None without one.
+
+    Questions of the same words share a reply, and each reads it for itself: their rows may have
+    different answers.
+    """
+    pairs = zip(asked, replies, strict=True)
+    return [None if reply is None else each.question.read(reply) for each, reply in pairs]
 
 
 class VerdictCache(NamedTuple):
@@ -44,13 +54,13 @@ class VerdictCache(NamedTuple):
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def read(self, name: str, question: Question) -> Any:
-        """The verdict in the reply of that name; None where there is none."""
+    def read(self, name: str, question: Question) -> str | None:
+        """The reply of that name, if there is a verdict for the question in it; else None."""
         if self.directory is None:
             return None
         try:
-            stored = json.loads(self._file(name).read_bytes())
-            return question.read(stored["reply"])
+            reply = json.loads(self._file(name).read_bytes())["reply"]
+            return reply if question.read(reply) is not None else None
         except (OSError, *UNREADABLE):
             return None
 

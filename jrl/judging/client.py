@@ -25,7 +25,7 @@ from jrl.config.judge import JudgeTable
 from jrl.config.secrets import without_secrets
 from jrl.episodes.model_endpoint import check_url, endpoint, environment_variable
 from jrl.errors import UserError
-from jrl.judging.cache import UNREADABLE, QuestionVote, VerdictCache
+from jrl.judging.cache import UNREADABLE, QuestionVote, VerdictCache, verdicts_of
 from jrl.judging.limits import Batch, Pace, Question
 from jrl.system.wait_reports import waiting
 
@@ -124,9 +124,9 @@ class JudgeClient:
             if name in self._begun_names:
                 continue
             self._begun_names.add(name)
-            verdict = self._cache.read(name, each.question)
-            if verdict is not None:
-                batch.finish(name, "judge_cached", verdict)
+            reply = self._cache.read(name, each.question)
+            if reply is not None:
+                batch.finish(name, "judge_cached", reply)
                 continue
             batch.put(Question(name, each))
             self._start_thread(batch)
@@ -154,7 +154,7 @@ class JudgeClient:
             batch.wait(own_names)
         self.stop()
         by_name, counts = batch.close(own_names)
-        return [by_name.get(name) for name in names], counts
+        return verdicts_of(questions, map(by_name.get, names)), counts
 
     def stop(self) -> None:
         """Drops what was begun, and ends ``verdicts`` where another thread waits in it."""
@@ -171,8 +171,8 @@ class JudgeClient:
             if result is not None:
                 batch.finish(question.name, *result)
 
-    def _ask(self, question: Question, batch: Batch) -> tuple[str, Any] | None:
-        """(what is to be counted besides, the verdict or None); None to ask again later."""
+    def _ask(self, question: Question, batch: Batch) -> tuple[str, str | None] | None:
+        """(what is to be counted besides, the reply or None); None to ask again later."""
         name, entry, attempt = question[:3]
         crowded, retry_after = False, 0.0
         try:
@@ -199,10 +199,10 @@ class JudgeClient:
             return "judge_unreadable", None
         else:
             self._pace.served()
-            verdict = entry.question.read(reply) if isinstance(reply, str) else None
-            if verdict is not None:
-                self._cache.write(name, reply)
-            return ("" if verdict is not None else "judge_unreadable"), verdict
+            if not isinstance(reply, str) or entry.question.read(reply) is None:
+                return "judge_unreadable", None
+            self._cache.write(name, reply)
+            return "", reply
         finally:
             batch.returned(name)
         if batch.left() <= retry_after:

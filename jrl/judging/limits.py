@@ -213,23 +213,23 @@ class Batch:
         with self._changed:
             self._counts[name] += 1
 
-    def finish(self, name: str, outcome: str, verdict: Any) -> None:
-        """Notes the end of a question: what is to be counted besides, and the verdict or None."""
+    def finish(self, name: str, outcome: str, reply: str | None) -> None:
+        """Notes the end of a question: what is to be counted besides, and the reply or None."""
         with self._changed:
-            self._end(name, outcome, verdict)
+            self._end(name, outcome, reply)
 
-    def _end(self, name: str, outcome: str, verdict: Any) -> None:
-        self._ended.setdefault(name, (outcome, verdict))
+    def _end(self, name: str, outcome: str, reply: str | None) -> None:
+        self._ended.setdefault(name, (outcome, reply))
         if name in self._missing:
             self._missing.remove(name)
             if not self._missing:
                 self._changed.notify_all()
 
-    def close(self, names: Collection[str]) -> tuple[dict[str, Any], dict[str, float]]:
-        """Verdicts by name, and the counts; questions that did not end are out of time.
+    def close(self, names: Collection[str]) -> tuple[dict[str, str | None], dict[str, float]]:
+        """Replies by name, and the counts; questions that did not end are out of time.
 
         Args:
-          names: of the questions whose verdicts are wanted. What else was asked counts as requests
+          names: of the questions whose replies are wanted. What else was asked counts as requests
             alone.
         """
         with self._changed:

@@ -26,6 +26,14 @@ def questions(*texts, vote=0):
     return [QuestionVote(Question(({"role": "user", "content": t},), read), vote) for t in texts]
 
 
+def answers(text, *right):
+    """The same question for rows of these right answers."""
+    return [
+        QuestionVote(Question(({"role": "user", "content": text},), lambda r, a=a: float(r == a)))
+        for a in right
+    ]
+
+
 def client(url, cache=None, **options):
     table = judge_table("rewards.good", {"url": url, "model": "m"} | options)
     return JudgeClient(table, "rewards.good", cache=cache)
@@ -477,3 +485,12 @@ def test_a_redirect_takes_the_key_nowhere(status, monkeypatch):
             ):
                 mine.probe()
         assert elsewhere == []
+
+
+def test_a_reply_to_one_question_is_read_for_each_row_by_its_own_answer(tmp_path):
+    with judge_server(lambda body, number: "4") as (url, _):
+        for cached in (0, 1):
+            mine = client(url, cache=tmp_path)
+            verdicts, counts = mine.verdicts(answers("solve by the plan", "4", "5", "4"))
+            assert verdicts == [1.0, 0.0, 1.0]
+            counted(counts, **{"cached": 1} if cached else {"calls": 1})

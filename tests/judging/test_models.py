@@ -30,6 +30,7 @@ from jrl.setup.reward_parts import judge_of
 from jrl.storage.metrics import read_jsonl
 from jrl.train import build
 from jrl.types import Prompt, StopReason
+from jrl.zoo.rewards.plans import plan_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 TOKENS = CharTokenizer()
@@ -41,15 +42,15 @@ FOLLOWS = ("1y", "ye", "es", "0n", "no", "2z", "3y", "3n")
 ONE = "function='judge', form='yes_no', template='{completion}', max_prompt_tokens=8, max_tokens=8"
 
 
-def parrot(config=CONFIG, follows=FOLLOWS):
+def parrot(config=CONFIG, follows=FOLLOWS, tokenizer=TOKENS):
     """Weights of a model whose next token depends on the last one alone."""
     params = jax.eval_shape(transformer(config).init, jax.random.key(0))
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
     head = np.zeros(params["head"].shape, np.float32)
-    for character in TOKENS.alphabet:
-        (at,) = TOKENS.encode(character)
+    for character in tokenizer.alphabet:
+        (at,) = tokenizer.encode(character)
         after = [f[1] for f in follows if f[0] == character]
-        head[at, TOKENS.encode("".join(after)) if after else [TOKENS.eos_id]] = 9.0
+        head[at, tokenizer.encode("".join(after)) if after else [tokenizer.eos_id]] = 9.0
     params["embed"] = jnp.eye(*params["embed"].shape)
     params["final_norm"] += 1
     return params | {"head": jnp.asarray(head)}
@@ -86,6 +87,13 @@ def test_verdicts_of_a_model_on_these_devices(greedy, tmp_path):
     assert verdicts == [0.0, 1.0, None]
     counted(counts, cached=1, calls=2, unreadable=1)
     assert kept.rows.weights is None  # no memory is held between two calls
+
+
+def test_a_reply_is_read_for_each_row_by_its_own_answer(greedy):
+    ask = lambda right: asked("own 1", read=lambda reply: float(reply == right))[0]  # noqa: E731
+    verdicts, counts = greedy.verdicts([ask("yes"), ask("no"), ask("yes")])
+    assert verdicts == [1.0, 0.0, 1.0]
+    counted(counts, calls=1)
 
 
 def test_the_same_seed_says_the_same_whatever_else_is_asked():
@@ -222,3 +230,39 @@ def test_a_run_that_its_policy_judges_repeats(tmp_path):
     assert records[0]["judge_calls"] >= records[0]["judge_unreadable"] > 0
     names = ("loss", "reward", "judge_calls", "judge_unreadable", "reward_missing")
     assert [records[0].get(n) for n in names] == [records[1].get(n) for n in names]
+
+
+@pytest.mark.slow
+def test_plans_are_paid_by_the_solutions_that_the_policy_finds_by_them(tmp_path):
+    """PTA-GRPO: three solutions for each plan; nobody is asked about a completion without one."""
+    # "?<plan>+</plan>;", or loops around it; "=4" answers every plan.
+    follows = ("?<", "<p", "</", "/p", "pl", "la", "an", "n>", ">+", ">;", "+<", "=4")
+    tokenizer = CharTokenizer(TOKENS.alphabet + "</")
+    sizes = ModelConfig(vocab_size=tokenizer.vocab_size, **SIZES)
+    hf.save(tmp_path / "model", sizes, parrot(sizes, follows, tokenizer))
+    tokenizer.save(tmp_path / "model")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    rows = [{"question": "2+2?", "answer": "4"}, {"question": "2+3?", "answer": "5"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    form = "function='judge', form='pta_plan', model='policy', votes=3, temperature=1.0"
+    limits = "max_prompt_tokens=30, max_tokens=8"
+    config = load_config(
+        None,
+        [
+            *(f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.jsonl'}"),
+            *("data.max_prompt_tokens=8", "train.prompts=2", "train.steps=1", "method=grpo"),
+            *("sampling.group=4", "sampling.max_new_tokens=24", "sampling.temperature=1.0"),
+            f"rewards={{plan={{{form}, template='{{plan}}=', {limits}}}}}",
+            *("checkpoint.every=0", "log.samples_every=1"),
+            f"run.dir={tmp_path / 'run'}",
+        ],
+    )
+    train(config, echo=lambda line: None)
+    record = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    samples = [s for s in read_jsonl(tmp_path / "run" / "samples.jsonl") if s["step"] == 1]
+    plans = [plan_of(s["completion"]) for s in samples]
+    assert 0 < sum(map(bool, plans)) < len(plans) == 8
+    assert record["judge_calls"] == 3 * len({plan for plan in plans if plan})  # each question once
+    for plan, each in zip(plans, samples, strict=True):
+        assert each["rewards"]["plan"] == float(bool(plan) and each["answer"] == "4")
