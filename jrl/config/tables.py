@@ -408,6 +408,11 @@ class EvalTable(Table):
         "type of activations in evaluation, by default model.dtype; with 16-bit weights float32"
         " minimises the effect of batch, mesh and device on results (docs/runs.md)",
     )
+    variants_of: str = key(
+        "",
+        "column of data.eval that variants of one problem share; all_variants is the"
+        " fraction of its values all of whose problems are right",
+    )
 
     @property
     def pass_k(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from jrl.config.stored import is_run
 from jrl.errors import UserError
 from jrl.evaluate.samples import samples_of
 from jrl.evaluate.statistics import evaluation_metrics
+from jrl.rewards.columns import check_column
 from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
 from jrl.setup.adapters import restore_policy
@@ -46,7 +47,8 @@ class Evaluation(NamedTuple):
     """Result of an evaluation.
 
     Attributes:
-      metrics: accuracy, accuracy_low, accuracy_high (95 %), pass@k, majority, length, problems.
+      metrics: accuracy, accuracy_low, accuracy_high (95 %), pass@k, majority, all_variants,
+        length, problems.
       samples: records as ``RunWriter.write_samples`` takes them.
     """
 
@@ -65,7 +67,10 @@ def evaluation_names(run: Run) -> set[str] | None:
         return None
     answers = [["1"] * table.samples] if run.kind.votes else None
     one = np.ones((1, table.samples), int)
-    names = evaluation_metrics(one == 1, one, pass_k=table.pass_k, answers=answers).keys()
+    variants = ["1"] if table.variants_of else None
+    names = evaluation_metrics(
+        one == 1, one, pass_k=table.pass_k, answers=answers, variants_of=variants
+    ).keys()
     return {*names, *(("success", "reward", "turns") if run.kind.episode_columns else ())}
 
 
@@ -93,9 +98,14 @@ class Evaluator:
       run: from ``setup``.
       pool: the reward functions, for a run on text; a completion is right when the part
         ``run.rewards.judge`` gives at least one point. None when there is nothing to judge by.
+
+    Raises:
+      UserError: the held-out prompts have no column ``eval.variants_of``.
     """
 
     def __init__(self, run: Run, pool: RewardPool | None) -> None:
+        column = run.config.eval.variants_of
+        check_column("eval.variants_of", column, run.data.prompts.get("eval") or ())
         self.run = run = programs.as_evaluated(run)
         self.pool = pool
         self.progress = ""  # how far an evaluation is; read by another thread
@@ -122,11 +132,13 @@ class Evaluator:
         if self.run.kind.votes:
             answers = [final_answer(r["completion"]) for r in records]
             answers = np.array(answers, object).reshape(correct.shape).tolist()
+        column = self.run.config.eval.variants_of
         metrics = evaluation_metrics(
             correct,
             np.asarray(groups.rollout.mask).sum(-1),
             pass_k=self.run.config.eval.pass_k,
             answers=answers,
+            variants_of=[p.meta.get(column) for p in groups.subject] if column else None,
         )
         if "turn" in groups.ids:
             metrics |= episode_metrics(groups)
@@ -282,6 +294,7 @@ def sample_run(
             "problems": len(prompts) if prompts else count,
             "samples": samples or config.sampling.group,
             "temperature": config.sampling.temperature,
+            "variants_of": "",  # of the samples nothing is measured
         }
     )
     run = run._replace(config=config.model_copy(update={"eval": table}))

@@ -94,6 +94,7 @@ def evaluation_metrics(
     *,
     pass_k: Sequence[int],
     answers: Sequence[Sequence[str | None]] | None = None,
+    variants_of: Sequence[object] | None = None,
 ) -> dict[str, float]:
     """The numbers of an evaluation.
 
@@ -102,6 +103,7 @@ def evaluation_metrics(
       lengths: [M, n] int, tokens.
       pass_k: each k reported.
       answers: for the majority vote; left out without them or with one completion a problem.
+      variants_of: [M] of what each problem is a variant; None leaves ``all_variants`` out.
 
     Returns:
       Fractions by name, and ``length`` in tokens.
@@ -118,4 +120,23 @@ def evaluation_metrics(
     metrics |= {f"pass@{k}": pass_at_k(correct, k) for k in pass_k}
     if answers is not None and n > 1:
         metrics["majority"] = majority_vote(answers, correct)
+    if variants_of is not None:
+        metrics["all_variants"] = all_variants(correct, variants_of)
     return metrics
+
+
+def all_variants(correct: np.ndarray, variants_of: Sequence[object]) -> float:
+    """The fraction of originals all of whose variants are right, the mean over the completions.
+
+    Args:
+      correct: [M, n] bool; the j-th completions of all problems are judged together.
+      variants_of: [M] the original of each problem.
+
+    >>> all_variants(np.array([[1, 1], [1, 0], [1, 1]]) == 1, ["a", "a", "b"])
+    0.75
+    """
+    names = [str(name) for name in variants_of]
+    together = [
+        correct[[other == name for other in names]].all(axis=0) for name in dict.fromkeys(names)
+    ]
+    return float(np.mean(together))

@@ -28,7 +28,7 @@ import asyncio
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from jrl.errors import UserError
@@ -105,6 +105,14 @@ def adapted(function: Callable[..., Any]) -> Callable[..., list[Points]]:
     if form == "solutions":
         adapted.over = getattr(function, "over", "batch")  # type: ignore[attr-defined]
     return adapted
+
+
+def check_column(key: str, column: str, prompts: Sequence[Any]) -> None:
+    """Raises UserError for a column that the prompts do not have, by the key that names it."""
+    if column and not (prompts and any(column in prompt.meta for prompt in prompts)):
+        columns = ", ".join(dict.fromkeys(n for prompt in prompts[:100] for n in prompt.meta))
+        columns_note = f"there are {columns}" if columns else "there are none"
+        raise UserError(f"{key} = {column!r}: the data has no such column; {columns_note}")
 
 
 def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,19 +10,10 @@ import numpy as np
 
 from jrl.collect.groups import counted
 from jrl.collect.sources import Groups
-from jrl.errors import UserError
-from jrl.types import Prompt, opinions
+from jrl.types import opinions
 
 MOST_VALUES = 64
 """Values of the column that have metrics of their own; the others are counted together."""
-
-
-def check_column(column: str, prompts: Sequence[Prompt]) -> None:
-    """Raises UserError for a column that the training prompts do not have."""
-    if column and not (prompts and any(column in prompt.meta for prompt in prompts)):
-        columns = ", ".join(dict.fromkeys(n for prompt in prompts[:100] for n in prompt.meta))
-        columns_note = f"there are {columns}" if columns else "there are none"
-        raise UserError(f"log.by = {column!r}: the data has no such column; {columns_note}")
 
 
 def rewards_by(groups: Groups, weights: Mapping[str, float], column: str) -> dict[str, float]:

@@ -13,9 +13,8 @@ from jrl.config.tables import RewardTable
 from jrl.errors import UserError
 from jrl.judging.host import with_ends
 from jrl.rewards.base import Sample
-from jrl.rewards.columns import check_columns
+from jrl.rewards.columns import check_column, check_columns
 from jrl.rewards.pool import RewardPool
-from jrl.run.reward_metrics import check_column
 from jrl.setup.reward_parts import function_of, reward_tables
 from jrl.setup.run import Run
 from jrl.system.extras import install_line, missing
@@ -94,7 +93,7 @@ def check_reward_columns(config: Config, prompts: Sequence[Prompt]) -> None:
 
     And where the library's own would compare texts with an answer that is a table.
     """
-    check_column(config.log.by, prompts)
+    check_column("log.by", config.log.by, prompts)
     tables = reward_tables(config)
     checkers = {n for n in config.rewards if function_of(n, tables[n]) in ("exact", "math")}
     for name in sorted(checkers):

@@ -93,5 +93,10 @@ def test_summarise():
     assert (out["accuracy_low"], out["accuracy_high"]) == pytest.approx(wilson(1.6, 4))
     answers = [["5" if c else "3" for c in row] for row in CORRECT]
     assert evaluation_metrics(CORRECT, lengths, pass_k=(1,), answers=answers)["majority"] == 0.25
+    assert "all_variants" not in out
+    correct = np.array([[1, 1, 0], [1, 0, 1], [1, 1, 1], [0, 1, 1]]) == 1
+    of = ["theorem", "theorem", None, "other"]  # right at once: 1 of 3, all three, 2 of 3
+    variants = evaluation_metrics(correct, lengths[:, :3], pass_k=(1,), variants_of=of)
+    assert variants["all_variants"] == pytest.approx((1 / 3 + 1 + 2 / 3) / 3)
     single = evaluation_metrics(CORRECT[:, :1], lengths[:, :1], pass_k=(1,), answers=answers)
     assert "majority" not in single

@@ -7,7 +7,8 @@ import pytest
 
 from jrl.collect.sources import Groups
 from jrl.errors import UserError
-from jrl.run.reward_metrics import check_column, rewards_by
+from jrl.rewards.columns import check_column
+from jrl.run.reward_metrics import rewards_by
 from jrl.types import SILENT, Prompt, StopReason
 
 
@@ -36,9 +37,9 @@ def test_means_are_over_the_members_of_a_value_and_known_parts():
 
 
 def test_a_column_that_the_data_lack_is_said():
-    check_column("", [])
-    check_column("kind", [prompt(0), prompt(1, kind="x")])
+    check_column("log.by", "", [])
+    check_column("log.by", "kind", [prompt(0), prompt(1, kind="x")])
     with pytest.raises(UserError, match=r"log\.by = 'kin': the data has no such column; there are"):
-        check_column("kin", [prompt(1, kind="x")])
+        check_column("log.by", "kin", [prompt(1, kind="x")])
     with pytest.raises(UserError, match="there are none"):
-        check_column("kind", [])
+        check_column("log.by", "kind", [])

@@ -173,6 +173,7 @@ def settings(place, run, *more, model="whole"):
             "eval.every=2",
             "eval.samples=3",
             "eval.temperature=1.0",
+            "eval.variants_of=source",
             "checkpoint.every=1",
             "log.samples_every=1",
             "reward_pool.workers=1",
@@ -289,7 +290,8 @@ def test_the_run_directory_keeps_the_contract(base):
     keys = ("accuracy_before", "accuracy_after", "steps", "train_seconds", "tokens_per_second")
     assert all(isinstance(stored[k], int | float) for k in keys)
     assert stored["steps"] == 3
-    assert stored["eval_after"].keys() >= {"accuracy", "pass@1", "pass@2", "majority", "problems"}
+    names = {"accuracy", "pass@1", "pass@2", "majority", "all_variants", "problems"}
+    assert stored["eval_after"].keys() >= names
     assert stored["eval_after"]["problems"] == 6
     assert stored["eval_after"]["pass@1"] == pytest.approx(stored["accuracy_after"])
     assert pathlib.Path(summary["report"]).stat().st_size > 10_000
