@@ -135,7 +135,8 @@ def data(tmp_path_factory):
     place = tmp_path_factory.mktemp("data")
     checkpoint(place / "DIR", chat=True)
     checkpoint(place / "TEACHER", chat=True)
-    solved = [{"question": f"{i} + 1?", "answer": f"so #### {i + 1}"} for i in range(9)]
+    more = {"solutions": ["1", "2"]}  # of methods that read a list
+    solved = [{"question": f"{i} + 1?", "answer": f"so #### {i + 1}"} | more for i in range(9)]
     (place / "train.jsonl").write_text(lines(solved))
     # Columns that only some methods read: a rationale, and a score of each answer.
     more = {"rationale": "1", "score_chosen": 1.0, "score_rejected": 0.0}

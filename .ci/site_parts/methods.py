@@ -53,6 +53,8 @@ TALKS = ("dialogues", "data.train=dialogues:talks.jsonl")
 """Configuration, and the data that it is given on the command line."""
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 DIALOGUES = ("filtered_bc", "ilql", "mc_returns")
+LISTED = ("gepo",)
+"""Methods whose rows list several solutions."""
 DEPARTURES = re.compile(r"(?:\A|\n\n|(?<=[.)])\s)(?:Departures?:\s|(?=Departures, ))")
 """Where the departures begin: a paragraph, or the end of one."""
 
@@ -70,6 +72,7 @@ def example(method: dict[str, Any]) -> str:
         config, data = TEXT
     words = [f"jrl train configs/{config}.toml model.path=DIR {data}"]
     words += ["frozen.teacher=TEACHER"] * (family == "distillation")
+    words += ["data.fields.solution=solutions"] * (name in LISTED)
     return " ".join([*words, f"method={name}", *removed(config, method)])
 
 
