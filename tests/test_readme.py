@@ -97,6 +97,11 @@ def test_the_advantage_of_the_example_is_what_trains(mine):
     assert advantage.apply(scores, Members, ())[0].tolist() == [[3.0, -1.0, -1.0, -1.0]]
 
 
+def test_the_number_of_methods_is_today_s():
+    (number,) = re.findall(r"\*\*(\d+) published methods\*\*", README)
+    assert int(number) == sum(bool(method["paper"]) for method in list_methods())
+
+
 def test_every_command_is_listed_and_no_other():
     listed = re.findall(r"^\| `jrl ([a-z-]+)", README, flags=re.MULTILINE)
     assert sorted(listed) == sorted(get_command(app).commands)
