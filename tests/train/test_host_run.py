@@ -653,7 +653,12 @@ def test_proofs_are_searched_by_an_expert_and_trained_on_again(place, tmp_path, 
     for steps in (3, 5):
         config = settings(place, parts, "talk", *more, f"train.steps={steps}")
         train(config, echo=lambda line: None)
-    assert untimed(whole) == untimed(parts)
+    # Which copies of caches a search keeps depends on when environments answer (docs/runs.md), so
+    # a resumed one draws the same tokens, and their probabilities differ by rounding.
+    for record, resumed in zip(untimed(whole), untimed(parts), strict=True):
+        assert record == pytest.approx(resumed, rel=1e-4, abs=1e-6)
+    first, second = (read_jsonl(run / "samples.jsonl") for run in (whole, parts))
+    assert [s["completion"] for s in first] == [s["completion"] for s in second]
 
 
 def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
