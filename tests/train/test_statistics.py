@@ -169,7 +169,7 @@ def test_a_step_on_a_teacher(bag, bag_params, teacher, batch, quick_jit):
     common = {"network": bag, "objective": objective, "optimizer": optax.sgd(rate)}
     state = init_state(KEY, bag_params, **common, frozen={"teacher": theirs, "unread": None})
     assert set(state.frozen) == {"teacher"}
-    more = {"networks": {"teacher": other}, "epochs": 2, "microbatches": 2}
+    more = {"networks": {"teacher": other}, "schedule": Schedule(epochs=2), "microbatches": 2}
     step = quick_jit(make_step(**common, **more))
     after, metrics = step(state, batch, sampling_params)
 
