@@ -100,16 +100,23 @@ def code(
         raise UserError(f"rewards.code.check_rows = {check_rows}: give 0 for none, or a number")
     points = []
     for sample in samples:
-        meta = sample.prompt.meta
-        name = language_named(str(meta.get(language_column) or language))
-        tests = tests_of(meta, sample.prompt.answer, column, sample.prompt.id + 1)
-        if max_tests:
-            tests = tests._replace(cases=tests.cases[:max_tests])
-        program = whole_program(last_block(sample.completion), sample.prompt)
+        name, tests, program = task_of(sample, column, language, language_column, max_tests)
         verdicts = judge(program, tests, name, limits, stop=not partial)
         share = sum(verdicts.passed) / len(verdicts.passed)
         points.append(share if partial else float(share == 1.0))
     return points
+
+
+def task_of(
+    sample: Sample, column: str, language: str, language_column: str, max_tests: int
+) -> tuple[str, Tests, str]:
+    """(language, tests, program) of a completion, by the options of ``code``."""
+    prompt = sample.prompt
+    name = language_named(str(prompt.meta.get(language_column) or language))
+    tests = tests_of(prompt.meta, prompt.answer, column, prompt.id + 1)
+    if max_tests:
+        tests = tests._replace(cases=tests.cases[:max_tests])
+    return name, tests, whole_program(last_block(sample.completion), prompt)
 
 
 def whole_program(program: str, prompt: Prompt) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from jrl.errors import UserError
 from jrl.rewards.base import Sample
-from jrl.verifiers.code import Limits, Verdicts, code, judge, last_block, whole_program
-from jrl.verifiers.code_tests import Tests, tests_of
-from jrl.verifiers.languages import language_named
+from jrl.verifiers.code import Limits, Verdicts, code, judge, last_block, task_of
+from jrl.verifiers.code_tests import Tests
 
 
 def code_speed(
@@ -66,12 +65,7 @@ def code_speed(
         )
     points = []
     for sample in samples:
-        meta = sample.prompt.meta
-        name = language_named(str(meta.get(language_column) or language))
-        tests = tests_of(meta, sample.prompt.answer, column, sample.prompt.id + 1)
-        if max_tests:
-            tests = tests._replace(cases=tests.cases[:max_tests])
-        program = whole_program(last_block(sample.completion), sample.prompt)
+        name, tests, program = task_of(sample, column, language, language_column, max_tests)
         often = tests._replace(cases=list(tests.cases) * repeats)
         verdicts = judge(program, often, name, limits)
         share = sum(verdicts.passed) / len(verdicts.passed)
