@@ -5,8 +5,8 @@ import pathlib
 import shutil
 
 import jax
-import jax.monitoring
 import pytest
+from compilations import compilations
 from typer.testing import CliRunner
 
 from jrl.cli.app import app
@@ -95,35 +95,21 @@ def jrl(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-COMPILED = []
 PROGRAMS = {f"jit({n})" for n in ("make", "generate", "task_rollout", "step", "iterate")}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def listen():
-    """Notes the name of every program that is compiled; single operations have names of theirs."""
-
-    def note(event, seconds, **about):
-        if event.endswith("backend_compile_duration"):
-            COMPILED.append(about["fun_name"])
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield
-    jax.monitoring.unregister_event_duration_listener(note)
 
 
 def refused(overrides, *said, command="train"):
     """One message with all of this in it, exit code 2, no program compiled, nothing written."""
     run = pathlib.Path(json.loads(overrides[-1].removeprefix("run.dir=")))
     before = (run.exists(), sorted(run.rglob("*")))
-    COMPILED.clear()
-    result = jrl(command, *overrides)
+    with compilations() as compiled:
+        result = jrl(command, *overrides)
     assert result.exit_code == 2, result.output
     for part in said:
         assert part in result.stderr
     assert result.stderr.startswith("jrl: error: ")
     assert "Traceback" not in result.output
-    assert not PROGRAMS & set(COMPILED)
+    assert PROGRAMS.isdisjoint(each.program for each in compiled)
     assert (run.exists(), sorted(run.rglob("*"))) == before
     return result.stderr
 
@@ -366,10 +352,10 @@ def test_prompts_and_completions_beyond_the_model(place):
 
 @pytest.mark.parametrize("way", ["drop", "truncate"])
 def test_long_prompts_are_counted_and_compile_nothing_more(way, place):
-    COMPILED.clear()
-    result = jrl("train", *text(place, "data.max_prompt_tokens=14", f"data.overlong={way}"))
+    with compilations() as compiled:
+        result = jrl("train", *text(place, "data.max_prompt_tokens=14", f"data.overlong={way}"))
     assert result.exit_code == 0, result.output
-    assert {"jit(seeded)", "jit(generate)", "jit(step)"} <= set(COMPILED)
+    assert {"jit(seeded)", "jit(generate)", "jit(step)"} <= {each.program for each in compiled}
     counts = {"drop": "2 prompts of 3 rows; too long: 1 dropped, 0 truncated; longest 16 tokens"}
     counts["truncate"] = "3 prompts of 3 rows; too long: 0 dropped, 1 truncated; longest 16 tokens"
     assert f"data.train: {counts[way]}" in result.stdout

@@ -3,8 +3,8 @@
 import json
 import pathlib
 
-import jax
 import pytest
+from compilations import compilations
 from mistakes import BASES, Mistake, all_mistakes, set_up, write_sound_files
 
 from jrl.config import describe, load_config
@@ -25,20 +25,6 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture(scope="module")
-def no_programs():
-    """Fails a module that compiles more than single operations."""
-    compiled = []
-
-    def note(event, seconds, **about):
-        if event.endswith("backend_compile_duration"):
-            compiled.append(about["fun_name"])
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield compiled
-    jax.monitoring.unregister_event_duration_listener(note)
 
 
 def check(mistake: Mistake, said: str):
@@ -69,13 +55,14 @@ SHARE = [*MISTAKES[::4], *(each for each in MISTAKES if each.form.startswith("co
 
 
 @pytest.mark.parametrize("key", sorted({mistake.key for mistake in SHARE}))
-def test_mistakes(key, place, no_programs):
-    del no_programs[:]
-    for mistake in (each for each in SHARE if each.key == key):
-        with pytest.raises(UserError) as raised:
-            set_up(place, mistake.overrides)
-        check(mistake, str(raised.value))
-    assert not {f"jit({n})" for n in ("make", "generate", "task_rollout", "step")} & {*no_programs}
+def test_mistakes(key, place):
+    with compilations() as compiled:
+        for mistake in (each for each in SHARE if each.key == key):
+            with pytest.raises(UserError) as raised:
+                set_up(place, mistake.overrides)
+            check(mistake, str(raised.value))
+    programs = {f"jit({name})" for name in ("make", "generate", "task_rollout", "step")}
+    assert programs.isdisjoint(each.program for each in compiled)
 
 
 @pytest.mark.slow

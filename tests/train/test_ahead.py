@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from compilations import compilations
 
 from jrl.config import load_config
 from jrl.models import hf
@@ -25,17 +26,10 @@ SIZES = (
 
 
 @pytest.fixture
-def compiled_in():
-    """(function, name of the thread) of each compilation."""
-    found = []
-
-    def listen(event, duration, **details):
-        if event.endswith("backend_compile_duration"):
-            found.append((details.get("fun_name"), threading.current_thread().name))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
+def compiled():
+    """What is compiled during a test."""
+    with compilations() as found:
+        yield found
 
 
 @pytest.fixture
@@ -68,23 +62,23 @@ def trained(path, settings, directory):
 
 
 def test_the_step_of_a_run_on_text_is_compiled_once_beside_the_sampler(
-    compiled_in, monkeypatch, tmp_path, on_text
+    compiled, monkeypatch, tmp_path, on_text
 ):
     monkeypatch.setattr(ahead, "pays", lambda run: True)
     assert len(trained(None, on_text, tmp_path / "run")) == 2
-    assert [thread for name, thread in compiled_in if name == "jit(step)"] == ["compile-step"]
+    assert [each.thread for each in compiled if each.program == "jit(step)"] == ["compile-step"]
 
 
 @pytest.mark.slow
 def test_so_is_that_of_a_task_and_its_numbers_are_those_of_a_step_compiled_when_called(
-    compiled_in, monkeypatch, tmp_path
+    compiled, monkeypatch, tmp_path
 ):
     plain = trained("configs/tiny.toml", SIZES, tmp_path / "plain")
-    assert [thread for name, thread in compiled_in if name == "jit(step)"] == ["MainThread"]
-    compiled_in.clear()
+    assert [each.thread for each in compiled if each.program == "jit(step)"] == ["MainThread"]
+    compiled.clear()
     monkeypatch.setattr(ahead, "pays", lambda run: True)
     assert trained("configs/tiny.toml", SIZES, tmp_path / "ahead") == plain
-    assert [thread for name, thread in compiled_in if name == "jit(step)"] == ["compile-step"]
+    assert [each.thread for each in compiled if each.program == "jit(step)"] == ["compile-step"]
 
 
 def test_what_fails_in_the_thread_is_left_to_the_step_itself(monkeypatch, tmp_path):

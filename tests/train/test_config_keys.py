@@ -385,6 +385,7 @@ ELSEWHERE = {
     "reward_pool.memory_gib": (
         "rewards/test_hostile.py::test_memory_beyond_the_limit_ends_the_call_and_names_the_limit"
     ),
+    "eval.variants_of": ("train/test_text_run.py::test_the_run_directory_keeps_the_contract"),
     "sampling.draws": "train/test_text_run.py::test_text_is_sampled_in_parts",
     "placement.staleness": (
         "train/test_disjoint.py::test_a_stale_run_resumes_bit_for_bit_from_where_a_signal_stopped_it"
