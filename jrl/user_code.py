@@ -270,6 +270,45 @@ def check_takes(function: Callable[..., Any], names: Sequence[str], setting: str
         raise UserError(f"{setting}: {signature} must take {' and '.join(names)}")
 
 
+def check_function(
+    function: Any, arguments: tuple[str, ...], key: str, optional: bool = False
+) -> None:
+    """Raises UserError unless a value can be called with these arguments by position.
+
+    Args:
+      function: the value.
+      arguments: their names, for the message.
+      key: that names the function, for the message.
+      optional: whether None would do, for the message.
+    """
+    if not callable(function):
+        none = " or None" if optional else ""
+        raise UserError(
+            f"{key} = {function!r:.40}; must be a function({', '.join(arguments)}){none}"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return  # written in C: its arguments are not known
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        name = getattr(function, "__name__", "it")
+        raise UserError(
+            f"{key}: {name}{_bare_signature(signature)} must take ({', '.join(arguments)})"
+        ) from None
+
+
+def _bare_signature(signature: inspect.Signature) -> str:
+    """The arguments without annotations.
+
+    >>> _bare_signature(inspect.signature(lambda state, *, key=1: None))
+    '(state, *, key=1)'
+    """
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+
+
 def made_by(function: Callable[..., Any], setting: str, *args: Any, **options: Any) -> Any:
     """The result of a user function that makes a part of the run.
 

@@ -21,6 +21,7 @@ from flax import struct
 from jrl.collect.contexts import in_common
 from jrl.collect.groups import Origin, PlacedGroups, place, put_members, widened
 from jrl.collect.members import numbers, uses
+from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.methods.curriculum import Query, Selection, Table, unchanged
 from jrl.methods.plan import StepView
@@ -232,7 +233,17 @@ def issue(
     used = jnp.zeros(setting.table.rows, bool) if used is None else used
     key = jax.random.fold_in(stream(now.key, "curriculum", now.step), tickets[0])
     query = Query(key, tickets, jnp.int32(count), jnp.int32(now.step), used, setting.in_order)
-    choice, state = curriculum.choose(collected.curriculum, query)
+    result = curriculum.choose(collected.curriculum, query)
+    if not isinstance(result, tuple) or not isinstance(result[0], Selection):
+        raise UserError(
+            f"curriculum.choose returned {result!r:.60}; return (Selection(rows), state)"
+        )
+    choice, state = result
+    if np.shape(choice.row) != tickets.shape:
+        raise UserError(
+            f"curriculum.choose returned rows of shape {np.shape(choice.row)}; return"
+            f" {tickets.shape} int32, a problem for each ticket of the query"
+        )
     at = jnp.where(query.live(), choice.row, setting.table.rows)
     used = used.at[at].set(True, mode="drop")
     return Issued(tickets, choice, choice.prior), after.replace(curriculum=state), used

@@ -137,6 +137,10 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
     name = type(source).__name__
     if not isinstance(groups, Groups):
         raise UserError(f"{name}.draw returned {groups!r:.60}; return jrl.train.Groups")
+    if not isinstance(groups.rollout, Rollout):
+        raise UserError(
+            f"{name}.draw returned the rollout {groups.rollout!r:.60}; give the sampler's"
+        )
     tickets, _ = entries(request)
     n, (count, g) = len(tickets), groups.rollout.lengths.shape
     if count != n:

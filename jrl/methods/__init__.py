@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from jrl.errors import UserError, unknown_choice
 from jrl.methods.base import Method, Schedule
+from jrl.methods.check_method import check_method
 from jrl.methods.curriculum import (
     Between,
     Curriculum,
@@ -224,7 +225,8 @@ class OwnMethod:
         """The method with these coefficients.
 
         Raises:
-          UserError: it does not take one of them, needs another, or returns something else.
+          UserError: it does not take one of them, needs another, or returns something else; or a
+            part of the method is none.
         """
         if "base" in self.coefficients and "base" not in coefficients:
             raise UserError(
@@ -236,7 +238,7 @@ class OwnMethod:
         if not isinstance(method, Method):
             result = f"method = {self.name!r} returned {method!r:.40}"
             raise UserError(f"{result}; return a jrl.methods.Method")
-        return method
+        return check_method(method, f"method = {self.name!r}")
 
 
 def find_method(name: str) -> Published | OwnMethod:

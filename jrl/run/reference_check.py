@@ -1,4 +1,4 @@
-"""What rows ask of verifiers, before a run: their solutions are judged, their tasks read."""
+"""Checks of rows against verifiers before a run: solutions are judged, tasks are read."""
 
 from __future__ import annotations
 

@@ -117,6 +117,10 @@ def bare_run(
     else:
         network = trained_network(config, model, policy_network(config, model, mesh))
     one, network = network, method.network(network)
+    if not isinstance(network, Network):
+        raise UserError(
+            f"method = {config.method!r}: network returned {network!r:.40}; return a jrl.Network"
+        )
     if trains:
         data = kind.features
         check_features(features_of(config, method, network=network, model=model, data=data))

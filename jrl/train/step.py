@@ -355,7 +355,7 @@ def _gradient(
 
 
 def _ahead_batch(ahead: Ahead | None, batch: Batch) -> tuple[Batch, Array] | None:
-    """What ``_ahead`` reads of a step's batch: as its objective's advantage leaves it."""
+    """The step's batch as ``_ahead`` reads it, with the advantages of its own objective."""
     if ahead is None:
         return None
     advantages, edited, _, _ = compute_advantages(ahead.objective, batch, ahead.objective.init())

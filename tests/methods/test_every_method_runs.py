@@ -24,10 +24,11 @@ from jrl.methods import all_methods, list_methods
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.run.own_parts import check_own_parts
 from jrl.setup.reward_parts import reward_pool
 from jrl.system.signals import Stopping
 from jrl.train import build, programs
-from jrl.train.batches import check_sources, training_batches
+from jrl.train.batches import training_batches
 from jrl.train.loop import train_steps
 from jrl.train.state import frozen_names
 
@@ -152,7 +153,7 @@ def configuration(name, kind, place):
     config = load_config(None, [line.replace("PLACE", str(place)) for line in lines])
     run = build.setup(config)
     programs.check_trainable(run)
-    check_sources(run)
+    check_own_parts(run)
     return config
 
 
