@@ -1,6 +1,7 @@
 """Tools in chat completions, by OpenAI's own client, over an engine that says what it is told."""
 
 import contextlib
+import dataclasses
 import json
 import string
 import threading
@@ -36,6 +37,7 @@ LIMITS = RequestLimits(
     stop_tokens=1,
     biases=True,
 )
+WIDE = dataclasses.replace(LIMITS, vocab_size=1000)
 HERMES = PARSERS["hermes"]
 
 
@@ -236,7 +238,7 @@ def test_effort_is_a_variable_of_templates_that_read_it(chat_tokenizer):  # noqa
     def told(template, **more):
         tokenizer = chat_tokenizer(template)
         ask = {"model": "m", "messages": [{"role": "user", "content": "x"}], **more}
-        parsed = parse(ask, chat=True, tokenizer=tokenizer, limits=LIMITS, model="m")
+        parsed = parse(ask, chat=True, tokenizer=tokenizer, limits=WIDE, model="m")
         return tokenizer.decode(parsed.requests[0].tokens, skip_special=False)
 
     assert told(EFFORT) == "Reasoning: mediumx"
@@ -258,7 +260,7 @@ def test_a_developer_is_the_system_where_the_template_knows_none(chat_tokenizer)
     for source, role in ((template, "system"), (named, "developer")):
         tokenizer = chat_tokenizer(source)
         ask = {"model": "m", "messages": [{"role": "developer", "content": "be brief"}, *ASK]}
-        parsed = parse(ask, chat=True, tokenizer=tokenizer, limits=LIMITS, model="m")
+        parsed = parse(ask, chat=True, tokenizer=tokenizer, limits=WIDE, model="m")
         text = tokenizer.decode(parsed.requests[0].tokens, skip_special=False)
         assert text == f"{role}:be brief user:{ASK[0]['content']} "
 
