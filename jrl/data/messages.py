@@ -181,14 +181,16 @@ class Wording(NamedTuple):
     template: str = "chat"
     variables: Mapping[str, Any] = NOTHING
 
-    def check(self) -> Wording:
-        """Returns self.
+    @classmethod
+    def of(cls, wording: Wording | Tokenizer) -> Wording:
+        """The checked encoding; a tokenizer alone stands for one by its chat template.
 
         Raises:
           UserError: a variable that the chat template does not read.
         """
-        check_variables(self.variables, self.tokenizer, "data.template_variables")
-        return self
+        made = wording if isinstance(wording, Wording) else cls(wording)
+        check_variables(made.variables, made.tokenizer, "data.template_variables")
+        return made
 
     def of_row(self, row: Mapping[str, Any], where: str) -> Wording:
         """This format with the row's own variables, in "chat_template_kwargs".

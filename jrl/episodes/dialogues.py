@@ -89,7 +89,7 @@ class Dialogues(NamedTuple):
 
 def read_dialogues(
     source: Source,
-    wording: Wording,
+    wording: Wording | Tokenizer,
     *,
     invalid: str = "error",
 ) -> Dialogues:
@@ -104,7 +104,7 @@ def read_dialogues(
     Raises:
       UserError: a row cannot be used; names file and line, and what is wrong with it.
     """
-    tokenizer, system, template, variables = wording.check()
+    tokenizer, system, template, variables = Wording.of(wording)
     writer = _writer(tokenizer, template, variables)
     sessions: list[list[RecordedCompletion]] = []
     bad = BadRows(skip=invalid == "skip")

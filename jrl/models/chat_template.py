@@ -97,6 +97,18 @@ def _read(path: Path) -> str:
         raise UserError(f"{path}: not UTF-8 text: {error}") from None
 
 
+@functools.lru_cache(maxsize=64)
+def variables_read(template: str) -> frozenset[str] | None:
+    """The variables that a template reads and does not set itself; None where it is malformed."""
+    import jinja2
+    from jinja2 import meta
+
+    try:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+    except (jinja2.TemplateError, RecursionError):
+        return None
+
+
 def render(template: str, variables: Mapping[str, Any], source: str) -> str:
     """A conversation in a template's words.
 

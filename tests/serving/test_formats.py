@@ -210,6 +210,14 @@ def test_required_tools_are_called(client):
             jsonschema.validate(arguments, schemas[name])
 
 
+def test_of_allowed_tools_one_must_be_called(client):
+    clock = {"type": "function", "function": {"name": "clock"}}
+    tools = {"mode": "required", "tools": [clock]}
+    ask = ASK | {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": tools}}
+    choices = client.chat.completions.create(**ask, n=3, parallel_tool_calls=False).choices
+    assert [name for choice in choices for name, _ in called(choice)] == ["clock"] * 3
+
+
 def test_a_named_tool_is_called_once_and_streams(client):
     only = {"type": "function", "function": {"name": "weather"}}
     ask = ASK | {"tools": TOOLS, "tool_choice": only}
