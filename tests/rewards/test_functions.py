@@ -181,6 +181,12 @@ def test_a_choice_that_is_none_is_said():
         points("multiple_choice", sample("C", "Madrid", choices=["Rome", "Paris"]))
 
 
+def test_a_theorem_is_paid_for_the_right_verdict():
+    told = [sample(rf"Suppose not. \boxed{{{word}}}", "disproved") for word in
+            ("disproved", "Disproved.", "proved", "not proved")]  # fmt: skip
+    assert points("exact", *told, sample("It is disproved? No.", "disproved")) == [1, 1, 0, 0, 0]
+
+
 def test_answers_in_words():
     told = sample("<answer>The Big Apple!</answer>", ["big apple", "New York"])
     assert points("exact_match", told) == points("f1", told) == points("contains", told) == [1.0]
