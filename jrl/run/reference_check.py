@@ -141,13 +141,15 @@ def _check_where(
     name: str, where: Mapping[str, Any], prompts: Mapping[str, Sequence[Prompt]]
 ) -> None:
     """Raises UserError for a part that is asked about no row of the data."""
-    every = [prompt for listed in prompts.values() for prompt in listed[:_MOST_READ]]
     rule = Rules(where=where)
-    if not where or not every or any(rule.asks_row(p.meta) for x in prompts.values() for p in x):
+    if not where or any(rule.asks_row(p.meta) for listed in prompts.values() for p in listed):
+        return
+    first = [prompt for listed in prompts.values() for prompt in listed[:_MOST_READ]]
+    if not first:
         return
     for column in where:
-        check_column(f"rewards.{name}.where", column, every)
-    values = {_values(prompt, sorted(where)): None for prompt in every}
+        check_column(f"rewards.{name}.where", column, first)
+    values = dict.fromkeys(_values(prompt, sorted(where)) for prompt in first)
     raise UserError(
         f"rewards.{name}.where = {dict(where)} fits no row of the data; rows have"
         f" {'; '.join(list(values)[:5])}"
