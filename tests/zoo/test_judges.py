@@ -235,12 +235,18 @@ def test_srpo_pays_what_reflection_makes_of_an_answer():
     for (first, second), effect in cases.items():
         assert pay([sample(reflected(first, second))]) == [effect + 0.5]
         assert pay([sample(reflected(first, second) + "<reflection>")]) == [effect]
+        assert pay([sample("<reflection>" + reflected(first, second))]) == [effect]
     assert pay([sample("<think>t</think><answer>4</answer>")]) == [0.5]
     assert pay([sample("4")]) == [0.0]
 
 
 def test_the_length_of_a_reflection_has_a_target():
     whole, bare = (make_reward("srpo", "rewards.srpo", length=x) for x in (0.1, 0.0))
+    near = reflected("4", "4").replace("t" * 9, "t" * 400)
+    ratio = len(near) / 401
+    assert 2.1 < ratio < 2.4
+    (a,), (b,) = whole([sample(near)]), bare([sample(near)])
+    assert a - b == pytest.approx(0.1 * math.exp(-(((ratio - 2) / 0.5) ** 2)), abs=1e-12)
     for pad in (0, 30):
         text = reflected("4", "4", pad=pad)
         ratio = len(text) / 10  # nine letters of thought, and the answer
