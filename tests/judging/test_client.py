@@ -8,7 +8,7 @@ import time
 import pytest
 from judge_server import judge_server, reply_body
 
-from jrl.config.judge import judge_table
+from jrl.config.judge import JudgeTable, checked
 from jrl.errors import UserError
 from jrl.judging import client as judge_client
 from jrl.judging import limits as judge_limits
@@ -40,7 +40,7 @@ def answers(text, *right, reads):
 
 
 def client(url, cache=None, **options):
-    table = judge_table("rewards.good", {"url": url, "model": "m"} | options)
+    table = checked(JudgeTable, "rewards.good", {"url": url, "model": "m"} | options)
     return JudgeClient(table, "rewards.good", cache=cache)
 
 
