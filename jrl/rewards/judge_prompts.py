@@ -166,13 +166,11 @@ def messages_of(
       template: in place of the form's.
     """
     values = {**fields_of(sample, table.principle), **fields}
-    question = template or table.template or text_of(table.form).template
-    texts = {"system": table.system, "user": question}
-    return tuple(
-        {"role": role, "content": filled(text, values).strip()}
-        for role, text in texts.items()
-        if text
-    )
+    question = filled(template or table.template or text_of(table.form).template, values)
+    user = {"role": "user", "content": question.strip()}
+    if not table.system:
+        return (user,)
+    return {"role": "system", "content": filled(table.system, values).strip()}, user
 
 
 def fields_of(sample: Sample, principle: str) -> dict[str, Any]:
