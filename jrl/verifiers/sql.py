@@ -75,8 +75,11 @@ def sql(
     Raises:
       UserError: a row without a database or a gold query, or whose gold query fails.
     """
-    columns = {"query_column": query_column, "rows_column": rows_column}
-    find = _finder(database, script_column, engine, seconds, max_rows, **columns)
+    find = _finder(
+        *(database, script_column, engine, seconds, max_rows),
+        query_column=query_column,
+        rows_column=rows_column,
+    )
     if check_rows < 0:  # what it is for is in ``reference``
         raise UserError(f"rewards.sql.check_rows = {check_rows}: give 0 for none, or a number")
     points = []
