@@ -54,6 +54,16 @@ class Tool(NamedTuple):
         return {"type": "function", "function": {**described, "parameters": dict(self.parameters)}}
 
 
+def one_text(name: str, **described: str) -> dict[str, Any]:
+    """``Tool.parameters`` of one text by this name, with what describes it."""
+    return {
+        "type": "object",
+        "properties": {name: {"type": "string", **described}},
+        "required": [name],
+        "additionalProperties": False,
+    }
+
+
 Reward = Callable[[Prompt, Reply], Any]
 """(problem, the last turn) -> reward; sync or async. It is not called for members that failed."""
 

@@ -28,7 +28,7 @@ from jrl.episodes.search import by_likelihood, by_path, play_search
 from jrl.episodes.tree import search_plan
 from jrl.episodes.world import TextWorld
 from jrl.errors import UserError
-from jrl.judging.cache import QuestionVote, VerdictCache, verdicts_of
+from jrl.judging.cache import QuestionVote, Reply, VerdictCache, reply_of, verdicts_of
 from jrl.judging.limits import COUNTS
 from jrl.mesh import tree_shardings
 from jrl.models import hf
@@ -175,7 +175,7 @@ class ModelJudge(NamedTuple):
         """As ``JudgeClient.verdicts``; questions that are too long count as failures."""
         counts = dict.fromkeys(COUNTS, 0.0)
         names = [self.cache.name(each) for each in questions]
-        by_name: dict[str, str | None] = {}
+        by_name: dict[str, Reply | None] = {}
         left: dict[str, tuple[QuestionVote, list[int]]] = {}
         for name, each in zip(names, questions, strict=True):
             if name in by_name or name in left:
@@ -189,12 +189,12 @@ class ModelJudge(NamedTuple):
                 left[name] = each, ids
         counts["judge_calls"] = float(len(left))
         replies = self._replies({name: ids for name, (_, ids) in left.items()})
-        for name, reply in replies.items():
-            if left[name][0].question.read(reply) is None:
+        for name, text in replies.items():
+            by_name[name] = reply = reply_of(text, left[name][0].question)
+            if reply is None:
                 counts["judge_unreadable"] += 1
             else:
-                by_name[name] = reply
-                self.cache.write(name, reply)
+                self.cache.write(name, text)
         return verdicts_of(questions, map(by_name.get, names)), counts
 
     def probe(self) -> None:

@@ -257,30 +257,16 @@ def warm_start(
     Returns:
       (params, losses [steps] float32, nats a token).
     """
-    derived = network.extras.derived
-    if derived is not None and derived.stack is not None:
-        whole, losses = warm_start(
-            key,
-            derived.plain(params, 0),
-            task=task,
-            network=derived.network,
-            steps=steps,
-            batch=batch,
-            learning_rate=learning_rate,
-        )
-        return derived.start(key, whole), losses
-    if derived is not None and derived.split is not None:
-        trained, base = derived.split.split(params)
-        whole, losses = warm_start(
-            key,
-            derived.split.thaw(base),
-            task=task,
-            network=derived.network,
-            steps=steps,
-            batch=batch,
-            learning_rate=learning_rate,
-        )
-        return derived.split.join(trained, derived.split.freeze(whole)), losses
+    if (derived := network.extras.derived) is not None:
+        how: dict[str, Any] = {"task": task, "steps": steps, "batch": batch}
+        how |= {"network": derived.network, "learning_rate": learning_rate}
+        if derived.stack is not None:
+            whole, losses = warm_start(key, derived.plain(params, 0), **how)
+            return derived.start(key, whole), losses
+        if derived.split is not None:
+            trained, base = derived.split.split(params)
+            whole, losses = warm_start(key, derived.split.thaw(base), **how)
+            return derived.split.join(trained, derived.split.freeze(whole)), losses
     objective = get_method("sft").objective
     optimizer = optax.adam(learning_rate)
     step = make_step(network=network, objective=objective, optimizer=optimizer)

@@ -22,7 +22,7 @@ from jrl.collect.resharding import (
     weights_program,
 )
 from jrl.errors import UserError
-from jrl.mesh import batch_shards, replicated, tree_shardings
+from jrl.mesh import batch_shards, placed_shapes, replicated, tree_shardings
 from jrl.methods.curriculum import unchanged
 from jrl.models import hf
 from jrl.sampling.generate import generate
@@ -242,8 +242,7 @@ def _layout(run: Run) -> tuple[Callable[..., TrainState], TrainState, TrainState
 def abstract_state(run: Run) -> tuple[TrainState, TrainState]:
     """The shapes of a run's state with their shardings, and the shardings alone."""
     _, shapes, shardings = _layout(run)
-    placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
-    return jax.tree.map(placed, shapes, shardings), shardings
+    return placed_shapes(shapes, shardings), shardings
 
 
 def new_state(run: Run) -> tuple[TrainState, TrainState]:
@@ -327,10 +326,7 @@ def _whole(network: Network, state: TrainState) -> Params:
 def policy_layout(run: Run, mesh: Mesh | None = None) -> Params:
     """The shapes of the policy's weights, each with where it lies on the run's mesh or another."""
     shapes = jax.eval_shape(run.network.init, jax.random.key(0))
-    where = tree_shardings(mesh or run.mesh, run.network.axes(), shapes)
-    return jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where
-    )
+    return placed_shapes(shapes, tree_shardings(mesh or run.mesh, run.network.axes(), shapes))
 
 
 def policy_shardings(run: Run, mesh: Mesh | None = None) -> Any:

@@ -17,7 +17,7 @@ from jrl.config.reward_model import TOKEN_KEYS, RewardModelTable
 from jrl.config.tables import RewardTable
 from jrl.errors import UserError, unknown_choice
 from jrl.hub import model_directory
-from jrl.mesh import tree_shardings
+from jrl.mesh import placed_shapes, tree_shardings
 from jrl.methods import find_method, get_method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
@@ -276,11 +276,7 @@ def params_of(
         lambda key: {"policy": network.init(key), "value": value.init(key)}, jax.random.key(0)
     )
     axes = {"policy": network.axes(), "value": value.axes()}
-    targets = jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-        shapes,
-        tree_shardings(mesh, axes, shapes),
-    )
+    targets = placed_shapes(shapes, tree_shardings(mesh, axes, shapes))
     also = {"params": {"value": targets["value"]}}
     policy, restored = restore_policy(
         config, network, targets["policy"], checkpoint=checkpoint, also=also

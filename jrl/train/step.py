@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jrl.errors import UserError
 from jrl.mesh import replicated
-from jrl.methods.schedule import ONCE, AfterView, Ahead, Schedule, run_due
+from jrl.methods.schedule import ONCE, AfterView, Schedule, run_due
 from jrl.objectives.kl import k3
 from jrl.objectives.policy import (
     Pairs,
@@ -137,15 +137,14 @@ def make_step(
         state = state if stack else run_due(after, "before", state, state.step, whole)
         # What stays fixed during the step (start log-probabilities, advantages) is computed once,
         # before the first update changes the policy.
-        batch = complete(parts, state, batch, sampling_params)
-        ahead = _ahead_batch(schedule.ahead, batch)
-        advantages, batch, method, sums = compute_advantages(objective, batch, state.method)
+        scored = complete(parts, state, batch, sampling_params)
+        advantages, batch, method, sums = compute_advantages(objective, scored, state.method)
         key = stream(state.key, "train", state.step)
 
         def update(carry: tuple[Params, Any], index: Array) -> tuple[tuple[Params, Any], Pairs]:
             rows = _minibatch_rows(key, index, batch.tokens.shape[0], minibatches)
             part = _take_rows(batch, rows), advantages[rows]
-            at, noted = _ahead(parts, carry[0], state.frozen, ahead, rows, sampling_params)
+            at, noted = _ahead(parts, carry[0], state.frozen, scored, rows, sampling_params)
             grads, sums = _gradient(parts, at, state.frozen, part, method, sampling_params)
             sums |= noted
             before = state.replace(params=carry[0], opt_state=carry[1])
@@ -354,29 +353,21 @@ def _gradient(
     return grads, sums | (router_pairs(router) if router else {})
 
 
-def _ahead_batch(ahead: Ahead | None, batch: Batch) -> tuple[Batch, Array] | None:
-    """The step's batch as ``_ahead`` reads it, with the advantages of its own objective."""
-    if ahead is None:
-        return None
-    advantages, edited, _, _ = compute_advantages(ahead.objective, batch, ahead.objective.init())
-    return edited, advantages
-
-
 def _ahead(
     parts: Parts,
     params: Params,
     frozen: Params,
-    whole: tuple[Batch, Array] | None,
+    batch: Batch,
     rows: Array,
     sampling_params: SamplingParams,
 ) -> tuple[Params, Pairs]:
     """The parameters at which an update's gradient is taken, and its metric."""
-    ahead = parts.schedule.ahead
-    if ahead is None or whole is None:
+    if (ahead := parts.schedule.ahead) is None:
         return params, {}
-    parts = parts._replace(objective=ahead.objective, router=ROUTER)
-    part = _take_rows(whole[0], rows), whole[1][rows]
     state = ahead.objective.init()
+    advantages, batch, _, _ = compute_advantages(ahead.objective, batch, state)
+    parts = parts._replace(objective=ahead.objective, router=ROUTER)
+    part = _take_rows(batch, rows), advantages[rows]
     grads, sums = _gradient(parts, params, frozen, part, state, sampling_params)
     moved = jax.tree.map(lambda x, g: (x + ahead.size * g).astype(x.dtype), params, grads)
     return moved, {"ahead_loss": sums["loss"]}

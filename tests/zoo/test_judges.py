@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jrl.config.judge import Criterion, judge_table
+from jrl.config.judge import Criterion, JudgeTable, checked
 from jrl.errors import UserError
 from jrl.judging.judges import Judge
 from jrl.judging.limits import COUNTS
@@ -41,7 +41,9 @@ def sample(completion, answer="4", row=0, step=0, **meta):
 
 def judged(units, reply, **options):
     """Points of units of samples by a toy judge, and the judge."""
-    table = judge_table("rewards.good", {"url": "http://localhost:1", "model": "m"} | options)
+    table = checked(
+        JudgeTable, "rewards.good", {"url": "http://localhost:1", "model": "m"} | options
+    )
     toy = Toy(reply)
     judge = Judge(table, make_form(table, "rewards.good"), Rules(), toy)
     return judge.points(units), toy
@@ -312,7 +314,7 @@ def test_a_critic_gives_levels_that_rubicon_sums_up():
     (points, _), _ = judged(units, reply, form="rubicon", criteria=criteria)
     rubric = [Criterion(**each) for each in criteria]
     assert [x for (x,) in points] == [rubicon_score([0.5, 1.0], rubric), 0.0]
-    sharper = rubicon_form(shaping=4.0)(judge_table("k", options_of(criteria)), "k")
+    sharper = rubicon_form(shaping=4.0)(checked(JudgeTable, "k", options_of(criteria)), "k")
     (more,) = sharper.points(units[0], [[[0.5, 1.0]]])
     assert more < points[0][0]
 
@@ -386,9 +388,11 @@ def test_a_plan_is_worth_the_share_of_its_solutions_that_are_right():
 
 def test_the_policy_solves_by_plans_where_a_configuration_says_so():
     options = {"model": "policy", "form": "pta_plan", "votes": 4, "temperature": 1.0}
-    table = judge_table("rewards.plan", options)
+    table = checked(JudgeTable, "rewards.plan", options)
     assert table.local
     with pytest.raises(UserError, match="rewards.plan.votes = 4 with temperature = 0"):
-        judge_table("rewards.plan", options | {"temperature": 0.0})
+        checked(JudgeTable, "rewards.plan", options | {"temperature": 0.0})
     with pytest.raises(UserError, match="write {plan} into it"):
-        check_template(judge_table("rewards.plan", options | {"template": "x"}), (), "rewards.plan")
+        check_template(
+            checked(JudgeTable, "rewards.plan", options | {"template": "x"}), (), "rewards.plan"
+        )
