@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jrl.config.base import Table, key
 from jrl.config.judge import checked
-from jrl.config.unions import Table, key
 
 LIKELIHOOD = "likelihood"
 """The function of such a part."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jrl.config.data import PromptData
 from jrl.config.reward_model import MODEL_NAMES
 from jrl.config.tables import Config
-from jrl.config.unions import PromptData
 from jrl.data.tables import Source
 from jrl.errors import UserError
 

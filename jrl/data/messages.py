@@ -24,7 +24,8 @@ from jrl.models.chat_frames import (
     refuse_controls,
     spelled_control,
 )
-from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import Tokenizer
 from jrl.types import NOTHING
 
 ASSISTANT = "assistant"

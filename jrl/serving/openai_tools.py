@@ -16,7 +16,8 @@ from jrl.data.messages import check_fields
 from jrl.episodes.parsers import PARSERS, Call, Parser, Schemas, get_parser
 from jrl.errors import UserError
 from jrl.models.chat_frames import Frames, chat_template, check_variables, conversation_ids
-from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 _ID_SIZE = 9

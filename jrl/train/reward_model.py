@@ -21,8 +21,8 @@ from jrl.mesh import tree_shardings
 from jrl.methods import find_method, get_method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
+from jrl.models.file_tokenizer import load_tokenizer
 from jrl.models.heads import after_token, value_head, value_network, value_networks
-from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.objectives.members import value_output
 from jrl.rewards.model import ModelReward, one_of
