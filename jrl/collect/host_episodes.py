@@ -18,7 +18,7 @@ import numpy as np
 
 from jrl.collect.host_search import episode_scorer, leaves_played
 from jrl.collect.run_rows import RunRows, prompt_seeds
-from jrl.collect.sources import Groups, all_entries, drawing, epoch_order
+from jrl.collect.sources import Groups, added_counts, all_entries, drawing, epoch_order
 from jrl.collect.sources_text import root_key
 from jrl.collect.tree_search import Estimate, drawn_alone, estimates, group_of, plan_of
 from jrl.episodes.branching import EpisodeBranches
@@ -277,7 +277,7 @@ class HostEpisodes:
             played = play([chosen[i] for i in todo], [seeds[i] for i in todo])
             for i, members in zip(todo, played.groups, strict=True):
                 groups[i] = [self._payable(member, counts) for member in members]
-            counts = {k: counts.get(k, 0) + played.counts.get(k, 0) for k in counts | played.counts}
+            counts = added_counts(counts, played.counts)
             todo = [i for i in todo if sum(t.alive for t in groups[i]) < least]
             if not todo:
                 break
