@@ -278,7 +278,11 @@ def to_host(groups: Groups) -> Groups:
 
 
 def added_counts(counts: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Counters by name, those of two draws added."""
+    """Counters by name, those of two draws added.
+
+    >>> added_counts({"a": 1}, {"a": 2, "b": 3})
+    {'a': 3, 'b': 3}
+    """
     return {name: counts.get(name, 0) + more.get(name, 0) for name in {**counts, **more}}
 
 

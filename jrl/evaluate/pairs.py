@@ -19,7 +19,8 @@ from jrl.mesh import replicated
 from jrl.objectives.policy import Pairs, combine_terms, compute_advantages, policy_loss
 from jrl.sampling.params import SamplingParams
 from jrl.setup.run import Run
-from jrl.train.score import in_parts, policies_of
+from jrl.train.batch_rows import in_parts
+from jrl.train.score import policies_of
 from jrl.train.step import Parts, complete, live_statistics
 from jrl.train.step_metrics import summarise
 from jrl.types import Array, Batch, TrainState

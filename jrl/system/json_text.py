@@ -51,7 +51,11 @@ def parse_json(data: bytes | str, where: str) -> Any:
 
 
 def json_or_none(text: str | bytes) -> Any:
-    """The value of a text that may be JSON, as Python reads it; None for any other text."""
+    """The value of a text that may be JSON, as Python reads it; None for any other text.
+
+    >>> json_or_none('{"a": 1}'), json_or_none("{a")
+    ({'a': 1}, None)
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -35,7 +35,8 @@ from jrl.setup.frozen import run_shape
 from jrl.setup.kinds import EpisodeKind, kind_of
 from jrl.setup.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
 from jrl.setup.reward_runs import is_reward_run, reward_run, value_shape
-from jrl.train.score import in_parts, score
+from jrl.train.batch_rows import in_parts
+from jrl.train.score import score
 from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, ValueNetwork
 
 VALUES: dict[str, Callable[[Network, int], ValueNetwork]] = {

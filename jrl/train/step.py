@@ -31,8 +31,9 @@ from jrl.objectives.policy import (
 from jrl.sampling.params import SamplingParams
 from jrl.setup.compiler import compiler_options
 from jrl.setup.features import check_features, schedule_features
+from jrl.train.batch_rows import in_parts, split, undivided
 from jrl.train.router import ROUTER, RouterTraining, routed_tokens, router_loss, router_pairs
-from jrl.train.score import in_parts, policies_of, score, split, undivided
+from jrl.train.score import policies_of, score
 from jrl.train.step_metrics import Metrics, batch_metrics, drift, summarise
 from jrl.types import (
     NOTHING,
