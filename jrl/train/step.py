@@ -341,7 +341,7 @@ def _gradient(
     def add(total: Any, rows: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, grad(params, rows)), None
 
-    # Strided like ``score.split``, so that rows and their advantages stay together.
+    # Strided like ``batch_rows.split``, so that rows and their advantages stay together.
     shape = (-1, microbatches, *advantages.shape[1:])
     split_parts = split(minibatch, microbatches), jnp.moveaxis(advantages.reshape(shape), 1, 0)
     shapes = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], split_parts))
