@@ -21,6 +21,7 @@ from flax import struct
 from jrl.collect.contexts import in_common
 from jrl.collect.groups import Origin, PlacedGroups, place, put_members, widened
 from jrl.collect.members import numbers, uses
+from jrl.collect.sources import added_counts
 from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.methods.curriculum import Query, Selection, Table, unchanged
@@ -431,8 +432,7 @@ def host_rounds(
             if part[0].keep and part[0].context is not None:
                 groups, sampled = in_common(groups, sampled, part, int(base))
             groups = _put(groups, sampled, part, prior, np.int32(number), int(base))
-            counts, new = drawn.counts, sampled.counts
-            counts = {n: counts.get(n, 0) + new.get(n, 0) for n in counts | new}
+            counts = added_counts(drawn.counts, sampled.counts)
             drawn = drawn._replace(groups=groups, counts=counts)
     return _without(again, drawn), plan.rounds
 

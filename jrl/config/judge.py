@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
+from jrl.config.base import Table, key
 from jrl.config.explain import explain
-from jrl.config.unions import Table, key
 from jrl.errors import UserError, nearest, unknown_choice
 
 T = TypeVar("T", bound=Table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jrl.config.unions import Table, key
+from jrl.config.base import Table, key
 
 LIKELIHOOD = "likelihood"
 """The function of such a part."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jrl.config.unions import Table, key
+from jrl.config.base import Table, key
 
 PUBLISHED_MODELS: Mapping[str, str] = {
     name: f"jrl.zoo.rewards.models:{name}"

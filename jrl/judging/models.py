@@ -33,7 +33,8 @@ from jrl.judging.limits import COUNTS
 from jrl.mesh import tree_shardings
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.models.tokenizer import Tokenizer, load_tokenizer
+from jrl.models.file_tokenizer import load_tokenizer
+from jrl.models.tokenizer import Tokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards.model import JudgeModel
 from jrl.sampling.rows import Rows

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jrl.config.reward_model import RewardModelTable
 from jrl.errors import UserError, nearest
 from jrl.models.chat_frames import Frames, check_variables, conversation_ids
-from jrl.models.tokenizer import FileTokenizer
+from jrl.models.file_tokenizer import FileTokenizer
 from jrl.rewards.base import Sample
 from jrl.rewards.judge_prompts import (
     COMMON_FIELDS,

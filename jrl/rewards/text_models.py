@@ -23,9 +23,10 @@ from jrl.errors import UserError, unknown_choice
 from jrl.hub import model_directory
 from jrl.mesh import batch_sharding, batch_shards, replicated, tree_shardings
 from jrl.models import hf
+from jrl.models.file_tokenizer import load_tokenizer
 from jrl.models.heads import Scores, answer_scores, label_scores
 from jrl.models.hf.stored import Stored
-from jrl.models.tokenizer import check_vocab, load_tokenizer
+from jrl.models.tokenizer import check_vocab
 from jrl.models.transformer import transformer
 from jrl.rewards.base import Points, Sample
 from jrl.rewards.model import dropout_passes, reduced

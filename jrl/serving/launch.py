@@ -18,8 +18,9 @@ from jrl.errors import UserError
 from jrl.mesh import make_mesh, placed_shapes, tree_shardings
 from jrl.models import hf
 from jrl.models.config import ModelConfig
+from jrl.models.file_tokenizer import load_tokenizer
 from jrl.models.quant import sampler
-from jrl.models.tokenizer import Tokenizer, check_vocab, load_tokenizer
+from jrl.models.tokenizer import Tokenizer, check_vocab
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
 from jrl.sampling.grammar import Grammars

@@ -23,14 +23,7 @@ import optax
 from jrl.collect.edit import edit_counts, edited, learned, mean_sizes, outcome_of
 from jrl.collect.episodes import on_device, solution_batch
 from jrl.collect.groups import PlacedGroups, batch_of, counted, widened
-from jrl.collect.plan import (
-    CollectState,
-    Now,
-    Setting,
-    new_collected,
-    sample_step,
-    traced_rounds,
-)
+from jrl.collect.plan import CollectState, Now, Setting, new_collected, sample_step, traced_rounds
 from jrl.collect.sources import Groups, simple_request
 from jrl.data.tasks import Task
 from jrl.episodes import Env
@@ -46,16 +39,9 @@ from jrl.setup.features import check_features, method_features
 from jrl.system.compile_reports import report_traced_run
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
 from jrl.train.state import init_state
-from jrl.train.step import Metrics, Step, check_value, make_step, with_slot_use
-from jrl.types import (
-    NOTHING,
-    Array,
-    Network,
-    Params,
-    TrainState,
-    ValueNetwork,
-    stream,
-)
+from jrl.train.step import Step, check_value, make_step
+from jrl.train.step_metrics import Metrics, with_slot_use
+from jrl.types import NOTHING, Array, Network, Params, TrainState, ValueNetwork, stream
 from jrl.types.asks import Asks, DrawRequest
 
 

@@ -101,14 +101,14 @@ def text(*tokens: Array | int) -> Text:
     return Text(jnp.stack([jnp.int32(t) for t in tokens]), jnp.ones(len(tokens), bool))
 
 
-def number(value: Array, digits: int, minus: int = MINUS, zero: int = DIGIT_0) -> Text:
+def number(value: Array, digits: int, *, zero: int = DIGIT_0, minus: int = MINUS) -> Text:
     """The decimal form of an integer, with "-" in front when it is negative.
 
     Args:
       value: [] int32, below ``10**digits`` in magnitude.
       digits: the most digits it can have.
+      zero: the token of "0"; those of other digits follow.
       minus: the token of "-".
-      zero: the token of "0", before those of the other digits.
 
     Returns:
       A Text of ``digits + 1`` positions, the first one for the sign.

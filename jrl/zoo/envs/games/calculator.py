@@ -180,7 +180,7 @@ def parse_number(tokens: Array, begin: Array, end: Array) -> tuple[Array, Array]
 
 def decimal(value: Array) -> Text:
     """The decimal form of an integer of at most nine digits."""
-    return number(value, DIGITS, MINUS, DIGIT_0)
+    return number(value, DIGITS, zero=DIGIT_0, minus=MINUS)
 
 
 def _token(token: Array) -> Text:
