@@ -665,7 +665,7 @@ class RunRecords:
             )
 
 
-def seen_by_all_processes(error: Exception) -> bool:
+def seen_by_all_processes(error: BaseException) -> bool:
     """Whether all processes saw the error; a collective save by one would deadlock."""
     return jax.process_count() == 1 or isinstance(error, UserError)
 

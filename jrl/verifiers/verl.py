@@ -7,18 +7,22 @@ from collections.abc import Callable, Sequence
 from jrl.errors import UserError
 from jrl.rewards import other_names
 from jrl.rewards.base import Sample
-from jrl.verifiers.code import Limits, judge, task_of
+from jrl.verifiers.code import Testing, judge, last_block, task_of, whole_program
 
 _FIRST = 10
 """Tests whose share is the reward of a program that does not pass all."""
 
 
-def _shares(samples: list[Sample], limits: Limits, stop: bool) -> list[list[bool]]:
-    """Which of its row's tests each program passes."""
+def _shares(
+    samples: list[Sample], seconds: tuple[float, float], memory_mib: float, stop: bool
+) -> list[list[bool]]:
+    """Which of its row's tests each program passes; seconds are of a test and of all."""
+    testing = Testing("", "python", "language", *seconds, memory_mib, 1024.0, 0, 1e-6)
     passed = []
     for sample in samples:
-        name, tests, program = task_of(sample, "", "python", "language", 0)
-        passed.append(judge(program, tests, name, limits, stop=stop).passed)
+        name, tests = task_of(sample.prompt, testing)
+        program = whole_program(last_block(sample.completion), sample.prompt)
+        passed.append(judge(program, tests, name, testing, stop=stop).passed)
     return passed
 
 
@@ -41,10 +45,9 @@ def prime_code(
       total_seconds: of a program; below ``reward_pool.timeout_seconds``.
       memory_mib: of all its processes together, MiB.
     """
-    limits = Limits(seconds, total_seconds, memory_mib, 1024.0, 1e-6)
+    results = _shares(samples, (seconds, total_seconds), memory_mib, stop=not continuous)
     return [
-        1.0 if all(passed) else _share(passed[:_FIRST]) if continuous else 0.0
-        for passed in _shares(samples, limits, stop=not continuous)
+        1.0 if all(passed) else _share(passed[:_FIRST]) if continuous else 0.0 for passed in results
     ]
 
 
@@ -65,11 +68,8 @@ def sandbox_fusion(
       timeout: seconds of one test; twice that must be below ``reward_pool.timeout_seconds``.
       memory_limit_mb: of all processes of a program together, MiB.
     """
-    limits = Limits(timeout, 2 * timeout, memory_limit_mb, 1024.0, 1e-6)
-    shares = [
-        _share(passed[:_FIRST] if continuous else passed)
-        for passed in _shares(samples, limits, stop=False)
-    ]
+    results = _shares(samples, (timeout, 2 * timeout), memory_limit_mb, stop=False)
+    shares = [_share(passed[:_FIRST] if continuous else passed) for passed in results]
     return [
         share if "```" in sample.completion else 0.0
         for sample, share in zip(samples, shares, strict=True)
