@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 import pathlib
+import platform
 import re
 import shlex
-import shutil
 import subprocess
+import sys
 import time
 import tomllib
 
@@ -133,10 +134,13 @@ def test_the_dockerfile_copies_what_is_there_and_installs_extras_that_exist():
     assert float(python.split(".")[1]) >= float(project["requires-python"].split(".")[1])
 
 
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+@pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="no package of hadolint here"
+)
 def test_the_dockerfile_has_no_fault_that_hadolint_knows():
+    hadolint = pathlib.Path(sys.executable).with_name("hadolint")
     done = subprocess.run(
-        ["hadolint", ROOT / "tpu_scripts/Dockerfile"], capture_output=True, text=True
+        [hadolint, ROOT / "tpu_scripts/Dockerfile"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
 
