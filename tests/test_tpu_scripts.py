@@ -101,6 +101,14 @@ def test_gke_and_slurm_say_what_they_would_run():
 GKE = ("--zone", "us-east5-a", "--cluster", "c")
 
 
+def test_a_slice_that_nobody_named_is_shown():
+    line = [SCRIPTS / "gke.sh", *GKE, "--image", "i", "--dry-run", "--", "nowhere.toml"]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert done.stderr == "nowhere.toml names no slice: v5e:4x4; --topology names another\n"
+    line[-1] = "configs/pod_8b_v6e.toml"
+    assert not subprocess.run(line, capture_output=True, text=True, check=True).stderr
+
+
 def test_gke_builds_the_image_that_it_runs_or_says_how():
     build, push, create = dry("gke.sh", *GKE, "--project", "p", "--build", "--", "x.toml")
     (image,) = [a.removeprefix("--docker-image=") for a in create if "--docker-image" in a]

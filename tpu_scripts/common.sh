@@ -3,7 +3,7 @@
 set -euo pipefail
 
 NAME=jrl TOPOLOGY= SLICES=1 ZONE=${ZONE:-} PROJECT=${PROJECT:-} DIR=jrl DRY=
-SPOT= QUEUED= RUNTIME= FOLLOW= LOCAL= REST=()
+SPOT= QUEUED= GUESSED= RUNTIME= FOLLOW= LOCAL= REST=()
 
 usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit "${1:-0}"; }
 fail() { echo "$(basename "$0"): $*" >&2; exit 2; }
@@ -20,6 +20,7 @@ slice_of() {
 parse() {
   options "$@"
   [ -n "$TOPOLOGY" ] || [ ${#REST[@]} = 0 ] || TOPOLOGY=$(slice_of "${REST[0]}")
+  [ -n "$TOPOLOGY" ] || GUESSED=${REST[0]:-}
   TOPOLOGY=${TOPOLOGY:-v5e:4x4}
 }
 
@@ -65,6 +66,7 @@ chips() {
 
 # Cloud TPU's name of the accelerator, which counts cores for v4 and v5p, chips for others.
 accelerator() {
+  [ -z "$GUESSED" ] || echo "$GUESSED names no slice: $TOPOLOGY; --topology names another" >&2
   case $TOPOLOGY in
     v4:*) echo "v4-$((2 * $(chips)))" ;;
     v5e:*) echo "v5litepod-$(chips)" ;;
