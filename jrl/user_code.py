@@ -17,7 +17,6 @@ import importlib.util
 import inspect
 import json
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -30,6 +29,7 @@ from typing import Any, NoReturn
 from jrl.errors import UserError
 from jrl.system.json_text import parse_json
 from jrl.system.moved_modules import moved_to
+from jrl.system.time_limit import time_limit
 
 FORMS = "FILE.py:function or module:function"
 
@@ -141,8 +141,9 @@ def load(spec: str, key: str) -> Callable[..., Any]:
     if not place or not name:
         raise UserError(f"{setting}; write {FORMS}")
     is_file = place.endswith(".py")
+    limit = time_limit(IMPORT_SECONDS, _TooLongError, again=1.0)
     try:
-        with _time_limit(IMPORT_SECONDS), _no_exit(), _no_wide_numbers(setting, place):
+        with limit, _no_exit(), _no_wide_numbers(setting, place):
             module = _of_file(_existing(Path(place), setting)) if is_file else _of_name(place)
     except UserError:
         raise
@@ -367,25 +368,6 @@ def _no_exit() -> Iterator[None]:
         yield
     finally:
         os._exit = real
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Inside, _TooLongError is raised when the time is over; only the main thread has a limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ring(number: int, frame: Any) -> None:
-        raise _TooLongError
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # each second again, should it be caught
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _is_own(value: object, module: ModuleType) -> bool:

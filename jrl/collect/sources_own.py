@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jrl.collect.sources import (
@@ -91,7 +91,7 @@ class CheckedSource(Around):
         return check_groups(self.source.draw(request), request, self._parts, self.source)
 
 
-def make_own_source(run: Run, sampler: Callable[..., Rollout]) -> CheckedSource:
+def make_own_source(run: Run, sampler: Any) -> CheckedSource:
     """The source that ``data.train`` names.
 
     Args:

@@ -88,7 +88,7 @@ class JudgedCounts(NamedTuple):
 
 def build_judged(
     source: Source,
-    wording: Wording,
+    wording: Wording | Tokenizer,
     *,
     max_prompt_tokens: int,
     max_completion_tokens: int,
@@ -104,8 +104,8 @@ def build_judged(
 
     Args:
       source: the records.
-      wording: how their texts become ids; messages need the template "chat". A prompt that is a
-        string is a message of the user.
+      wording: how their texts become ids; messages need the template "chat", which a tokenizer
+        alone stands for. A prompt that is a string is a message of the user.
       max_prompt_tokens: the longest prompt, tokens; in records of token ids it may be longer by
         what the completions leave of their own limit.
       max_completion_tokens: the longest completion, tokens.
@@ -126,7 +126,7 @@ def build_judged(
     """
     if overlong not in OVERLONG:
         raise unknown_choice("data.overlong", overlong, OVERLONG)
-    wording.check()
+    wording = Wording.of(wording)
     rows: list[Judged] = []
     kind, dropped, truncated, longest_p, longest_t = "", 0, 0, 0, 0
     form: tuple[int, ...] = ()

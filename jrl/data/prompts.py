@@ -16,6 +16,7 @@ from jrl.data.messages import Wording, end_of_turn, read_tools
 from jrl.data.sources import Source
 from jrl.errors import UserError, unknown_choice
 from jrl.models.chat_frames import refuse_controls
+from jrl.models.tokenizer import Tokenizer
 from jrl.types import Prompt
 
 OVERLONG = ("error", "drop", "truncate")
@@ -51,7 +52,7 @@ class PromptCounts(NamedTuple):
 
 def build_prompts(
     source: Source,
-    wording: Wording,
+    wording: Wording | Tokenizer,
     *,
     question_key: str = "question",
     answer_key: str | None = "answer",
@@ -67,7 +68,7 @@ def build_prompts(
 
     Args:
       source: the rows.
-      wording: how their text becomes ids.
+      wording: how their text becomes ids; a tokenizer stands for its chat template.
       question_key: the field that holds the question: text, or a list of chat messages (with a
         system message, examples, calls of tools). A path such as "extra_info.question" names a
         field of a field. Where rows have no "question", it is the first of ``fields.QUESTIONS``.
@@ -96,7 +97,7 @@ def build_prompts(
     """
     if overlong not in OVERLONG:
         raise unknown_choice("data.overlong", overlong, OVERLONG)
-    wording.check()
+    wording = Wording.of(wording)
     question_key, answer_key = layout(source, question_key, answer_key, needs_answer=needs_answer)
     prompts: list[Prompt] = []
     dropped = truncated = longest = 0

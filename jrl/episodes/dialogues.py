@@ -37,7 +37,8 @@ from jrl.models.chat_frames import (
     refuse_controls,
     whole_text,
 )
-from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import Tokenizer
 from jrl.system.float32 import fits_float32
 from jrl.types import StopReason
 
@@ -89,7 +90,7 @@ class Dialogues(NamedTuple):
 
 def read_dialogues(
     source: Source,
-    wording: Wording,
+    wording: Wording | Tokenizer,
     *,
     invalid: str = "error",
 ) -> Dialogues:
@@ -104,7 +105,7 @@ def read_dialogues(
     Raises:
       UserError: a row cannot be used; names file and line, and what is wrong with it.
     """
-    tokenizer, system, template, variables = wording.check()
+    tokenizer, system, template, variables = Wording.of(wording)
     writer = _writer(tokenizer, template, variables)
     sessions: list[list[RecordedCompletion]] = []
     bad = BadRows(skip=invalid == "skip")

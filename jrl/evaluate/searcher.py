@@ -15,7 +15,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jrl.collect.host_episodes import host_source
+from jrl.collect.host_source import host_source
 from jrl.collect.run_rows import completion_ends, prompt_seeds, run_rows, step_ends
 from jrl.config import Config
 from jrl.episodes.play import Device

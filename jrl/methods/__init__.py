@@ -51,15 +51,9 @@ from jrl.methods.domains import (
 )
 from jrl.methods.edit import Edit, EditView, edit_of, fill, fill_groups, of_parts, only, refill
 from jrl.methods.plan import Plan, StepView, also, more, new
+from jrl.methods.replays import replay, replay_rare, replay_share, replay_successes
 from jrl.methods.schedule import After, Ahead, average, copies, every, restart
-from jrl.methods.stores import (
-    group_store,
-    member_store,
-    replay,
-    replay_rare,
-    replay_share,
-    replay_successes,
-)
+from jrl.methods.stores import group_store, member_store
 from jrl.user_code import FORMS, check_options, load, made_by, parameters_of
 
 if TYPE_CHECKING:

@@ -155,7 +155,7 @@ class Method(NamedTuple):
         Raises:
           UserError: there is no such part; the nearest is named.
         """
-        names = (*Method._fields, *Objective._fields, *ratios.RatioParts._fields)
+        names: tuple[str, ...] = (*Method._fields, *Objective._fields, *ratios.RatioParts._fields)
         names += ("epochs", "group", "lacks", "parts")
         for name in changes:
             if name not in names:

@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jrl.errors import UserError
-from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.models.chat_template import variables_read
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 """A dict with "role" and "content", both text, and what else the template reads."""
@@ -211,6 +213,16 @@ def refuse_controls(tokenizer: Tokenizer, text: str, name: str) -> None:
         )
 
 
+def reads_variable(tokenizer: Tokenizer, name: str) -> bool:
+    """Whether a chat template of a checkpoint reads a variable.
+
+    A malformed template counts as one that does; rendering it says what is wrong.
+    """
+    templates = tokenizer.templates.values() if isinstance(tokenizer, FileTokenizer) else ()
+    read = [variables_read(template) for template in templates]
+    return any(names is None or name in names for names in read)
+
+
 def check_variables(variables: Mapping[str, Any], tokenizer: Tokenizer, key: str) -> None:
     """Raises UserError for a variable that no chat template reads, or that the run sets.
 
@@ -221,10 +233,9 @@ def check_variables(variables: Mapping[str, Any], tokenizer: Tokenizer, key: str
       tokenizer: the policy's.
       key: that holds the variables, for the message.
     """
-    templates = tokenizer.templates if isinstance(tokenizer, FileTokenizer) else {}
     for name, value in variables.items():
         reserved = name in ("messages", "tools", "add_generation_prompt", "template")
-        if reserved or not any(name in text for text in templates.values()):
+        if reserved or not reads_variable(tokenizer, name):
             why = "is set by the run" if reserved else "is not read by the chat template"
             raise UserError(f"{key}.{name} {why}; remove it, or correct its name")
         if control := (controls_in(tokenizer, value) or [""])[0]:

@@ -27,7 +27,8 @@ from jrl.train import programs
 from jrl.train.batches import training_batches
 from jrl.train.compiled import Iteration, iterate
 from jrl.train.loop import train_steps
-from jrl.train.step import Metrics, Step
+from jrl.train.step import Step
+from jrl.train.step_metrics import Metrics
 from jrl.types import Array, Batch, Params, TrainState
 
 SEGMENT = 100

@@ -144,7 +144,8 @@ def _trained_groups(run: Run, setting: Setting) -> PlacedGroups:
         assert setting.table is not None
         outcome = outcome_of(groups, trained, None, now.step, setting.table)
         before, after = first.collected, learned(curriculum, first.collected, outcome)
-        if jax.tree.structure(before.curriculum) != jax.tree.structure(after.curriculum):
+        forms: list[Any] = [jax.tree.structure(x.curriculum) for x in (before, after)]
+        if forms[0] != forms[1]:
             raise UserError("curriculum.update returned another state than it was given")
     return trained
 

@@ -43,7 +43,7 @@ from jrl.system.signals import Stopping
 from jrl.system.wait_reports import waiting
 from jrl.train.reward_model import trains_reward
 from jrl.train.state import free_memory, rolled_back
-from jrl.train.step import with_slot_use
+from jrl.train.step_metrics import with_slot_use
 from jrl.train.utilisation import utilisation
 from jrl.train.watch import COMPILED, MEMORY, NONFINITE, ROLLBACKS, Broken, Watch, resident_bytes
 from jrl.types import TrainState
@@ -665,7 +665,7 @@ class RunRecords:
             )
 
 
-def seen_by_all_processes(error: Exception) -> bool:
+def seen_by_all_processes(error: BaseException) -> bool:
     """Whether all processes saw the error; a collective save by one would deadlock."""
     return jax.process_count() == 1 or isinstance(error, UserError)
 

@@ -15,7 +15,7 @@ import jax
 from jrl.config import Config, flatten
 from jrl.errors import Overdue, UserError
 from jrl.judging.judges import check_judges, probe_judges
-from jrl.models.tokenizer import FileTokenizer
+from jrl.models.file_tokenizer import FileTokenizer
 from jrl.report.page import write_report
 from jrl.rewards.pool import RewardPool
 from jrl.run.compiles_sooner import compiles_sooner
@@ -47,6 +47,7 @@ from jrl.train.ahead import StepAhead
 from jrl.train.compiled import warm_start, with_policy
 from jrl.train.remat import settled
 from jrl.train.reward_model import check_text_models
+from jrl.train.trainable import check_trainable
 from jrl.types import TrainState
 
 
@@ -160,7 +161,7 @@ def _set_up(
 ) -> tuple[Run, RewardPool | None]:
     """The run to train, and its reward processes."""
     run = build.setup(config)
-    programs.check_trainable(run)
+    check_trainable(run)
     check_own_parts(run)
     check_reward_columns(run.config, run.data.prompts)
     data = run.data.prompts

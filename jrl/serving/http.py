@@ -343,6 +343,8 @@ def application(service: Service) -> Starlette:
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
+        if request.url.path.startswith("/v1/") and error.status_code == 404:
+            message += "; this server has POST /v1/chat/completions and POST /v1/completions"
         return _reply(ApiError(message, status=error.status_code).body(), error.status_code)
 
     async def fault(request: Request, error: Exception) -> Response:

@@ -59,19 +59,17 @@ def reply_grammar(
         )
     answer = schema if not enforced else None
     try:
-        grammar = _grammar(tools, answer, grammars, body, thinking)
+        grammar = _grammar(tools, answer, grammars, thinking)
         grammars.check(grammar)
     except UserError as error:
         raise fail(f"{param}: {error}", param) from None
     return grammar
 
 
-def _grammar(
-    tools: Tools | None, schema: Any, grammars: Grammars, body: Json, thinking: bool
-) -> str:
+def _grammar(tools: Tools | None, schema: Any, grammars: Grammars, thinking: bool) -> str:
     options, rules = [], ""
     if tools is not None:
-        most = 1 if tools.only or body.get("parallel_tool_calls") is False else MOST_CALLS
+        most = 1 if tools.single else MOST_CALLS
         names = [tools.only] if tools.only else list(tools.schemas)
         chosen = {name: tools.schemas[name] for name in names}
         rules = call_rules(tools.parser, chosen, grammars.literal, most)

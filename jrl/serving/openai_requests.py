@@ -16,6 +16,8 @@ from typing import Any
 
 from jrl.episodes.parsers import Parser
 from jrl.errors import UserError
+from jrl.models.chat_frames import reads_variable
+from jrl.models.file_tokenizer import FileTokenizer
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.grammar import Grammars
 from jrl.sampling.params import COLDEST
@@ -44,7 +46,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),  # of completions; chats have more
     "modalities": (None, ["text"]),
-    "reasoning_effort": (None, "none"),
+    "reasoning_effort": (None, "none"),  # of completions; chats have more
     "verbosity": (None, "medium"),
     "prediction": (None,),
     "audio": (None,),
@@ -59,13 +61,16 @@ ACCEPTED: Mapping[bool, frozenset[str]] = {
     False: COMMON | {"prompt", "best_of"},
     True: COMMON
     | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice"}
-    | {"chat_template_kwargs", "response_format"},
+    | {"chat_template_kwargs", "response_format", "reasoning_effort"},
 }
 """The parameters of completions (False) and of chat completions (True)."""
 
 _READ = ("tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 """Message fields read by the chat template, in addition to role and content; the last is another
 name of the one before it."""
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of ``reasoning_effort``, as in OpenAI's API."""
 
 _TEXTS = ("role", "content", "reasoning_content")
 _EMPTY: tuple[Any, ...] = (None, [], {})
@@ -402,17 +407,50 @@ def _chat_prompt(
             raise ApiError(
                 f"{where}.{more[0]} is not supported by this server", param=f"{where}.{more[0]}"
             )
-        plain.append(_plain(message, where))
+        plain.append(_plain(_with_known_role(message, tokenizer), where))
     size = sum(len(m.get(part, "")) for m in plain for part in _TEXTS)
     size += sum(len(json.dumps(m["tool_calls"])) for m in plain if "tool_calls" in m)
     _check_text(size, tokenizer, limits, "messages")
-    variables = _get(body, "chat_template_kwargs", dict, {})
+    variables = _template_variables(body, tokenizer)
     try:
         ids = tuple(conversation(tokenizer, plain, tools, variables))
     except UserError as error:
         raise ApiError(f"messages: {error}", param="messages") from None
     _check_length(ids, limits, "messages")
     return (ids,)
+
+
+def _with_known_role(message: Json, tokenizer: Tokenizer) -> Json:
+    """The message; a developer's is the system's where no chat template knows developers."""
+    templates = tokenizer.templates.values() if isinstance(tokenizer, FileTokenizer) else ()
+    if message["role"] != "developer" or any("developer" in text for text in templates):
+        return message
+    return {**message, "role": "system"}
+
+
+def _template_variables(body: Json, tokenizer: Tokenizer) -> Json:
+    """Variables of the chat template: ``chat_template_kwargs``, and ``reasoning_effort`` if read.
+
+    Templates that do not read the latter, of models without levels of effort, are as without it;
+    vLLM and SGLang do the same.
+    """
+    variables = _get(body, "chat_template_kwargs", dict, {})
+    effort = _get(body, "reasoning_effort", str, None)
+    if effort is None:
+        return variables
+    if effort not in EFFORTS:
+        raise ApiError(
+            f"reasoning_effort = {effort!r:.40}; choose from {', '.join(EFFORTS)}",
+            param="reasoning_effort",
+        )
+    if variables.get("reasoning_effort", effort) != effort:
+        raise ApiError(
+            "reasoning_effort and chat_template_kwargs.reasoning_effort differ; give one",
+            param="reasoning_effort",
+        )
+    if not reads_variable(tokenizer, "reasoning_effort"):
+        return variables
+    return {**variables, "reasoning_effort": effort}
 
 
 def _plain(message: Json, where: str) -> Json:
@@ -496,11 +534,9 @@ def _n(body: Json, limits: RequestLimits) -> int:
 
 
 def _top_k(body: Json, limits: RequestLimits) -> int:
-    if body.get("top_k") in (None, -1):  # -1 is what other servers call off
-        return 0
-    top_k = _integer(body, "top_k", None, 1, limits.vocab_size)
+    top_k = _integer(body, "top_k", 0, -1, limits.vocab_size)
     assert top_k is not None
-    return top_k
+    return max(top_k, 0)  # -1 is what other servers call off
 
 
 def _logprobs(body: Json, chat: bool, limits: RequestLimits) -> tuple[bool, int]:

@@ -16,7 +16,9 @@ from jrl.data.messages import check_fields
 from jrl.episodes.parsers import PARSERS, Call, Parser, Schemas, get_parser
 from jrl.errors import UserError
 from jrl.models.chat_frames import Frames, chat_template, check_variables, conversation_ids
-from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import Tokenizer
+from jrl.system.json_text import json_or_none
 
 Json = dict[str, Any]
 _ID_SIZE = 9
@@ -31,12 +33,16 @@ class Tools(NamedTuple):
       parser: of the model's calls.
       enforced: whether the reply must be calls, as ``tool_choice`` says.
       only: the one tool that must be called; None for any.
+      single: whether the reply has at most one call.
+      barred: names of tools of the request that ``tool_choice`` does not allow.
     """
 
     offered: tuple[Json, ...]
     parser: Parser
     enforced: bool = False
     only: str | None = None
+    single: bool = False
+    barred: frozenset[str] = frozenset()
 
     @property
     def schemas(self) -> Schemas:
@@ -73,17 +79,18 @@ def read_tools(body: Json, parser: Parser | None, fail: Callable[..., Exception]
     Raises:
       What ``fail`` makes: tools are not what OpenAI's API takes, or no parser reads their calls.
     """
-    entries, (choice, only) = body.get("tools"), _choice(body.get("tool_choice"), fail)
+    entries, choice = body.get("tools"), _choice(body.get("tool_choice"), fail)
     if entries in (None, []):
-        if choice == "required":
+        if choice.mode == "required" or choice.names is not None:
             raise fail(f"tool_choice = {body['tool_choice']!r:.60} needs tools", "tool_choice")
         return None
     if not isinstance(entries, list):
         raise fail("tools must be an array of functions", "tools")
     tools = tuple(_read_tool(each, i, fail) for i, each in enumerate(entries))
-    if len({each["function"]["name"] for each in tools}) < len(tools):
+    names = [each["function"]["name"] for each in tools]
+    if len(set(names)) < len(tools):
         raise fail("tools: two functions have the same name", "tools")
-    if choice == "none":
+    if choice.mode == "none":
         return None
     if parser is None:
         families = ", ".join(PARSERS)
@@ -92,26 +99,57 @@ def read_tools(body: Json, parser: Parser | None, fail: Callable[..., Exception]
             f" with --tool-parser, one of {families}",
             "tools",
         )
-    offered = Tools(tools, parser, choice == "required", only)
-    if only is not None and only not in offered.schemas:
-        names = ", ".join(map(repr, offered.schemas))
-        raise fail(f"tool_choice names the function {only!r:.60}; tools has {names}", "tool_choice")
-    return offered
+    for name in choice.names or ():
+        if name not in names:
+            has = ", ".join(map(repr, names))
+            raise fail(
+                f"tool_choice names the function {name!r:.60}; tools has {has}", "tool_choice"
+            )
+    if choice.only is None and choice.names is not None:
+        tools = tuple(each for each in tools if each["function"]["name"] in choice.names)
+    single = choice.only is not None or body.get("parallel_tool_calls") is False
+    return Tools(tools, parser, choice.mode == "required", choice.only, single)
 
 
-def _choice(choice: Any, fail: Callable[..., Exception]) -> tuple[str, str | None]:
-    """The tool choice (auto, none or required), and the named function, if any."""
+class _Choice(NamedTuple):
+    """What ``tool_choice`` says.
+
+    Attributes:
+      mode: auto, none or required.
+      names: the functions that it names; None where it names none.
+      only: the function that must be called once; None for any.
+    """
+
+    mode: str
+    names: tuple[str, ...] | None = None
+    only: str | None = None
+
+
+def _choice(choice: Any, fail: Callable[..., Exception]) -> _Choice:
     if choice in (None, "none", "auto", "required"):
-        return choice or "auto", None
-    function = choice.get("function") if isinstance(choice, dict) else None
+        return _Choice(choice or "auto")
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function" and (name := _function_name(choice)) is not None:
+        return _Choice("required", (name,), name)
+    allowed = choice.get("allowed_tools") if kind == "allowed_tools" else None
+    if isinstance(allowed, dict) and allowed.get("mode") in ("auto", "required"):
+        entries = allowed.get("tools")
+        names = [_function_name(each) for each in entries] if isinstance(entries, list) else []
+        if names and None not in names:
+            return _Choice(allowed["mode"], tuple(filter(None, names)))
+    raise fail(
+        f"tool_choice = {choice!r:.60}; this server takes 'auto', 'none', 'required',"
+        ' {"type": "function", "function": {"name": NAME}} and {"type": "allowed_tools",'
+        ' "allowed_tools": {"mode": "auto" or "required", "tools": [FUNCTION, ...]}}',
+        "tool_choice",
+    )
+
+
+def _function_name(entry: Any) -> str | None:
+    """NAME of {"type": "function", "function": {"name": NAME}}; None for anything else."""
+    function = entry.get("function") if isinstance(entry, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or choice.get("type") != "function":
-        raise fail(
-            f"tool_choice = {choice!r:.60}; this server takes 'auto', 'none', 'required' and"
-            ' {"type": "function", "function": {"name": NAME}}',
-            "tool_choice",
-        )
-    return "required", name
+    return name if isinstance(name, str) and name and entry.get("type") == "function" else None
 
 
 def _read_tool(entry: Any, i: int, fail: Callable[..., Exception]) -> Json:
@@ -153,10 +191,7 @@ def _read_call(call: Any, where: str, fail: Callable[..., Exception]) -> Json:
         raise fail(f"{where} must have a function with a name", where)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
+        arguments = json_or_none(arguments)
     if not isinstance(arguments, dict):
         raise fail(f"{where}.function.arguments must be JSON of an object", f"{where}.function")
     called = {"name": name, "arguments": arguments}
@@ -211,14 +246,16 @@ def calls_of(raw: str, tools: Tools) -> tuple[str | None, list[Json]]:
       tools: of the request.
 
     Returns:
-      (None where nothing stands before, calls); no calls where none can be read.
+      (None where nothing stands before, calls); no calls where none can be read, and the first
+      alone where the request takes no second one.
     """
     parsed = tools.parser.parse(raw, tools.schemas)
     calls = [call for call in parsed if isinstance(call, Call)]
-    if not parsed or len(calls) < len(parsed):
+    if not parsed or len(calls) < len(parsed) or any(c.name in tools.barred for c in calls):
         return None, []
     begin = 0 if tools.parser.begin is None else tools.parser.begin(raw, tools.schemas)
-    return raw[:begin].strip() or None, [_written(call) for call in calls]
+    taken = calls[:1] if tools.single else calls
+    return raw[:begin].strip() or None, [_written(call) for call in taken]
 
 
 def _written(call: Call) -> Json:

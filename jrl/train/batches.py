@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from jrl.collect.collector import Batches, Collector
 from jrl.collect.curriculum import HostRounds, host_tools, with_problems
-from jrl.collect.host_episodes import HostEpisodes, host_source
+from jrl.collect.host_episodes import HostEpisodes
+from jrl.collect.host_source import host_source
 from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import Hinter, TaskTools, TextTools
 from jrl.collect.resharding import ReshardedSampler

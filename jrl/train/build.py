@@ -24,8 +24,9 @@ from jrl.methods.base import Method
 from jrl.models import hf
 from jrl.models.attention.choice import check_attention_on_mesh
 from jrl.models.config import ModelConfig
+from jrl.models.file_tokenizer import load_tokenizer
 from jrl.models.heads import after_token
-from jrl.models.tokenizer import check_ids, check_vocab, load_tokenizer
+from jrl.models.tokenizer import check_ids, check_vocab
 from jrl.models.transformer import transformer
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.setup.adapters import lora_of, start_params, trained_network

@@ -227,7 +227,7 @@ def test_files_give_what_rows_give(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     expected = [texts(j) for j in read(*rows)[0]]
     for name in ("a.jsonl", "a.parquet"):
-        judged, _ = build_judged(open_source(str(tmp_path / name)), Wording(Chat()), **LIMITS)
+        judged, _ = build_judged(open_source(str(tmp_path / name)), Chat(), **LIMITS)
         assert [texts(j) for j in judged] == expected
     (tmp_path / "b.jsonl").write_text(json.dumps(PAIR) + "\n\n" + json.dumps({"prompt": "x"}))
     with pytest.raises(UserError, match=r"b\.jsonl, line 3: there is no chosen and no rejected"):

@@ -52,6 +52,11 @@ def test_chat_prompts_carry_text_tokens_answer_and_the_rest():
     assert str(counts).startswith("2 prompts of 2 rows")
 
 
+def test_a_tokenizer_stands_for_its_chat_template():
+    alone, _ = build_prompts(ROWS, Chatty(), max_prompt_tokens=50)
+    assert [prompt.text for prompt in alone] == [prompt.text for prompt in build()[0]]
+
+
 def test_other_templates():
     prompts, _ = build(template="plain")
     assert prompts[0].text == "2+2?"

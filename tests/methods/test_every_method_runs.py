@@ -31,6 +31,7 @@ from jrl.train import build, programs
 from jrl.train.batches import training_batches
 from jrl.train.loop import train_steps
 from jrl.train.state import frozen_names
+from jrl.train.trainable import check_trainable
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_dim": 16}
 SHAPE = ModelConfig(vocab_size=257, max_length=96, **SIZES)
@@ -152,7 +153,7 @@ def configuration(name, kind, place):
         lines.append(f"rewards={{{inside}}}")
     config = load_config(None, [line.replace("PLACE", str(place)) for line in lines])
     run = build.setup(config)
-    programs.check_trainable(run)
+    check_trainable(run)
     check_own_parts(run)
     return config
 

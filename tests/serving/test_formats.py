@@ -15,7 +15,8 @@ from jrl.episodes.parsers import PARSERS, Call
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig
-from jrl.models.tokenizer import CharTokenizer, load_tokenizer
+from jrl.models.file_tokenizer import load_tokenizer
+from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
 from jrl.sampling.grammar import Grammars
@@ -208,6 +209,14 @@ def test_required_tools_are_called(client):
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
         for name, arguments in called(choice):
             jsonschema.validate(arguments, schemas[name])
+
+
+def test_of_allowed_tools_one_must_be_called(client):
+    clock = {"type": "function", "function": {"name": "clock"}}
+    tools = {"mode": "required", "tools": [clock]}
+    ask = ASK | {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": tools}}
+    choices = client.chat.completions.create(**ask, n=3, parallel_tool_calls=False).choices
+    assert [name for choice in choices for name, _ in called(choice)] == ["clock"] * 3
 
 
 def test_a_named_tool_is_called_once_and_streams(client):

@@ -316,7 +316,7 @@ BAD = [
     ({"temperature": 1e-40}, 400, "temperature", "must be 0 (greedy) or"),
     ({"top_p": 0}, 400, "top_p", "above 0, at most 1"),
     ({"top_p": 1.1}, 400, "top_p", "top_p = 1.1"),
-    ({"top_k": 0}, 400, "top_k", "must be 1 to 48"),
+    ({"top_k": -2}, 400, "top_k", "must be -1 to 48"),
     ({"top_k": 49}, 400, "top_k", "top_k = 49"),
     ({"top_k": True}, 400, "top_k", "an integer"),
     ({"min_p": 1}, 400, "min_p", "below 1"),
@@ -568,7 +568,9 @@ def test_a_reply_says_what_its_logprobs_are_of(client):
 
 
 def test_unknown_paths_and_verbs(client, server):
-    assert post(server, FINE, "/v1/embeddings")[0] == 404
+    status, reply = post(server, FINE, "/v1/responses")
+    assert status == 404
+    assert "this server has POST /v1/chat/completions" in reply["error"]["message"]
     assert post(server, FINE, "/v1/models")[0] == 405
     with pytest.raises(openai.NotFoundError, match="'gpt' does not exist"):
         client.models.retrieve("gpt")
@@ -926,6 +928,7 @@ def test_sampling_parameters_change_completions(policy):
     assert stopped == free[: free.index(free[3:5])]
     greedy = complete(policy, temperature=0)
     assert complete(policy, extra_body={"top_k": 1}) == greedy
+    assert complete(policy, extra_body={"top_k": 0}, seed=1) == complete(policy, seed=1)
 
 
 def test_a_client_that_goes_away_frees_its_slots_in_the_engine(policy, monkeypatch):

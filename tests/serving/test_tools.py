@@ -1,11 +1,13 @@
 """Tools in chat completions, by OpenAI's own client, over an engine that says what it is told."""
 
 import contextlib
+import dataclasses
 import json
 import string
 import threading
 
 import pytest
+from chat_templates import chat_tokenizer  # noqa: F401
 from needs_extra import require
 
 from jrl.episodes.parsers import PARSERS, Call
@@ -14,6 +16,7 @@ from jrl.errors import UserError
 from jrl.models.tokenizer import CharTokenizer
 from jrl.sampling.request import PartialCompletion, RequestLimits
 from jrl.serving.http import Service
+from jrl.serving.openai_requests import ApiError, parse
 from jrl.serving.openai_tools import Tools, calls_of, tool_parser
 from jrl.serving.record import Recorder
 from jrl.serving.server import HttpServer
@@ -34,6 +37,7 @@ LIMITS = RequestLimits(
     stop_tokens=1,
     biases=True,
 )
+WIDE = dataclasses.replace(LIMITS, vocab_size=1000)
 HERMES = PARSERS["hermes"]
 
 
@@ -191,6 +195,76 @@ def test_a_session_of_calls_is_trained_on_id_for_id(tmp_path):
     assert drawn == [CALLS, "9\n9\n", "18"]
 
 
+HALVE = {"type": "function", "function": {"name": "halve", "parameters": SCHEMA}}
+
+
+def allowed(mode, *tools):
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
+def test_of_allowed_tools_alone_the_model_is_told():
+    """A call of another one never reaches the client, who would run it."""
+    other = HERMES.render(Call("halve", {"a": 4}))
+    asked = ASKED | {"tools": [DOUBLE, HALVE], "tool_choice": allowed("auto", DOUBLE)}
+    with serving(CALLS, other, other) as (client, engine):
+        (choice,) = client.chat.completions.create(**asked).choices
+        assert [name for name, _ in made(choice.message)] == ["double", "double"]
+        (choice,) = client.chat.completions.create(**asked).choices
+        assert (choice.finish_reason, choice.message.content) == ("stop", other)
+        both = asked | {"tool_choice": allowed("auto", HALVE, DOUBLE)}
+        (choice,) = client.chat.completions.create(**both).choices
+        assert made(choice.message) == [("halve", {"a": 4})]
+    assert ["halve" in prompt for prompt in engine.prompts] == [False, False, True]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_where_the_client_takes_no_second(stream):
+    with serving(CALLS) as (client, _):
+        asked = {"parallel_tool_calls": False, "stream": stream}
+        reply = client.chat.completions.create(**ASKED, **asked)
+        message = list(reply)[-1].choices[0].delta if stream else reply.choices[0].message
+    assert made(message) == [("double", {"a": 4})]
+
+
+EFFORT = (
+    "{%- if reasoning_effort is not defined %}{%- set reasoning_effort = 'medium' %}{%- endif %}"
+    "{{- 'Reasoning: ' + reasoning_effort }}{{- messages[0].content }}"
+)
+
+
+def test_effort_is_a_variable_of_templates_that_read_it(chat_tokenizer):  # noqa: F811
+    """As in vLLM and SGLang; others are as without it."""
+
+    def told(template, **more):
+        tokenizer = chat_tokenizer(template)
+        ask = {"model": "m", "messages": [{"role": "user", "content": "x"}], **more}
+        parsed = parse(ask, chat=True, tokenizer=tokenizer, limits=WIDE, model="m")
+        return tokenizer.decode(parsed.requests[0].tokens, skip_special=False)
+
+    assert told(EFFORT) == "Reasoning: mediumx"
+    assert told(EFFORT, reasoning_effort="high") == "Reasoning: highx"
+    both = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}
+    assert told(EFFORT, **both) == "Reasoning: lowx"
+    assert told("qwen", reasoning_effort="high") == told("qwen")
+    with pytest.raises(ApiError, match="reasoning_effort = 'hihg'; choose from none, minimal, low"):
+        told(EFFORT, reasoning_effort="hihg")
+    with pytest.raises(ApiError, match="must be a string"):
+        told(EFFORT, reasoning_effort=3)
+    with pytest.raises(ApiError, match=r"chat_template_kwargs\.reasoning_effort differ; give one"):
+        told(EFFORT, **both | {"reasoning_effort": "high"})
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none(chat_tokenizer):  # noqa: F811
+    template = "{% for m in messages %}{{ m.role + ':' + m.content + ' ' }}{% endfor %}"
+    named = template + "{# developer #}"
+    for source, role in ((template, "system"), (named, "developer")):
+        tokenizer = chat_tokenizer(source)
+        ask = {"model": "m", "messages": [{"role": "developer", "content": "be brief"}, *ASK]}
+        parsed = parse(ask, chat=True, tokenizer=tokenizer, limits=WIDE, model="m")
+        text = tokenizer.decode(parsed.requests[0].tokens, skip_special=False)
+        assert text == f"{role}:be brief user:{ASK[0]['content']} "
+
+
 BAD = [
     ({"tools": {}}, "tools must be an array"),
     ({"tools": [{"type": "web_search"}]}, 'tools[0] must be an object with "type": "function"'),
@@ -200,6 +274,11 @@ BAD = [
     ({"tool_choice": "required", "tools": []}, "tool_choice = 'required' needs tools"),
     ({"tool_choice": "required"}, "needs constrained decoding"),  # these servers have none
     ({"tool_choice": {"type": "function", "function": {"name": "half"}}}, "tools has 'double'"),
+    ({"tool_choice": allowed("auto", HALVE)}, "names the function 'halve'; tools has 'double'"),
+    ({"tool_choice": allowed("auto", DOUBLE), "tools": []}, "needs tools"),
+    ({"tool_choice": allowed("any", DOUBLE)}, '"allowed_tools": {"mode": "auto" or "required"'),
+    ({"tool_choice": allowed("auto")}, "this server takes 'auto', 'none', 'required'"),
+    ({"tool_choice": allowed("required", DOUBLE)}, "needs constrained decoding"),
     ({"response_format": {"type": "json_object"}}, "needs constrained decoding"),
     (
         {"messages": [*ASK, {"role": "assistant", "tool_calls": [{}]}]},
