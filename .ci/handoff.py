@@ -232,7 +232,7 @@ def forward(directory: pathlib.Path, text: str) -> dict[str, list]:
     import jax.numpy as jnp
 
     from jrl.models import hf
-    from jrl.models.tokenizer import load_tokenizer
+    from jrl.models.file_tokenizer import load_tokenizer
     from jrl.models.transformer import transformer
 
     config, params = hf.load(directory, dtype="float32")

@@ -17,7 +17,8 @@ from benchmarks.work import Work
 from jrl.mesh import replicated
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.slots import prefill
-from jrl.train.score import in_parts, score
+from jrl.train.batch_rows import in_parts
+from jrl.train.score import score
 from jrl.types import Batch, Params, Rollout, Stats, TrainState
 
 ROUNDS = 5

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from benchmarks.clock import rounded
-from jrl.config.judge import judge_table
+from jrl.config.judge import JudgeTable, checked
 from jrl.judging.cache import QuestionVote
 from jrl.judging.client import JudgeClient
 from jrl.rewards import make_reward
@@ -160,7 +160,7 @@ def pool_stage(pool: RewardPool, good: str, bad: Callable[[str], str]) -> Stage:
 def judge_stage(url: str, seconds: float) -> Stage:
     """Items that a judge on loopback scores."""
     keys = {"url": url, "model": "m", "timeout": seconds, "seconds": seconds * 2}
-    client = JudgeClient(judge_table("rewards.judge", keys), "rewards.judge")
+    client = JudgeClient(checked(JudgeTable, "rewards.judge", keys), "rewards.judge")
 
     def run(kinds: Sequence[str], seconds: float) -> tuple[int, dict[str, float]]:
         questions = [

@@ -26,9 +26,10 @@ import numpy as np
 from benchmarks.clock import rounded, timed
 from benchmarks.flags import write
 from jrl.config import Config, load_config
-from jrl.train import build, programs
+from jrl.train import build
 from jrl.train.compiled import make_run
 from jrl.train.optimizer import make_optimizer
+from jrl.train.trainable import check_trainable
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,7 +59,7 @@ def changes(args: argparse.Namespace) -> list[str]:
 def whole_run(config: Config) -> Any:
     """What ``jrl train`` computes for a configuration, key -> (state, curves)."""
     run = build.setup(config)
-    programs.check_trainable(run)
+    check_trainable(run)
     warmup = config.warmup.model_dump(include={"steps", "batch", "learning_rate"})
     whole = make_run(
         method=run.method,

@@ -45,6 +45,7 @@ from jrl.system.compile_cache import enable_compile_cache
 from jrl.system.devices import find_devices
 from jrl.train import build, programs
 from jrl.train.batches import text_source
+from jrl.train.trainable import check_trainable
 from jrl.types import Prompt
 from jrl.types.asks import DrawRequest
 
@@ -94,7 +95,7 @@ def synthetic_run(config: Config) -> Run:
     run = build.bare_run(
         config, mesh, kind=kind, model=model, tokenizer=tokenizer, width=kind.prompt_tokens
     )
-    programs.check_trainable(run)
+    check_trainable(run)
     rng = np.random.default_rng(config.seed)
     tokens = rng.integers(3, model.vocab_size, (config.train.prompts, run.width), np.int32)
     prompts = [Prompt(id=i, text="", tokens=row, answer="") for i, row in enumerate(tokens)]

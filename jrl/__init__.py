@@ -18,8 +18,9 @@
 
 Packages: ``jrl.objectives`` has losses and advantages of arrays, ``jrl.methods`` every published
 method (``jrl.methods.grpo``), ``jrl.models``, ``jrl.sampling``, ``jrl.rewards``, ``jrl.data``,
-``jrl.episodes``, ``jrl.train``, ``jrl.evaluate`` and ``jrl.plan`` what their names say. Nothing
-public is deeper than ``jrl.package.name``.
+``jrl.episodes``, ``jrl.train``, ``jrl.evaluate``, ``jrl.verifiers`` and ``jrl.plan`` what their
+names say; ``jrl.zoo`` is what one paper, game or other library needs. Nothing public is deeper than
+``jrl.package.name``.
 
 Each name is imported when it is first used, so ``import jrl`` loads no JAX.
 """
@@ -32,7 +33,7 @@ HOMES = {
     "jrl": (
         *("config", "data", "episodes", "errors", "evaluate", "mesh", "methods", "models"),
         *("objectives", "plan", "report", "rewards", "run", "sampling", "serving", "storage"),
-        *("train", "types"),
+        *("train", "types", "verifiers", "zoo"),
     ),
     "jrl.config": ("Config", "load_config"),
     "jrl.entry": ("Result", "fit"),
@@ -78,6 +79,8 @@ if TYPE_CHECKING:
     from jrl import storage as storage
     from jrl import train as train
     from jrl import types as types
+    from jrl import verifiers as verifiers
+    from jrl import zoo as zoo
     from jrl.config import Config as Config
     from jrl.config import load_config as load_config
     from jrl.entry import Result as Result

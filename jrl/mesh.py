@@ -175,6 +175,15 @@ def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
     )
 
 
+def placed_shapes(shapes: Any, shardings: Any) -> Any:
+    """The shapes of a tree, each with its sharding."""
+
+    def placed(x: Any, at: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+
+    return jax.tree.map(placed, shapes, shardings)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding that replicates an array on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -17,7 +17,6 @@ import importlib.util
 import inspect
 import json
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -30,6 +29,7 @@ from typing import Any, NoReturn
 from jrl.errors import UserError
 from jrl.system.json_text import parse_json
 from jrl.system.moved_modules import moved_to
+from jrl.system.time_limit import time_limit
 
 FORMS = "FILE.py:function or module:function"
 
@@ -141,8 +141,9 @@ def load(spec: str, key: str) -> Callable[..., Any]:
     if not place or not name:
         raise UserError(f"{setting}; write {FORMS}")
     is_file = place.endswith(".py")
+    limit = time_limit(IMPORT_SECONDS, _TooLongError, again=1.0)
     try:
-        with _time_limit(IMPORT_SECONDS), _no_exit(), _no_wide_numbers(setting, place):
+        with limit, _no_exit(), _no_wide_numbers(setting, place):
             module = _of_file(_existing(Path(place), setting)) if is_file else _of_name(place)
     except UserError:
         raise
@@ -270,6 +271,45 @@ def check_takes(function: Callable[..., Any], names: Sequence[str], setting: str
         raise UserError(f"{setting}: {signature} must take {' and '.join(names)}")
 
 
+def check_function(
+    function: Any, arguments: tuple[str, ...], key: str, optional: bool = False
+) -> None:
+    """Raises UserError unless a value can be called with these arguments by position.
+
+    Args:
+      function: the value.
+      arguments: their names, for the message.
+      key: that names the function, for the message.
+      optional: whether None would do, for the message.
+    """
+    if not callable(function):
+        none = " or None" if optional else ""
+        raise UserError(
+            f"{key} = {function!r:.40}; must be a function({', '.join(arguments)}){none}"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return  # written in C: its arguments are not known
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        name = getattr(function, "__name__", "it")
+        raise UserError(
+            f"{key}: {name}{_bare_signature(signature)} must take ({', '.join(arguments)})"
+        ) from None
+
+
+def _bare_signature(signature: inspect.Signature) -> str:
+    """The arguments without annotations.
+
+    >>> _bare_signature(inspect.signature(lambda state, *, key=1: None))
+    '(state, *, key=1)'
+    """
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+
+
 def made_by(function: Callable[..., Any], setting: str, *args: Any, **options: Any) -> Any:
     """The result of a user function that makes a part of the run.
 
@@ -328,25 +368,6 @@ def _no_exit() -> Iterator[None]:
         yield
     finally:
         os._exit = real
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Inside, _TooLongError is raised when the time is over; only the main thread has a limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ring(number: int, frame: Any) -> None:
-        raise _TooLongError
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # each second again, should it be caught
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _is_own(value: object, module: ModuleType) -> bool:

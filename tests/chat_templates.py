@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jrl.models.tokenizer import load_tokenizer
+from jrl.models.file_tokenizer import load_tokenizer
 
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|eot|>", "[INST]", "[/INST]"]
 SPECIAL += ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]"]

@@ -28,7 +28,7 @@ from jrl.collect.sources import simple_request
 from jrl.collect.sources_task import TaskSource, task_rollout
 from jrl.collect.sources_text import TextSource
 from jrl.config import load_config
-from jrl.config.unions import Optimizer
+from jrl.config.optimizer import Optimizer
 from jrl.data.tasks import get_task
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method

@@ -21,11 +21,12 @@ from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.run.metric_names import check_metric_names
+from jrl.run.own_parts import check_own_parts
 from jrl.run.reward_probe import check_reward_columns, probe_rewards
 from jrl.setup.reward_parts import reward_pool
 from jrl.storage.metrics import check_run_dir
-from jrl.train import build, programs
-from jrl.train.batches import check_sources
+from jrl.train import build
+from jrl.train.trainable import check_trainable
 
 SIZES = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 TASK = ("data.task=sorting", f"model.config={SIZES}", "train.prompts=4", "eval.problems=4")
@@ -73,8 +74,8 @@ def set_up(place: pathlib.Path, overrides: Sequence[str], probe: bool = False) -
     """
     config = load_config(None, [text.replace("PLACE", str(place)) for text in overrides])
     run = build.setup(config)
-    programs.check_trainable(run)
-    check_sources(run)
+    check_trainable(run)
+    check_own_parts(run)
     check_reward_columns(config, run.data.prompts)
     check_metric_names(run)
     if not config.data.scored:

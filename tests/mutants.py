@@ -106,7 +106,7 @@ MUTANTS = {
     ),
     "hidden states one column late": Mutant(
         7,
-        "train/score.py",
+        "train/batch_rows.py",
         "jnp.concatenate([last, batch.tokens[:, :, :-1]], axis=2)",
         "batch.tokens",
     ),

@@ -51,6 +51,7 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
     "docs/own.md": {
         "# mine.py": "test_readme::test_the_example_trains_with_a_method_from_a_file",
         "import jax": "test_readme::test_the_example_trains_with_a_method_from_a_file",
+        "# pull.py": "test_docs_commands::test_every_command_of_a_block_runs",
         "# again.py": "test_docs_commands::test_every_command_of_a_block_runs",
         "# doubles.py": "test_docs_commands::test_every_command_of_a_block_runs",
         "# mytask.py": "test_docs_commands::test_every_command_of_a_block_runs",

@@ -9,7 +9,8 @@ from fuzzing import QUICK, anything, outcome
 from hypothesis import strategies as st
 
 from jrl.config import build_config, describe, dump, load_config
-from jrl.models.tokenizer import CharTokenizer, load_tokenizer
+from jrl.models.file_tokenizer import load_tokenizer
+from jrl.models.tokenizer import CharTokenizer
 from jrl.sampling.request import RequestLimits
 from jrl.serving.openai_requests import ACCEPTED, COMMON, NEUTRAL, parse
 

@@ -18,7 +18,7 @@ from jrl.data.sources import open_source
 from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.models.tokenizer import load_tokenizer
+from jrl.models.file_tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.storage.checkpoints import Checkpoints
 

@@ -24,6 +24,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help=OVERRIDES, autocompletion=complete_override),
 ]
+ConfigOrRun = Annotated[
+    str | None, typer.Argument(metavar="CONFIG", help="Configuration file or run directory.")
+]
 Checkpoint = Annotated[int | None, typer.Option(help=CHECKPOINT, min=0)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Target = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or configuration file.")]

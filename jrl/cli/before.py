@@ -14,6 +14,7 @@ import typer
 
 from jrl.cli.arguments import (
     AsJson,
+    ConfigOrRun,
     Overrides,
     read,
 )
@@ -89,10 +90,7 @@ def methods(
 
 
 def show_config(
-    config: Annotated[
-        str | None,
-        typer.Argument(metavar="CONFIG", help="Configuration file or run directory."),
-    ] = None,
+    config: ConfigOrRun = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -116,10 +114,7 @@ def show_config(
 
 
 def doctor(
-    config: Annotated[
-        str | None,
-        typer.Argument(metavar="CONFIG", help="Configuration file or run directory."),
-    ] = None,
+    config: ConfigOrRun = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,7 +1,9 @@
 """The edits of a step's groups, and what the step tells a curriculum.
 
-trained, collected, share = edited(groups, collected, now, setting)
-collected = learned(curriculum, collected, outcome_of(groups, trained, ...))
+    trained, collected, share = edited(groups, collected, now, setting)
+    collected = learned(curriculum, collected, outcome_of(groups, trained, ...))
+
+They run on the host between two programs, and inside a compiled run.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 
 from jrl.collect.groups import PlacedGroups, take, widened
 from jrl.collect.plan import CollectState, Now, Setting
+from jrl.errors import UserError
 from jrl.methods.curriculum import Curriculum, Outcome, Table
 from jrl.methods.edit import EditView, Stateless
 from jrl.types import stream
@@ -40,7 +43,13 @@ def edited(
             extra=(jnp.arange(m + sum(extra)) >= begin)
             & (jnp.arange(m + sum(extra)) < begin + count),
         )
-        groups, state = edit.apply(collected.edits[i], groups, view)
+        result = edit.apply(collected.edits[i], groups, view)
+        if not isinstance(result, tuple) or not isinstance(result[0], PlacedGroups):
+            raise UserError(
+                f"edit {i} returned {result!r:.60}; return (groups, state), or with"
+                " jrl.methods.edit_of the groups"
+            )
+        groups, state = result
         states.append(state)
         begin += count
     collected = collected.replace(edits=tuple(states))

@@ -179,7 +179,7 @@ class OnDevice(NamedTuple):
 
 
 def on_device(task: Task | Env) -> OnDevice:
-    """Which of the two it is; asked here and nowhere else in runs on the device alone."""
+    """Device functions of a task or an environment; the kind is asked here alone."""
     return _ENV if isinstance(task, Env) else _TASK
 
 

@@ -324,7 +324,7 @@ def to_batch(
 
 
 def batch_of(groups: PlacedGroups, *, sampled: bool = True) -> Batch:
-    """The batch of groups at their places; ``own`` as for ``to_batch``."""
+    """The batch of groups at their places; ``sampled`` as for ``to_batch``."""
     rows = groups.rollout, groups.rewards, groups.weights, groups.ids, groups.stats
     return to_batch(*rows, groups.members(), groups.prior, sampled=sampled)
 

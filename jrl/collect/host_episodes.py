@@ -16,54 +16,32 @@ from typing import Any
 
 import numpy as np
 
-from jrl.collect.run_rows import RunRows, prompt_seeds, run_rows
-from jrl.collect.sources import Groups, all_entries, drawing, epoch_order
+from jrl.collect.host_search import episode_scorer, leaves_played
+from jrl.collect.run_rows import RunRows, prompt_seeds
+from jrl.collect.sources import Groups, added_counts, all_entries, drawing, epoch_order
 from jrl.collect.sources_text import root_key
-from jrl.collect.tree_search import (
-    Estimate,
-    drawn_alone,
-    estimates,
-    group_of,
-    plan_of,
-    run_estimate,
-)
-from jrl.config.secrets import reveal
+from jrl.collect.tree_search import Estimate, drawn_alone, estimates, group_of, plan_of
 from jrl.episodes.branching import EpisodeBranches
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import Format
-from jrl.episodes.configured import configured_env
 from jrl.episodes.env_calls import call_init
-from jrl.episodes.episode import Episode
-from jrl.episodes.follow import summary_room
 from jrl.episodes.groups import Played, play_episodes
-from jrl.episodes.host import EnvError, HostEnv, format_of, nothing_shared
+from jrl.episodes.host import EnvError, HostEnv
 from jrl.episodes.play import Device, keep_weights
-from jrl.episodes.search import EpisodeScorer, Searched, Searcher, leaf_rows, path_of, play_search
-from jrl.episodes.transcript import (
-    RowShape,
-    Transcript,
-    conversation,
-    rows_of_players,
-    to_rollout,
-)
+from jrl.episodes.search import EpisodeScorer, Searcher, play_search
+from jrl.episodes.transcript import RowShape, Transcript, conversation, rows_of_players, to_rollout
 from jrl.episodes.tree import SearchPlan
 from jrl.episodes.world import HostWorld, gather, host_world
 from jrl.errors import UserError
 from jrl.judging.host import answer_number
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards import FUNCTION_NAMES
-from jrl.sampling.places import entropy
-from jrl.sampling.slots import Measure
-from jrl.setup.features import check_division, check_features, host_features
-from jrl.setup.reward_parts import SUCCESS, RunRewards, reward_tables
-from jrl.setup.run import Run, run_features
+from jrl.setup.features import check_features, host_features
+from jrl.setup.reward_parts import SUCCESS
 from jrl.system.float32 import sum_overflows
 from jrl.types import Params, Prompt, Rollout, Search, StopReason
 from jrl.types.asks import DrawRequest
 
-_SLOTS, _CHUNK = 64, 16
-"""Slots where the configuration names none, and the most decode steps between two looks at the
-inbox: fewer where slots are idle."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 """Between the seeds of a problem's groups; the 64-bit golden ratio spreads them."""
 _ROUNDS = 3
@@ -118,7 +96,7 @@ class HostEpisodes:
     ) -> None:
         self._speaks = speaks
         self.ended: Callable[[Transcript], None] | None = None
-        _check_parts(env, weights)
+        check_parts(env, weights)
         if tree is not None:
             _check_fork(env, "[tree]")
         self._branches = tree if isinstance(tree, EpisodeBranches) else None
@@ -173,7 +151,7 @@ class HostEpisodes:
         tickets, order = all_entries(request)
         self._env.lifecycle.begin(step, self._split)
         stream = "eval" if self._split == "eval" else request.stream
-        _check_group(self._env, group := group_of(request))
+        check_group(self._env, group := group_of(request))
         problems, _ = self.prompts(request.key, order)
         chosen = [self._with_ask(prompt, k) for prompt in problems for k in range(self._asks)]
         score = self._scorer(request.weights)
@@ -214,7 +192,7 @@ class HostEpisodes:
         if self._calls is None:
             self._calls = Calls()
             # What nobody closed ends with this object, or with Python.
-            self._end = weakref.finalize(self, _close, self._calls, self._env)
+            self._end = weakref.finalize(self, close_env, self._calls, self._env)
         return self._calls
 
     @contextlib.contextmanager
@@ -299,7 +277,7 @@ class HostEpisodes:
             played = play([chosen[i] for i in todo], [seeds[i] for i in todo])
             for i, members in zip(todo, played.groups, strict=True):
                 groups[i] = [self._payable(member, counts) for member in members]
-            counts = {k: counts.get(k, 0) + played.counts.get(k, 0) for k in counts | played.counts}
+            counts = added_counts(counts, played.counts)
             todo = [i for i in todo if sum(t.alive for t in groups[i]) < least]
             if not todo:
                 break
@@ -423,24 +401,8 @@ class HostEpisodes:
             self._calls = None
 
 
-def check_host(run: Run) -> None:
-    """Raises UserError for an environment, a template or a method that episodes cannot use."""
-    env = _env(run)
-    try:
-        paid_parts(run, env)
-        _check_group(env, run.config.sampling.group)
-        check_features(host_features(env, run_features(run)))
-        check_division(env.players, run.network)
-        chat = format_of(env, run.tokenizer)
-        _check_contexts(run, env, chat)
-        for note in chat.notes:
-            logging.getLogger("jrl").warning("data.env: %s", note)
-    finally:
-        if env.lifecycle.shutdown is not nothing_shared:  # this one plays no episode
-            _close(Calls(), env)
-
-
-def _check_parts(env: HostEnv, names: Iterable[str]) -> None:
+def check_parts(env: HostEnv, names: Iterable[str]) -> None:
+    """Raises UserError for a reward part that an environment does not pay."""
     parts = (*env.parts, SUCCESS)
     for name in names:
         if name not in parts:
@@ -451,33 +413,7 @@ def _check_parts(env: HostEnv, names: Iterable[str]) -> None:
             )
 
 
-def paid_parts(run: Run, env: HostEnv) -> tuple[str, ...]:
-    """The reward parts of a run that its environment pays.
-
-    Raises:
-      UserError: a part that neither the environment nor a reward function gives, or a function
-        under the name of a part of the environment.
-    """
-    parts, weights = (*env.parts, SUCCESS), run.rewards.weights
-    tables = reward_tables(run.config)
-    for name in weights:
-        function = tables[name].function
-        if name in parts and function is not None:
-            raise UserError(
-                f"rewards.{name}.function = {function!r}, and the environment pays a part of that"
-                " name; give the function's part another name"
-            )
-    _check_parts(env, run.rewards.given_by("data"))
-    # a part of the environment goes before a function of the library that has the same name
-    functions = {n for n in run.rewards.given_by("function") if ":" not in n}
-    return tuple(n for n in weights if n in parts and (n in functions or _is_data(run, n)))
-
-
-def _is_data(run: Run, name: str) -> bool:
-    return run.rewards.givers[name] == "data"
-
-
-def _check_group(env: HostEnv, group: int) -> None:
+def check_group(env: HostEnv, group: int) -> None:
     """Raises UserError where the members of a group could never all be open."""
     if 0 < env.lifecycle.at_once < group:
         raise UserError(
@@ -487,144 +423,14 @@ def _check_group(env: HostEnv, group: int) -> None:
         )
 
 
-def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
-    """Raises UserError for contexts that leave no room to speak."""
-    contexts, room = env.limits.contexts, run.config.sampling.max_new_tokens
-    if contexts == 1:
-        return
-    key = f"data.contexts = {contexts}"
-    if (needed := summary_room(env, chat)) >= room:
-        raise UserError(
-            f"{key}: a summary of up to data.summary_tokens = {env.limits.summary_tokens} and what"
-            f" asks for it take {needed} tokens of sampling.max_new_tokens = {room}; raise that, or"
-            " lower data.summary_tokens"
-        )
-
-
 def _check_fork(env: HostEnv, named: str) -> None:
     """Raises UserError where no episode can be copied for what ``named`` asks for."""
     fork = {name: text for name, text in host_features(env).items() if name == "fork"}
     check_features({"host tree": named} | fork)
 
 
-def host_source(
-    run: Run,
-    prompts: Sequence[Prompt],
-    group: int,
-    *,
-    split: str = "train",
-    temperature: float | None = None,
-    width: int = 0,
-) -> HostEpisodes:
-    """The episodes of a run's environment.
-
-    Args:
-      run: whose ``data.env`` returns the environment.
-      prompts: what episodes are about.
-      group: members.
-      split: "train" or "eval".
-      temperature: None for the run's.
-      width: of a search at evaluation; 0 for none.
-    """
-    sampling, env = run.config.sampling, _env(run)
-    _check_group(env, group)
-    evaluates = split == "eval"
-    tree = None if evaluates else run.method.draw.tree
-    search = None if evaluates else run.method.draw.search
-    branches = None if tree is None else EpisodeBranches(tree, group, sampling.slots)
-    measure: Measure | None = entropy if width or search is not None else None
-    measure = measure if branches is None else branches.measure
-    paid = {name: run.rewards.weights[name] for name in paid_parts(run, env)}
-    rows = run_rows(
-        run,
-        run.config.train.prompts * max(group, width, 0 if search is None else search.width),
-        stop_tokens=run.tokenizer.stop_ids,
-        max_new_tokens=sampling.max_new_tokens,
-        split=split,
-        temperature=temperature,
-        measure=measure,
-    )
-    return HostEpisodes(
-        env,
-        format_of(env, run.tokenizer),
-        rows,
-        prompts=prompts,
-        seed=None if evaluates else run.config.data.order_seed(run.config.seed),
-        tokenizer=run.tokenizer,
-        weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else paid,
-        speaks=_reads_messages(run.rewards) and not evaluates,
-        split=split,
-        tree=branches or search,
-        estimate=None if search is None else run_estimate(run),
-    )
-
-
-def _reads_messages(rewards: RunRewards) -> bool:
-    """Whether anything on the host judges what was said."""
-    on_host = rewards.given_by("function") or rewards.given_by("judge")
-    return bool(on_host or rewards.text_models)
-
-
-def episode_scorer(
-    parts: Sequence[str],
-    weights: Mapping[str, float],
-    estimate: Callable[[Sequence[np.ndarray]], Sequence[float]] | None,
-) -> EpisodeScorer:
-    """Points of paths: what was paid where one has ended, else what is estimated, if anything.
-
-    Args:
-      parts: the environment's reward parts.
-      weights: reward part -> weight, "success" included.
-      estimate: (ids of openings and paths) -> points of each; None to go by leaves alone.
-    """
-    part_weights = np.array([weights.get(name, 0.0) for name in parts])
-
-    def score(episodes: Sequence[Episode]) -> list[float | None]:
-        points: list[float | None] = [None] * len(episodes)
-        unfinished = [i for i, episode in enumerate(episodes) if episode.ending is None]
-        for i in set(range(len(episodes))) - set(unfinished):
-            paid = sum(part_weights @ s.reward for s in episodes[i].segments if s.reward)
-            points[i] = float(paid) + weights.get(SUCCESS, 0.0) * episodes[i].success
-        if unfinished and estimate is not None:
-            paths = [path_of(episodes[i]) for i in unfinished]
-            estimated = estimate([np.concatenate([p.opening, p.tokens]) for p in paths])
-            for i, number in zip(unfinished, estimated, strict=True):
-                points[i] = float(number)
-        return points
-
-    return score
-
-
-def leaves_played(searched: Searched, plan: SearchPlan) -> Played:
-    """The groups of a search: the first leaves of each tree, all failed where it has none.
-
-    Args:
-      searched: until each tree had as many leaves.
-      plan: of the search, whose ``leaves`` are G.
-    """
-    groups, shared, group = [], 0, plan.leaves
-    for root, tree in zip(searched.roots, searched.trees, strict=True):
-        leaves = tree.leaves()[:group]
-        live = [step.episode.transcript().alive for step in map(tree.step, leaves)]
-        rows, past = leaf_rows(tree, leaves, live, plan.value)
-        groups.append(rows if leaves else [root.transcript()] * group)
-        shared += past
-    counts = searched.counts | {
-        "episodes": float(group * len(groups)),
-        "tree_shared_tokens": float(shared),
-        "search_nodes": float(sum(len(tree.nodes) - 1 for tree in searched.trees)),
-        "search_leaves": float(sum(len(tree.leaves()) for tree in searched.trees)),
-    }
-    return Played(groups, counts)
-
-
-def _env(run: Run) -> HostEnv:
-    """The environment that the configuration names."""
-    data: Any = run.config.data
-    return configured_env(data.env, reveal(data.options, "data"))
-
-
-def _close(calls: Calls, env: HostEnv) -> None:
+def close_env(calls: Calls, env: HostEnv) -> None:
+    """Ends what the environment shares between episodes, and the calls."""
     with contextlib.suppress(Exception):  # a run that has ended well must not fail here
         calls.run(env.lifecycle.shutdown, env.limits.call_seconds)
     calls.close()

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrl.collect.sources import added_counts
 from jrl.sampling.sequences import Members
 from jrl.types import Array, Rollout, RoutingRecord, StopReason
 from jrl.types.asks import BASELINE, Ask, Asks, Tokens
@@ -74,7 +75,7 @@ def join_drawn(
     rollout = rollout.replace(prompt_tokens=prompts.ids, prompt_lengths=prompts.lengths)
     counts: dict[str, Any] = {}
     for _, _, more in parts:
-        counts = {n: counts.get(n, 0) + more.get(n, 0) for n in {**counts, **more}}
+        counts = added_counts(counts, more)
     return flagged(rollout, asks), _joined_labels(parts), counts
 
 

@@ -21,6 +21,8 @@ from flax import struct
 from jrl.collect.contexts import in_common
 from jrl.collect.groups import Origin, PlacedGroups, place, put_members, widened
 from jrl.collect.members import numbers, uses
+from jrl.collect.sources import added_counts
+from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.methods.curriculum import Query, Selection, Table, unchanged
 from jrl.methods.plan import StepView
@@ -113,7 +115,26 @@ class Now(NamedTuple):
 
 Draw = Callable[[Asks], Any]
 """Asks of the same tickets -> ``Groups``."""
-Rounds = Callable[..., tuple[PlacedGroups, CollectState, Any, Any]]
+
+
+class Drawn(NamedTuple):
+    """Draws of a step so far.
+
+    Attributes:
+      groups: at their places.
+      counts: of the draws, by name.
+      collected: the collector's state after them.
+      used: as in ``First``.
+    """
+
+    groups: PlacedGroups
+    counts: dict[str, Any]
+    collected: CollectState
+    used: Any
+
+
+Rounds = Callable[[Draw, Drawn, Any, Now, Setting], tuple[Drawn, Any]]
+"""(source, the first draw, the step's first ticket, step, constants) -> (all draws, rounds)."""
 
 
 class First(NamedTuple):
@@ -180,10 +201,11 @@ def rest_of_step(
     if setting.method.plan.next is None:
         view = view_of(0, first.collected, now, setting)
         return setting.method.rewards(groups, view), first.collected, first_groups.counts
-    state = first_groups.counts, first.collected, base, first.used, now, setting
-    groups, collected, counts, done = rounds(draw, groups, *state)
-    groups = setting.method.rewards(groups, view_of(jnp.int32(done), collected, now, setting))
-    return groups, collected, counts | {"rounds": done + 1.0}
+    drawn = Drawn(groups, dict(first_groups.counts), first.collected, first.used)
+    drawn, done = rounds(draw, drawn, base, now, setting)
+    view = view_of(jnp.int32(done), drawn.collected, now, setting)
+    groups = setting.method.rewards(drawn.groups, view)
+    return groups, drawn.collected, drawn.counts | {"rounds": done + 1.0}
 
 
 def sample_step(
@@ -232,7 +254,17 @@ def issue(
     used = jnp.zeros(setting.table.rows, bool) if used is None else used
     key = jax.random.fold_in(stream(now.key, "curriculum", now.step), tickets[0])
     query = Query(key, tickets, jnp.int32(count), jnp.int32(now.step), used, setting.in_order)
-    choice, state = curriculum.choose(collected.curriculum, query)
+    result = curriculum.choose(collected.curriculum, query)
+    if not isinstance(result, tuple) or not isinstance(result[0], Selection):
+        raise UserError(
+            f"curriculum.choose returned {result!r:.60}; return (Selection(rows), state)"
+        )
+    choice, state = result
+    if np.shape(choice.row) != tickets.shape:
+        raise UserError(
+            f"curriculum.choose returned rows of shape {np.shape(choice.row)}; return"
+            f" {tickets.shape} int32, a problem for each ticket of the query"
+        )
     at = jnp.where(query.live(), choice.row, setting.table.rows)
     used = used.at[at].set(True, mode="drop")
     return Issued(tickets, choice, choice.prior), after.replace(curriculum=state), used
@@ -275,13 +307,11 @@ def any_members(asks: Asks) -> Any:
     return jnp.any(jnp.stack([jnp.any(ask.count > 0) for ask in asks])) if asks else False
 
 
-def _numbered(
-    asks: Asks, groups: PlacedGroups, collected: CollectState, used: Any, state: Any
-) -> tuple[Asks, Mapping[str, Any], CollectState, Any]:
+def _numbered(asks: Asks, drawn: Drawn, state: Any) -> tuple[Asks, Mapping[str, Any], Drawn]:
     """The asks of one request with tickets and rows, within the bounds of the plan.
 
     Returns:
-      (asks, prior by name, what is carried, rows used in this step).
+      (asks, prior by name, the draws with the new tickets issued).
     """
     base, now, setting, columns = state
     plan, (ask, *others) = setting.method.plan, asks
@@ -290,19 +320,20 @@ def _numbered(
         bounded = [a.replace(count=x) for a, x in zip(asks, room, strict=True)]
         for a in bounded[1:]:
             assert a.ticket is ask.ticket
-        return tuple(bounded), groups.prior, collected, used
+        return tuple(bounded), drawn.groups.prior, drawn
     assert not others, "asks for new tickets are drawn one by one"
     entries = ask.count.shape[0]
     number = jnp.cumsum(ask.count > 0) - 1
-    left = setting.prompts + plan.prompts(setting.prompts) - (collected.cursor - base)
+    left = setting.prompts + plan.prompts(setting.prompts) - (drawn.collected.cursor - base)
     live = (ask.count > 0) & (number < left)
-    issued, collected, used = issue(entries, live.sum(), used, collected, now, setting)
+    carried = drawn.used, drawn.collected
+    issued, collected, used = issue(entries, live.sum(), *carried, now, setting)
     at = jnp.where(live, number, 0)
     ticket = jnp.where(live, jnp.asarray(issued.ticket)[at], -1)
     row = jnp.asarray(issued.choice.row)[at] if ask.row is None else ask.row
     ask = ask.replace(ticket=ticket, row=row, count=jnp.where(live, ask.count, 0))
     prior = {name: jnp.asarray(x)[at] for name, x in issued.prior.items()} | dict(ask.prior or {})
-    return (ask.replace(prior=None),), prior, collected, used
+    return (ask.replace(prior=None),), prior, drawn._replace(collected=collected, used=used)
 
 
 def _put(
@@ -315,54 +346,45 @@ def _put(
 
 
 def traced_rounds(
-    draw: Draw,
-    groups: PlacedGroups,
-    counts: Mapping[str, Any],
-    collected: CollectState,
-    base: Any,
-    used: Any,
-    now: Now,
-    setting: Setting,
-) -> tuple[PlacedGroups, CollectState, dict[str, Any], Any]:
+    draw: Draw, drawn: Drawn, base: Any, now: Now, setting: Setting
+) -> tuple[Drawn, Any]:
     """The plan's rounds in a compiled run: a loop whose body samples the bounds.
 
     Returns:
-      (groups at the bounds, what is carried, counts, rounds [] float32).
+      (the draws, groups at the bounds; rounds [] float32).
     """
     plan: Any = setting.method.plan
-    places, columns = bounds(groups, setting)
-    groups = widened(groups, places, columns)
+    places, columns = bounds(drawn.groups, setting)
+    state = base, now, setting, columns
 
     def one(carry: Any) -> Any:
-        number, _, groups, counts, collected, used = carry
-        view = view_of(number, collected, now, setting)
-        asks = plan.next(setting.method.rewards(groups, view), view)
+        number, _, drawn = carry
+        view = view_of(number, drawn.collected, now, setting)
+        asks = plan.next(setting.method.rewards(drawn.groups, view), view)
         continues = any_members(asks)
 
         # A round that asks for nothing costs a test and no prefill; under ``vmap`` both are paid.
-        def play_round(inner: Any) -> Any:
-            groups, counts, collected, used = inner
+        def play_round(drawn: Drawn) -> Drawn:
             for part in requests(asks):
-                state = base, now, setting, columns
-                part, prior, collected, used = _numbered(part, groups, collected, used, state)
+                part, prior, drawn = _numbered(part, drawn, state)
                 sampled = draw(part)
-                groups = _put(groups, sampled, part, prior, number, base)
-                counts = {n: x + sampled.counts[n] for n, x in counts.items()}
-            return groups, counts, collected, used
+                groups = _put(drawn.groups, sampled, part, prior, number, base)
+                counts = {n: x + sampled.counts[n] for n, x in drawn.counts.items()}
+                drawn = drawn._replace(groups=groups, counts=counts)
+            return drawn
 
-        inner = groups, counts, collected, used
-        after = jax.lax.cond(continues, play_round, lambda inner: inner, inner)
-        return number + continues, continues, *after
+        after = jax.lax.cond(continues, play_round, lambda drawn: drawn, drawn)
+        return number + continues, continues, after
 
     def more(carry: Any) -> Any:
-        number, continues = carry[:2]
+        number, continues, _ = carry
         return continues & (number <= plan.rounds)
 
     # Weak types and NumPy scalars would change in the first turn of the loop.
-    first = (jnp.int32(1), jnp.bool_(True), groups, dict(counts), collected, used)
-    carry = jax.lax.while_loop(more, one, jax.tree.map(_strong, first))
-    number, _, groups, counts, collected, _ = carry
-    return groups, collected, dict(counts), (number - 1).astype(jnp.float32)
+    drawn = drawn._replace(groups=widened(drawn.groups, places, columns))
+    first = jax.tree.map(_strong, (jnp.int32(1), jnp.bool_(True), drawn))
+    number, _, drawn = jax.lax.while_loop(more, one, first)
+    return drawn, (number - 1).astype(jnp.float32)
 
 
 def _strong(x: Any) -> Any:
@@ -377,60 +399,52 @@ def bounds(groups: PlacedGroups, setting: Setting) -> tuple[int, int]:
 
 
 def host_rounds(
-    draw: Draw,
-    groups: PlacedGroups,
-    counts: Mapping[str, Any],
-    collected: CollectState,
-    base: Any,
-    used: Any,
-    now: Now,
-    setting: Setting,
-) -> tuple[PlacedGroups, CollectState, dict[str, Any], Any]:
+    draw: Draw, drawn: Drawn, base: Any, now: Now, setting: Setting
+) -> tuple[Drawn, Any]:
     """The plan's rounds on the host: what is asked for is sampled, and nothing else.
 
     Returns:
-      (groups, what is carried, counts, rounds).
+      (the draws, rounds).
     """
     plan = setting.method.plan
     assert plan.next is not None
-    groups, (_, columns) = jax.device_get(groups), bounds(groups, setting)
+    groups, (_, columns) = jax.device_get(drawn.groups), bounds(drawn.groups, setting)
     # Also in a step without hints, so that all steps are one program.
     tokens = plan.tokens if setting.contexts else 0
-    groups, counts = widened(groups, groups.use.shape[0], columns, tokens), dict(counts)
-    again = 0
+    drawn = drawn._replace(groups=widened(groups, groups.use.shape[0], columns, tokens))
+    state, again = (base, now, setting, columns), 0
     for number in range(1, plan.rounds + 1):
-        view = view_of(number, collected, now, setting)
-        asks = plan.next(setting.method.rewards(groups, view), view)
+        view = view_of(number, drawn.collected, now, setting)
+        asks = plan.next(setting.method.rewards(drawn.groups, view), view)
         if not asks or not bool(any_members(asks)):
-            return groups, _without(again, collected), counts, number - 1
+            return _without(again, drawn), number - 1
         for part in requests(asks):
-            state = base, now, setting, columns
             names = part[0].ticket is None and part[0].row is not None
-            part, prior, collected, used = _numbered(part, groups, collected, used, state)
+            part, prior, drawn = _numbered(part, drawn, state)
             part, prior = _live_entries(*jax.device_get((part, prior)))
             if not part[0].entries:
                 continue
             sampled = jax.device_get(draw(part)._replace(subject=None))
             if names:
                 again += int((np.asarray(part[0].count) > 0).sum())
-            issued = int(np.asarray(collected.cursor)) - int(base)
-            groups = widened(groups, max(issued, groups.use.shape[0]), columns)
+            issued = int(np.asarray(drawn.collected.cursor)) - int(base)
+            groups = widened(drawn.groups, max(issued, drawn.groups.use.shape[0]), columns)
             if part[0].keep and part[0].context is not None:
                 groups, sampled = in_common(groups, sampled, part, int(base))
             groups = _put(groups, sampled, part, prior, np.int32(number), int(base))
-            counts = {
-                n: counts.get(n, 0) + sampled.counts.get(n, 0) for n in counts | sampled.counts
-            }
-    return groups, _without(again, collected), counts, plan.rounds
+            counts = added_counts(drawn.counts, sampled.counts)
+            drawn = drawn._replace(groups=groups, counts=counts)
+    return _without(again, drawn), plan.rounds
 
 
-def _without(count: int, collected: CollectState) -> CollectState:
-    """The collector's state without the tickets of problems that the plan named.
+def _without(count: int, drawn: Drawn) -> Drawn:
+    """The draws without the tickets of problems that the plan named.
 
     They are taken again in the next step: the data's order, which follows the tickets, would
     otherwise pass over as many problems.
     """
-    return collected.replace(cursor=np.asarray(collected.cursor - count, np.int32))
+    cursor = np.asarray(drawn.collected.cursor - count, np.int32)
+    return drawn._replace(collected=drawn.collected.replace(cursor=cursor))
 
 
 def _live_entries(asks: Asks, prior: Mapping[str, Any]) -> tuple[Asks, dict[str, Any]]:

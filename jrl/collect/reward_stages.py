@@ -1,4 +1,4 @@
-"""What wraps a source for its rewards: the points of all parts of a run, and sums within float32.
+"""Wrappers of a source for its rewards: the points of all parts of a run, and finite sums.
 
 A reward is finite in float32 (``rewards.call``, ``episodes.host``), but a weighted sum, which
 advantages are computed from, need not be, and would end a run as a gradient that is not finite.

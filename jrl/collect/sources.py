@@ -137,6 +137,10 @@ def check_groups(groups: Any, request: DrawRequest, parts: int, source: Any) -> 
     name = type(source).__name__
     if not isinstance(groups, Groups):
         raise UserError(f"{name}.draw returned {groups!r:.60}; return jrl.train.Groups")
+    if not isinstance(groups.rollout, Rollout):
+        raise UserError(
+            f"{name}.draw returned the rollout {groups.rollout!r:.60}; give the sampler's"
+        )
     tickets, _ = entries(request)
     n, (count, g) = len(tickets), groups.rollout.lengths.shape
     if count != n:
@@ -277,6 +281,15 @@ def to_host(groups: Groups) -> Groups:
     return jax.device_get(groups._replace(subject=None))._replace(subject=subject)
 
 
+def added_counts(counts: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Counters by name, those of two draws added.
+
+    >>> added_counts({"a": 1}, {"a": 2, "b": 3})
+    {'a': 3, 'b': 3}
+    """
+    return {name: counts.get(name, 0) + more.get(name, 0) for name in {**counts, **more}}
+
+
 def join_groups(several: list[Groups]) -> Groups:
     """The groups of several draws, on the host, one after the other; their counts add up."""
 
@@ -291,7 +304,7 @@ def join_groups(several: list[Groups]) -> Groups:
     )
     counts: dict[str, Any] = {}
     for groups in several:
-        counts |= {name: counts.get(name, 0) + x for name, x in groups.counts.items()}
+        counts = added_counts(counts, groups.counts)
     return Groups(
         rollout=joined(*(groups.rollout for groups in several)),
         rewards=joined(*(groups.rewards for groups in several)),

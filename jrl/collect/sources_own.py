@@ -21,6 +21,7 @@ from jrl.collect.sources import (
 from jrl.collect.sources_text import TextSampler
 from jrl.config.secrets import reveal
 from jrl.data.prompts import pad_prompts
+from jrl.errors import UserError
 from jrl.setup.run import Run
 from jrl.types import Prompt, Rollout
 from jrl.types.asks import DrawRequest, Tokens
@@ -47,9 +48,26 @@ class Sampler(NamedTuple):
           request: whose asks and weights are used.
           prompts: N, one for each entry of the request, of at most ``width`` tokens.
         """
-        padded = Tokens(*pad_prompts(prompts, self.width))
-        rollout, _, _ = self.sampler(request, padded, self.limit)
+        tokens = padded(request, prompts, self.width)
+        rollout, _, _ = self.sampler(request, tokens, self.limit)
         return rollout
+
+
+def padded(request: DrawRequest, prompts: Sequence[Prompt], width: int) -> Tokens:
+    """The prompts of a source of one's own as arrays [N, P].
+
+    Raises:
+      UserError: they are not N ``Prompt``, or one is empty or longer than ``width`` tokens.
+    """
+    n = request.asks[0].entries
+    if len(prompts) != n or not all(isinstance(prompt, Prompt) for prompt in prompts):
+        raise UserError(
+            f"sampler(request, prompts) got {prompts!r:.60}; give {n} jrl.types.Prompt, one for"
+            " each entry of the request"
+        )
+    if empty := [prompt.id for prompt in prompts if not len(prompt.tokens)]:
+        raise UserError(f"prompt {empty[0]} has no tokens; it needs at least one")
+    return Tokens(*pad_prompts(prompts, width))
 
 
 class CheckedSource(Around):
@@ -73,8 +91,12 @@ class CheckedSource(Around):
         return check_groups(self.source.draw(request), request, self._parts, self.source)
 
 
-def make_own_source(run: Run, sampler: Sampler) -> Source:
+def make_own_source(run: Run, sampler: Any) -> CheckedSource:
     """The source that ``data.train`` names.
+
+    Args:
+      run: from ``train.build.setup``.
+      sampler: a ``Sampler``, or what stands in for one before anything compiles.
 
     Raises:
       UserError: there is no such function, it does not take the sampler, the tokenizer and the

@@ -19,7 +19,7 @@ from jrl.collect.groups import counted
 from jrl.collect.members import demonstration_rollout
 from jrl.collect.reward_stages import judged_parts
 from jrl.collect.run_rows import RunRows, completion_ends, prompt_seeds, run_rows, step_ends
-from jrl.collect.sources import Around, Groups, Source, all_entries, drawing
+from jrl.collect.sources import Around, Groups, Source, added_counts, all_entries, drawing
 from jrl.collect.sources_text import TextSource
 from jrl.data.prompts import pad_prompts
 from jrl.episodes.episode import Episode
@@ -32,14 +32,7 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.places import entropy
 from jrl.setup.adapters import drawn_trees
 from jrl.setup.run import Run
-from jrl.types import (
-    Network,
-    Params,
-    Prompt,
-    Search,
-    StopReason,
-    TrainState,
-)
+from jrl.types import Network, Params, Prompt, Search, StopReason, TrainState
 from jrl.types.asks import DrawRequest
 
 Estimate = Callable[[Mapping[str, Params], np.ndarray, np.ndarray], Any]
@@ -241,10 +234,7 @@ class Leaves:
             about = jax.tree.map(lambda x: x[whose], self._subject)
         rollout = demonstration_rollout(*padded, tokens, lengths, complete, 1)
         judged = self._source.judge(about, prompts, rollout)
-        self.counts = {
-            name: self.counts.get(name, 0.0) + judged.counts.get(name, 0.0)
-            for name in self.counts | judged.counts
-        }
+        self.counts = added_counts(self.counts, judged.counts)
         # A judge may fail for one leaf; its node then is not backed up, and the search goes on.
         judged_leaves, scores = counted(judged.rollout)[:, 0], {}
         for leaf, points, is_known in zip(leaves, judged.rewards[:, 0], judged_leaves, strict=True):

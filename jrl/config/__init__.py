@@ -1,6 +1,6 @@
 """The configuration of a run: its tables, read from TOML, checked, explained and written.
 
-- ``tables``, ``unions``: every key with its type, limits, default and meaning
+- ``tables``, ``data``, ``tree``, ``optimizer``: every key with its type, limits and meaning
 - ``checks``, ``numbers``: what does not go together, and what no key may hold
 - ``read``: TOML and ``KEY=VALUE`` to a checked configuration
 - ``explain``: what is said of a mistake
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from jrl.config.checks import check_batch
 from jrl.config.keys import Key, describe, table_note, table_of, variants
+from jrl.config.optimizer import Optimizer
 from jrl.config.read import build_config, from_table, load_config
 from jrl.config.tables import Config
-from jrl.config.unions import Optimizer
 from jrl.config.write import as_tree, config_hash, dump, flatten, may_differ
 
 __all__ = [

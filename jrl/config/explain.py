@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jrl.config.base import Table
 from jrl.config.keys import Key, describe, variants
 from jrl.config.tables import Config, WatchTable
-from jrl.config.unions import Table
 from jrl.errors import unknown_choice
 
 RENAMED: Mapping[str, str] = {

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
+from jrl.config.base import Table, key
 from jrl.config.explain import explain
-from jrl.config.unions import Table, key
 from jrl.errors import UserError, nearest, unknown_choice
 
 T = TypeVar("T", bound=Table)
@@ -169,19 +168,6 @@ def weightless(criteria: list[Criterion]) -> str:
     if one := next((c for c in criteria if len(c.levels) == 1), None):
         return f"criterion {one.text!r:.40} has levels {one.levels}; give two, the worst first"
     return ""
-
-
-def judge_table(key: str, options: Mapping[str, Any]) -> JudgeTable:
-    """The checked keys of a judge.
-
-    Args:
-      key: "rewards.NAME", for messages.
-      options: its keys besides those that every reward part has.
-
-    Raises:
-      UserError: a line for each mistake, which names the key.
-    """
-    return checked(JudgeTable, key, options)
 
 
 def criteria_of(rows: Any, where: str) -> list[Criterion]:

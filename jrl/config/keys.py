@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 from pydantic import Tag
 from pydantic.fields import FieldInfo
 
+from jrl.config.base import Table
+from jrl.config.data import GIVEN_KINDS
 from jrl.config.tables import Config
-from jrl.config.unions import GIVEN_KINDS, Table
 
 
 class Key(NamedTuple):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from jrl.config.judge import checked
-from jrl.config.unions import Table, key
+from jrl.config.base import Table, key
 
 LIKELIHOOD = "likelihood"
 """The function of such a part."""
@@ -25,16 +23,3 @@ class LikelihoodTable(Table):
         32, "longest answer; a longer one, or one that the model cannot read, has no opinion", ge=1
     )
     rows: int = key(8, "texts that go through the policy at a time", ge=1, le=4096)
-
-
-def likelihood_table(key: str, options: Mapping[str, Any]) -> LikelihoodTable:
-    """The checked keys of such a part.
-
-    Args:
-      key: "rewards.NAME", for messages.
-      options: its keys besides those that every reward part has.
-
-    Raises:
-      UserError: a line for each mistake, which names the key.
-    """
-    return checked(LikelihoodTable, key, options)

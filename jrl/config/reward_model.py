@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jrl.config.judge import checked
-from jrl.config.unions import Table, key
+from jrl.config.base import Table, key
 
 PUBLISHED_MODELS: Mapping[str, str] = {
     name: f"jrl.zoo.rewards.models:{name}"
@@ -156,16 +155,3 @@ def _wrong(table: RewardModelTable) -> str:
             if set(message) != {"role", "content"}:
                 return f"template[{i}] = {message}; write a message as {{role = .., content = ..}}"
     return ""
-
-
-def reward_model_table(key: str, options: Mapping[str, Any]) -> RewardModelTable:
-    """The checked keys of a reward model.
-
-    Args:
-      key: "rewards.NAME", for messages.
-      options: its keys besides those that every reward part has.
-
-    Raises:
-      UserError: a line for each mistake, which names the key.
-    """
-    return checked(RewardModelTable, key, options)

@@ -1,7 +1,7 @@
 """The tables of a configuration: every key with its type, limits, default and meaning.
 
 A table that may be absent, such as ``[lora]``, is None where it is not given. Those of which there
-are several kinds are in ``unions``, checks of keys of several tables in ``checks``.
+are several kinds are in ``data`` and ``tree``, checks of keys of several tables in ``checks``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,11 @@ from pydantic import (
     model_validator,
 )
 
+from jrl.config.base import Table, key
 from jrl.config.checks import conflicts
-from jrl.config.unions import (
-    Data,
-    MethodTree,
-    Optimizer,
-    PromptData,
-    Table,
-    Tree,
-    key,
-)
+from jrl.config.data import Data, PromptData
+from jrl.config.optimizer import Optimizer
+from jrl.config.tree import MethodTree, Tree
 
 DType = Literal["float32", "bfloat16"]
 

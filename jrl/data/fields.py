@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jrl.config.data import PromptData
 from jrl.config.reward_model import MODEL_NAMES
 from jrl.config.tables import Config
-from jrl.config.unions import PromptData
 from jrl.data.tables import Source
 from jrl.errors import UserError
+from jrl.system.json_text import json_or_none
 
 LARGE = 64 << 20
 """Bytes of a file that is read twice rather than found wrong late."""
@@ -70,10 +70,7 @@ def look_up(row: Mapping[str, Any], key: str) -> Any:
     value: Any = row
     for part in key.split("."):
         if isinstance(value, str) and value.lstrip().startswith("{"):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                return None
+            value = json_or_none(value)
         if not isinstance(value, Mapping) or part not in value:
             return None
         value = value[part]

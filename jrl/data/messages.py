@@ -24,7 +24,9 @@ from jrl.models.chat_frames import (
     refuse_controls,
     spelled_control,
 )
-from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import Tokenizer
+from jrl.system.json_text import json_or_none
 from jrl.types import NOTHING
 
 ASSISTANT = "assistant"
@@ -94,10 +96,7 @@ def _read_calls(calls: Any, name: str, where: str) -> list[dict[str, Any]]:
         function = function if isinstance(function, Mapping) else {}
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                arguments = None
+            arguments = json_or_none(arguments)
         if not isinstance(arguments, Mapping) or not isinstance(function.get("name"), str):
             raise UserError(
                 f"{where}: {name} holds tool_calls {str(calls)[:60]}; a call has a function with a"

@@ -9,7 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from jrl.episodes.parsers import Call, Parser, Schemas, allowed_kinds, resolved
+from jrl.episodes.parsers import Call, Parser, Schemas
+from jrl.episodes.schemas import allowed_kinds, resolved
 from jrl.errors import UserError
 
 
@@ -98,7 +99,7 @@ def _parameters(schema: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[st
 
 
 def _coder_rules(name: str, schema: Mapping[str, Any], rule: str, literal: Literal) -> list[str]:
-    """Parameters between tags, strings without quotes; see ``parsers._scan_coder``."""
+    """Parameters between tags, strings without quotes; see ``parsers.qwen3_coder``."""
     properties, required = _parameters(schema)
     parts, rules = [literal(f"<tool_call>\n<function={name}>")], []
     for i, (key, value) in enumerate(properties.items()):
@@ -125,7 +126,7 @@ def _coder_value(schema: Any) -> str:
 
 
 def _gemma_rules(name: str, schema: Mapping[str, Any], rule: str, literal: Literal) -> list[str]:
-    """One line of Python; JSON values are Python literals to ``parsers._scan_gemma``."""
+    """One line of Python; JSON values are Python literals to ``parsers.gemma``."""
     properties, required = _parameters(schema)
     if wrong := [key for key in properties if not key.isidentifier()]:
         raise UserError(f"the argument {wrong[0]!r} is no name of Python; rename it")

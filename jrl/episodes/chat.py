@@ -27,7 +27,8 @@ from jrl.models.chat_frames import (
     plain_names,
     whole_text,
 )
-from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import Tokenizer
 
 _QUESTION = {"role": "user", "content": "What is it?"}
 _STYLES = tuple((content, as_text) for content in ("", None) for as_text in (False, True))

@@ -12,6 +12,7 @@ from typing import Any
 from jrl.episodes.host import ChatOptions, EnvExtras, HostEnv, Lifecycle, Limits
 from jrl.episodes.parsers import PARSERS
 from jrl.errors import UserError, unknown_choice
+from jrl.user_code import check_function
 
 OWN_IDS = (
     *("turn", "step", "state", "node", "context", "episode", "role"),
@@ -82,45 +83,6 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
     if env.chat.family and env.chat.family not in PARSERS:
         raise unknown_choice(f"{key}.chat.family", env.chat.family, PARSERS)
     return env
-
-
-def check_function(
-    function: Any, arguments: tuple[str, ...], key: str, optional: bool = False
-) -> None:
-    """Raises UserError unless a value can be called with so many arguments by position.
-
-    Args:
-      function: the value.
-      arguments: their names, for the message.
-      key: that names the function, for the message.
-      optional: whether None would do, for the message.
-    """
-    if not callable(function):
-        none = " or None" if optional else ""
-        raise UserError(
-            f"{key} = {function!r:.40}; must be a function({', '.join(arguments)}){none}"
-        )
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):
-        return  # written in C: its arguments are not known
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        name = getattr(function, "__name__", "it")
-        raise UserError(
-            f"{key}: {name}{_shown(signature)} must take ({', '.join(arguments)})"
-        ) from None
-
-
-def _shown(signature: inspect.Signature) -> str:
-    """The arguments without annotations.
-
-    >>> _shown(inspect.signature(lambda state, *, key=1: None))
-    '(state, *, key=1)'
-    """
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 
 def _check_names(names: Any, key: str) -> None:

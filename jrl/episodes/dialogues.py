@@ -37,7 +37,8 @@ from jrl.models.chat_frames import (
     refuse_controls,
     whole_text,
 )
-from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import Tokenizer
 from jrl.system.float32 import fits_float32
 from jrl.types import StopReason
 

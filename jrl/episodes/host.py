@@ -28,7 +28,8 @@ from jrl.episodes.parsers import get_parser
 from jrl.episodes.tool_descriptions import describe
 from jrl.errors import UserError
 from jrl.models.chat_frames import Message
-from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import Tokenizer
 from jrl.system.float32 import fits_float32
 from jrl.types import NOTHING, Prompt
 

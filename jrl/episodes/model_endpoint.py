@@ -178,7 +178,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class _Timed(io.RawIOBase):
-    """What a socket receives until a time. Its own timeout is for each piece, however many come."""
+    """Bytes of a socket until a time. Its own timeout is for each piece, however many come."""
 
     def __init__(self, raw: Any, sock: socket.socket, seconds: float) -> None:
         self._raw, self._sock, self._until = raw, sock, time.monotonic() + seconds

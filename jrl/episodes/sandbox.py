@@ -379,7 +379,10 @@ def _runs(way: _Way) -> bool:
 
 def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
     """Python as a tool with one argument, "code"; each call starts a fresh interpreter."""
-    from jrl.episodes.tools import Tool  # brings JAX along, which reward workers do without
+    from jrl.episodes.tools import (  # brings JAX along, which reward workers do without
+        Tool,
+        one_text,
+    )
 
     async def call(code: str) -> str:
         result = await sandbox.run(code)
@@ -397,12 +400,7 @@ def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
     return Tool(
         name=name,
         description="Runs Python and returns what it prints, and the value of the last line.",
-        parameters={
-            "type": "object",
-            "properties": {"code": {"type": "string"}},
-            "required": ["code"],
-            "additionalProperties": False,
-        },
+        parameters=one_text("code"),
         call=call,
         # The sandbox keeps the limit of a run; the rest is for starting and ending its process.
         seconds=_AROUND_SECONDS + sandbox.limits.seconds,

@@ -235,3 +235,64 @@ def _additional_properties(draft: Any) -> Keyword:
                 yield jsonschema.ValidationError(f"{name!r:.100} was unexpected")
 
     return additional
+
+
+_DEEPEST = 32
+"""References that are followed, one to another."""
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """A schema behind its references within ``root``; itself where they lead nowhere."""
+    for _ in range(_DEEPEST):
+        if not isinstance(schema, Mapping):
+            break
+        reference, parts = schema.get("$ref"), schema.get("allOf")
+        if isinstance(reference, str) and reference.startswith("#"):
+            target = root
+            for name in filter(None, reference[1:].split("/")):
+                name = name.replace("~1", "/").replace("~0", "~")
+                target = target.get(name) if isinstance(target, Mapping) else None
+            if not isinstance(target, Mapping):
+                break
+            schema = target
+        elif isinstance(parts, list) and len(parts) == 1 and "type" not in schema:
+            schema = parts[0]
+        else:
+            break
+    return schema
+
+
+JSON_TYPES = {
+    "boolean": lambda x: isinstance(x, bool),
+    "integer": lambda x: isinstance(x, int) and not isinstance(x, bool),
+    "number": lambda x: isinstance(x, int | float) and not isinstance(x, bool),
+    "string": lambda x: isinstance(x, str),
+    "object": lambda x: isinstance(x, dict),
+    "array": lambda x: isinstance(x, list),
+    "null": lambda x: x is None,
+}
+"""JSON type -> whether a value is of it."""
+
+
+def allowed_kinds(schema: Any, root: Any = None, depth: int = 0) -> set[str]:
+    """The JSON types that a schema allows; empty where it does not say.
+
+    Args:
+      schema: of a value.
+      root: in which references are looked up; None for the schema itself.
+      depth: of this schema in others.
+    """
+    root = schema if root is None else root
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return set()
+    kind = schema.get("type")
+    kinds = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
+    for word in ("anyOf", "oneOf"):
+        options = schema.get(word)
+        if isinstance(options, list):
+            kinds = kinds.union(*(allowed_kinds(option, root, depth + 1) for option in options))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not kinds and isinstance(values, list) and values:
+        return {next(kind for kind, fits in JSON_TYPES.items() if fits(value)) for value in values}
+    return kinds

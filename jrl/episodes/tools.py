@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from jrl.episodes.calls import run_either
 from jrl.episodes.gate import retrieve_error, run_within
 from jrl.episodes.host import ChatOptions, EnvError, Feedback, HostEnv, Limits, Reply
-from jrl.episodes.parsers import Call, Malformed, Parser, Schemas, without_addresses
+from jrl.episodes.parsers import Call, Malformed, Parser, Schemas
+from jrl.episodes.parsers.base import without_addresses
 from jrl.episodes.schemas import check_schema, fault
 from jrl.errors import UserError, unknown_choice
 from jrl.types import Prompt
@@ -52,6 +53,16 @@ class Tool(NamedTuple):
         """The tool as chat templates and OpenAI's API describe it."""
         described = {"name": self.name, "description": self.description}
         return {"type": "function", "function": {**described, "parameters": dict(self.parameters)}}
+
+
+def one_text(name: str, **described: str) -> dict[str, Any]:
+    """``Tool.parameters`` of one text by this name, with what describes it."""
+    return {
+        "type": "object",
+        "properties": {name: {"type": "string", **described}},
+        "required": [name],
+        "additionalProperties": False,
+    }
 
 
 Reward = Callable[[Prompt, Reply], Any]

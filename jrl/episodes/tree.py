@@ -445,11 +445,6 @@ def _shared(tree: Tree, node: int) -> list[Any]:
     return shared
 
 
-def backed_up(tree: Tree, leaf: int) -> list[float]:
-    """The values of the nodes on the way to a leaf, as "node_value" wants them by step."""
-    return [tree.nodes[i].value for i in tree.path(leaf)]
-
-
 class Siblings(NamedTuple):
     """The children of one node that were visited.
 

@@ -16,11 +16,13 @@ from jrl.collect.sources_given import BatchSizes
 from jrl.data.pairs import judged_batch
 from jrl.evaluate.statistics import wilson
 from jrl.mesh import replicated
-from jrl.objectives.policy import combine_terms, compute_advantages, policy_loss
+from jrl.objectives.policy import Pairs, combine_terms, compute_advantages, policy_loss
 from jrl.sampling.params import SamplingParams
 from jrl.setup.run import Run
-from jrl.train.score import in_parts, policies_of
-from jrl.train.step import Pairs, Parts, complete, live_statistics, summarise
+from jrl.train.batch_rows import in_parts
+from jrl.train.score import policies_of
+from jrl.train.step import Parts, complete, live_statistics
+from jrl.train.step_metrics import summarise
 from jrl.types import Array, Batch, TrainState
 
 Measure = Callable[[TrainState, Batch, SamplingParams], Pairs]

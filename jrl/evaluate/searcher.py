@@ -1,7 +1,9 @@
 """A run's policy as a searcher, of text or of episodes: as training searches, with eval's settings.
 
-with searcher_of(run, key, params, step, width=4) as search:
-searched = search(prompts, seeds, search_plan("beam", 4), by_path(by_likelihood))
+    with searcher_of(run, key, params, step, width=4) as search:
+        searched = search(prompts, seeds, search_plan("beam", 4), by_path(by_likelihood))
+
+The trees of ``searched`` are those that training would grow with these weights and seeds.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jrl.collect.host_episodes import host_source
+from jrl.collect.host_source import host_source
 from jrl.collect.run_rows import completion_ends, prompt_seeds, run_rows, step_ends
 from jrl.config import Config
 from jrl.episodes.play import Device

@@ -128,6 +128,11 @@ def evaluation_metrics(
 def all_variants(correct: np.ndarray, variants_of: Sequence[object]) -> float:
     """The fraction of originals all of whose variants are right, the mean over the completions.
 
+    The outcome score of "DeepTheorem: Advancing LLM Reasoning for Theorem Proving Through Natural
+    Language and Reinforcement Learning": a theorem counts where the verdicts on it and on its
+    contradictions, which its rows share by ``eval.variants_of``, are all right. Its reward is 1 for
+    the right verdict, "proved" or "disproved": ``exact`` on a boxed answer.
+
     Args:
       correct: [M, n] bool; the j-th completions of all problems are judged together.
       variants_of: [M] the original of each problem.

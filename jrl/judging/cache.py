@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +24,34 @@ class QuestionVote(NamedTuple):
     vote: int = 0
 
 
-def verdicts_of(asked: Iterable[QuestionVote], replies: Iterable[str | None]) -> list[Any]:
-    """The verdict of each question in its reply; None without one.
+class Reply(NamedTuple):
+    """A judge's reply in which there is a verdict.
 
-    Questions of the same words share a reply, and each reads it for itself: their rows may have
-    different answers.
+    Attributes:
+      text: of the judge.
+      read: reads it, for the question that was sent.
+      verdict: of that question.
     """
-    pairs = zip(asked, replies, strict=True)
-    return [None if reply is None else each.question.read(reply) for each, reply in pairs]
+
+    text: str
+    read: Callable[[str], Any]
+    verdict: Any
+
+    def verdict_for(self, question: Question) -> Any:
+        """The verdict of a question of the same words, whose row may have another answer."""
+        return self.verdict if question.read == self.read else question.read(self.text)
+
+
+def reply_of(text: Any, question: Question) -> Reply | None:
+    """The reply to a question; None where no verdict is in it."""
+    verdict = question.read(text) if isinstance(text, str) else None
+    return None if verdict is None else Reply(text, question.read, verdict)
+
+
+def verdicts_of(entries: Iterable[QuestionVote], replies: Iterable[Reply | None]) -> list[Any]:
+    """The verdict of each question in its reply; None without one."""
+    pairs = zip(entries, replies, strict=True)
+    return [None if reply is None else reply.verdict_for(each.question) for each, reply in pairs]
 
 
 class VerdictCache(NamedTuple):
@@ -54,13 +74,12 @@ class VerdictCache(NamedTuple):
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def read(self, name: str, question: Question) -> str | None:
+    def read(self, name: str, question: Question) -> Reply | None:
         """The reply of that name, if there is a verdict for the question in it; else None."""
         if self.directory is None:
             return None
         try:
-            reply = json.loads(self._file(name).read_bytes())["reply"]
-            return reply if question.read(reply) is not None else None
+            return reply_of(json.loads(self._file(name).read_bytes())["reply"], question)
         except (OSError, *UNREADABLE):
             return None
 

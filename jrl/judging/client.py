@@ -25,7 +25,14 @@ from jrl.config.judge import JudgeTable
 from jrl.config.secrets import without_secrets
 from jrl.episodes.model_endpoint import check_url, endpoint, environment_variable
 from jrl.errors import UserError
-from jrl.judging.cache import UNREADABLE, QuestionVote, VerdictCache, verdicts_of
+from jrl.judging.cache import (
+    UNREADABLE,
+    QuestionVote,
+    Reply,
+    VerdictCache,
+    reply_of,
+    verdicts_of,
+)
 from jrl.judging.limits import Batch, Pace, Question
 from jrl.system.wait_reports import waiting
 
@@ -171,7 +178,7 @@ class JudgeClient:
             if result is not None:
                 batch.finish(question.name, *result)
 
-    def _ask(self, question: Question, batch: Batch) -> tuple[str, str | None] | None:
+    def _ask(self, question: Question, batch: Batch) -> tuple[str, Reply | None] | None:
         """(what is to be counted besides, the reply or None); None to ask again later."""
         name, entry, attempt = question[:3]
         crowded, retry_after = False, 0.0
@@ -182,7 +189,7 @@ class JudgeClient:
             if attempt:
                 batch.count("judge_retries")
             crowded = batch.send(name)
-            reply = self._send(entry.question.messages, entry.vote, batch.left())
+            text = self._send(entry.question.messages, entry.vote, batch.left())
             batch.replied(name)
         except urllib.error.HTTPError as error:
             error.close()
@@ -199,9 +206,10 @@ class JudgeClient:
             return "judge_unreadable", None
         else:
             self._pace.served()
-            if not isinstance(reply, str) or entry.question.read(reply) is None:
+            reply = reply_of(text, entry.question)
+            if reply is None:
                 return "judge_unreadable", None
-            self._cache.write(name, reply)
+            self._cache.write(name, reply.text)
             return "", reply
         finally:
             batch.returned(name)

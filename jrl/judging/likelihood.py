@@ -22,12 +22,12 @@ from jax.sharding import Mesh
 from jrl.config.judge import POLICY
 from jrl.config.likelihood import LIKELIHOOD, LikelihoodTable
 from jrl.errors import UserError
-from jrl.mesh import batch_sharding, batch_shards, replicated
+from jrl.mesh import replicated
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.exact import expected_answer
 from jrl.rewards.matching import references
 from jrl.rewards.rules import Rules
-from jrl.rewards.text_models import width_of
+from jrl.rewards.text_models import over_texts
 from jrl.setup.reward_parts import likelihood_of, reward_tables
 from jrl.setup.run import Run
 from jrl.types import Array, Network, Params, Prompt, Rollout, StopReason
@@ -152,25 +152,10 @@ class Likelihood(NamedTuple):
 
     def _values(self, params: Params, texts: Sequence[tuple[list[int], int]]) -> list[float]:
         """The likelihoods of texts, (token ids, where the answer begins) each."""
-        shards = batch_shards(self.mesh)
-        rows, values = -(-self.table.rows // shards) * shards, np.zeros(len(texts))
-        at = batch_sharding(self.mesh)
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]))
-        for begin in range(0, len(order), rows):
-            part = order[begin : begin + rows]
-            width = min(width_of(len(texts[part[-1]][0])), self.longest)
-            tokens = np.zeros((rows, width), np.int32)
-            starts, lengths = np.ones(rows, np.int32), np.full(rows, 2, np.int32)
-            for row, k in enumerate(part):
-                ids, starts[row] = texts[k]
-                tokens[row, : len(ids)], lengths[row] = ids, len(ids)
-            placed = [
-                jax.make_array_from_callback(x.shape, at, x.__getitem__)
-                for x in (tokens, starts, lengths)
-            ]
-            with jax.set_mesh(self.mesh):
-                values[part] = np.asarray(self.program(params, *placed))[: len(part)]
-        return values.tolist()
+        program, ids = partial(self.program, params), [ids for ids, _ in texts]
+        columns = [start for _, start in texts], [len(each) for each in ids]
+        how = {"rows": self.table.rows, "longest": self.longest}
+        return over_texts(program, ids, *columns, **how, mesh=self.mesh).tolist()
 
 
 def _row(rollout: Rollout, i: int, j: int, cut: int) -> list[int]:

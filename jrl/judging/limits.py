@@ -11,6 +11,8 @@ import time
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from jrl.judging.cache import Reply
+
 _OVERDUE_SECONDS, _OVERDUE_TIMES, _MIN_REPLIES = 1.0, 10, 8
 """A request is overdue after this time, and this multiple of the median of the last answers, once
 there were so many."""
@@ -213,19 +215,19 @@ class Batch:
         with self._changed:
             self._counts[name] += 1
 
-    def finish(self, name: str, outcome: str, reply: str | None) -> None:
+    def finish(self, name: str, outcome: str, reply: Reply | None) -> None:
         """Notes the end of a question: what is to be counted besides, and the reply or None."""
         with self._changed:
             self._end(name, outcome, reply)
 
-    def _end(self, name: str, outcome: str, reply: str | None) -> None:
+    def _end(self, name: str, outcome: str, reply: Reply | None) -> None:
         self._ended.setdefault(name, (outcome, reply))
         if name in self._missing:
             self._missing.remove(name)
             if not self._missing:
                 self._changed.notify_all()
 
-    def close(self, names: Collection[str]) -> tuple[dict[str, str | None], dict[str, float]]:
+    def close(self, names: Collection[str]) -> tuple[dict[str, Reply | None], dict[str, float]]:
         """Replies by name, and the counts; questions that did not end are out of time.
 
         Args:

@@ -28,12 +28,13 @@ from jrl.episodes.search import by_likelihood, by_path, play_search
 from jrl.episodes.tree import search_plan
 from jrl.episodes.world import TextWorld
 from jrl.errors import UserError
-from jrl.judging.cache import QuestionVote, VerdictCache, verdicts_of
+from jrl.judging.cache import QuestionVote, Reply, VerdictCache, reply_of, verdicts_of
 from jrl.judging.limits import COUNTS
 from jrl.mesh import tree_shardings
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.models.tokenizer import Tokenizer, load_tokenizer
+from jrl.models.file_tokenizer import load_tokenizer
+from jrl.models.tokenizer import Tokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards.model import JudgeModel
 from jrl.sampling.rows import Rows
@@ -175,7 +176,7 @@ class ModelJudge(NamedTuple):
         """As ``JudgeClient.verdicts``; questions that are too long count as failures."""
         counts = dict.fromkeys(COUNTS, 0.0)
         names = [self.cache.name(each) for each in questions]
-        by_name: dict[str, str | None] = {}
+        by_name: dict[str, Reply | None] = {}
         left: dict[str, tuple[QuestionVote, list[int]]] = {}
         for name, each in zip(names, questions, strict=True):
             if name in by_name or name in left:
@@ -189,12 +190,12 @@ class ModelJudge(NamedTuple):
                 left[name] = each, ids
         counts["judge_calls"] = float(len(left))
         replies = self._replies({name: ids for name, (_, ids) in left.items()})
-        for name, reply in replies.items():
-            if left[name][0].question.read(reply) is None:
+        for name, text in replies.items():
+            by_name[name] = reply = reply_of(text, left[name][0].question)
+            if reply is None:
                 counts["judge_unreadable"] += 1
             else:
-                by_name[name] = reply
-                self.cache.write(name, reply)
+                self.cache.write(name, text)
         return verdicts_of(questions, map(by_name.get, names)), counts
 
     def probe(self) -> None:

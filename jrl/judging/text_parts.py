@@ -30,7 +30,7 @@ class TextGiver(Protocol):
 
     @property
     def rules(self) -> Rules:
-        """Which samples it is asked about, and what no opinion means."""
+        """Rules of the part: the samples it judges, and its value without an opinion."""
 
     @property
     def only(self) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from jrl.errors import UserError, unknown_choice
 from jrl.methods.base import Method, Schedule
+from jrl.methods.check_method import check_method
 from jrl.methods.curriculum import (
     Between,
     Curriculum,
@@ -50,15 +51,9 @@ from jrl.methods.domains import (
 )
 from jrl.methods.edit import Edit, EditView, edit_of, fill, fill_groups, of_parts, only, refill
 from jrl.methods.plan import Plan, StepView, also, more, new
+from jrl.methods.replays import replay, replay_rare, replay_share, replay_successes
 from jrl.methods.schedule import After, Ahead, average, copies, every, restart
-from jrl.methods.stores import (
-    group_store,
-    member_store,
-    replay,
-    replay_rare,
-    replay_share,
-    replay_successes,
-)
+from jrl.methods.stores import group_store, member_store
 from jrl.user_code import FORMS, check_options, load, made_by, parameters_of
 
 if TYPE_CHECKING:
@@ -224,7 +219,8 @@ class OwnMethod:
         """The method with these coefficients.
 
         Raises:
-          UserError: it does not take one of them, needs another, or returns something else.
+          UserError: it does not take one of them, needs another, or returns something else; or a
+            part of the method is none.
         """
         if "base" in self.coefficients and "base" not in coefficients:
             raise UserError(
@@ -236,7 +232,7 @@ class OwnMethod:
         if not isinstance(method, Method):
             result = f"method = {self.name!r} returned {method!r:.40}"
             raise UserError(f"{result}; return a jrl.methods.Method")
-        return method
+        return check_method(method, f"method = {self.name!r}")
 
 
 def find_method(name: str) -> Published | OwnMethod:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jrl.errors import unknown_choice
 from jrl.methods.curriculum import Curriculum, unchanged
 from jrl.methods.domains import is_zero
 from jrl.methods.edit import Edit
@@ -150,7 +151,15 @@ class Method(NamedTuple):
           **changes: fields of ``Method`` or of its ``Objective``; ``ratio``, ``rule`` and
             ``correction`` change one part of a surrogate that ``ratios.ratio_loss`` made;
             ``epochs`` changes the schedule; ``group``, ``lacks`` and ``parts`` change ``needs``.
+
+        Raises:
+          UserError: there is no such part; the nearest is named.
         """
+        names: tuple[str, ...] = (*Method._fields, *Objective._fields, *ratios.RatioParts._fields)
+        names += ("epochs", "group", "lacks", "parts")
+        for name in changes:
+            if name not in names:
+                raise unknown_choice("Method.with_", name, names)
         parts = {n: changes.pop(n) for n in ratios.RatioParts._fields if n in changes}
         objective_parts = {n: changes.pop(n) for n in Objective._fields if n in changes}
         if parts:

@@ -28,6 +28,7 @@ import jax
 
 from jrl.errors import Mistakes, nearest
 from jrl.methods.base import Method
+from jrl.methods.check_method import check_method
 from jrl.methods.domains import Coefficient, coefficients_of
 from jrl.system.readable import as_text
 from jrl.types import Objective
@@ -113,7 +114,8 @@ class Published:
 
         Raises:
           UserError: for an unknown coefficient (the nearest is named), a value outside its domain
-            (the domain is named), or a missing one that has no default.
+            (the domain is named), a missing one that has no default, or a part of the method that
+            is none.
         """
         mistakes = Mistakes()
         mistakes.look(lambda: self.check(self.name, coefficients))
@@ -123,7 +125,7 @@ class Published:
             if coefficient.required and name not in coefficients
         ]
         mistakes.check()
-        return self.build(coefficients)
+        return check_method(self.build(coefficients), f"method = {self.name!r}")
 
     def check(self, table: str, coefficients: Mapping[str, Any]) -> None:
         """Raises a UserError with a line for each coefficient that is wrong.

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jrl.errors import UserError
 from jrl.methods.plan import Plan, StepView, new
 from jrl.types import Array
 from jrl.types.asks import Asks
+from jrl.user_code import check_function
 
 
 class EditView(NamedTuple):
@@ -66,6 +68,7 @@ class Edit(NamedTuple):
 
 def edit_of(apply: Callable[[Any, EditView], Any]) -> Edit:
     """An edit that keeps nothing: (groups, view) -> groups."""
+    check_function(apply, ("groups", "view"), "edit_of")
     return Edit(Stateless(), lambda state, groups, view: (apply(groups, view), state))
 
 
@@ -75,9 +78,15 @@ def of_parts(apply: Callable[[Array, Any], Array]) -> Callable[[Any, StepView], 
     Args:
       apply: (parts [m, M, R] float32 points, rollout) -> parts.
     """
+    check_function(apply, ("parts", "rollout"), "of_parts")
 
     def rewards(groups: Any, view: StepView) -> Any:
         parts = apply(jnp.asarray(groups.rewards), groups.rollout)
+        if parts.shape != groups.rewards.shape:
+            raise UserError(
+                f"of_parts: the function returned {parts.shape} for reward parts of shape"
+                f" {groups.rewards.shape}; return an array of that shape"
+            )
         return groups.replace(rewards=parts.astype(jnp.float32))
 
     return rewards
@@ -85,6 +94,12 @@ def of_parts(apply: Callable[[Array, Any], Array]) -> Callable[[Any, StepView], 
 
 def only(groups: Any, keep: Array) -> Any:
     """The groups without the members that are not in ``keep`` ([m, M] or [m, 1] bool)."""
+    m, size = groups.selected.shape
+    if keep.shape not in ((m, size), (m, 1)):  # [m] alone would be read as members, not groups
+        raise UserError(
+            f"only: keep has shape {keep.shape}; of {m} groups of {size} members it is"
+            f" {(m, size)}, or {(m, 1)} for whole groups, as keep[:, None]"
+        )
     return groups.replace(selected=groups.selected & keep)
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrl.errors import UserError
 from jrl.methods.curriculum import unchanged
 from jrl.types import Array, Branching, Params, Search, TrainState
 from jrl.types.asks import BASELINE, Ask, Asks, Tokens
@@ -142,7 +143,13 @@ def more(groups: Any, count: Any, width: int, **how: Any) -> Ask:
       width: static, the most members.
       **how: further fields of ``Ask``.
     """
-    count = jnp.where(groups.live(), jnp.asarray(count, jnp.int32), 0)
+    live = groups.live()
+    if jnp.ndim(count) and jnp.shape(count) != live.shape:
+        raise UserError(
+            f"more: count has shape {jnp.shape(count)}; of {len(live)} groups it is {live.shape},"
+            " the members that each gains"
+        )
+    count = jnp.where(live, jnp.asarray(count, jnp.int32), 0)
     return Ask(
         ticket=groups.ticket,
         row=groups.row,

@@ -29,8 +29,8 @@ from jrl.methods.domains import (
 )
 from jrl.methods.edit import Edit, refill
 from jrl.methods.plan import Plan, by_policy, demonstrated, frozen_copy, stored_apart
+from jrl.methods.replays import replay_share
 from jrl.methods.schedule import copies, every, restart
-from jrl.methods.stores import replay_share
 from jrl.objectives import aggregates, distill, ratios, segments, transforms
 from jrl.objectives.branches import by_branch, of_members
 from jrl.objectives.kl import bounded_exp

@@ -6,18 +6,20 @@ from typing import TYPE_CHECKING
 
 HOMES = {
     "jrl.models.config": ("ModelConfig",),
+    "jrl.models.file_tokenizer": ("load_tokenizer",),
     "jrl.models.flax_bridge": (
         *("linen_network", "linen_reward", "linen_value", "nnx_network", "nnx_reward", "nnx_value"),
     ),
     "jrl.models.functions": ("function_network",),
     "jrl.models.heads": ("reward_network", "value_head", "value_network"),
     "jrl.models.lora": ("Lora",),
-    "jrl.models.tokenizer": ("STOP_ID", "Tokenizer", "char_tokenizer", "load_tokenizer"),
+    "jrl.models.tokenizer": ("STOP_ID", "Tokenizer", "char_tokenizer"),
 }
 """Module -> public names."""
 
 if TYPE_CHECKING:
     from jrl.models.config import ModelConfig as ModelConfig
+    from jrl.models.file_tokenizer import load_tokenizer as load_tokenizer
     from jrl.models.flax_bridge import linen_network as linen_network
     from jrl.models.flax_bridge import linen_reward as linen_reward
     from jrl.models.flax_bridge import linen_value as linen_value
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from jrl.models.tokenizer import STOP_ID as STOP_ID
     from jrl.models.tokenizer import Tokenizer as Tokenizer
     from jrl.models.tokenizer import char_tokenizer as char_tokenizer
-    from jrl.models.tokenizer import load_tokenizer as load_tokenizer
 else:
     from jrl.system.lazy_names import lazy_names
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from jrl.errors import UserError
 from jrl.models.chat_template import variables_read
-from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 """A dict with "role" and "content", both text, and what else the template reads."""

@@ -403,57 +403,26 @@ def _environment() -> jinja2.Environment:
         intercepted_binops = frozenset({"+", "*", "**", "%"})
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            bound = _bounded_list if isinstance(left, list) or isinstance(right, list) else _bounded
-            if operator == "+":
-                bound(_size(left) + _size(right))
-                if bound is _bounded_list:  # what is written of it, at some time
-                    _bounded(_expanded(left) + _expanded(right))
-            elif operator == "*" and (_size(left) or _size(right)):
-                number, other = (left, right) if isinstance(left, int) else (right, left)
-                bound(_size(other) * (number if isinstance(number, int) else 1))
-            elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-                factor = right if operator == "**" else 1
-                _bounded(left.bit_length() * max(factor, 1) + right.bit_length())
-            elif operator == "%" and isinstance(left, str):
-                _check_result("%", left, right if isinstance(right, tuple) else (right,))
+            _check_operator(operator, left, right)
             return super().call_binop(context, operator, left, right)
 
         def call(self, context: Any, method: Any, /, *args: Any, **kwargs: Any) -> Any:
-            method_of = getattr(method, "__wrapped__", method)  # the sandbox wraps ``format``
-            owner = getattr(method_of, "__self__", None)
-            if isinstance(owner, str):
-                name = getattr(method_of, "__name__", "")
-                if name == "join" and args:
-                    args = (_listed(args[0]), *args[1:])
-                    _check_result("join", args[0], (owner,))
-                _check_result(name, owner, (*args, *kwargs.values()))
+            args = _checked_arguments(method, args, kwargs)
             return super().call(context, method, *args, **kwargs)
 
         @staticmethod
-        def concat(parts: Any) -> str:  # what a macro or a block has written
-            return joined(parts)
-
-    def joined(parts: Any) -> str:  # a ~ b
-        texts = [str(part) for part in parts]
-        _bounded(sum(map(len, texts)))
-        return "".join(texts)
+        def concat(parts: Any) -> str:  # what a macro or a block has written, and a ~ b
+            texts = [str(part) for part in parts]
+            _bounded(sum(map(len, texts)))
+            return "".join(texts)
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
-
-    def strftime_now(form: str) -> str:
-        _warn_of_clock()
-        return datetime.datetime.now().strftime(form)
 
     def refuse_random(value: Any) -> None:
         raise jinja2.TemplateError(
             "it uses random numbers; a conversation must be the same text in every run"
         )
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        if isinstance(indent := options.get("indent"), int) and indent > MOST_INDENT:
-            raise _Beyond(f"tojson(indent={indent}); an indent of at most {MOST_INDENT} is read")
-        return json.dumps(_listed(value), ensure_ascii=ensure_ascii, **options)
 
     environment = Bounded(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
@@ -461,11 +430,54 @@ def _environment() -> jinja2.Environment:
     padding = ("batch", "center", "indent", "replace", "format", "join", "slice", "wordwrap")
     for name in (*padding, *LETTERWISE, "list", "round", "sum", "trim"):
         environment.filters[name] = _checked_filter(name, environment.filters[name])
-    environment.filters["tojson"] = tojson
+    environment.filters["tojson"] = _tojson
     environment.filters["random"] = refuse_random
     del environment.globals["lipsum"]  # writes as much as it is asked to, for as long
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    environment.globals.update(raise_exception=raise_exception, strftime_now=_strftime_now)
     return environment
+
+
+def _check_operator(operator: str, left: Any, right: Any) -> None:
+    """Refuses an operator whose result would be longer than a conversation may be."""
+    bound = _bounded_list if isinstance(left, list) or isinstance(right, list) else _bounded
+    if operator == "+":
+        bound(_size(left) + _size(right))
+        if bound is _bounded_list:  # what is written of it, at some time
+            _bounded(_expanded(left) + _expanded(right))
+    elif operator == "*" and (_size(left) or _size(right)):
+        number, other = (left, right) if isinstance(left, int) else (right, left)
+        bound(_size(other) * (number if isinstance(number, int) else 1))
+    elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+        factor = right if operator == "**" else 1
+        _bounded(left.bit_length() * max(factor, 1) + right.bit_length())
+    elif operator == "%" and isinstance(left, str):
+        _check_result("%", left, right if isinstance(right, tuple) else (right,))
+
+
+def _checked_arguments(
+    method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """The arguments of a call, of which those of a text's methods are checked."""
+    method_of = getattr(method, "__wrapped__", method)  # the sandbox wraps ``format``
+    owner = getattr(method_of, "__self__", None)
+    if isinstance(owner, str):
+        name = getattr(method_of, "__name__", "")
+        if name == "join" and args:
+            args = (_listed(args[0]), *args[1:])
+            _check_result("join", args[0], (owner,))
+        _check_result(name, owner, (*args, *kwargs.values()))
+    return args
+
+
+def _strftime_now(form: str) -> str:
+    _warn_of_clock()
+    return datetime.datetime.now().strftime(form)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    if isinstance(indent := options.get("indent"), int) and indent > MOST_INDENT:
+        raise _Beyond(f"tojson(indent={indent}); an indent of at most {MOST_INDENT} is read")
+    return json.dumps(_listed(value), ensure_ascii=ensure_ascii, **options)
 
 
 def _checked_filter(name: str, usual: Any) -> Any:

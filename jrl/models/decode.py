@@ -38,17 +38,16 @@ from jrl.models.layers import (
     PLAIN,
     Mix,
     Options,
-    Rotation,
     block,
     embed,
     layer_weights,
     residual_sum,
     rms_norm,
-    rotations,
     stored_dtype,
 )
 from jrl.models.matmul import prepare_weight
 from jrl.models.quant import INPUTS, Quantised, quantise_entries
+from jrl.models.rope import Rotation, rotations
 from jrl.models.routing import record
 from jrl.models.weights import Factored, WeightSpec, weights
 from jrl.types import Array, Cache, Params

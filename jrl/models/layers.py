@@ -9,7 +9,6 @@ unrolls it, so that the cache of each layer is updated in place.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -23,9 +22,10 @@ from jrl.mesh import constrain
 from jrl.models import gpu, moe
 from jrl.models.attention.choice import Owners, is_cudnn, row_attention, shared_attention
 from jrl.models.attention.dense import NO_WINDOW
-from jrl.models.config import ModelConfig, Rope
+from jrl.models.config import ModelConfig
 from jrl.models.gpu import Fused
 from jrl.models.matmul import ATTENDED, PRODUCT, WIDE, project
+from jrl.models.rope import Rotation, rotate, rotation_at, stacked_rotations
 from jrl.models.weights import WeightSpec, weights
 from jrl.types import NOTHING, Array, Head, Params, RoutingRecord, SharedRows
 
@@ -35,84 +35,6 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
 }
-
-Rotation = tuple[Array, Array]
-"""Cosines and sines of the angles at each position, each [B, L, h / 2] float32."""
-
-# ---------------------------------------------------------------- positions
-
-
-def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """The rotation's angle per position for each pair of head dimensions.
-
-    "RoFormer: Enhanced Transformer with Rotary Position Embedding" (arXiv:2104.09864), with linear
-    scaling ("Extending Context Window of Large Language Models via Positional Interpolation",
-    arXiv:2306.15595) or the three-band scaling of "The Llama 3 Herd of Models" (arXiv:2407.21783).
-
-    Args:
-      rope: base and scaling.
-      head_dim: h.
-
-    Returns:
-      [h / 2] float32, radians per position; zeros, hence no rotation, for theta 0.
-
-    >>> frequencies(Rope(100.0), 4).round(4).tolist()
-    [1.0, 0.10000000149011612]
-    """
-    # Layers without rotary embedding (NoPE) go through the same code with angle 0, so the scan
-    # stays uniform.
-    if rope.theta == 0:
-        return np.zeros(head_dim // 2, np.float32)
-    # NumPy float32, as in the checkpoints' original code: float64 gives other last bits at large
-    # positions.
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    base = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
-    if rope.scaling == "none":
-        return base
-    if rope.scaling == "linear":
-        return (base / np.float32(rope.factor)).astype(np.float32)
-    wavelengths = 2 * math.pi / base
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    # Short wavelengths are kept, long ones divided by the factor, with a linear blend between.
-    keep = np.clip((rope.original_length / wavelengths - low) / (high - low), 0.0, 1.0)
-    return ((1 - keep) * base / rope.factor + keep * base).astype(np.float32)
-
-
-def angles(positions: Array, frequencies_r: Array) -> Rotation:
-    """Cosines and sines of the angles at each position.
-
-    Args:
-      positions: [B, L] int32, tokens.
-      frequencies_r: [h / 2] float32, radians per token.
-
-    Returns:
-      Two [B, L, h / 2] float32 arrays.
-    """
-    chex.assert_rank([positions, frequencies_r], [2, 1])
-    turned_by = positions.astype(jnp.float32)[:, :, None] * frequencies_r[None, None, :]
-    return jnp.cos(turned_by), jnp.sin(turned_by)
-
-
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Turns each pair (i, i + h/2) of the last axis by its angle; in float32, then as ``x``.
-
-    Args:
-      x: [..., h].
-      cos: [..., h / 2] float32, broadcast against ``x`` by the caller's axes of size 1.
-      sin: the same shape.
-    """
-    # Halves, not interleaved pairs: the layout of Hugging Face checkpoints.
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    both = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return both.astype(x.dtype)
-
-
-def rotations(config: ModelConfig, positions: Array) -> tuple[list[Rotation], list[int]]:
-    """The distinct rotations of the model at these positions, and which one each layer uses."""
-    # Most models have one or two: computing cosines once each keeps them out of the layer loop.
-    distinct = list(dict.fromkeys(config.ropes))
-    tables = [angles(positions, jnp.asarray(frequencies(r, config.head_dim))) for r in distinct]
-    return tables, [distinct.index(rope) for rope in config.ropes]
 
 
 # ---------------------------------------------------------------- embedding and norms
@@ -470,7 +392,7 @@ def hidden(
     # Only live tokens may visit experts: padding would change balance statistics and take time.
     x_bld, live = embed(config, params, tokens), segments != 0
     attention = row_attention(options.attention, config, positions, segments)
-    tables, rotation_ids = _stacked_rotations(config, positions)
+    tables, rotation_ids = stacked_rotations(config, positions)
 
     def body(x_bld: Array, layer: tuple) -> tuple[Array, dict[str, Array]]:
         w, rotation_id, window, _ = layer
@@ -478,7 +400,7 @@ def hidden(
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, None]:
             return attention(q, k, v, window), None
 
-        rotation = _pick(tables, rotation_id)
+        rotation = rotation_at(tables, rotation_id)
         x_bld, _, routing = block(config, w, x_bld, live, rotation, mix, None, options)
         return x_bld, dict(routing.sums)
 
@@ -520,8 +442,8 @@ def hidden_shared(
     prompts = rows.prompt_tokens.reshape(m * b, p)
     xs = embed(config, params, prompts), embed(config, params, rows.tokens)
     # All prompts are at the same positions, so that one row of angles serves them.
-    prompt_rotations, rotation_ids = _stacked_rotations(config, columns[:1])
-    row_rotations, _ = _stacked_rotations(config, rows.positions)
+    prompt_rotations, rotation_ids = stacked_rotations(config, columns[:1])
+    row_rotations, _ = stacked_rotations(config, rows.positions)
     recorded = _by_layer(rows.routing) if rows.routing is not None else None
 
     def body(xs: tuple[Array, Array], layer: tuple) -> tuple[tuple, dict[str, Array]]:
@@ -531,7 +453,7 @@ def hidden_shared(
         def read(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
             return at_prompts(q, k, v, window), (k, v)
 
-        rotation = _pick(prompt_rotations, rotation_id)
+        rotation = rotation_at(prompt_rotations, rotation_id)
         x_npd, (k_nkpd, v_nkpd), of_prompts = block(
             config, w, x_npd, inside, rotation, read, for_prompts, options
         )
@@ -542,7 +464,7 @@ def hidden_shared(
         def mix_rows(q: Array, k: Array, v: Array) -> tuple[Array, None]:
             return at_both(q, *before, k, v, window), None
 
-        rotation = _pick(row_rotations, rotation_id)
+        rotation = rotation_at(row_rotations, rotation_id)
         x_rcd, _, of_rows = block(config, w, x_rcd, live, rotation, mix_rows, for_rows, options)
         return (x_npd, x_rcd), {name: x + of_rows.sums[name] for name, x in of_prompts.sums.items()}
 
@@ -567,17 +489,6 @@ def _side_by_side(x_nkpd: Array, blocks: int) -> Array:
         return x_nkpd
     x_mkbpd = x_nkpd.reshape(blocks, n // blocks, k, p, d).transpose(0, 2, 1, 3, 4)
     return x_mkbpd.reshape(blocks, k, -1, d)
-
-
-def _stacked_rotations(config: ModelConfig, positions: Array) -> tuple[Rotation, np.ndarray]:
-    """All distinct rotations, cosines and sines stacked; which one each layer uses."""
-    tables, rotation_ids = rotations(config, positions)
-    cos, sin = (jnp.stack(part) for part in zip(*tables, strict=True))
-    return (cos, sin), np.array(rotation_ids, np.int32)
-
-
-def _pick(stacked: Rotation, i: Array) -> Rotation:
-    return stacked[0][i], stacked[1][i]
 
 
 def _through_layers(

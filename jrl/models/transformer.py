@@ -27,8 +27,8 @@ from jrl.models.layers import (
     hidden_shared,
     layer_weights,
     logits,
-    rotations,
 )
+from jrl.models.rope import rotations
 from jrl.models.weights import abstract as abstract
 from jrl.models.weights import axes, init
 from jrl.models.weights import count_params as count_params

@@ -116,7 +116,8 @@ def policy_loss(
     lifted = jax.vmap(surrogate.apply) if over_groups else jax.vmap(jax.vmap(surrogate.apply))
     # Labels are zeroed in the padding too: what lies there may belong to no turn.
     labels = {name: jnp.where(live, _label(name, batch), 0) for name in sorted(surrogate.labels)}
-    losses, per_token_metrics = lifted(_reads(surrogate, stats) | labels, advantages, live)
+    result = lifted(_reads(surrogate, stats) | labels, advantages, live)
+    losses, per_token_metrics = _checked_losses(result, live, over_groups)
     terms = {"surrogate": _aggregate(objective.aggregate, losses, live, over_groups)}
     metrics = {name: _live_mean(value, live) for name, value in per_token_metrics.items()}
     if "sampler_logprobs" in stats:
@@ -195,6 +196,23 @@ def update_state(objective: Objective, state: Any, metrics: Mapping[str, Array])
     return {**state, "regularizers": inner}
 
 
+def _checked_losses(result: Any, live: Array, over_groups: bool) -> tuple[Array, Stats]:
+    """What a surrogate returned for all sequences, where it is (losses, metrics by name)."""
+    form = "[G, T]" if over_groups else "[T]"
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        raise UserError(
+            f"a surrogate returns (losses {form}, metrics by name), {{}} for none; not a"
+            f" {type(result).__name__}"
+        )
+    if jnp.shape(result[0]) != live.shape:
+        skipped = 1 if over_groups else 2
+        raise UserError(
+            f"a surrogate returned losses of shape {jnp.shape(result[0])[skipped:]}; return one for"
+            f" each token, {form}, here {live.shape[skipped:]}"
+        )
+    return result
+
+
 def _reads(part: Surrogate | Regularizer, stats: Stats) -> Stats:
     """The statistics passed to a part: log-probabilities, its needs and its labels."""
     names = part.needs | {"logprobs"} | {statistic.name for statistic in part.statistics}
@@ -212,7 +230,13 @@ def _aggregate(aggregate: Aggregate, losses: Array, live: Array, over_groups: bo
     """Applies an aggregate to [N, G, T]: rows are sequences [N * G, T], or groups [N, G * T]."""
     chex.assert_equal_shape([losses, live])
     rows = (live.shape[0], -1) if over_groups else (-1, live.shape[-1])
-    return aggregate(losses.reshape(rows), live.reshape(rows))
+    pair = aggregate(losses.reshape(rows), live.reshape(rows))
+    if not isinstance(pair, tuple) or [jnp.shape(x) for x in pair] != [(), ()]:
+        raise UserError(
+            "an aggregate returns (sum [], count []) of losses [B, T] and their mask, as"
+            f" jrl.objectives.token_mean; not {jax.tree.map(jnp.shape, pair)}"
+        )
+    return pair
 
 
 def _live_mean(values: Array, live: Array) -> Pair:

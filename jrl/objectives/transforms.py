@@ -89,7 +89,15 @@ def per_group(
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
         # The function sees one group only, so it cannot mix prompts by mistake.
-        return jax.vmap(advantage)(values, *reads(batch)), batch
+        lifted = jax.vmap(advantage)(values, *reads(batch))
+        shape = getattr(lifted, "shape", None)
+        if shape != values.shape and shape != batch.mask.shape:
+            of_one = jax.tree.map(lambda x: x.shape[1:], lifted)
+            raise UserError(
+                f"an advantage of one group of {values.shape[1]} members returned {of_one}; return"
+                f" [G], here {values.shape[1:]}"
+            )
+        return lifted, batch
 
     return stateless(apply)
 

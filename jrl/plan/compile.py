@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,16 +24,10 @@ from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import count_params
-from jrl.plan.costs import KINDS, Cost, program_costs
+from jrl.plan.costs import Cost, program_costs
 from jrl.plan.hlo import parse_program
 from jrl.plan.kernels import program_launches, token_loop, token_step
-from jrl.plan.lower import (
-    abstract_run,
-    lower_resharding,
-    lower_sampler,
-    lower_step,
-    outputs,
-)
+from jrl.plan.lower import abstract_run, lower_resharding, lower_sampler, lower_step, outputs
 from jrl.plan.memory import (
     MODELS,
     cache_bytes,
@@ -43,14 +37,9 @@ from jrl.plan.memory import (
     remedies,
     state_bytes,
 )
-from jrl.plan.topology import (
-    HOP_SECONDS,
-    Topology,
-    axis_bandwidth,
-    compile_devices,
-    larger,
-    several,
-)
+from jrl.plan.records import Plan, Program
+from jrl.plan.roofline import by_operation, each_alone, repeated, roofline, sent_bytes, total_bytes
+from jrl.plan.topology import Topology, compile_devices, larger, several
 from jrl.plan.useful import decoding, floor_seconds, loop_trips, model_flops, sampler_runs
 from jrl.setup.gather import prepared_bytes
 from jrl.setup.run import Run
@@ -70,105 +59,6 @@ effort 0 and below; rough. With effort -1 two layers of ``configs/pod_8b_v6e.tom
 1.7B with JAX 0.11."""
 FAST_BYTES = 128 << 20
 """A chip's vector memory (VMEM), or more: XLA keeps weights there for as long as a loop runs."""
-
-
-class Program(NamedTuple):
-    """One compiled program on one chip.
-
-    Attributes:
-      bytes_per_chip: of the chip's memory while it runs, by part; "total" is the sum. "prepared"
-        is the sampler's own copy of the weights. Parts that cannot be separated are absent.
-      fits: whether the total is within the chip's memory.
-      flops: operations of a chip; None, as the next four, where XLA ran out of memory.
-      hbm_bytes: moved between memory and the chip's units.
-      collective_bytes: bytes that a chip sends, by kind and mesh axes, such as "all-gather/fsdp".
-      roofline_seconds: the least time on chips with these figures; of a sampler with its cache read
-        as far as it is filled.
-      bound: the parts of that time limited by "compute", "memory" and "network", seconds each.
-      compile_seconds: of compiling, on this machine.
-      layers: of the two shallower programs that the numbers are extrapolated from; empty where
-        they are of the run's own program.
-      alone: seconds that "compute", "memory" and "network" each would take by themselves.
-      full_seconds: the sampler's ``roofline_seconds`` if its cache were read whole for every token;
-        None where it is, because no kernel reads what is filled alone.
-      floor_seconds: the time of the work that cannot be avoided; see ``useful.floor_seconds``.
-      model_flops: model FLOPs of a chip; see ``useful.model_flops``.
-      reads: bytes of the sampler's memory traffic that are "weights" and "cache".
-      effort: XLA's, with which it was compiled.
-      operations: seconds that the operations of each kind would take by themselves; see
-        ``costs.KINDS``. What is sent counts with the network's time.
-      counted: whether nothing was compiled, and temporaries and times are estimates.
-      kernels: on GPUs, of one token step of a sampler or a whole training step, launches in the
-        "layers", the "draw" and the "rest", "conditionals", "returns" to the host, "bytes" of
-        memory traffic, and those "copied" by operations that only move arrays (``plan.kernels``).
-    """
-
-    bytes_per_chip: dict[str, float]
-    fits: bool
-    flops: float | None
-    hbm_bytes: float | None
-    collective_bytes: dict[str, float] | None
-    roofline_seconds: float | None
-    bound: dict[str, float] | None
-    compile_seconds: float
-    layers: tuple[int, ...] = ()
-    alone: dict[str, float] | None = None
-    full_seconds: float | None = None
-    floor_seconds: float | None = None
-    model_flops: float | None = None
-    reads: dict[str, float] | None = None
-    effort: float = 0.0
-    operations: dict[str, float] | None = None
-    counted: bool = False
-    kernels: dict[str, float] | None = None
-
-
-class Plan(NamedTuple):
-    """A run on a topology.
-
-    Attributes:
-      topology: the slices.
-      mesh: devices along each axis.
-      programs: "resharding" (where the sampler has a mesh of its own), "sampler" (absent where the
-        method samples nothing) and "train_step"; and "judge", the memory while a judge on the
-        devices is asked.
-      fits: whether all programs fit.
-      remedies: changes that would make it fit; empty when it does.
-      parameters: of the policy.
-      tokens: the most completion tokens of a step.
-      rollout_mesh: of the sampler's own devices; None where it shares those of training.
-      move_seconds: of the transfer of the weights to those devices.
-      sampling_mesh: of the sampler on the devices of training; None where it has the same.
-      experts: routed experts of a layer; 0 for none.
-      remat: ``model.remat``; what would be chosen where that is "auto".
-      layers: of the policy.
-    """
-
-    topology: Topology
-    mesh: dict[str, int]
-    programs: dict[str, Program]
-    fits: bool
-    remedies: list[str]
-    parameters: int
-    tokens: int
-    rollout_mesh: dict[str, int] | None = None
-    move_seconds: float = 0.0
-    sampling_mesh: dict[str, int] | None = None
-    experts: int = 0
-    remat: str = "elementwise"
-    layers: int = 0
-
-    @property
-    def step_seconds(self) -> float | None:
-        """The programs in turn, or in parallel on disjoint devices; None if one is unknown.
-
-        How long judges take is not known.
-        """
-        timed = (p for name, p in self.programs.items() if name != "judge")
-        times = [p.roofline_seconds for p in timed]
-        together = sum if self.rollout_mesh is None else max
-        times_known = [t for t in times if t is not None]
-        return None if None in times else float(together(times_known)) + self.move_seconds
 
 
 def plan_mesh(config: Config, topology: Topology) -> jax.sharding.Mesh:
@@ -535,19 +425,19 @@ def _measured(
     decode = decoding(run, mesh) if name == "sampler" else None
     trips = loop_trips(run, mesh, name)
     runs = sampler_runs(run) if name == "sampler" else 1.0
-    costs = _repeated(program_costs(text, shape, decode.live if decode else {}, trips), runs)
+    costs = repeated(program_costs(text, shape, decode.live if decode else {}, trips), runs)
     least, by_resource = roofline(costs, topology, mesh.devices)
     full_seconds = None
     if decode is not None:
-        unfilled = _repeated(program_costs(text, shape, trips=trips), runs)
-        if _total_bytes(unfilled) > _total_bytes(costs):  # else no kernel reads a cache in part
+        unfilled = repeated(program_costs(text, shape, trips=trips), runs)
+        if total_bytes(unfilled) > total_bytes(costs):  # else no kernel reads a cache in part
             full_seconds = roofline(unfilled, topology, mesh.devices)[0]
     return Program(
         bytes_per_chip=sizes,
         fits=sizes["total"] <= topology.chip.hbm_bytes,
         flops=sum(c.runs * c.flops for c in costs),
-        hbm_bytes=_total_bytes(costs),
-        collective_bytes=_by_kind(costs, mesh.axis_names),
+        hbm_bytes=total_bytes(costs),
+        collective_bytes=sent_bytes(costs, mesh.axis_names),
         roofline_seconds=least,
         bound=by_resource,
         compile_seconds=seconds + time.perf_counter() - began,
@@ -576,16 +466,7 @@ def _kernels(text: str, name: str, costs: list[Cost]) -> dict[str, float] | None
     parts = [c._replace(runs=1.0) for c in costs if loop is not None and c.name == loop.body]
     parts = parts or costs
     copied = sum(c.runs * c.kinds.get("copies", (0.0, 0.0))[1] for c in parts)
-    return launches._asdict() | {"bytes": _total_bytes(parts), "copied": copied}
-
-
-def _repeated(costs: list[Cost], times: float) -> list[Cost]:
-    """The costs of a program that runs several times a step."""
-    return [cost._replace(runs=times * cost.runs) for cost in costs]
-
-
-def _total_bytes(costs: list[Cost]) -> float:
-    return sum(c.runs * c.bytes for c in costs)
+    return launches._asdict() | {"bytes": total_bytes(parts), "copied": copied}
 
 
 @contextlib.contextmanager
@@ -614,61 +495,3 @@ def temporaries_in_error(error: str, arguments: float) -> float | None:
     if match := re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", error):
         return max(float(match[1]) * _UNITS[match[2]] - arguments, 0.0)
     return None
-
-
-def roofline(
-    costs: list[Cost], topology: Topology, devices: np.ndarray
-) -> tuple[float, dict[str, float]]:
-    """The least time of a program, seconds, and its parts by the resource that limits them.
-
-    In each computation compute units, memory and network work in parallel, and the slowest of the
-    three counts; computations run one after the other. Collectives over different axes do not
-    overlap.
-    """
-    by_resource = dict.fromkeys(("compute", "memory", "network"), 0.0)
-    for cost in costs:
-        times = _times(cost, topology, devices)
-        slowest = max(times, key=lambda k: times[k])
-        by_resource[slowest] += cost.runs * times[slowest]
-    return sum(by_resource.values()), by_resource
-
-
-def each_alone(costs: list[Cost], topology: Topology, devices: np.ndarray) -> dict[str, float]:
-    """Seconds that "compute", "memory" and "network" each would take by themselves."""
-    each = [(cost.runs, _times(cost, topology, devices)) for cost in costs]
-    return {
-        name: sum(runs * times[name] for runs, times in each)
-        for name in ("compute", "memory", "network")
-    }
-
-
-def by_operation(costs: list[Cost], topology: Topology, devices: np.ndarray) -> dict[str, float]:
-    """Seconds of each kind of operation by itself."""
-    chip, seconds = topology.chip, dict.fromkeys(KINDS, 0.0)
-    for cost in costs:
-        for kind, (flops, traffic) in cost.kinds.items():
-            seconds[kind] += cost.runs * max(flops / chip.flops, traffic / chip.hbm_bandwidth)
-        seconds["collectives"] += cost.runs * _times(cost, topology, devices)["network"]
-    return seconds
-
-
-def _times(cost: Cost, topology: Topology, devices: np.ndarray) -> dict[str, float]:
-    """Seconds of one run of a computation on each resource."""
-    network = 0.0
-    for c in cost.collectives:
-        rate = axis_bandwidth(topology, devices, c.axes)
-        network += max(c.bytes / rate, c.times * HOP_SECONDS)
-    return {
-        "compute": cost.flops / topology.chip.flops,
-        "memory": cost.bytes / topology.chip.hbm_bandwidth,
-        "network": network,
-    }
-
-
-def _by_kind(costs: list[Cost], axes: tuple[str, ...]) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for cost in costs:
-        for c in cost.collectives:
-            key = f"{c.kind}/{'+'.join(axes[a] for a in c.axes)}"
-            sums[key] = sums.get(key, 0.0) + cost.runs * c.bytes
-    return dict(sorted(sums.items()))

@@ -11,28 +11,10 @@ from collections.abc import Callable, Mapping
 
 from jrl.collect.resharding import ReshardedSampler
 from jrl.config import Config
-from jrl.plan.compile import (
-    Plan,
-    Program,
-    abstract_run_on,
-    judged,
-    prepared_size,
-    resident_bytes,
-    wanted_programs,
-)
-from jrl.plan.estimate import (
-    Training,
-    resharding_seconds,
-    sampling_times,
-    training_times,
-)
-from jrl.plan.memory import (
-    MODELS,
-    cache_bytes,
-    further_cache_bytes,
-    judge_model_bytes,
-    state_bytes,
-)
+from jrl.plan.compile import abstract_run_on, judged, prepared_size, resident_bytes, wanted_programs
+from jrl.plan.estimate import Training, resharding_seconds, sampling_times, training_times
+from jrl.plan.memory import MODELS, cache_bytes, further_cache_bytes, judge_model_bytes, state_bytes
+from jrl.plan.records import Plan, Program
 from jrl.plan.topology import Topology
 from jrl.plan.useful import floor_seconds, model_flops, sampler_runs
 from jrl.setup.run import Run

@@ -13,7 +13,7 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.errors import UserError
-from jrl.plan.compile import Plan
+from jrl.plan.records import Plan
 from jrl.plan.topology import SHAPES, Topology, parse_topology, spelled
 
 

@@ -14,6 +14,7 @@ from jrl.collect.resharding import ReshardedSampler
 from jrl.collect.sources import simple_request
 from jrl.config import Config, from_table
 from jrl.errors import UserError
+from jrl.mesh import placed_shapes
 from jrl.methods.plan import dry_view
 from jrl.models import hf
 from jrl.models.config import ModelConfig
@@ -136,11 +137,7 @@ def _lower(run: Run, program: Any, *args: Any, **kwargs: Any) -> Any:
 
 def outputs(lowered: Any, compiled: Any) -> Any:
     """The shapes of what a program makes, with their shardings."""
-    return jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-        lowered.out_info,
-        compiled.output_shardings,
-    )
+    return placed_shapes(lowered.out_info, compiled.output_shardings)
 
 
 def _int(*shape: int) -> jax.ShapeDtypeStruct:

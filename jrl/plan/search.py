@@ -24,11 +24,12 @@ from jrl.config.tables import Config, PlacementTable
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.layers import REMAT
-from jrl.plan.compile import Plan, quick_plan
+from jrl.plan.compile import quick_plan
 from jrl.plan.disjoint import half, plan_disjoint
 from jrl.plan.estimate import Training, resharding_seconds, sampling_seconds, training_seconds
 from jrl.plan.isolate import EndedError, Isolated
 from jrl.plan.lower import run_model
+from jrl.plan.records import Plan
 from jrl.plan.topology import Topology
 from jrl.setup.gather import slots_on_chip
 from jrl.setup.kinds import kind_of

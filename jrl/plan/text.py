@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jrl.plan.compile import Plan, Program
 from jrl.plan.memory import GIB
+from jrl.plan.records import Plan, Program
 from jrl.plan.topology import Topology
 
 _WORDS = {

@@ -75,6 +75,7 @@ PUBLISHED = {
     "chain_length": f"{_ZOO}:chain_length",
     "code_speed": "jrl.zoo.rewards.speed:code_speed",
     "convsearch": f"{_ZOO}:convsearch",
+    "darling": "jrl.zoo.rewards.diversity:darling",
     "demonstration_similarity": f"{_ZOO}:demonstration_similarity",
     "dynamic_iou": f"{_ZOO}:dynamic_iou",
     "fapo_critic": f"{_CRITICS}:fapo_critic",
@@ -96,6 +97,9 @@ RUNNING = {
     "json_schema": "jrl.verifiers.json_schema:json_schema",
     "lean": "jrl.verifiers.lean:lean",
     "reasoning_gym": "jrl.verifiers.gym:reasoning_gym",
+    "prime_code": "jrl.verifiers.verl:prime_code",
+    "sandbox_fusion": "jrl.verifiers.verl:sandbox_fusion",
+    "default_compute_score": "jrl.verifiers.verl:default_compute_score",
 }
 """Reward functions that run something, by name; they stand above the sandbox of episodes."""
 FUNCTION_NAMES = (*REWARDS, *RUNNING, *PUBLISHED)

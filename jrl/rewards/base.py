@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -169,3 +171,32 @@ def whole_batch(function: F) -> F:
     """
     function.over = "batch"  # type: ignore[attr-defined]
     return function
+
+
+def options_of(other: Callable[..., Any], *without: str, **defaults: Any) -> Callable[[F], F]:
+    """Gives the ``**options`` of a reward function the names and defaults that another one has.
+
+    All but those ``without``, and with these ``defaults`` in place of the other's.
+
+    >>> def timed(samples, seconds=4.0, repeats=1): ...
+    >>> @options_of(timed, "repeats", seconds=2.0)
+    ... def fast(samples, least=0.1, **options):
+    ...     return options
+    >>> inspect.signature(fast), fast([]), fast([], seconds=1.0)
+    (<Signature (samples, least=0.1, *, seconds=2.0)>, {'seconds': 2.0}, {'seconds': 1.0})
+    """
+    _, *theirs = inspect.signature(other).parameters.values()
+    left = [p.replace(kind=p.KEYWORD_ONLY) for p in theirs if p.name not in without]
+    added = [p.replace(default=defaults.get(p.name, p.default)) for p in left]
+
+    def mark(function: F) -> F:
+        *mine, _ = inspect.signature(function).parameters.values()
+
+        @functools.wraps(function)
+        def called(*args: Any, **options: Any) -> Any:
+            return function(*args, **{p.name: p.default for p in added} | options)
+
+        called.__signature__ = inspect.Signature([*mine, *added])  # type: ignore[attr-defined]
+        return called  # type: ignore[return-value]
+
+    return mark

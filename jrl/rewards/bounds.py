@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from jrl.rewards.markup import closing
+
 LONGEST = 400
 """Characters of an answer."""
 
@@ -91,12 +93,7 @@ def _group(text: str, start: int) -> str:
     """The exponent at ``start``: one bracket, one command or number, one letter."""
     opening = text[start : start + 1]
     if opening and opening in "({[":
-        depth = 0
-        for i in range(start, len(text)):
-            depth += (text[i] in "([{") - (text[i] in ")]}")
-            if depth == 0:
-                return text[start : i + 1]
-        return text[start:]
+        return text[start : closing(text, start) + 1 or None]
     match = re.match(r"[+-]?\s*(?:\\[a-zA-Z]+(?:\s*\{[^{}]*\})*|\d+|.)", text[start:], re.DOTALL)
     return match.group() if match else ""
 

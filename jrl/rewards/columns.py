@@ -222,7 +222,7 @@ def _completion(sample: Sample) -> Any:
 
 
 def _rollout(sample: Sample | None) -> dict[str, Any]:
-    """What verifiers' reward functions may take of a sample, but for ``state``."""
+    """Arguments of verifiers' reward functions from a sample, all but ``state``."""
     meta = sample.prompt.meta if sample else {}
     return {
         **meta,

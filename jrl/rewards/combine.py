@@ -59,12 +59,19 @@ def _or_zero(c: Columns) -> Any:
 
 def _total(c: Columns, weights: Sequence[float], first: int = 0) -> Any:
     """[N, G]: the weighted sum of the parts from ``first`` on; NaN where none has an opinion."""
-    xp, size = _xp(c), c.points.shape[-1] - first
-    if weights and len(weights) != size:
-        raise UserError(f"weights has {len(weights)} numbers for {size} parts")
-    factors = xp.asarray([[weights or [1.0] * size]], dtype=c.points.dtype)
+    xp, each = _xp(c), _weights(weights, c.points.shape[-1] - first)
+    factors = xp.asarray([[each]], dtype=c.points.dtype)
     scored = _is_known(c)[..., first:].any(-1)
     return xp.where(scored, (_or_zero(c)[..., first:] * factors).sum(-1), math.nan)
+
+
+def _weights(weights: Sequence[float], size: int) -> Sequence[float]:
+    """The weights of some parts, 1 for each where there are none."""
+    if weights and len(weights) != size:
+        raise UserError(f"weights has {len(weights)} numbers for {size} parts")
+    if weights and not any(weights):
+        raise UserError(f"weights = {list(weights)}, of which none counts; set one other than 0")
+    return weights or [1.0] * size
 
 
 def weighted_sum(c: Columns, weights: Sequence[float] = ()) -> Any:
@@ -120,10 +127,9 @@ def sequence(c: Columns, least: float = 1.0, weights: Sequence[float] = ()) -> A
     """The sum of the parts up to the first one that has less than ``least``, that one included."""
     xp, size = _xp(c), c.points.shape[-1]
     total, reached = xp.zeros_like(c.points[..., 0]), xp.ones(c.points.shape[:-1], dtype=bool)
-    values, scored = _or_zero(c), _is_known(c)
+    values, scored, factors = _or_zero(c), _is_known(c), _weights(weights, size)
     for k in range(size):
-        factor = weights[k] if weights else 1.0
-        total = total + xp.where(reached, factor * values[..., k], 0)
+        total = total + xp.where(reached, factors[k] * values[..., k], 0)
         reached = reached & (~scored[..., k] | (values[..., k] >= least))
     return xp.where(scored.any(-1), total, math.nan)
 
@@ -184,10 +190,32 @@ def schedule(c: Columns, steps: Sequence[int], factors: Sequence[float]) -> Any:
                              xp.asarray(factors, dtype=total.dtype))  # fmt: skip
 
 
+def row_numbers(row: Mapping[str, Any], column: str, several: bool) -> list[float]:
+    """The number, or the numbers, that a row has in a column; NaN where it has none.
+
+    Args:
+      row: of the data.
+      column: its field.
+      several: whether it may be a list.
+
+    Raises:
+      UserError: something else stands there.
+    """
+    value = row.get(column)
+    try:
+        each = (value or [None]) if several and isinstance(value, list) else [value]
+        return [math.nan if x is None else float(x) for x in each]
+    except (TypeError, ValueError):
+        what = "a number, or a list of numbers" if several else "a number"
+        raise UserError(
+            f"column = {column!r}: a row has {str(value)[:40]!r} there; write {what}"
+        ) from None
+
+
 def row_weight(c: Columns, column: str) -> Any:
     """The sum of the parts times the number that each row of the data has in ``column``."""
     xp = _xp(c)
-    factors = xp.asarray([float(row.get(column, math.nan)) for row in c.rows])
+    factors = xp.asarray([row_numbers(row, column, False)[0] for row in c.rows])
     return _total(c, ()) * factors[:, None].astype(c.points.dtype)
 
 
@@ -206,10 +234,7 @@ def bounded(c: Columns, column: str, weights: Sequence[float] = ()) -> Any:
     """
     xp, total = _xp(c), _total(c, weights)
     points = xp.zeros_like(total)
-    references = []
-    for row in c.rows:
-        value = row.get(column, math.nan)
-        references.append([float(x) for x in (value if isinstance(value, list) else [value])])
+    references = [row_numbers(row, column, True) for row in c.rows]
     most = max((len(each) for each in references), default=1)
     padded = xp.asarray([each + [math.nan] * (most - len(each)) for each in references])
     if c.rows:

@@ -13,8 +13,6 @@ import gc
 import os
 import random
 import signal
-import struct
-import sys
 from multiprocessing import connection, reduction
 from typing import Any
 
@@ -30,17 +28,14 @@ from jrl.rewards.worker import (
     load,
 )
 
-_PID = struct.Struct("<q")
-"""Of a message: 0 asks for a copy, the id of a copy that has ended for its exit code."""
-
-
-def can_copy() -> bool:
-    """Whether this system has what copies need."""
-    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+CAN_COPY = hasattr(os, "pidfd_open")
+"""Whether this system has what copies need."""
 
 
 class Template:
     """The trainer's handle of the process that is copied.
+
+    Messages are numbers: 0 asks for a copy, the id of a copy that has ended for its exit code.
 
     Args:
       functions: the reward functions, pickled.
@@ -73,30 +68,29 @@ class Template:
 
     def start(self, pipe: connection.Connection, printed: connection.Connection) -> Copy:
         """A copy that answers calls; raises Lost where the template has ended."""
+        pid = self._answer(0, pipe, printed)
         try:
-            self.connection.send_bytes(_PID.pack(0))
-            for each in (pipe, printed):
-                reduction.send_handle(self.connection, each.fileno(), self.pid)
-            pid = self._answer()
-            if pid > 0:
-                return Copy(pid, self)
-        except (OSError, EOFError, struct.error) as error:
+            return Copy(pid, self)
+        except OSError as error:  # of a kernel that has no descriptors of processes
             self.usable = False
             raise Lost from error
-        raise OSError(-pid, os.strerror(-pid))
 
     def exit_code(self, pid: int) -> int:
         """That of a copy that has ended; after it its id is free."""
         try:
-            self.connection.send_bytes(_PID.pack(pid))
-            return self._answer()
-        except (OSError, EOFError, struct.error):
-            self.usable = False
+            return self._answer(pid)
+        except Lost:
             return -signal.SIGKILL  # the template and those that it started were killed
 
-    def _answer(self) -> int:
-        (number,) = _PID.unpack(self.connection.recv_bytes())
-        return int(number)
+    def _answer(self, number: int, *pipes: connection.Connection) -> int:
+        try:
+            self.connection.send_bytes(b"%d" % number)
+            for pipe in pipes:
+                reduction.send_handle(self.connection, pipe.fileno(), self.pid)
+            return int(self.connection.recv_bytes())
+        except (OSError, EOFError, ValueError) as error:
+            self.usable = False
+            raise Lost from error
 
     def kill(self) -> None:
         """Kills it; its copies stay."""
@@ -146,27 +140,17 @@ def _serve(control: connection.Connection, pickled: bytes) -> None:
     control.send_bytes(b"usable" if usable else b"")
     while usable:
         try:
-            (number,) = _PID.unpack(control.recv_bytes())
-            if number:
+            if number := int(control.recv_bytes()):
                 answer = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
             else:
                 pipe, printed = (reduction.recv_handle(control) for _ in range(2))
-                answer = _fork()
-                if answer == 0:
+                if not (answer := os.fork()):
                     _be_worker(control, pipe, printed, functions, seeded)
                 os.close(pipe)
                 os.close(printed)
-            control.send_bytes(_PID.pack(answer))
-        except (EOFError, OSError):
+            control.send_bytes(b"%d" % answer)
+        except (EOFError, OSError):  # also where no process can be forked: nothing is copied then
             return
-
-
-def _fork() -> int:
-    """The id of a copy, 0 in the copy; where there is none, the error's number below 0."""
-    try:
-        return os.fork()
-    except OSError as error:
-        return -(error.errno or 1)
 
 
 def _be_worker(

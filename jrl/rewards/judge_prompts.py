@@ -166,16 +166,11 @@ def messages_of(
       template: in place of the form's.
     """
     values = {**fields_of(sample, table.principle), **fields}
-
-    def filled(template: str) -> str:
-        return "".join(text for text, _ in pieces(template, values)).strip()
-
-    user = {
-        "role": "user",
-        "content": filled(template or table.template or text_of(table.form).template),
-    }
-    system = ({"role": "system", "content": filled(table.system)},) if table.system else ()
-    return (*system, user)
+    question = filled(template or table.template or text_of(table.form).template, values)
+    user = {"role": "user", "content": question.strip()}
+    if not table.system:
+        return (user,)
+    return {"role": "system", "content": filled(table.system, values).strip()}, user
 
 
 def fields_of(sample: Sample, principle: str) -> dict[str, Any]:
@@ -202,6 +197,15 @@ def pieces(template: str, values: Mapping[str, Any]) -> Iterator[tuple[str, bool
         yield str(values.get(field[1], "")), True
         end = field.end()
     yield template[end:], False
+
+
+def filled(template: str, values: Mapping[str, Any]) -> str:
+    """A template with its fields; braces in what fills them stay.
+
+    >>> filled("{who} says {what}{nothing}", {"who": "{what}", "what": "yes"})
+    '{what} says yes'
+    """
+    return "".join(text for text, _ in pieces(template, values))
 
 
 def unknown_field(texts: Iterable[str], allowed: Sequence[str]) -> str | None:

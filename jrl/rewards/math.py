@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import re
-import signal
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 from jrl.rewards.base import Sample
@@ -21,6 +17,7 @@ from jrl.rewards.exact import (
     last_statement,
     same_answer,
 )
+from jrl.system.time_limit import time_limit
 
 _SAME = 1e-5
 """Relative difference of values that math-verify may call equal."""
@@ -68,7 +65,7 @@ def _agrees(sample: Sample, expected: str, tolerance: float, checker: _MathVerif
     check = checker.agrees
     answer = claimed_answer(sample.completion, expected)
     try:
-        with _limited_time():
+        with time_limit(_SECONDS, _TooLong, processor=True):
             if answer is not None and same_answer(answer, expected, tolerance, check):
                 return True
             unmarked = sample.completion, last_statement(sample.completion)
@@ -84,28 +81,6 @@ def _agrees(sample: Sample, expected: str, tolerance: float, checker: _MathVerif
 
 class _TooLong(BaseException):
     """The comparison took too long; not an Exception, as sympy catches many of those."""
-
-
-@contextlib.contextmanager
-def _limited_time() -> Iterator[None]:
-    """Raises _TooLong after a while, in a main thread, such as that of a worker process.
-
-    The clock is the processor's: on a busy machine a right answer stays right.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise _TooLong
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 class _MathVerify:

@@ -13,6 +13,7 @@ from jrl.rewards import shaping
 from jrl.rewards.base import Sample
 from jrl.rewards.exact import boxed, same_answer
 from jrl.rewards.matching import normalised, references, stated_answer
+from jrl.rewards.math import math_reward as math
 
 # ---------------------------------------------------------------- TRL
 
@@ -80,36 +81,77 @@ def gsm8k(
         tail = sample.completion[-300:]
         if method == "strict":
             numbers = [n.replace(",", "") for n in re.findall(r"#### (\-?[0-9\.\,]+)", tail)]
-        else:
-            numbers = [n for n in re.findall(r"(\-?[0-9\.\,]+)", tail) if n not in ("", ".")]
+        else:  # the full stop of a sentence is a form, too
+            numbers = re.findall(r"(\-?[0-9\.\,]+)", tail)
+            numbers.sort(key=lambda n: n != ".")
         right = bool(numbers) and numbers[-1] == str(sample.prompt.answer)
         points.append(score if right else format_score if numbers else 0.0)
     return points
 
 
-def math_dapo(samples: list[Sample]) -> list[float]:
-    """Verl's ``math_dapo``: 1 where what follows the last "Answer:" is the answer, else -1.
+def math_reward(samples: list[Sample]) -> list[float]:
+    r"""Verl's ``math_reward``, of MATH: 1 where the last ``\boxed{...}`` is the answer, else 0.
+
+    Departure: the two are compared by the grammar of ``jrl.rewards.answers``, not letter for letter
+    after replacements.
+    """
+    answers = [boxed(sample.completion) for sample in samples]
+    return [
+        float(answer is not None and same_answer(answer, str(sample.prompt.answer)))
+        for answer, sample in zip(answers, samples, strict=True)
+    ]
+
+
+def math_batch(samples: list[Sample]) -> list[float]:
+    """Verl's ``math_batch``: ``math_reward``, of all samples at once there."""
+    return math_reward(samples)
+
+
+def math_verify(samples: list[Sample]) -> list[float]:
+    """Verl's ``math_verify``: ``math``, which asks math-verify where it is installed."""
+    return math(samples)
+
+
+def prime_math(samples: list[Sample]) -> list[float]:
+    """Verl's ``prime_math``: 1 for a right answer, boxed or stated, else 0.
+
+    Departure: the answer is found and compared as ``math`` does it.
+    """
+    return math(samples)
+
+
+def math_dapo(samples: list[Sample], strict_box_verify: bool = False) -> list[float]:
+    r"""Verl's ``math_dapo``: 1 where what follows the last "Answer:" is the answer, else -1.
 
     Of the text's last 300 letters. Departure: the two are compared by the grammar of
     ``jrl.rewards.answers``, not by Minerva's list of replaced letters.
+
+    Args:
+      samples: what to judge.
+      strict_box_verify: the last ``\boxed{...}`` of the last 100 letters, letter for letter.
     """
     points = []
     for sample in samples:
+        if strict_box_verify:
+            right = boxed(sample.completion[-100:]) == str(sample.prompt.answer)
+            points.append(1.0 if right else -1.0)
+            continue
         stated = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", sample.completion[-300:])
         right = bool(stated) and same_answer(stated[-1], str(sample.prompt.answer))
         points.append(1.0 if right else -1.0)
     return points
 
 
-def geo3k(samples: list[Sample], format_score: float = 0.1) -> list[float]:
+def geo3k(samples: list[Sample], format_score: float = 0.1, use_boxed: bool = True) -> list[float]:
     r"""Verl's ``geo3k``: 0.9 for a boxed answer that is right, 0.1 for its form.
 
-    The form is <think>...</think> with a ``\boxed{...}`` behind it.
+    The form is <think>...</think> with a ``\boxed{...}`` behind it. Without ``use_boxed`` the whole
+    text is the answer.
     """
     form = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
     points = []
     for sample in samples:
-        answer = boxed(sample.completion)
+        answer = boxed(sample.completion) if use_boxed else sample.completion.strip()
         right = answer is not None and same_answer(answer, str(sample.prompt.answer))
         is_formed = form.fullmatch(sample.completion) is not None
         points.append((1 - format_score) * right + format_score * is_formed)
@@ -147,7 +189,11 @@ NAMES = {
         get_repetition_penalty_reward,
         get_soft_overlong_punishment,
         gsm8k,
+        math_batch,
         math_dapo,
+        math_reward,
+        math_verify,
+        prime_math,
         geo3k,
         search_r1_like_qa_em,
     )

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 from jrl.config.reward_model import RewardModelTable
 from jrl.errors import UserError, nearest
 from jrl.models.chat_frames import Frames, check_variables, conversation_ids
-from jrl.models.tokenizer import FileTokenizer
+from jrl.models.file_tokenizer import FileTokenizer
 from jrl.rewards.base import Sample
 from jrl.rewards.judge_prompts import (
     COMMON_FIELDS,
     fields_of,
+    filled,
     pieces,
     question_of,
     shown,
@@ -61,7 +62,7 @@ class Reader(NamedTuple):
         if isinstance(template, str) and template:
             return self._text(template, values)
         messages = (
-            [_filled(message, values) for message in template]
+            [{**m, "content": filled(m["content"], values)} for m in template]
             if template
             else _conversation(sample, completion)
         )
@@ -91,13 +92,6 @@ class Reader(NamedTuple):
                 )
         (first,), (second,) = ids
         return first, second
-
-
-def _filled(message: dict[str, str], values: dict[str, Any]) -> dict[str, str]:
-    return {
-        "role": message["role"],
-        "content": "".join(text for text, _ in pieces(message["content"], values)),
-    }
 
 
 def _conversation(sample: Sample, completion: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from jrl.rewards import kill
-from jrl.rewards.copies import Template, can_copy
+from jrl.rewards.copies import CAN_COPY, Template
 from jrl.rewards.worker import Lost, RewardWorker, new_process
 
 _END_SECONDS = 10.0
@@ -34,20 +34,17 @@ class Processes:
 
     def expect_losses(self) -> None:
         """Makes ready for workers that will have to be replaced."""
-        if self._template is None and can_copy():
+        if self._template is None and CAN_COPY:
             with contextlib.suppress(OSError):
                 self._template = Template(self._functions)
                 self._tell_warden(self._template.pid)
 
     @property
-    def copies(self) -> bool:
-        """Whether the next worker starts at once."""
-        return self._template is not None and bool(self._template.look())
-
-    @property
-    def never_copies(self) -> bool:
-        """Whether each worker has to load the functions."""
-        return not can_copy() or (self._template is not None and self._template.look() is False)
+    def copies(self) -> bool | None:
+        """Whether the next worker starts at once; None while it is not known."""
+        if self._template is None:
+            return None if CAN_COPY else False
+        return self._template.look()
 
     def start(self) -> RewardWorker:
         """A further worker; it may still load the functions.

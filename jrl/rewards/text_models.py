@@ -23,9 +23,10 @@ from jrl.errors import UserError, unknown_choice
 from jrl.hub import model_directory
 from jrl.mesh import batch_sharding, batch_shards, replicated, tree_shardings
 from jrl.models import hf
+from jrl.models.file_tokenizer import load_tokenizer
 from jrl.models.heads import Scores, answer_scores, label_scores
 from jrl.models.hf.stored import Stored
-from jrl.models.tokenizer import check_vocab, load_tokenizer
+from jrl.models.tokenizer import check_vocab
 from jrl.models.transformer import transformer
 from jrl.rewards.base import Points, Sample
 from jrl.rewards.model import dropout_passes, reduced
@@ -102,32 +103,53 @@ class TextModel(NamedTuple):
             "reward_model_unread": float(sum(not ids for ids in texts)),
             "reward_model_overlong": float(len(texts) - len(read) - sum(not ids for ids in texts)),
         }
-        read.sort(key=lambda i: len(texts[i] or ()))  # those of one width go together
-        rows = -(-self.reader.table.rows // batch_shards(self.mesh)) * batch_shards(self.mesh)
-        for start in range(0, len(read), rows):
-            part = read[start : start + rows]
-            values = self._values([texts[i] or [] for i in part], rows)
-            if not np.isfinite(values).all():
-                raise UserError(
-                    f"the reward model {self.reader.table.path[0]!r} gives a number that is not"
-                    " finite; its checkpoint is damaged, or model.dtype is too narrow for it"
-                )
-            for i, value in zip(part, values.tolist(), strict=True):
-                points[i] = value
+        chosen = [texts[i] or [] for i in read]
+        how: Any = {"rows": self.reader.table.rows, "longest": self.longest, "mesh": self.mesh}
+        program = partial(self.program, self.params)
+        values = over_texts(program, chosen, [len(ids) for ids in chosen], **how)
+        if not np.isfinite(values).all():
+            raise UserError(
+                f"the reward model {self.reader.table.path[0]!r} gives a number that is not"
+                " finite; its checkpoint is damaged, or model.dtype is too narrow for it"
+            )
+        for i, value in zip(read, values.tolist(), strict=True):
+            points[i] = value
         return points, counts
 
-    def _values(self, texts: Sequence[Sequence[int]], rows: int) -> np.ndarray:
-        """[n] float32 of n texts, at most ``rows`` of them."""
-        width = min(width_of(max(map(len, texts))), self.longest)
-        tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
-        for row, ids in enumerate(texts):
-            tokens[row, : len(ids)], lengths[row] = ids, len(ids)
-        at = batch_sharding(self.mesh)
-        placed = [
-            jax.make_array_from_callback(x.shape, at, x.__getitem__) for x in (tokens, lengths)
-        ]
-        with jax.set_mesh(self.mesh):
-            return np.asarray(self.program(self.params, *placed))[: len(texts)]
+
+def over_texts(
+    program: Callable[..., Array],
+    texts: Sequence[Sequence[int]],
+    *columns: Sequence[int],
+    rows: int,
+    longest: int,
+    mesh: Mesh,
+) -> np.ndarray:
+    """[n] float32: a number for each of n texts.
+
+    Args:
+      program: (tokens [B, L], one [B] of each column) -> [B], jitted.
+      texts: token ids; those of one width are read together.
+      *columns: [n] int32, at least 1, such as the texts' lengths.
+      rows: B, or the next number that the mesh divides.
+      longest: the greatest L.
+      mesh: where the program runs.
+    """
+    shards, at = batch_shards(mesh), batch_sharding(mesh)
+    rows, values = -(-rows // shards) * shards, np.zeros(len(texts), np.float32)
+    order = sorted(range(len(texts)), key=lambda k: len(texts[k]))
+    for begin in range(0, len(order), rows):
+        part = order[begin : begin + rows]
+        tokens = np.zeros((rows, min(width_of(len(texts[part[-1]])), longest)), np.int32)
+        numbers = np.ones((len(columns), rows), np.int32)
+        for row, k in enumerate(part):
+            tokens[row, : len(texts[k])] = texts[k]
+            numbers[:, row] = [column[k] for column in columns]
+        arrays = (tokens, *numbers)
+        placed = [jax.make_array_from_callback(x.shape, at, x.__getitem__) for x in arrays]
+        with jax.set_mesh(mesh):
+            values[part] = np.asarray(program(*placed))[: len(part)]
+    return values
 
 
 def width_of(length: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jrl.errors import UserError
 from jrl.rewards.base import Sample
+from jrl.system.json_text import json_or_none
 
 _OPEN = re.compile(r"<tool_call>\s*")
 Call = Mapping[str, Any]
@@ -48,10 +49,7 @@ def _call(value: Any) -> dict[str, Any] | None:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
+        arguments = json_or_none(arguments)
     if not isinstance(arguments, dict):
         return None
     return {"name": value["name"], "arguments": arguments}

@@ -101,14 +101,10 @@ def make_form(table: JudgeTable, key: str) -> Form:
     low, high = table.scale
     read = partial(read_score, low=low, high=high) if table.form == "score" else read_yes_no
     more = {"low": f"{low:g}", "high": f"{high:g}"}
-
-    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        return [question(table, s, {**shown(s), **more}, read) for s in samples]
-
-    def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
-        return [pooled(votes, table.vote) for votes in verdicts]
-
-    return Form(False, questions, points)
+    return by_sample(
+        lambda sample, _: question(table, sample, {**shown(sample), **more}, read),
+        lambda sample, _, votes: pooled(votes, table.vote),
+    )
 
 
 def pooled(votes: Sequence[float], how: str) -> float | None:
@@ -166,6 +162,32 @@ def check_rubrics(table: JudgeTable, prompts: Iterable[Any], key: str) -> None:
 # ---------------------------------------------------------------- the forms
 
 
+def by_sample(
+    ask: Callable[[Sample, Any], Question],
+    pay: Callable[[Sample, Any, Sequence[Any]], Returned],
+    part_of: Callable[[Sample], Any] = lambda sample: sample,
+    silent: Points = None,
+) -> Form:
+    """A form of one question about each sample.
+
+    Args:
+      ask: (sample, its part) -> the question.
+      pay: (sample, its part, the readable verdicts) -> points or None.
+      part_of: sample -> what is asked about, such as its steps; nothing is asked where that is
+        empty.
+      silent: points of a sample about which nothing is asked.
+    """
+
+    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
+        return [ask(sample, part) for sample in samples if (part := part_of(sample))]
+
+    def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[Any]]) -> list[Returned]:
+        left, parts = iter(verdicts), [(sample, part_of(sample)) for sample in samples]
+        return [pay(sample, part, next(left)) if part else silent for sample, part in parts]
+
+    return Form(False, questions, points)
+
+
 def by_criteria(
     table: JudgeTable,
     key: str,
@@ -182,27 +204,16 @@ def by_criteria(
       The form. A row without criteria is not judged.
     """
 
-    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        out = []
-        for sample in samples:
-            if rubric := _criteria(table, sample, key):
-                fields = {**shown(sample), "criteria": _listed(rubric)}
-                read = partial(read_criteria, count=len(rubric), levels=_levels(rubric))
-                out.append(question(table, sample, fields, read))
-        return out
+    def ask(sample: Sample, rubric: list[Criterion]) -> Question:
+        fields = {**shown(sample), "criteria": _listed(rubric)}
+        read = partial(read_criteria, count=len(rubric), levels=_levels(rubric))
+        return question(table, sample, fields, read)
 
-    def points(
-        samples: Sequence[Sample], verdicts: Sequence[Sequence[list[float]]]
-    ) -> list[Points]:
-        left, out = iter(verdicts), list[Points]()
-        for sample in samples:
-            rubric = _criteria(table, sample, key)
-            votes = next(left) if rubric else ()
-            met = [pooled(each, table.vote) or 0.0 for each in zip(*votes, strict=True)]
-            out.append(score(met, rubric) if votes else None)
-        return out
+    def pay(sample: Sample, rubric: list[Criterion], votes: Sequence[list[float]]) -> Points:
+        met = [pooled(each, table.vote) or 0.0 for each in zip(*votes, strict=True)]
+        return score(met, rubric) if votes else None
 
-    return Form(False, questions, points)
+    return by_sample(ask, pay, lambda sample: _criteria(table, sample, key))
 
 
 def _listed(rubric: Sequence[Criterion]) -> str:
@@ -242,30 +253,18 @@ def by_steps(table: JudgeTable, pay: Callable[[Sample, list[float]], list[float]
       text, has no opinion.
     """
 
-    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        out = []
-        for sample in samples:
-            if count := len(steps_of(sample.completion)):
-                fields = {**shown(sample), "steps": numbered_steps(sample.completion)}
-                out.append(question(table, sample, fields, partial(read_steps, count=count)))
-        return out
+    def ask(sample: Sample, count: int) -> Question:
+        fields = {**shown(sample), "steps": numbered_steps(sample.completion)}
+        return question(table, sample, fields, partial(read_steps, count=count))
 
-    def points(
-        samples: Sequence[Sample], verdicts: Sequence[Sequence[list[int]]]
-    ) -> list[Returned]:
-        left, out = iter(verdicts), list[Returned]()
-        for sample in samples:
-            steps = steps_of(sample.completion)
-            votes = next(left) if steps else ()
-            if not votes or len(sample.ends) != len(sample.tokens):
-                out.append(None)
-                continue
-            numbers = range(1, len(steps) + 1)
-            wrong = [pooled([float(k in vote) for vote in votes], table.vote) for k in numbers]
-            out.append(pay(sample, [share or 0.0 for share in wrong]))
-        return out
+    def points(sample: Sample, count: int, votes: Sequence[list[int]]) -> Returned:
+        if not votes or len(sample.ends) != len(sample.tokens):
+            return None
+        numbers = range(1, count + 1)
+        wrong = [pooled([float(k in vote) for vote in votes], table.vote) for k in numbers]
+        return pay(sample, [share or 0.0 for share in wrong])
 
-    return Form(False, questions, points)
+    return by_sample(ask, points, lambda sample: len(steps_of(sample.completion)))
 
 
 def _at_steps(sample: Sample, wrong: list[float]) -> list[float]:

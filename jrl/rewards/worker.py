@@ -43,7 +43,7 @@ class Lost(Exception):
 
 
 class Process(Protocol):
-    """What is needed of a process."""
+    """A worker process, as far as the pool uses it."""
 
     @property
     def pid(self) -> int | None:

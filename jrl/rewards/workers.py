@@ -278,7 +278,7 @@ class Workers:
     def _start_enough(self) -> None:
         """Starts processes for the remaining calls, and one beside each call that is slow."""
         busy, waiting = self._busy(), len(self._waiting)
-        beside = self._slow() + (self._spares if self._processes.never_copies else 0)
+        beside = self._slow() + (self._spares if self._processes.copies is False else 0)
         target = min(self._count, waiting + len(busy)) + min(beside, waiting)
         while len(self._living) < target:
             try:

@@ -42,6 +42,7 @@ from jrl.system.compile_cache import enable_compile_cache
 from jrl.train import build, programs
 from jrl.train.compiled import held_out, iterate, warm_start
 from jrl.train.memory_check import check_weights
+from jrl.train.trainable import check_trainable
 from jrl.types import Array, Params
 
 RESAMPLES = 10_000
@@ -201,7 +202,7 @@ def _runs(
                 if not method_of(method_config, kind_of(method_config).task).value:
                     method_config = method_config.model_copy(update={"value": ValueTable()})
                 run = build.setup(method_config)
-                programs.check_trainable(run)
+                check_trainable(run)
                 runs[task, method] = run
             except UserError as error:
                 problems.append(f"{method}: {error}")

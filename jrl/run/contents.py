@@ -22,7 +22,7 @@ from jrl.config import Config, flatten
 from jrl.config.stored import stored_contents
 from jrl.errors import UserError
 from jrl.hub import hub_name
-from jrl.models.tokenizer import FileTokenizer
+from jrl.models.file_tokenizer import FileTokenizer
 from jrl.setup.run import Run
 
 Contents = dict[str, str]

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jrl.config import Config
-from jrl.config.unions import DIALOGUES, RECORDED, SOURCE
+from jrl.config.data import DIALOGUES, RECORDED, SOURCE
 from jrl.data.sources import open_source
 from jrl.data.tables import FirstRows, Source
 from jrl.errors import Mistakes, UserError
 from jrl.judging.judges import check_judges
 from jrl.models import hf
-from jrl.models.tokenizer import load_tokenizer
+from jrl.models.file_tokenizer import load_tokenizer
 from jrl.run.reward_probe import check_reward_columns, missing_math
 from jrl.setup.frozen import run_shape
 from jrl.setup.kinds import TextKind, kind_of

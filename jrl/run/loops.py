@@ -18,7 +18,7 @@ from jrl.mesh import replicated
 from jrl.rewards.pool import RewardPool
 from jrl.run.out_of_memory import memory_of
 from jrl.run.progress import Progress
-from jrl.run.records import RunRecords, all_heard
+from jrl.run.records import RunRecords, seen_by_all_processes
 from jrl.setup.run import Run
 from jrl.system.processes import stop_requested
 from jrl.system.signals import Stopping
@@ -27,7 +27,8 @@ from jrl.train import programs
 from jrl.train.batches import training_batches
 from jrl.train.compiled import Iteration, iterate
 from jrl.train.loop import train_steps
-from jrl.train.step import Metrics, Step
+from jrl.train.step import Step
+from jrl.train.step_metrics import Metrics
 from jrl.types import Array, Batch, Params, TrainState
 
 SEGMENT = 100
@@ -142,7 +143,8 @@ class HostLoop:
             ):
                 return self._batches.collect(key, weights, step=step, cursor=cursor)
         except (Exception, KeyboardInterrupt) as error:
-            if stopping.gave_up if isinstance(error, KeyboardInterrupt) else all_heard(error):
+            stopped = isinstance(error, KeyboardInterrupt)
+            if stopping.gave_up if stopped else seen_by_all_processes(error):
                 self._records.save_if_whole(self.state)
             raise
 

@@ -43,7 +43,7 @@ from jrl.system.signals import Stopping
 from jrl.system.wait_reports import waiting
 from jrl.train.reward_model import trains_reward
 from jrl.train.state import free_memory, rolled_back
-from jrl.train.step import with_slot_use
+from jrl.train.step_metrics import with_slot_use
 from jrl.train.utilisation import utilisation
 from jrl.train.watch import COMPILED, MEMORY, NONFINITE, ROLLBACKS, Broken, Watch, resident_bytes
 from jrl.types import TrainState
@@ -471,7 +471,7 @@ class RunRecords:
             raise RunMoved(f"{self._moved_text}; {self._saved_elsewhere(state)}")
         if self._fault is not None:
             fault, self._fault = self._fault, None
-            if all_heard(fault) and not self._suspects:
+            if seen_by_all_processes(fault) and not self._suspects:
                 self.save_if_whole(state)
             raise fault
         if not self._reasons and not self._full:
@@ -531,7 +531,7 @@ class RunRecords:
 
         The last step's is written by the end.
 
-        None while a limit that rolls back is being broken: the newest is one to go back to.
+        No checkpoint while a rollback limit is violated, so the newest one is good.
         """
         if self._moved_text:
             return
@@ -665,8 +665,8 @@ class RunRecords:
             )
 
 
-def all_heard(error: Exception) -> bool:
-    """Whether every process saves after an error; one alone would wait for ever."""
+def seen_by_all_processes(error: BaseException) -> bool:
+    """Whether all processes saw the error; a collective save by one would deadlock."""
     return jax.process_count() == 1 or isinstance(error, UserError)
 
 

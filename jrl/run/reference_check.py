@@ -1,4 +1,4 @@
-"""What rows ask of verifiers, before a run: their solutions are judged, their tasks read."""
+"""Checks of rows against verifiers before a run: solutions are judged, tasks are read."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from jrl.config.tables import RewardTable
 from jrl.errors import UserError
 from jrl.rewards import make_reward
 from jrl.rewards.base import Sample
+from jrl.rewards.columns import check_column
+from jrl.rewards.combine import row_numbers
 from jrl.rewards.rules import Rules
 from jrl.setup.reward_parts import function_of, parts_of, reward_tables
 from jrl.system.processes import all_say
@@ -28,7 +30,7 @@ _REFERENCES: Mapping[str, Callable[[Prompt, str, Mapping[str, Any]], Reference |
 }
 """Reward functions that can judge what a row gives as its solution."""
 _ROWS = 64
-_READ = ("instructions", "json_schema", "reasoning_gym")
+_READ = ("instructions", "json_schema", "reasoning_gym", "default_compute_score")
 """Reward functions that read in each row what is asked for, in less than a millisecond."""
 _MOST_READ = 2_000
 """Rows of a split: checking as many different schemas takes a second or two."""
@@ -96,8 +98,8 @@ def check_verifiers(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> 
 
     Raises:
       UserError: that, where a failure of a reward ends the run (``reward_pool.on_error``); or a
-        row's value is in no ``cases`` of ``by_kind``; or each part has a ``where`` that leaves the
-        row out.
+        row's value is in no ``cases`` of ``by_kind``, or is no number where ``row_weight`` or
+        ``bounded`` reads one; or a ``where`` fits no row, or those of all parts leave a row out.
     """
     tables, notes = reward_tables(config), []
     rows = {
@@ -106,8 +108,11 @@ def check_verifiers(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> 
         for prompt in listed[:_MOST_READ]
     }
     for name, table in tables.items():
+        _check_where(name, table.where, prompts)
         if table.combine == "by_kind":
             _check_kinds(name, table.options, rows)
+        elif table.combine in ("row_weight", "bounded"):
+            _check_numbers(name, table, prompts, rows)
         elif function_of(name, table) in _READ:
             broken = _unreadable(name, function_of(name, table), table, rows)
             head = f"rewards.{name}: {len(broken)} of {len(rows)} rows ask for what it cannot judge"
@@ -130,6 +135,46 @@ def check_verifiers(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> 
 
 def _values(prompt: Prompt, columns: Sequence[str]) -> str:
     return ", ".join(f"{column} = {prompt.meta.get(column)!r}"[:80] for column in columns)
+
+
+def _check_where(
+    name: str, where: Mapping[str, Any], prompts: Mapping[str, Sequence[Prompt]]
+) -> None:
+    """Raises UserError for a part that is asked about no row of the data."""
+    rule = Rules(where=where)
+    if not where or any(rule.asks_row(p.meta) for listed in prompts.values() for p in listed):
+        return
+    first = [prompt for listed in prompts.values() for prompt in listed[:_MOST_READ]]
+    if not first:
+        return
+    for column in where:
+        check_column(f"rewards.{name}.where", column, first)
+    values = dict.fromkeys(_values(prompt, sorted(where)) for prompt in first)
+    raise UserError(
+        f"rewards.{name}.where = {dict(where)} fits no row of the data; rows have"
+        f" {'; '.join(list(values)[:5])}"
+    )
+
+
+def _check_numbers(
+    name: str,
+    table: RewardTable,
+    prompts: Mapping[str, Sequence[Prompt]],
+    rows: Mapping[str, Prompt],
+) -> None:
+    """Raises UserError for rows without a number where a combination reads one."""
+    column = str(table.options.get("column"))
+    if rows:
+        check_column(f"rewards.{name}.column", column, prompts.get("train", ()))
+    broken = []
+    for at, prompt in rows.items():
+        try:
+            row_numbers(prompt.meta, column, several=table.combine == "bounded")
+        except UserError as error:
+            broken.append((at, str(error)))
+    if broken:
+        head = f"rewards.{name}: {len(broken)} of {len(rows)} rows have no number that it can read"
+        raise UserError(with_rows(f"{head}; repair them", broken))
 
 
 def _check_kinds(name: str, options: Mapping[str, Any], rows: Mapping[str, Prompt]) -> None:

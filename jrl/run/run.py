@@ -15,7 +15,7 @@ import jax
 from jrl.config import Config, flatten
 from jrl.errors import Overdue, UserError
 from jrl.judging.judges import check_judges, probe_judges
-from jrl.models.tokenizer import FileTokenizer
+from jrl.models.file_tokenizer import FileTokenizer
 from jrl.report.page import write_report
 from jrl.rewards.pool import RewardPool
 from jrl.run.compiles_sooner import compiles_sooner
@@ -23,6 +23,7 @@ from jrl.run.diagnostics import with_others
 from jrl.run.loops import Training, train_compiled, train_on_host
 from jrl.run.metric_names import check_metric_names
 from jrl.run.out_of_memory import memory_of
+from jrl.run.own_parts import check_own_parts
 from jrl.run.progress import above_live_line
 from jrl.run.records import RunMoved, RunRecords
 from jrl.run.reference_check import check_references, check_verifiers
@@ -43,10 +44,10 @@ from jrl.system.signals import Stopping
 from jrl.system.wait_reports import Waits, io_progress, waiting
 from jrl.train import build, programs
 from jrl.train.ahead import StepAhead
-from jrl.train.batches import check_sources
 from jrl.train.compiled import warm_start, with_policy
 from jrl.train.remat import settled
 from jrl.train.reward_model import check_text_models
+from jrl.train.trainable import check_trainable
 from jrl.types import TrainState
 
 
@@ -160,8 +161,8 @@ def _set_up(
 ) -> tuple[Run, RewardPool | None]:
     """The run to train, and its reward processes."""
     run = build.setup(config)
-    programs.check_trainable(run)
-    check_sources(run)
+    check_trainable(run)
+    check_own_parts(run)
     check_reward_columns(run.config, run.data.prompts)
     data = run.data.prompts
     for note in check_verifiers(run.config, data) + check_references(run.config, data):

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import Tokenizer
 from jrl.system.extras import need
 
 _REMEMBERED = 64

@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 from jrl.config import Config
 from jrl.config.stored import is_run
 from jrl.errors import UserError
-from jrl.mesh import make_mesh, tree_shardings
+from jrl.mesh import make_mesh, placed_shapes, tree_shardings
 from jrl.models import hf
 from jrl.models.config import ModelConfig
+from jrl.models.file_tokenizer import load_tokenizer
 from jrl.models.quant import sampler
-from jrl.models.tokenizer import Tokenizer, check_vocab, load_tokenizer
+from jrl.models.tokenizer import Tokenizer, check_vocab
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
 from jrl.sampling.grammar import Grammars
@@ -138,9 +139,7 @@ def _params(
     where = tree_shardings(mesh, network.axes(), shapes)
     directory = config.run.dir
     if directory is not None and (checkpoint is not None or is_run(directory)):
-        layout = jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where
-        )
+        layout = placed_shapes(shapes, where)
         also = {"step": jax.ShapeDtypeStruct((), np.int32)}
         params, restored = restore_policy(config, network, layout, checkpoint=checkpoint, also=also)
         return params, int(restored["step"])

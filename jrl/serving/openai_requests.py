@@ -17,7 +17,8 @@ from typing import Any
 from jrl.episodes.parsers import Parser
 from jrl.errors import UserError
 from jrl.models.chat_frames import reads_variable
-from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.grammar import Grammars
 from jrl.sampling.params import COLDEST
 from jrl.sampling.request import TOP_LOGPROBS, Request, RequestLimits

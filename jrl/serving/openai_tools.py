@@ -16,7 +16,9 @@ from jrl.data.messages import check_fields
 from jrl.episodes.parsers import PARSERS, Call, Parser, Schemas, get_parser
 from jrl.errors import UserError
 from jrl.models.chat_frames import Frames, chat_template, check_variables, conversation_ids
-from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import Tokenizer
+from jrl.system.json_text import json_or_none
 
 Json = dict[str, Any]
 _ID_SIZE = 9
@@ -189,10 +191,7 @@ def _read_call(call: Any, where: str, fail: Callable[..., Exception]) -> Json:
         raise fail(f"{where} must have a function with a name", where)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
+        arguments = json_or_none(arguments)
     if not isinstance(arguments, dict):
         raise fail(f"{where}.function.arguments must be JSON of an object", f"{where}.function")
     called = {"name": name, "arguments": arguments}

@@ -21,7 +21,7 @@ from jrl.episodes.host import HostEnv
 from jrl.errors import UserError
 from jrl.methods.base import Method, Schedule
 from jrl.methods.edit import Stateless
-from jrl.methods.stores import is_by_prompt
+from jrl.methods.replays import is_by_prompt
 from jrl.models.config import ModelConfig
 from jrl.setup.reward_parts import judge_of, likelihood_of, parts_by_token, parts_of
 from jrl.types import NOTHING, Branching, Network, Objective, Search

@@ -5,7 +5,7 @@
     width = kind.width(data)
 
 What draws groups of each kind is in ``train.batches.SOURCES``, what a method needs of it in
-``train.programs.CHECKS``.
+``train.trainable.CHECKS``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jrl.config import Config
-from jrl.config.secrets import reveal
-from jrl.config.unions import (
+from jrl.config.data import (
     DialogueData,
     EnvData,
     EpisodeData,
@@ -28,6 +27,7 @@ from jrl.config.unions import (
     TaskData,
     TaskPairs,
 )
+from jrl.config.secrets import reveal
 from jrl.data.fields import needs_answer
 from jrl.data.goals import GoalRows
 from jrl.data.messages import Wording

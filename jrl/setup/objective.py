@@ -8,7 +8,7 @@ from typing import Any
 
 from jrl.config import Config
 from jrl.config.secrets import reveal
-from jrl.config.unions import BranchTree, MethodTree, SearchTree
+from jrl.config.tree import BranchTree, MethodTree, SearchTree
 from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.episodes.tree import SEARCHES

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jrl.config import Config
-from jrl.config.unions import RecordedData
+from jrl.config.data import RecordedData
 from jrl.data.sources import open_source
 from jrl.data.tables import Source
 from jrl.episodes.recorded import REWARDED, Recorded, RecordedCounts, read_recorded

@@ -16,13 +16,12 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from jrl.config import Config
-from jrl.config.judge import TOKEN_FORMS, JudgeTable, judge_table
-from jrl.config.likelihood import LIKELIHOOD, LikelihoodTable, likelihood_table
+from jrl.config.judge import TOKEN_FORMS, JudgeTable, checked
+from jrl.config.likelihood import LIKELIHOOD, LikelihoodTable
 from jrl.config.reward_model import (
     MODEL_NAMES,
     PUBLISHED_MODELS,
     RewardModelTable,
-    reward_model_table,
 )
 from jrl.config.secrets import reveal
 from jrl.config.tables import RewardTable
@@ -204,7 +203,7 @@ def judge_of(config: Config, name: str) -> JudgeTable:
       UserError: a line for each mistake, which names the key.
     """
     key = f"rewards.{name}"
-    return judge_table(key, reveal(reward_tables(config)[name].options, key))
+    return checked(JudgeTable, key, reveal(reward_tables(config)[name].options, key))
 
 
 def likelihood_of(config: Config, name: str) -> LikelihoodTable:
@@ -214,7 +213,7 @@ def likelihood_of(config: Config, name: str) -> LikelihoodTable:
       UserError: a line for each mistake, which names the key.
     """
     key = f"rewards.{name}"
-    return likelihood_table(key, reveal(reward_tables(config)[name].options, key))
+    return checked(LikelihoodTable, key, reveal(reward_tables(config)[name].options, key))
 
 
 def model_of_part(config: Config, name: str) -> RewardModelTable:
@@ -226,7 +225,7 @@ def model_of_part(config: Config, name: str) -> RewardModelTable:
     key, part = f"rewards.{name}", reward_tables(config)[name]
     spec = PUBLISHED_MODELS.get(function_of(name, part))
     keys = {} if spec is None else load(spec, key)()
-    return reward_model_table(key, keys | reveal(part.options, key))
+    return checked(RewardModelTable, key, keys | reveal(part.options, key))
 
 
 def _check_model(name: str, config: Config) -> None:

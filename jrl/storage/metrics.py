@@ -37,6 +37,7 @@ from jrl.errors import StorageError, UserError
 from jrl.storage.lock import is_replaced
 from jrl.storage.sinks import open_sinks
 from jrl.system.extras import DISTRIBUTION
+from jrl.system.json_text import json_or_none
 from jrl.system.processes import first_says
 
 _PACKAGES = (
@@ -112,11 +113,7 @@ def _parsed(text: str) -> list[dict[str, Any]]:
     records = []
     # not splitlines(): a record's text may hold other line separators, such as U+2028
     for line in text.split("\n"):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # bytes of something else
-            continue
-        if isinstance(record, dict):
+        if isinstance(record := json_or_none(line), dict):  # else bytes of something else
             records.append(record)
     return records
 

@@ -50,6 +50,18 @@ def parse_json(data: bytes | str, where: str) -> Any:
         raise UserError(f"{where}: not valid JSON: {why}") from None
 
 
+def json_or_none(text: str | bytes) -> Any:
+    """The value of a text that may be JSON, as Python reads it; None for any other text.
+
+    >>> json_or_none('{"a": 1}'), json_or_none("{a")
+    ({'a': 1}, None)
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 _BEGINNINGS = {
     b"\x1f\x8b": "it begins as a gzip file; name it .jsonl.gz, or decompress it",
     b"PK\x03\x04": "it begins as a zip archive, as sheets of Excel do; unpack or export it",

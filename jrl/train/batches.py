@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from jrl.collect.collector import Batches, Collector
 from jrl.collect.curriculum import HostRounds, host_tools, with_problems
-from jrl.collect.host_episodes import HostEpisodes, host_source
+from jrl.collect.host_episodes import HostEpisodes
+from jrl.collect.host_source import host_source
 from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import Hinter, TaskTools, TextTools
 from jrl.collect.resharding import ReshardedSampler
@@ -74,12 +75,6 @@ def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Sourc
     return judged_parts(run, source, pool, episodes=episodes)
 
 
-def check_sources(run: Run) -> None:
-    """Raises UserError for a source of one's own that lacks a part, before anything compiles."""
-    if type(run.kind) is SourceKind:
-        own_source(run, None)
-
-
 def table_of(run: Run, curriculum: Curriculum) -> Table:
     """The problems that a run's curriculum chooses from, with the data's columns of numbers."""
     rows = run.kind.problems(run.data, curriculum.pool)
@@ -127,26 +122,13 @@ def training_batches(
     packer = programs.packer(run)
     if packer is not None and "packing" in notes:
         packer.resume(notes["packing"])
-    curriculum = run.method.curriculum
-    method = run.method._replace(plan=run.kind.played(run.method.plan))
     run, problems = with_problems(run)
     source = run_source(run, pool)
     if isinstance(source, JudgedParts) or (pool is not None and pool.functions):
         source = FiniteSums(source, run.rewards.weights, run.config.reward_pool.on_error)
-    setting = Setting(
-        method=method,
-        prompts=run.config.train.prompts,
-        group=run.config.sampling.group,
-        weights=list(run.rewards.weights.values()),
-        judge=run.rewards.judged,
-        tools=tools_of(run),
-        table=None if curriculum is None else table_of(run, curriculum),
-        contexts=in_text(run),
-        in_order=partial(epoch_order, run.config.data.order_seed(run.config.seed)),
-    )
     collector = Collector(
         source,
-        setting,
+        setting_of(run),
         run.mesh,
         packer,
         sampled=not run.config.data.scored,
@@ -159,6 +141,22 @@ def training_batches(
     carried = [restored(groups, run) for groups in notes.get("carried", [])]
     with draw_ahead(run, collector, cursor, carried, stopping) as ahead:
         yield ahead
+
+
+def setting_of(run: Run) -> Setting:
+    """The constants of a run's steps, for its collector."""
+    curriculum = run.method.curriculum
+    return Setting(
+        method=run.method._replace(plan=run.kind.played(run.method.plan)),
+        prompts=run.config.train.prompts,
+        group=run.config.sampling.group,
+        weights=list(run.rewards.weights.values()),
+        judge=run.rewards.judged,
+        tools=tools_of(run),
+        table=None if curriculum is None else table_of(run, curriculum),
+        contexts=in_text(run),
+        in_order=partial(epoch_order, run.config.data.order_seed(run.config.seed)),
+    )
 
 
 # ---------------------------------------------------------------- a source for each kind of data

@@ -24,8 +24,9 @@ from jrl.methods.base import Method
 from jrl.models import hf
 from jrl.models.attention.choice import check_attention_on_mesh
 from jrl.models.config import ModelConfig
+from jrl.models.file_tokenizer import load_tokenizer
 from jrl.models.heads import after_token
-from jrl.models.tokenizer import check_ids, check_vocab, load_tokenizer
+from jrl.models.tokenizer import check_ids, check_vocab
 from jrl.models.transformer import transformer
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.setup.adapters import lora_of, start_params, trained_network
@@ -117,6 +118,10 @@ def bare_run(
     else:
         network = trained_network(config, model, policy_network(config, model, mesh))
     one, network = network, method.network(network)
+    if not isinstance(network, Network):
+        raise UserError(
+            f"method = {config.method!r}: network returned {network!r:.40}; return a jrl.Network"
+        )
     if trains:
         data = kind.features
         check_features(features_of(config, method, network=network, model=model, data=data))

@@ -23,14 +23,7 @@ import optax
 from jrl.collect.edit import edit_counts, edited, learned, mean_sizes, outcome_of
 from jrl.collect.episodes import on_device, solution_batch
 from jrl.collect.groups import PlacedGroups, batch_of, counted, widened
-from jrl.collect.plan import (
-    CollectState,
-    Now,
-    Setting,
-    new_collected,
-    sample_step,
-    traced_rounds,
-)
+from jrl.collect.plan import CollectState, Now, Setting, new_collected, sample_step, traced_rounds
 from jrl.collect.sources import Groups, simple_request
 from jrl.data.tasks import Task
 from jrl.episodes import Env
@@ -46,16 +39,9 @@ from jrl.setup.features import check_features, method_features
 from jrl.system.compile_reports import report_traced_run
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
 from jrl.train.state import init_state
-from jrl.train.step import Metrics, Step, check_value, make_step, with_slot_use
-from jrl.types import (
-    NOTHING,
-    Array,
-    Network,
-    Params,
-    TrainState,
-    ValueNetwork,
-    stream,
-)
+from jrl.train.step import Step, check_value, make_step
+from jrl.train.step_metrics import Metrics, with_slot_use
+from jrl.types import NOTHING, Array, Network, Params, TrainState, ValueNetwork, stream
 from jrl.types.asks import Asks, DrawRequest
 
 
@@ -257,30 +243,16 @@ def warm_start(
     Returns:
       (params, losses [steps] float32, nats a token).
     """
-    derived = network.extras.derived
-    if derived is not None and derived.stack is not None:
-        whole, losses = warm_start(
-            key,
-            derived.plain(params, 0),
-            task=task,
-            network=derived.network,
-            steps=steps,
-            batch=batch,
-            learning_rate=learning_rate,
-        )
-        return derived.start(key, whole), losses
-    if derived is not None and derived.split is not None:
-        trained, base = derived.split.split(params)
-        whole, losses = warm_start(
-            key,
-            derived.split.thaw(base),
-            task=task,
-            network=derived.network,
-            steps=steps,
-            batch=batch,
-            learning_rate=learning_rate,
-        )
-        return derived.split.join(trained, derived.split.freeze(whole)), losses
+    if (derived := network.extras.derived) is not None:
+        how: dict[str, Any] = {"task": task, "steps": steps, "batch": batch}
+        how |= {"network": derived.network, "learning_rate": learning_rate}
+        if derived.stack is not None:
+            whole, losses = warm_start(key, derived.plain(params, 0), **how)
+            return derived.start(key, whole), losses
+        if derived.split is not None:
+            trained, base = derived.split.split(params)
+            whole, losses = warm_start(key, derived.split.thaw(base), **how)
+            return derived.split.join(trained, derived.split.freeze(whole)), losses
     objective = get_method("sft").objective
     optimizer = optax.adam(learning_rate)
     step = make_step(network=network, objective=objective, optimizer=optimizer)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,28 +41,6 @@ from jrl.train.handover import AdapterHandover, Handover, HandoverError, Weights
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord
 
 
-class Drawer(Protocol):
-    """Draws and assembles the groups of training steps, as a ``Collector`` does."""
-
-    def draw(
-        self,
-        key: Array,
-        weights: Mapping[str, Params],
-        *,
-        step: int,
-        version: int,
-        cursor: int,
-        newer: Newer | None = None,
-    ) -> StepGroups:
-        """The groups of a training step, drawn on the rollout mesh by weights of a version."""
-
-    def assemble(self, step_groups: StepGroups) -> tuple[StepGroups, Batch]:
-        """(what is to be kept of the groups, their batch on the training mesh)."""
-
-    def notes(self) -> dict[str, Any]:
-        """State for a checkpoint without groups sampled ahead."""
-
-
 class Ahead:
     """Draws batches in a thread, each with the version of the policy that its step asks for.
 
@@ -72,7 +50,8 @@ class Ahead:
     versions of the weights, and two where drawing keeps up with training.
 
     Args:
-      drawer: program 1 and the reward functions, on the rollout mesh.
+      drawer: program 1 and the reward functions, on the rollout mesh; its batches are on the
+        training mesh.
       hand_over: moves the policy.
       staleness: s, steps between the policy that draws a batch and the one that it trains.
       in_flight: whether a rollout under way is given the newest weights.
@@ -83,7 +62,7 @@ class Ahead:
 
     def __init__(
         self,
-        drawer: Drawer,
+        drawer: Collector,
         hand_over: Handover | AdapterHandover,
         *,
         staleness: int,

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from jrl.collect.sources import Groups
-from jrl.train.step import Metrics, Step
+from jrl.train.step import Step
+from jrl.train.step_metrics import Metrics
 from jrl.types import Array, Batch, Params, TrainState
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from jrl import user_code as own
+from jrl.config.optimizer import Optimizer
 from jrl.config.secrets import reveal
-from jrl.config.unions import Optimizer
 from jrl.errors import UserError, unknown_choice
 from jrl.methods.domains import is_zero
 

@@ -17,12 +17,12 @@ from jrl.config.reward_model import TOKEN_KEYS, RewardModelTable
 from jrl.config.tables import RewardTable
 from jrl.errors import UserError, unknown_choice
 from jrl.hub import model_directory
-from jrl.mesh import tree_shardings
+from jrl.mesh import placed_shapes, tree_shardings
 from jrl.methods import find_method, get_method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
+from jrl.models.file_tokenizer import load_tokenizer
 from jrl.models.heads import after_token, value_head, value_network, value_networks
-from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.objectives.members import value_output
 from jrl.rewards.model import ModelReward, one_of
@@ -35,7 +35,8 @@ from jrl.setup.frozen import run_shape
 from jrl.setup.kinds import EpisodeKind, kind_of
 from jrl.setup.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
 from jrl.setup.reward_runs import is_reward_run, reward_run, value_shape
-from jrl.train.score import in_parts, score
+from jrl.train.batch_rows import in_parts
+from jrl.train.score import score
 from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, ValueNetwork
 
 VALUES: dict[str, Callable[[Network, int], ValueNetwork]] = {
@@ -276,11 +277,7 @@ def params_of(
         lambda key: {"policy": network.init(key), "value": value.init(key)}, jax.random.key(0)
     )
     axes = {"policy": network.axes(), "value": value.axes()}
-    targets = jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-        shapes,
-        tree_shardings(mesh, axes, shapes),
-    )
+    targets = placed_shapes(shapes, tree_shardings(mesh, axes, shapes))
     also = {"params": {"value": targets["value"]}}
     policy, restored = restore_policy(
         config, network, targets["policy"], checkpoint=checkpoint, also=also

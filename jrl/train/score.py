@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +19,9 @@ from jrl.models.heads import along_columns
 from jrl.models.vocabulary import fused_logprobs
 from jrl.objectives.distill import SAVED
 from jrl.sampling.params import SamplingParams, sampling_logprobs, token_logprobs
+from jrl.train.batch_rows import rows, shared_rows, unpacked
 from jrl.train.state import START
-from jrl.types import (
-    NOTHING,
-    Array,
-    Batch,
-    Network,
-    Packing,
-    Params,
-    RoutingRecord,
-    SharedRows,
-    Statistic,
-    Stats,
-    ValueNetwork,
-)
+from jrl.types import NOTHING, Array, Batch, Network, Params, Statistic, Stats, ValueNetwork
 
 _LOGITS_AT_ONCE = 2**24
 """Maximum logits of a device at a time, in numbers (64 MiB of float32)."""
@@ -43,134 +31,6 @@ _SHOWN = 4
 
 OVER = ("vocabulary", "hidden", "values", "attention")
 """What statistics are made of; see ``types.Statistic``."""
-
-
-class SequenceRows(NamedTuple):
-    """Prompt and completion of every sequence side by side.
-
-    Attributes:
-      tokens: [B, L] int32; columns 0..P-1 hold the prompt, P..L-1 the completion.
-      positions: [B, L] int32; a completion follows its own prompt without a gap.
-      segments: [B, L] int32; 1 where a token is, 0 for padding.
-      before: [B, T] int32, the column whose hidden state predicts each completion token.
-    """
-
-    tokens: Array
-    positions: Array
-    segments: Array
-    before: Array
-
-
-def rows(batch: Batch) -> SequenceRows:
-    """A batch as complete sequences, for networks that cannot share prompts; B = N * G."""
-    n, g, t = batch.tokens.shape
-    p = batch.prompt_tokens.shape[1]
-    # A copy of the prompt for every member: the cost that ``shared_rows`` avoids.
-    prompt = jnp.repeat(batch.prompt_tokens, g, axis=0)
-    prompt_lengths = jnp.repeat(batch.prompt_lengths, g)[:, None]
-    # Lengths, not the mask: untrained tokens, such as an environment's replies, are read as
-    # context.
-    lengths = batch.lengths.reshape(n * g, 1)
-    column, step = jnp.arange(p)[None], jnp.arange(t)[None]
-    # The first token follows the prompt's own end, which is not the prompt's last column.
-    before = jnp.where(step == 0, prompt_lengths - 1, p + step - 1)
-    return SequenceRows(
-        tokens=jnp.concatenate([prompt, batch.tokens.reshape(n * g, t)], axis=1),
-        # Positions continue at the prompt's true length; the columns between it and P are padding.
-        positions=jnp.concatenate(
-            [jnp.broadcast_to(column, prompt.shape), prompt_lengths + step], axis=1
-        ),
-        segments=jnp.concatenate([column < prompt_lengths, step < lengths], axis=1).astype(
-            jnp.int32
-        ),
-        before=before,
-    )
-
-
-def shared_rows(batch: Batch) -> SharedRows:
-    """A batch with every prompt once for its group: R = N * G and C = T, or as its packing says.
-
-    A row holds the tokens that completion tokens are predicted from, one column for each: the
-    prompt's last token, then the completion without its own last one. So the state at column t is
-    the one before token t. The rest of the prompt is keys and values for its rows; it needs no
-    states of its own, so its last layer's output and its logits are never computed.
-    """
-    n, g, t = batch.tokens.shape
-    last = jnp.take_along_axis(batch.prompt_tokens, batch.prompt_lengths[:, None] - 1, axis=1)
-    last = jnp.broadcast_to(last[:, :, None], (n, g, 1))
-    step = jnp.arange(t, dtype=jnp.int32)[None]
-    # Position of a row's first column: it holds the prompt's last token again.
-    start = jnp.repeat(batch.prompt_lengths, g)[:, None] - 1
-    tokens = jnp.concatenate([last, batch.tokens[:, :, :-1]], axis=2)
-    lengths: Array | None = batch.lengths.reshape(n * g)
-    segments = (step < batch.lengths.reshape(n * g, 1)).astype(jnp.int32)
-    if "context" in batch.ids:  # each continues the prompt, at its own columns of the row
-        context = batch.ids["context"]
-        live = step[None] < batch.lengths[:, :, None]
-        # A new context starts from the prompt again, so its first token is predicted by the
-        # prompt's last.
-        first = live & (jnp.diff(context, axis=2, prepend=-1) != 0)
-        tokens = jnp.where(first, last, tokens)
-        began = jax.lax.cummax(jnp.where(first, step[None], 0), axis=2).reshape(n * g, t)
-        segments, step, lengths = segments * (began + 1), step - began, None
-    # One completion a row; attention reads row r with prompt r // g.
-    shared = SharedRows(
-        prompt_tokens=batch.prompt_tokens[:, None],
-        prompt_lengths=batch.prompt_lengths[:, None] - 1,
-        tokens=tokens.reshape(n * g, t),
-        positions=start + step,
-        segments=segments,
-        owners=jnp.zeros((n * g, t), jnp.int32),
-        lengths=lengths,
-        routing=batch.routing,
-    )
-    if (experts := batch.routing) is not None:
-        rows = experts.tokens.reshape(n * g, t, *experts.tokens.shape[3:])
-        shared = shared._replace(routing=RoutingRecord(experts.prompts[:, None], rows))
-    if (packing := batch.packing) is None:
-        return shared
-    m, b = packing.order.shape
-    # Packed: gather rows column by column. Columns without a token point at member 0, and their
-    # segment is 0, which nothing attends to.
-    at, order = (jnp.maximum(packing.members, 0), packing.steps), packing.order.reshape(-1)
-    if (experts := shared.routing) is not None:
-        # The record follows its tokens, or training would route a token by another one's experts.
-        prompts = experts.prompts[order, 0].reshape(m, b, *experts.prompts.shape[2:])
-        experts = RoutingRecord(prompts, experts.tokens[at])
-    if packing.segments is not None:
-        packed = packing.segments
-    elif "context" in batch.ids:
-        packed = jnp.where(packing.members < 0, 0, packing.members * t + shared.segments[at])
-    else:
-        packed = packing.members + 1
-    return SharedRows(
-        prompt_tokens=batch.prompt_tokens[order].reshape(m, b, -1),
-        prompt_lengths=shared.prompt_lengths[order].reshape(m, b),
-        tokens=shared.tokens[at],
-        positions=shared.positions[at],
-        segments=packed,
-        owners=packing.owners,
-        ends=packing.ends,
-        routing=experts,
-    )
-
-
-def _unpacked(packing: Packing | None, rows: int, columns: int) -> Callable[[Array], Array]:
-    """The inverse of the packing, for arrays: [R, C, ...] -> [rows, columns, ...]."""
-    if packing is None:
-        # Not packed: rows are in batch order already.
-        return lambda x: x
-    # Invert the gather once: for each completion token, where its statistic stands in the packing.
-    # Empty columns write to index ``size``, which "drop" leaves out.
-    size = rows * columns
-    flat = jnp.where(packing.members < 0, size, packing.members * columns + packing.steps)
-    source = jnp.arange(flat.size, dtype=jnp.int32)
-    index = jnp.zeros(size, jnp.int32).at[flat.reshape(-1)].set(source, mode="drop")
-
-    def unpack(x: Array) -> Array:
-        return x.reshape(-1, *x.shape[2:])[index].reshape(rows, columns, *x.shape[2:])
-
-    return unpack
 
 
 def head_statistics(
@@ -398,33 +258,7 @@ def score(
     assert value is not None or not reads_values, "an objective that needs values has a network"
     value = value if reads_values else None
     shared = _shares_prompts(batch, nets, value)
-    states: dict[str, Array] = {}
-    stats: Stats = {}
-    router: Stats = {}
-    if shared:
-        routed = shared_rows(batch)
-        plain = routed._replace(routing=None)
-        for name, net in nets.items():
-            # Other policies have their own routers, for which nothing is on record.
-            rows_of_policy = routed if name == "policy" else plain
-            states[name], sums = net.extras.hidden_shared(params[name], rows_of_policy)  # type: ignore[misc]
-            router = sums if name == "policy" else router
-        if value is not None:
-            stats["values"] = value.apply_shared(params["value"], states["policy"], plain)  # type: ignore
-    else:
-        sequences = rows(batch)
-        before, tokens = sequences.before[:, :, None], constrain(sequences.tokens, "batch", None)
-        where = sequences.positions, sequences.segments
-        for name, net in nets.items():
-            hidden, sums = net.hidden(params[name], tokens, *where)
-            router = sums if name == "policy" else router
-            # Only states that predict completion tokens: logits of prompt tokens are never
-            # computed.
-            states[name] = jnp.take_along_axis(hidden, before, axis=1)
-            if name == "policy" and value is not None:
-                values = value.apply(params["value"], hidden, tokens, *where)
-                stats["values"] = along_columns(values, sequences.before)
-
+    states, stats, router = (_states_shared if shared else _states)(params, batch, nets, value)
     # States are D numbers a token, ids one: moving the ids is cheaper.
     # Log-probabilities are made where the states are: tokens follow the packing, not the reverse.
     targets, packing = batch.tokens.reshape(n * g, t), batch.packing if shared else None
@@ -440,7 +274,7 @@ def score(
             want=want,
             statistics=tuple(s for s in statistics if s.over == "vocabulary"),
         )
-    unpack = _unpacked(packing, n * g, t)
+    unpack = unpacked(packing, n * g, t)
     stats = {name: unpack(x) for name, x in stats.items()}
     stats |= _of_sequences(statistics, params, batch, lambda name: unpack(states[name]), nets)
     if value is not None and (values := stats["values"]).ndim == 3:  # several outputs
@@ -449,6 +283,51 @@ def score(
     names = want | {statistic.name for statistic in statistics}
     selected = {k: v.reshape(n, g, t) for k, v in stats.items() if k in names}
     return selected | router if "router" in want else selected
+
+
+def _states_shared(
+    params: Params, batch: Batch, networks: Mapping[str, Network], value: ValueNetwork | None
+) -> tuple[dict[str, Array], Stats, Stats]:
+    """``_states`` of rows that share their prompts, and may be packed: [R, C, D] and [R, C]."""
+    states: dict[str, Array] = {}
+    router: Stats = {}
+    routed = shared_rows(batch)
+    plain = routed._replace(routing=None)
+    for name, net in networks.items():
+        # Other policies have their own routers, for which nothing is on record.
+        rows_of_policy = routed if name == "policy" else plain
+        states[name], sums = net.extras.hidden_shared(params[name], rows_of_policy)  # type: ignore[misc]
+        router = sums if name == "policy" else router
+    if value is None:
+        return states, {}, router
+    values = value.apply_shared(params["value"], states["policy"], plain)  # type: ignore[misc]
+    return states, {"values": values}, router
+
+
+def _states(
+    params: Params, batch: Batch, networks: Mapping[str, Network], value: ValueNetwork | None
+) -> tuple[dict[str, Array], Stats, Stats]:
+    """One pass through each network.
+
+    Returns:
+      The hidden states [B, T, D] that predict completion tokens, by policy; "values" [B, T], or
+      [B, T, outputs], with a value network; and the sums of the policy's router.
+    """
+    states: dict[str, Array] = {}
+    stats: Stats = {}
+    router: Stats = {}
+    sequences = rows(batch)
+    before, tokens = sequences.before[:, :, None], constrain(sequences.tokens, "batch", None)
+    where = sequences.positions, sequences.segments
+    for name, net in networks.items():
+        hidden, sums = net.hidden(params[name], tokens, *where)
+        router = sums if name == "policy" else router
+        # Only states that predict completion tokens: logits of prompt tokens are never computed.
+        states[name] = jnp.take_along_axis(hidden, before, axis=1)
+        if name == "policy" and value is not None:
+            values = value.apply(params["value"], hidden, tokens, *where)
+            stats["values"] = along_columns(values, sequences.before)
+    return states, stats, router
 
 
 def _shares_prompts(
@@ -536,33 +415,3 @@ def _readers(
     bodies = heads | {policy for statistic in statistics for policy in statistic.policies}
     bodies |= {"policy"} if "values" in want else set()
     return tuple(sorted(heads)), tuple(sorted(bodies))
-
-
-def split(batch: Batch, parts: int) -> Batch:
-    """The batch as ``parts`` smaller ones along a new leading axis: row i goes to part i % parts.
-
-    Strided, so that under data sharding every device keeps its own rows. A packing is one for each
-    of these parts already.
-    """
-
-    def rows_of(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
-
-    # Reward weights have no prompt axis, so every part gets a copy.
-    weights = jnp.broadcast_to(batch.reward_weights, (parts, *batch.reward_weights.shape))
-    bare = jax.tree.map(rows_of, batch.replace(reward_weights=None, packing=None))
-    return bare.replace(reward_weights=weights, packing=batch.packing)
-
-
-def undivided(batch: Batch) -> Batch:
-    """The one part of a batch that is not split, its packing without the axis of parts."""
-    packing = jax.tree.map(lambda x: x[0], batch.packing)
-    return batch.replace(packing=packing)
-
-
-def in_parts(function: Callable[[Batch], Stats], batch: Batch, parts: int) -> Stats:
-    """``function`` over parts of the batch in turn, to bound memory; rows come back in order."""
-    if parts == 1:
-        return function(undivided(batch))
-    stats = jax.lax.map(function, split(batch, parts))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), stats)

@@ -19,13 +19,11 @@ from jax.sharding import Mesh
 
 from jrl.errors import UserError
 from jrl.mesh import replicated
-from jrl.methods.schedule import ONCE, AfterView, Ahead, Schedule, run_due
-from jrl.objectives.kl import k3
+from jrl.methods.schedule import ONCE, AfterView, Schedule, run_due
 from jrl.objectives.policy import (
     Pairs,
     combine_terms,
     compute_advantages,
-    drawn,
     policy_loss,
     term_counts,
     update_state,
@@ -33,8 +31,10 @@ from jrl.objectives.policy import (
 from jrl.sampling.params import SamplingParams
 from jrl.setup.compiler import compiler_options
 from jrl.setup.features import check_features, schedule_features
+from jrl.train.batch_rows import in_parts, split, undivided
 from jrl.train.router import ROUTER, RouterTraining, routed_tokens, router_loss, router_pairs
-from jrl.train.score import in_parts, policies_of, score, split, undivided
+from jrl.train.score import policies_of, score
+from jrl.train.step_metrics import Metrics, batch_metrics, drift, summarise
 from jrl.types import (
     NOTHING,
     Array,
@@ -45,11 +45,9 @@ from jrl.types import (
     Stats,
     TrainState,
     ValueNetwork,
-    opinions,
     stream,
 )
 
-Metrics = dict[str, Array]
 Step = Callable[[TrainState, Batch, SamplingParams], tuple[TrainState, Metrics]]
 
 
@@ -137,15 +135,14 @@ def make_step(
         state = state if stack else run_due(after, "before", state, state.step, whole)
         # What stays fixed during the step (start log-probabilities, advantages) is computed once,
         # before the first update changes the policy.
-        batch = complete(parts, state, batch, sampling_params)
-        ahead = _ahead_batch(schedule.ahead, batch)
-        advantages, batch, method, sums = compute_advantages(objective, batch, state.method)
+        scored = complete(parts, state, batch, sampling_params)
+        advantages, batch, method, sums = compute_advantages(objective, scored, state.method)
         key = stream(state.key, "train", state.step)
 
         def update(carry: tuple[Params, Any], index: Array) -> tuple[tuple[Params, Any], Pairs]:
             rows = _minibatch_rows(key, index, batch.tokens.shape[0], minibatches)
             part = _take_rows(batch, rows), advantages[rows]
-            at, noted = _ahead(parts, carry[0], state.frozen, ahead, rows, sampling_params)
+            at, noted = _ahead(parts, carry[0], state.frozen, scored, rows, sampling_params)
             grads, sums = _gradient(parts, at, state.frozen, part, method, sampling_params)
             sums |= noted
             before = state.replace(params=carry[0], opt_state=carry[1])
@@ -333,7 +330,7 @@ def _gradient(
             more, router = router_loss(parts.router, router, routed_tokens(minibatch))
             mean += more
         share = {"loss": (mean, jnp.float32(1 / microbatches))}
-        return mean, (_drift(stats, batch) | sums | share, router)
+        return mean, (drift(stats, batch) | sums | share, router)
 
     grad = jax.grad(loss, has_aux=True)
     if microbatches == 1:
@@ -343,7 +340,7 @@ def _gradient(
     def add(total: Any, rows: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, grad(params, rows)), None
 
-    # Strided like ``score.split``, so that rows and their advantages stay together.
+    # Strided like ``batch_rows.split``, so that rows and their advantages stay together.
     shape = (-1, microbatches, *advantages.shape[1:])
     split_parts = split(minibatch, microbatches), jnp.moveaxis(advantages.reshape(shape), 1, 0)
     shapes = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], split_parts))
@@ -354,29 +351,21 @@ def _gradient(
     return grads, sums | (router_pairs(router) if router else {})
 
 
-def _ahead_batch(ahead: Ahead | None, batch: Batch) -> tuple[Batch, Array] | None:
-    """What ``_ahead`` reads of a step's batch: as its objective's advantage leaves it."""
-    if ahead is None:
-        return None
-    advantages, edited, _, _ = compute_advantages(ahead.objective, batch, ahead.objective.init())
-    return edited, advantages
-
-
 def _ahead(
     parts: Parts,
     params: Params,
     frozen: Params,
-    whole: tuple[Batch, Array] | None,
+    batch: Batch,
     rows: Array,
     sampling_params: SamplingParams,
 ) -> tuple[Params, Pairs]:
     """The parameters at which an update's gradient is taken, and its metric."""
-    ahead = parts.schedule.ahead
-    if ahead is None or whole is None:
+    if (ahead := parts.schedule.ahead) is None:
         return params, {}
-    parts = parts._replace(objective=ahead.objective, router=ROUTER)
-    part = _take_rows(whole[0], rows), whole[1][rows]
     state = ahead.objective.init()
+    advantages, batch, _, _ = compute_advantages(ahead.objective, batch, state)
+    parts = parts._replace(objective=ahead.objective, router=ROUTER)
+    part = _take_rows(batch, rows), advantages[rows]
     grads, sums = _gradient(parts, params, frozen, part, state, sampling_params)
     moved = jax.tree.map(lambda x, g: (x + ahead.size * g).astype(x.dtype), params, grads)
     return moved, {"ahead_loss": sums["loss"]}
@@ -426,29 +415,6 @@ def compile_step(step: Step, shardings: TrainState, mesh: Mesh) -> Step:
     )
 
 
-def _drift(stats: Stats, batch: Batch) -> Pairs:
-    """Divergence of the policy from the sampler and from the reference, as (sum, count).
-
-    Returns:
-      logprob_diff: the mean absolute difference from the sampler's log-probabilities, nats, over
-        tokens that the policy drew; before the first update of a step it is what the two disagree
-        by, and should be rounding.
-      kl: the k3 estimate of KL(policy, reference), nats a token, where there is a reference.
-    """
-    live = batch.mask & batch.members[:, :, None]
-    count = live.sum(dtype=jnp.float32)
-    now = jax.lax.stop_gradient(stats["logprobs"])
-    pairs = {}
-    if "sampler_logprobs" in stats:  # supervised examples were drawn by nobody
-        sampled, difference = drawn(batch), jnp.abs(now - stats["sampler_logprobs"])
-        total = jnp.where(sampled, difference, 0).sum()
-        pairs["logprob_diff"] = (total, sampled.sum(dtype=jnp.float32))
-    if "ref_logprobs" in stats:
-        divergence = k3(now.reshape(-1), stats["ref_logprobs"].reshape(-1))
-        pairs["kl"] = (jnp.where(live.reshape(-1), divergence, 0).sum(), count)
-    return pairs
-
-
 def check_value(objective: Objective, value: ValueNetwork | None) -> None:
     """Raises UserError when an objective needs values and there is no value network."""
     if value is None and objective.needs & {"values", "rollout_values"}:
@@ -477,61 +443,6 @@ def check_split(prompts: int, minibatches: int, microbatches: int) -> None:
         )
 
 
-def batch_metrics(batch: Batch) -> Metrics:
-    """Metrics of a batch, over its live members and tokens.
-
-    Returns:
-      reward and reward_std (points; the latter inside groups, averaged over them), reward_parts
-      ([R], unweighted), length (tokens under the mask), prompt_length (tokens), truncated
-      (fraction), completion_tokens, padding (the fraction of completion columns that hold no token,
-      in rows as the network reads them); of episodes, turns and row_length (tokens, with those of
-      the environment); and, for drawn completions, entropy (nats a token, estimated by their own
-      log-probabilities).
-      Demonstrations count towards token totals only.
-    """
-    live, sampled = batch.mask & batch.members[:, :, None], drawn(batch)
-    members, scores = batch.members, batch.score()
-    if "external" in batch.stats:
-        demonstrated = ((batch.stats["external"] != 0) & live).any(-1)
-        members = jnp.where((members & ~demonstrated).any(), members & ~demonstrated, members)
-    count = jnp.maximum(members.sum(), 1)
-    size = members.sum(1)
-    groups = jnp.maximum((size > 0).sum(), 1)
-    mean = jnp.where(members, scores, 0).sum(1) / jnp.maximum(size, 1)
-    squares = jnp.where(members, jnp.square(scores - mean[:, None]), 0).sum(1)
-    deviation = jnp.sqrt(squares / jnp.maximum(size, 1))
-    metrics = {
-        "reward": jnp.where(members, scores, 0).sum() / count,
-        "reward_std": deviation.sum() / groups,
-        "reward_parts": _part_means(batch, members),
-        "length": jnp.where(members, batch.mask.sum(2), 0).sum() / count,
-        "prompt_length": jnp.where(size > 0, batch.prompt_lengths, 0).sum() / groups,
-        "truncated": (members & batch.truncated).sum() / count,
-        "completion_tokens": live.sum(dtype=jnp.float32),
-        "padding": _padding(batch),
-    }
-    if "turn" in batch.ids:
-        turns_taken = jnp.where(batch.mask, batch.ids["turn"] + 1, 0).max(2)
-        metrics["turns"] = jnp.where(members, turns_taken, 0).sum() / count
-        metrics["row_length"] = jnp.where(members, batch.lengths, 0).sum() / count
-    if "sampler_logprobs" in batch.stats:
-        entropies = jnp.where(sampled, batch.stats["sampler_logprobs"], 0)
-        metrics["entropy"] = -entropies.sum() / jnp.maximum(sampled.sum(), 1)
-    return metrics
-
-
-def _part_means(batch: Batch, members: Array) -> Array:
-    """[R], the mean of each part over the members that it has an opinion of."""
-    scored = members[:, :, None] & opinions(batch.rewards, batch.ids)
-    return jnp.where(scored, batch.rewards, 0).sum((0, 1)) / jnp.maximum(scored.sum((0, 1)), 1)
-
-
-def _padding(batch: Batch) -> Array:
-    if batch.packing is not None:
-        return (batch.packing.members < 0).mean(dtype=jnp.float32)
-    return 1 - batch.lengths.mean(dtype=jnp.float32) / batch.tokens.shape[2]
-
-
 def _minibatch_rows(key: Array, index: Array, n: int, minibatches: int) -> Array:
     """The prompts of one update; every epoch deals all of them out anew."""
     if minibatches == 1:
@@ -546,27 +457,3 @@ def _take_rows(batch: Batch, rows: Array) -> Batch:
         return batch
     selected = jax.tree.map(lambda x: x[rows], batch.replace(reward_weights=None))
     return selected.replace(reward_weights=batch.reward_weights)
-
-
-def summarise(pairs: Pairs) -> Metrics:
-    """(sum, count) pairs, each [] or stacked over updates, as one number each.
-
-    A count of 0 throughout marks a plain sum.
-    """
-    out = {}
-    for name, (total, count) in pairs.items():
-        total, count = total.sum(), count.sum()
-        out[name] = jnp.where(count > 0, total / jnp.where(count > 0, count, 1), total)
-    return out
-
-
-def with_slot_use(counts: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts with ``slot_use`` in place of the two sums it is made of.
-
-    It is the share of slot-steps (decode steps, each counted once for every slot in use) that drew
-    a token. Where no policy drew there are no such sums, and the counts stay as they are.
-    """
-    rest = {k: v for k, v in counts.items() if k not in ("slot_tokens", "slot_steps")}
-    if "slot_steps" not in counts:
-        return rest
-    return rest | {"slot_use": counts["slot_tokens"] / counts["slot_steps"]}

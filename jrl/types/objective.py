@@ -12,9 +12,8 @@ from jrl.types.records import Array, Batch, Stats
 class Branching(NamedTuple):
     """Branching of a group's members off one another, which makes the group a tree.
 
-    ``roots`` members are drawn from the prompt. The others come in ``rounds`` of equally many, each
-    of which leaves a member that is there at one of the tokens that this one drew, and continues
-    with draws of its own. See ``sampling.tree``.
+    ``roots`` members are sampled from the prompt. The others come in ``rounds`` of equally many;
+    each forks an existing member at one of that member's sampled tokens. See ``sampling.tree``.
 
     Episodes on the host are left behind answers of their environment, as they are played, at turns
     whose first tokens have greater numbers on average than those of the episode's first turn. See

@@ -94,29 +94,42 @@ def code(
     Raises:
       UserError: a row without tests, or a language that cannot be run here.
     """
-    limits = Limits(seconds, total_seconds, memory_mib, output_kib, tolerance)
-    _check(limits, language, max_tests)
+    limits = seconds, total_seconds, memory_mib, output_kib
+    testing = Testing(column, language, language_column, *limits, max_tests, tolerance)
+    _check(testing)
     if check_rows < 0:  # what it and check_solution are for is in ``reference``
         raise UserError(f"rewards.code.check_rows = {check_rows}: give 0 for none, or a number")
     points = []
     for sample in samples:
-        name, tests, program = task_of(sample, column, language, language_column, max_tests)
-        verdicts = judge(program, tests, name, limits, stop=not partial)
+        name, tests = task_of(sample.prompt, testing)
+        program = whole_program(last_block(sample.completion), sample.prompt)
+        verdicts = judge(program, tests, name, testing, stop=not partial)
         share = sum(verdicts.passed) / len(verdicts.passed)
         points.append(share if partial else float(share == 1.0))
     return points
 
 
-def task_of(
-    sample: Sample, column: str, language: str, language_column: str, max_tests: int
-) -> tuple[str, Tests, str]:
-    """(language, tests, program) of a completion, by the options of ``code``."""
-    prompt = sample.prompt
-    name = language_named(str(prompt.meta.get(language_column) or language))
-    tests = tests_of(prompt.meta, prompt.answer, column, prompt.id + 1)
-    if max_tests:
-        tests = tests._replace(cases=tests.cases[:max_tests])
-    return name, tests, whole_program(last_block(sample.completion), prompt)
+class Testing(NamedTuple):
+    """The options of ``code`` by which programs are tested."""
+
+    column: str
+    language: str
+    language_column: str
+    seconds: float
+    total_seconds: float
+    memory_mib: float
+    output_kib: float
+    max_tests: int
+    tolerance: float
+
+
+def task_of(prompt: Prompt, testing: Testing) -> tuple[str, Tests]:
+    """The language of a row's programs, and its tests."""
+    name = language_named(str(prompt.meta.get(testing.language_column) or testing.language))
+    tests = tests_of(prompt.meta, prompt.answer, testing.column, prompt.id + 1)
+    if testing.max_tests:
+        tests = tests._replace(cases=tests.cases[: testing.max_tests])
+    return name, tests
 
 
 def whole_program(program: str, prompt: Prompt) -> str:
@@ -127,28 +140,20 @@ def whole_program(program: str, prompt: Prompt) -> str:
     return program
 
 
-class Limits(NamedTuple):
-    """Limits of a program, as in ``code``."""
-
-    seconds: float
-    total_seconds: float
-    memory_mib: float
-    output_kib: float
-    tolerance: float
-
-
-def _check(limits: Limits, language: str, max_tests: int) -> None:
-    for name, value in limits._asdict().items():
-        if not value > 0 and name != "tolerance":
+def _check(testing: Testing) -> None:
+    for name in ("seconds", "total_seconds", "memory_mib", "output_kib"):
+        if not (value := getattr(testing, name)) > 0:
             raise UserError(f"rewards.code.{name} = {value} must be above 0")
-    if max_tests < 0:
-        raise UserError(f"rewards.code.max_tests = {max_tests}: give 0 for all, or a number")
-    if limits.seconds > limits.total_seconds:
+    if testing.max_tests < 0:
         raise UserError(
-            f"rewards.code.seconds = {limits.seconds:g} of one test is more than total_seconds ="
-            f" {limits.total_seconds:g} of all; raise total_seconds"
+            f"rewards.code.max_tests = {testing.max_tests}: give 0 for all, or a number"
         )
-    language_named(language)
+    if testing.seconds > testing.total_seconds:
+        raise UserError(
+            f"rewards.code.seconds = {testing.seconds:g} of one test is more than total_seconds ="
+            f" {testing.total_seconds:g} of all; raise total_seconds"
+        )
+    language_named(testing.language)
 
 
 def last_block(text: str) -> str:
@@ -162,7 +167,7 @@ def last_block(text: str) -> str:
 
 
 def judge(
-    program: str, tests: Tests, language: str, limits: Any, *, stop: bool = False
+    program: str, tests: Tests, language: str, testing: Testing, *, stop: bool = False
 ) -> Verdicts:
     """Runs a program's tests and judges what they gave.
 
@@ -170,7 +175,7 @@ def judge(
       program: source.
       tests: of the row.
       language: a name of ``language_named``.
-      limits: seconds, total_seconds, memory_mib, output_kib and tolerance.
+      testing: limits and tolerance.
       stop: whether the first test that does not end well is the last.
 
     Returns:
@@ -180,12 +185,12 @@ def judge(
     if len(program) > _LONGEST_PROGRAM or not program.strip():
         return Verdicts([False] * count, [])
     if language != "python":
-        _check_language(language, tests, limits.memory_mib)
-    lines = _run(program, tests, language, limits, stop)
+        _check_language(language, tests, testing.memory_mib)
+    lines = _run(program, tests, language, testing, stop)
     if lines and "compiler" in lines[0]:
         return Verdicts([False] * count, [], lines[0]["compiler"])
     passed = [
-        passes(tests, case, line["how"], line["text"], limits.tolerance)
+        passes(tests, case, line["how"], line["text"], testing.tolerance)
         for case, line in zip(tests.cases, lines, strict=False)
     ]
     notes = [f"{line['how']} {line['text'][:_SHOWN]!r}" for line in lines]
@@ -194,7 +199,7 @@ def judge(
 
 
 def _run(
-    program: str, tests: Tests, language: str, limits: Any, stop: bool
+    program: str, tests: Tests, language: str, testing: Testing, stop: bool
 ) -> list[dict[str, Any]]:
     """The driver's report of each test that ran."""
     compile_, command = ([], []) if language == "python" else commands_of(language)
@@ -204,8 +209,8 @@ def _run(
         "setup": tests.setup,
         "function": tests.function,
         "tests": [case.sent for case in tests.cases],
-        "seconds": limits.seconds,
-        "output": int(limits.output_kib * 1024),
+        "seconds": testing.seconds,
+        "output": int(testing.output_kib * 1024),
         "stop": stop,
         "compile": compile_,
         "command": command,
@@ -213,7 +218,7 @@ def _run(
     }
     sent = json.dumps(json.dumps(spec))
     run = f"{_DRIVER.read_text()}\nmain(json.loads({sent}))\n"
-    sandbox = _sandbox(limits.total_seconds, limits.memory_mib, limits.output_kib, language)
+    sandbox = _sandbox(testing.total_seconds, testing.memory_mib, testing.output_kib, language)
     result = asyncio.run(sandbox.run(run, longest=_LONGEST_RUN))
     lines = []
     for line in result.output.splitlines():
@@ -246,9 +251,8 @@ def _hello(language: str, memory_mib: float) -> str:
     from jrl.verifiers.code_tests import Case
 
     tests = Tests("stdin", [Case("", "42")])
-    lines = _run(
-        LANGUAGES[language].hello, tests, language, Limits(20, 60, memory_mib, 64, 0), True
-    )
+    testing = Testing("", language, "", 20, 60, memory_mib, 64, 0, 0)
+    lines = _run(LANGUAGES[language].hello, tests, language, testing, True)
     if not lines:
         return "its process was ended"
     return lines[0].get("compiler", "") or ("" if lines[0]["text"].strip() == "42" else str(lines))
@@ -288,19 +292,15 @@ def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Referen
     solution = _solution(prompt.meta, chosen["check_solution"])
     if not solution:
         return None
-    language = str(prompt.meta.get(chosen["language_column"]) or chosen["language"])
-    limits = Limits(*(chosen[name] for name in Limits._fields))
+    testing = Testing(*(chosen[name] for name in Testing._fields))
 
     def complaint() -> str:
-        tests = tests_of(prompt.meta, prompt.answer, chosen["column"], prompt.id + 1)
-        if chosen["max_tests"]:
-            tests = tests._replace(cases=tests.cases[: chosen["max_tests"]])
+        language, tests = task_of(prompt, testing)
         program = whole_program(solution, prompt)
-        return _failures(judge(program, tests, language_named(language), limits), tests)
+        return _failures(judge(program, tests, language, testing), tests)
 
     columns = {**prompt.meta, "answer": prompt.answer, "question": prompt.question}
-    how = language, limits, chosen["column"], chosen["max_tests"]
-    return Reference(where, repr(("code", solution, how, columns)), complaint)
+    return Reference(where, repr(("code", solution, testing, columns)), complaint)
 
 
 def _failures(verdicts: Verdicts, tests: Tests) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jrl.episodes.schemas import check_schema, fault
@@ -16,10 +16,15 @@ _FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _LONGEST = 1 << 20
 _STARTS = 1000
 _NONE = object()
+_NUMBERS = frozenset({"integer", "number"})
 _BOUNDS = (
-    *(("minimum", "maximum"), ("minLength", "maxLength"), ("minItems", "maxItems")),
-    ("minProperties", "maxProperties"),
-)
+    *((low, high, _NUMBERS) for low in ("minimum", "exclusiveMinimum")
+      for high in ("maximum", "exclusiveMaximum")),
+    ("minLength", "maxLength", frozenset({"string"})),
+    ("minItems", "maxItems", frozenset({"array"})),
+    ("minProperties", "maxProperties", frozenset({"object"})),
+)  # fmt: skip
+"""The least and the greatest of what a value of some types has."""
 
 
 def json_schema(
@@ -70,10 +75,10 @@ def _read(schema: Any, owner: str) -> dict[str, Any]:
             read = json.loads(key)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{owner}: its schema is no JSON: {error}") from None
-        why = impossible(read)
-        if why:
+        if read is not False:
+            check_schema(read, owner, of_object=False)
+        if why := impossible(read):
             raise UserError(f"{owner}: nothing can satisfy its schema: {why}")
-        check_schema(read, owner, of_object=False)
         if len(_cache) >= 256:
             del _cache[next(iter(_cache))]
         _cache[key] = read
@@ -81,7 +86,11 @@ def _read(schema: Any, owner: str) -> dict[str, Any]:
 
 
 def impossible(schema: Any, where: str = "the schema") -> str:
-    """Why no value satisfies a schema, as far as can be told from its plain bounds; else "".
+    """Why no value satisfies a schema, as far as its own keywords tell, references aside; else "".
+
+    Args:
+      schema: that ``check_schema`` has passed, or a part of one.
+      where: what it is called in the reason.
 
     >>> impossible({"type": "array", "minItems": 3, "maxItems": 2})
     'the schema has minItems = 3 above maxItems = 2'
@@ -92,13 +101,45 @@ def impossible(schema: Any, where: str = "the schema") -> str:
         return ""
     if schema.get("not") in ({}, True) or schema.get("enum") == []:
         return f"{where} allows no value"
-    for low, high in _BOUNDS:
+    every = schema.get("allOf", ())
+    reasons = [impossible(part, f"its allOf[{i}]") for i, part in enumerate(every)]
+    for name in ("anyOf", "oneOf"):
+        ways = [impossible(part, f"its {name}[{i}]") for i, part in enumerate(schema.get(name, ()))]
+        reasons.append(ways[0] if ways and all(ways) else "")
+    parts = [part for part in (schema, *every) if isinstance(part, Mapping)]
+    declared = [part["type"] for part in parts if "type" in part]
+    if declared and not _common(declared):
+        reasons.append(f"{where} asks for the types {' and '.join(map(str, declared))} at once")
+    return next(filter(None, [*reasons, _impossible_values(schema, where)]), "")
+
+
+def _common(declared: Sequence[Any]) -> set[str]:
+    """The types that all of some values of "type" allow; an integer is a number."""
+    allowed = []
+    for value in declared:
+        names = {value} if isinstance(value, str) else set(value)
+        allowed.append(names | {"integer"} if "number" in names else names)
+    return set.intersection(*allowed)
+
+
+def _impossible_values(schema: Mapping[str, Any], where: str) -> str:
+    """As ``impossible``, by the keywords of values, bounds and properties."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    stands_alone = values and "$ref" not in json.dumps(schema)
+    if stands_alone and all(fault(schema, value) is not None for value in values):
+        return f"{where} allows only {json.dumps(values)[:60]}, which its other keys forbid"
+    types = _common([schema["type"]]) if "type" in schema else None
+    for low, high, of in _BOUNDS:
         least, most = schema.get(low), schema.get(high)
-        if isinstance(least, int | float) and isinstance(most, int | float) and least > most:
-            return f"{where} has {low} = {least} above {high} = {most}"
+        if types is not None and not types <= of:
+            continue  # a value of another type has no such bounds
+        if isinstance(least, int | float) and isinstance(most, int | float):
+            is_open = "exclusive" in low + high
+            if least > most or (is_open and least == most):
+                return f"{where} has {low} = {least} above {high} = {most}"
     properties = schema.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
-    required = schema.get("required")
+    required = schema.get("required") if types is None or types == {"object"} else ()
     for name in required if isinstance(required, list) else []:
         closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
         if closed and name not in properties:

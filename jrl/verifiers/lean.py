@@ -15,6 +15,7 @@ from typing import Any
 
 from jrl.errors import UserError
 from jrl.rewards.base import Sample
+from jrl.system.json_text import json_or_none
 from jrl.verifiers.code import last_block
 
 _LONGEST_REPLY = 1 << 22
@@ -226,10 +227,7 @@ class _Repl:
 
 
 def _object(data: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
+    value = json_or_none(data)
     return value if isinstance(value, dict) else None
 
 

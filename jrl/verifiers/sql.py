@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jrl.errors import UserError, unknown_choice
-from jrl.rewards.base import Sample
+from jrl.rewards.base import Sample, options_of
 from jrl.verifiers.references import Reference
 from jrl.verifiers.sql_engines import ENGINES, Database, QueryError, Rows, Source, opened
 from jrl.verifiers.sql_text import is_ordered, jaccard, last_query, ngrams, tokens
@@ -75,7 +75,11 @@ def sql(
     Raises:
       UserError: a row without a database or a gold query, or whose gold query fails.
     """
-    find = _finder(database, script_column, query_column, rows_column, engine, seconds, max_rows)
+    find = _finder(
+        *(database, script_column, engine, seconds, max_rows),
+        query_column=query_column,
+        rows_column=rows_column,
+    )
     if check_rows < 0:  # what it is for is in ``reference``
         raise UserError(f"rewards.sql.check_rows = {check_rows}: give 0 for none, or a number")
     points = []
@@ -88,33 +92,22 @@ def sql(
     return points
 
 
-def sql_syntax(
-    samples: list[Sample],
-    database: str = "",
-    script_column: str = "",
-    engine: str = "sqlite",
-    seconds: float = 5.0,
-    max_rows: int = 100_000,
-) -> list[float]:
+@options_of(sql, "query_column", "rows_column", "check_rows")
+def sql_syntax(samples: list[Sample], **options: Any) -> list[float]:
     """Reasoning-SQL's syntax check: 1 where the query runs without an error, else 0.
 
     Arguments are those of ``sql``.
     """
-    find = _finder(database, script_column, "", "", engine, seconds, max_rows, gold=False)
+    find = _finder(**options, gold=False)
     points = []
     for sample in samples:
-        with opened(find(sample).source, seconds, max_rows) as base:
+        with opened(find(sample).source, options["seconds"], options["max_rows"]) as base:
             points.append(float(_tried(base, last_query(sample.completion)) is not None))
     return points
 
 
-def sql_schema(
-    samples: list[Sample],
-    database: str = "",
-    script_column: str = "",
-    query_column: str = "",
-    engine: str = "sqlite",
-) -> list[float]:
+@options_of(sql, "rows_column", "seconds", "max_rows", "check_rows")
+def sql_schema(samples: list[Sample], **options: Any) -> list[float]:
     """Reasoning-SQL's schema linking: the Jaccard similarity of the tables and columns used.
 
     Those of a query are the names of the database's tables and columns among its tokens, so that
@@ -122,7 +115,7 @@ def sql_schema(
 
     Arguments are those of ``sql``.
     """
-    find = _finder(database, script_column, query_column, "", engine, 1.0, 1)
+    find = _finder(**options, seconds=1.0, max_rows=1)
     points = []
     for sample in samples:
         task = find(sample)
@@ -224,12 +217,12 @@ def _plain(value: Any) -> Any:
 def _finder(
     database: str,
     script_column: str,
-    query_column: str,
-    rows_column: str,
     engine: str,
     seconds: float,
     max_rows: int,
     *,
+    query_column: str = "",
+    rows_column: str = "",
     gold: bool = True,
 ) -> Any:
     """A function of a sample that returns its ``_Task``."""

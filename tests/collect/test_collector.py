@@ -17,7 +17,7 @@ from jrl.methods.curriculum import Curriculum, Selection, Table
 from jrl.methods.edit import edit_of
 from jrl.objectives.advantages import mean_centred
 from jrl.rewards.pool import Scores
-from jrl.train.step import with_slot_use
+from jrl.train.step_metrics import with_slot_use
 from jrl.types import Prompt, Rollout, StopReason
 
 MESH = make_mesh({}, jax.devices()[:1])

@@ -22,7 +22,7 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train.build import setup
-from jrl.train.programs import check_trainable
+from jrl.train.trainable import check_trainable
 from jrl.types import Prompt, Rollout, StopReason
 from jrl.zoo.methods.rounds import hard_problems, written_problems
 

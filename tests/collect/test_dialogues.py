@@ -12,12 +12,13 @@ from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.models.tokenizer import load_tokenizer
+from jrl.models.file_tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.run import run as running
 from jrl.run.diagnostics import obstacles
 from jrl.run.run import train
-from jrl.train import build, programs
+from jrl.train import build
+from jrl.train.trainable import check_trainable
 
 SHAPE = ModelConfig(
     vocab_size=257, layers=1, embed_dim=16, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
@@ -161,7 +162,7 @@ def test_a_correction_needs_who_drew(model, talks):
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "digirl", "a_lol", "kimi_k1_5"])
 def test_others_that_learn_from_any_data_are_not(method, model, talks):
-    programs.check_trainable(build.setup(config_of(model, talks, f"method={method}")))
+    check_trainable(build.setup(config_of(model, talks, f"method={method}")))
     assert not get_method(method).objective.surrogate.on_policy
 
 
@@ -187,7 +188,7 @@ def test_others_that_learn_from_any_data_are_not(method, model, talks):
 )
 def test_what_does_not_go_together_is_named(model, talks, more, said):
     with pytest.raises(UserError, match=said):
-        programs.check_trainable(build.setup(config_of(model, talks, "method=ilql", *more)))
+        check_trainable(build.setup(config_of(model, talks, "method=ilql", *more)))
 
 
 def test_long_and_unrewarded_dialogues_are_left_out_and_counted(model, talks):

@@ -29,7 +29,8 @@ from jrl.setup.kinds import kind_of
 from jrl.train.compiled import held_out, iterate, make_iteration, make_run
 from jrl.train.loop import policy_weights
 from jrl.train.state import init_state, state_shardings
-from jrl.train.step import compile_step, make_step, with_slot_use
+from jrl.train.step import compile_step, make_step
+from jrl.train.step_metrics import with_slot_use
 from jrl.types.asks import Tokens
 
 WEIGHTS = {"reward": 2.0, "success": 1.0}

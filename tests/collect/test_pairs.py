@@ -28,6 +28,7 @@ from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, programs
 from jrl.train.reward_model import load_reward_models
+from jrl.train.trainable import check_trainable
 from jrl.types import StopReason
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
@@ -639,7 +640,7 @@ def test_pairs_of_a_task_are_read_with_its_tokenizer(place, tmp_path):
 
 def refused(place, tmp_path, *more, config="dpo.toml"):
     def check():
-        programs.check_trainable(build.setup(settings(place, tmp_path / "run", config, *more)))
+        check_trainable(build.setup(settings(place, tmp_path / "run", config, *more)))
 
     with pytest.raises(UserError) as caught:
         check()
@@ -677,7 +678,7 @@ def test_what_does_not_go_together_is_said(place, rewarder, tmp_path):
     assert "compares 2 completions of one prompt" in say(*one)
     assert "such as kto" in say(*one)
     kto = settings(place, tmp_path / "run", "dpo.toml", *one, "method=kto", "objective={}")
-    programs.check_trainable(build.setup(kto))
+    check_trainable(build.setup(kto))
     assert (
         "data.pairs does not go with method = 'grpo', which learns from what a policy drew"
         in say("method=grpo", "objective={}")

@@ -20,8 +20,9 @@ from jrl.sampling.engine import Engine
 from jrl.serving.launch import served_policy
 from jrl.serving.openai_requests import parse
 from jrl.serving.record import Recorder
-from jrl.train import build, programs
+from jrl.train import build
 from jrl.train.batches import run_source
+from jrl.train.trainable import check_trainable
 
 SHAPE = ModelConfig(
     vocab_size=257, layers=1, embed_dim=16, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
@@ -134,7 +135,7 @@ def test_a_run_trains_on_what_was_drawn(method, model, sessions, tmp_path, monke
 
 def test_the_batch_is_what_is_on_disk(model, sessions):
     run = build.setup(config_of(model, sessions, "sampling.group=8", "data.shuffle=false"))
-    programs.check_trainable(run)
+    check_trainable(run)
     source = run_source(run, None)
     groups = source.draw(simple_request(None, {}, 0, TICKET, rows=source.order(TICKET)))
     written = rewarded(sessions)
@@ -167,7 +168,7 @@ def test_the_batch_is_what_is_on_disk(model, sessions):
 )
 def test_what_does_not_go_together_is_named(model, sessions, more, said):
     with pytest.raises(UserError, match=said):
-        programs.check_trainable(build.setup(config_of(model, sessions, *more)))
+        check_trainable(build.setup(config_of(model, sessions, *more)))
 
 
 def test_what_a_run_lacks(model, sessions):

@@ -15,10 +15,12 @@ from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
 from jrl.methods.edit import EditView
-from jrl.methods.stores import member_store, replay_successes
+from jrl.methods.replays import replay_successes
+from jrl.methods.stores import member_store
 from jrl.objectives import combine_terms, compute_advantages, policy_loss
 from jrl.setup.features import check_features, method_features
-from jrl.train import build, programs
+from jrl.train import build
+from jrl.train.trainable import check_trainable
 from jrl.types import Rollout, StopReason
 
 G, P, T = 3, 2, 4
@@ -288,7 +290,7 @@ def test_runs_in_which_no_prompt_comes_again_are_refused(more, said):
     small = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
     config = load_config(None, [small, *more, "method=arpo_replay", "run.dir=unused"])
     with pytest.raises(UserError, match=said):
-        programs.check_trainable(build.setup(config))
+        check_trainable(build.setup(config))
 
 
 @pytest.mark.parametrize(

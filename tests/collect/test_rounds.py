@@ -23,6 +23,7 @@ from jrl.train import programs
 from jrl.train.batches import run_source
 from jrl.train.build import setup
 from jrl.train.state import frozen_names
+from jrl.train.trainable import check_trainable
 
 SIZES = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 ROUNDS = "objective={round_steps=2, restart_rounds=2, success=0.1}"
@@ -122,7 +123,7 @@ def test_completions_are_the_experts(place, on_host):
 )
 def test_what_does_not_go_together_is_named(tmp_path, more, said):
     with pytest.raises(UserError, match=said):
-        programs.check_trainable(setup(settings(tmp_path / "run", *more)))
+        check_trainable(setup(settings(tmp_path / "run", *more)))
 
 
 def test_an_expert_cannot_draw_ahead(tmp_path):

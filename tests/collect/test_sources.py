@@ -88,6 +88,46 @@ def short(sampler, tokenizer):
     return Short(sampler, tokenizer)
 
 
+class Halves(Vowels):
+    def order(self, tickets):
+        return tickets / 2
+
+
+def halves(sampler, tokenizer):
+    return Halves(sampler, tokenizer)
+
+
+class Texts(Vowels):
+    def prompts(self, key, rows):
+        return ["which?"] * len(rows), ["which?"] * len(rows)
+
+
+def texts(sampler, tokenizer):
+    return Texts(sampler, tokenizer)
+
+
+class Alone(Vowels):
+    def prompts(self, key, rows):
+        return super().prompts(key, rows)[1]
+
+    def draw(self, request):
+        prompts = self.prompts(request.key, entries(request)[1])
+        return self.judge(prompts, prompts, self.sampler(request, prompts))
+
+
+def alone(sampler, tokenizer):
+    return Alone(sampler, tokenizer)
+
+
+class Forgets(Vowels):
+    def notes(self):
+        return None
+
+
+def forgets(sampler, tokenizer):
+    return Forgets(sampler, tokenizer)
+
+
 def narrow(tokenizer):
     return None
 '''
@@ -127,6 +167,11 @@ def test_a_source_of_ones_own_trains_and_is_evaluated(tmp_path, letters_model, m
         ("partial", r"Partial has no method finish; write def finish\(self, complete\)"),
         ("narrow", r"narrow\(tokenizer\) must take sampler and tokenizer"),
         ("vowel", r"did you mean 'vowels'"),
+        ("short", r"Short.draw returned rewards of shape \(2, 4\); 2 groups .* have \(2, 4, 1\)"),
+        ("halves", r"Halves.order returned float64 of shape \(2,\) for 2 tickets"),
+        ("texts", r"sampler\(request, prompts\) got \['which\?'.*; give 2 jrl.types.Prompt"),
+        ("alone", r"Alone.prompts returned \[Prompt.* for 2 rows; return \(subjects, prompts\)"),
+        ("forgets", r"Forgets.notes returned None; return a dict"),
     ],
 )
 def test_what_a_source_lacks_is_named_before_anything_compiles(
@@ -135,13 +180,6 @@ def test_what_a_source_lacks_is_named_before_anything_compiles(
     monkeypatch.setattr(running.programs, "new_state", lambda run: pytest.fail("compiles"))
     with pytest.raises(UserError, match=said):
         train(settings(tmp_path, letters_model, source), echo=lambda line: None)
-
-
-def test_rewards_of_another_shape_are_named(tmp_path, letters_model):
-    said = r"Short.draw returned rewards of shape \(2, 1\); 2 groups .* have \(2, 1, 1\)"
-    changes = ("eval.problems=2", "eval.samples=1")
-    with pytest.raises(UserError, match=said):
-        train(settings(tmp_path, letters_model, "short", *changes), echo=lambda line: None)
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)

@@ -18,7 +18,7 @@ from jrl.collect.run_rows import RunRows, prompt_seeds
 from jrl.collect.sources import Groups, simple_request
 from jrl.collect.tree_search import TreeSearch, plan_of, run_estimate
 from jrl.config import load_config
-from jrl.config.unions import SearchTree
+from jrl.config.tree import SearchTree
 from jrl.episodes.search import by_likelihood, by_path
 from jrl.episodes.tree import SEARCHES, Step, Tree
 from jrl.errors import UserError
@@ -28,7 +28,7 @@ from jrl.evaluate.searcher import searched_run, searcher_of
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
 from jrl.methods.plan import Plan, stored_apart
-from jrl.methods.stores import replay_rare
+from jrl.methods.replays import replay_rare
 from jrl.models.transformer import transformer
 from jrl.objectives.policy import compute_advantages
 from jrl.run import run as running

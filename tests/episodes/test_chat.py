@@ -91,7 +91,7 @@ def test_a_vocabulary_that_spells_its_controls(tmp_path):
     import tokenizers
     from tokenizers import models
 
-    from jrl.models.tokenizer import FileTokenizer
+    from jrl.models.file_tokenizer import FileTokenizer
 
     pieces = [("<unk>", 0.0), ("</s>", -1.0), *((c, -5.0) for c in "</s>ab ")]
     backend = tokenizers.Tokenizer(models.Unigram(pieces, 0, False))

@@ -232,6 +232,7 @@ ANSWERS = [
     '{"city": "Oslo", "degrees": 3}',
     '{"name": "Ada", "parameters": {"x": 1}}',
     '{"name": "Ada", "parameters": {',
+    '{"name": {"first": "Ada"}, "parameters": {}}',
     "{'name': 'add'}",
     '[{"name": "add"}]',
 ]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny import jit, tiny_config
 
-from jrl.collect.host_episodes import episode_scorer, leaves_played
+from jrl.collect.host_search import episode_scorer, leaves_played
 from jrl.collect.tree_search import plan_of
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat

@@ -8,7 +8,6 @@ from jrl.episodes.rounds import grow
 from jrl.episodes.tree import (
     Step,
     Tree,
-    backed_up,
     beam,
     best_first,
     constrained,
@@ -51,7 +50,7 @@ def test_a_tree_counted_by_hand():
     mean_backup(tree, right, 0.0)
     mean_backup(tree, leaf, 0.0)
     assert [(n.visits, n.total) for n in tree.nodes] == [(3, 1.0), (2, 1.0), (1, 0.0), (2, 1.0)]
-    assert backed_up(tree, leaf) == [0.5, 0.5]
+    assert [tree.nodes[i].value for i in tree.path(leaf)] == [0.5, 0.5]
     assert uct(2.0)(tree, left) == pytest.approx(0.5 + 2 * math.sqrt(math.log(3) / 2))
     assert puct(2.0)(tree, left) == pytest.approx(0.5 + 2 * math.sqrt(3) / 3)
     assert tree.open() == [right]

@@ -5,7 +5,8 @@ import pytest
 from hub_mirror import checkpoint
 
 from jrl.evaluate.sample_tokens import pieces, training_view
-from jrl.models.tokenizer import char_tokenizer, load_tokenizer
+from jrl.models.file_tokenizer import load_tokenizer
+from jrl.models.tokenizer import char_tokenizer
 from jrl.types import Rollout
 
 TOKENIZER = char_tokenizer("abc")

@@ -8,7 +8,7 @@ import time
 import pytest
 from judge_server import judge_server, reply_body
 
-from jrl.config.judge import judge_table
+from jrl.config.judge import JudgeTable, checked
 from jrl.errors import UserError
 from jrl.judging import client as judge_client
 from jrl.judging import limits as judge_limits
@@ -26,16 +26,21 @@ def questions(*texts, vote=0):
     return [QuestionVote(Question(({"role": "user", "content": t},), read), vote) for t in texts]
 
 
-def answers(text, *right):
-    """The same question for rows of these right answers."""
-    return [
-        QuestionVote(Question(({"role": "user", "content": text},), lambda r, a=a: float(r == a)))
-        for a in right
-    ]
+def answers(text, *right, reads):
+    """The same question for rows of these right answers; ``reads`` gets the answer at each."""
+
+    def row(answer):
+        def read(reply):
+            reads.append(answer)
+            return float(reply == answer)
+
+        return QuestionVote(Question(({"role": "user", "content": text},), read))
+
+    return [row(answer) for answer in right]
 
 
 def client(url, cache=None, **options):
-    table = judge_table("rewards.good", {"url": url, "model": "m"} | options)
+    table = checked(JudgeTable, "rewards.good", {"url": url, "model": "m"} | options)
     return JudgeClient(table, "rewards.good", cache=cache)
 
 
@@ -490,7 +495,9 @@ def test_a_redirect_takes_the_key_nowhere(status, monkeypatch):
 def test_a_reply_to_one_question_is_read_for_each_row_by_its_own_answer(tmp_path):
     with judge_server(lambda body, number: "4") as (url, _):
         for cached in (0, 1):
-            mine = client(url, cache=tmp_path)
-            verdicts, counts = mine.verdicts(answers("solve by the plan", "4", "5", "4"))
+            mine, reads = client(url, cache=tmp_path), []
+            rows = answers("solve by the plan", "4", "5", "4", reads=reads)
+            verdicts, counts = mine.verdicts(rows)
             assert verdicts == [1.0, 0.0, 1.0]
+            assert sorted(reads) == ["4", "4", "5"]  # the one that is sent is not read again
             counted(counts, **{"cached": 1} if cached else {"calls": 1})

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jrl.config import load_config
-from jrl.config.likelihood import likelihood_table
+from jrl.config.judge import checked
+from jrl.config.likelihood import LikelihoodTable
 from jrl.errors import UserError
 from jrl.judging.likelihood import Likelihood, likelihoods
 from jrl.mesh import make_mesh
@@ -44,7 +45,7 @@ def part(seen, rows=4, where=None, missing="none", longest=64, **keys):
         seen.extend((text[:s], text[s:]) for text, s in zip(texts, starts, strict=True) if s > 1)
         return np.array([text[:s].count("x") for text, s in zip(texts, starts, strict=True)])
 
-    table = likelihood_table("rewards.p", {"rows": rows, "before": " = ", **keys})
+    table = checked(LikelihoodTable, "rewards.p", {"rows": rows, "before": " = ", **keys})
     rules = Rules(missing, where=where or {})
     return Likelihood(table, rules, 0.5, TOKENS, longest, make_mesh(), program)
 

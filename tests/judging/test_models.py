@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jrl.config import load_config
-from jrl.config.judge import judge_table
+from jrl.config.judge import JudgeTable, checked
 from jrl.episodes.search import Path
 from jrl.errors import UserError
 from jrl.evaluate.verifiers import verifier_of
@@ -58,7 +58,7 @@ def parrot(config=CONFIG, follows=FOLLOWS, tokenizer=TOKENS):
 
 def judge(temperature=0.0):
     table = {"model": "dir", "max_tokens": 8, "at_once": 4, "max_prompt_tokens": 16}
-    table = judge_table("rewards.good", table | {"temperature": temperature})
+    table = checked(JudgeTable, "rewards.good", table | {"temperature": temperature})
     return model_judge(table, JudgeModel(transformer(CONFIG), parrot(), TOKENS, (7,)), seed=0)
 
 

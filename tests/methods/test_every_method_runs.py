@@ -24,12 +24,14 @@ from jrl.methods import all_methods, list_methods
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.run.own_parts import check_own_parts
 from jrl.setup.reward_parts import reward_pool
 from jrl.system.signals import Stopping
 from jrl.train import build, programs
-from jrl.train.batches import check_sources, training_batches
+from jrl.train.batches import training_batches
 from jrl.train.loop import train_steps
 from jrl.train.state import frozen_names
+from jrl.train.trainable import check_trainable
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_dim": 16}
 SHAPE = ModelConfig(vocab_size=257, max_length=96, **SIZES)
@@ -151,8 +153,8 @@ def configuration(name, kind, place):
         lines.append(f"rewards={{{inside}}}")
     config = load_config(None, [line.replace("PLACE", str(place)) for line in lines])
     run = build.setup(config)
-    programs.check_trainable(run)
-    check_sources(run)
+    check_trainable(run)
+    check_own_parts(run)
     return config
 
 

@@ -27,7 +27,7 @@ from table import NAMES, example, one_of_each_family, out_of_reach
 
 from jrl.data.tasks import get_task
 from jrl.methods import all_methods
-from jrl.methods.stores import is_by_prompt
+from jrl.methods.replays import is_by_prompt
 from jrl.models.config import ModelConfig
 from jrl.models.heads import value_head
 from jrl.models.transformer import transformer

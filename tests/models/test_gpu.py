@@ -33,8 +33,9 @@ from jrl.models.gpu_kernels import (
     pick,
     takes_product,
 )
-from jrl.models.layers import angles, frequencies, logits, rms_norm, rotate
+from jrl.models.layers import logits, rms_norm
 from jrl.models.quant import quantise, quantise_entries, sampler
+from jrl.models.rope import angles, frequencies, rotate
 from jrl.models.transformer import transformer
 from jrl.sampling.cache import share
 from jrl.sampling.params import SamplingParams, kept_tokens, sample, token_logprobs

@@ -10,7 +10,8 @@ import pytest
 
 from jrl.errors import UserError
 from jrl.models import tokenizer as tokenizer_module
-from jrl.models.tokenizer import _growth, char_tokenizer, check_vocab, load_tokenizer
+from jrl.models.file_tokenizer import _growth, load_tokenizer
+from jrl.models.tokenizer import char_tokenizer, check_vocab
 
 LINES = [
     "A farmer has 12 sheep and buys 30 more; how many sheep are there now?",

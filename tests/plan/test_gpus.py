@@ -17,6 +17,7 @@ from jrl.plan import compile as plan
 from jrl.plan.costs import program_costs
 from jrl.plan.estimate import ring_bandwidth
 from jrl.plan.memory import other_chips, roomier
+from jrl.plan.records import Plan, Program
 from jrl.plan.text import as_text
 from jrl.plan.topology import (
     CHIPS,
@@ -231,10 +232,8 @@ KERNELS = {
 def test_the_text_has_kernels_returns_and_networks():
     sizes = {"weights": 2.0**33, "total": 2.0**33}
     sent = {"all-gather/fsdp": 3e9, "all-reduce/data+fsdp": 1e9}
-    program = plan.Program(
-        sizes, True, 1e12, 1e12, sent, 1.0, {"memory": 1.0}, 1.0, kernels=KERNELS
-    )
-    found = plan.Plan(
+    program = Program(sizes, True, 1e12, 1e12, sent, 1.0, {"memory": 1.0}, 1.0, kernels=KERNELS)
+    found = Plan(
         parse_topology("2*h100x8"), {"data": 2, "fsdp": 8}, {"sampler": program}, True, [], 5, 6
     )._replace(layers=28)
     text = as_text(found)

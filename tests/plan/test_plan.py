@@ -29,6 +29,8 @@ from jrl.plan.costs import Collective, Cost
 from jrl.plan.disjoint import plan_disjoint
 from jrl.plan.estimate import ring_bandwidth, sampling_seconds
 from jrl.plan.isolate import EndedError, Isolated
+from jrl.plan.records import Plan, Program
+from jrl.plan.roofline import roofline
 from jrl.plan.search import Candidate, Estimates, enumerate_candidates
 from jrl.plan.text import as_text, search_text
 from jrl.plan.topology import CHIPS, axis_bandwidth, compile_devices, larger, parse_topology
@@ -116,7 +118,7 @@ def test_the_slowest_of_three_decides_each_computation():
         Cost(1.0, 0.0, 5 * chip.hbm_bandwidth, ()),
         Cost(1.0, chip.flops, 0.0, (send,)),
     ]
-    seconds, bound = plan.roofline(costs, topology, devices)
+    seconds, bound = roofline(costs, topology, devices)
     assert bound == {"compute": 2.0, "memory": 5.0, "network": 3.0}
     assert seconds == 10.0
 
@@ -354,9 +356,7 @@ def test_a_deep_program_is_extrapolated_from_few_layers(monkeypatch):
         sizes = {"weights": gib, "temporaries": layers * gib, "total": (1 + layers) * gib}
         sent = {"all-gather/fsdp": 5.0 * layers, f"odd/{layers}": 1.0}
         bound = {"compute": 2.0, "memory": 1.0 * layers, "network": 0.0}
-        program = plan.Program(
-            sizes, True, 3.0 + 2 * layers, 7.0, sent, sum(bound.values()), bound, 1
-        )
+        program = Program(sizes, True, 3.0 + 2 * layers, 7.0, sent, sum(bound.values()), bound, 1)
         return {name: program for name in names if name != "resharding"}
 
     def quick(**model):
@@ -388,7 +388,7 @@ def test_a_deep_program_is_extrapolated_from_few_layers(monkeypatch):
 def test_extrapolated_temporaries_are_no_fewer_than_measured():
     """XLA may need fewer temporaries in a deeper program; the line must not go down to none."""
     low, high = (
-        plan.Program({"weights": w, "temporaries": t, "total": w + t}, True, *[None] * 5, 1.0)
+        Program({"weights": w, "temporaries": t, "total": w + t}, True, *[None] * 5, 1.0)
         for w, t in ((1.0, 9.0), (2.0, 6.0))
     )
     found = plan.extrapolate(low, high, 50.0, parse_topology("v5e:2x2"))
@@ -494,13 +494,11 @@ def pretend_plan(config, topology, *, placement, effort=0.0):
     size = plan_memory.GIB * (100 if large else 2)
     sizes = {"weights": size, "total": size}
     programs = {
-        name: plan.Program(
-            sizes, size < 32 * plan_memory.GIB, *[None] * 3, seconds[name], None, 1.0
-        )
+        name: Program(sizes, size < 32 * plan_memory.GIB, *[None] * 3, seconds[name], None, 1.0)
         for name in names
     }
     fits = all(p.fits for p in programs.values())
-    return plan.Plan(topology, config.mesh_axes, programs, fits, [], 1, 1)
+    return Plan(topology, config.mesh_axes, programs, fits, [], 1, 1)
 
 
 def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch, inline):
@@ -647,8 +645,8 @@ def test_the_state_stays_in_memory_while_the_sampler_runs_on_its_own_mesh():
     def half(name, seconds, **sizes):
         sizes = {k: v * gib for k, v in sizes.items()}
         sizes["total"] = sum(sizes.values())
-        program = plan.Program(sizes, True, *[None] * 3, seconds, None, 1.0)
-        return plan.Plan(topology, {"fsdp": 64}, {name: program}, True, [], 1, 64)
+        program = Program(sizes, True, *[None] * 3, seconds, None, 1.0)
+        return Plan(topology, {"fsdp": 64}, {name: program}, True, [], 1, 64)
 
     sampler = half("sampler", 4.0, weights=1, prepared=8, cache=4)._replace(sampling_mesh={"a": 1})
     training = half("train_step", 2.0, weights=1, optimizer=6, temporaries=9)
@@ -697,8 +695,8 @@ def test_the_command_refuses_a_topology_and_lists_the_known():
 
 
 def test_the_command_prints_json_and_fails_when_it_does_not_fit(monkeypatch):
-    program = plan.Program({"weights": 20.0, "total": 20.0}, False, *[None] * 5, 1.0)
-    found = plan.Plan(
+    program = Program({"weights": 20.0, "total": 20.0}, False, *[None] * 5, 1.0)
+    found = Plan(
         parse_topology("v5e:2x2"), {"fsdp": 4}, {"train_step": program}, False, ["x"], 5, 6
     )
     monkeypatch.setattr(plan, "make_plan", lambda *args, **kwargs: found)

@@ -15,6 +15,7 @@ from jrl.config import build_config, load_config
 from jrl.mesh import make_mesh
 from jrl.plan import compile as plan
 from jrl.plan.lower import abstract_run
+from jrl.plan.records import Program
 from jrl.plan.topology import parse_topology
 from jrl.plan.useful import floor_seconds, lengths_of, model_flops
 from jrl.train import programs
@@ -122,7 +123,7 @@ def test_quick_plans_have_more_weights_than_stay_in_fast_memory(monkeypatch):
 
     def compiled(run, topology, names, *options):
         asked.append(run.shape.layers)
-        none = plan.Program({"total": 1.0}, True, *[1.0, 1.0, {}, 1.0, {}], 1.0)
+        none = Program({"total": 1.0}, True, *[1.0, 1.0, {}, 1.0, {}], 1.0)
         return dict.fromkeys(names, none)
 
     monkeypatch.setattr(plan, "_programs", compiled)

@@ -68,6 +68,17 @@ def test_normalised_over_its_group_and_over_the_batch():
     np.testing.assert_allclose(over_all, (values - live.mean()) / np.std(live, ddof=1), rtol=1e-6)
 
 
+def test_a_rank_is_among_members_and_weights_are_one_for_each_part():
+    c = Columns(np.array([[[1.0], [3.0], [2.0]]]), np.array([[True, False, True]]), ("a",))
+    np.testing.assert_array_equal(COMBINATORS["rank"](c), [[0.0, NAN, 1.0]])
+    for name in ("sum", "sequence", "clip"):
+        for weights in ([1.0], [1.0, 1.0, 1.0]):
+            with pytest.raises(UserError, match=rf"weights has {len(weights)} numbers for 2 parts"):
+                make_combined("p", name, ["a", "b"], {"weights": weights})
+        with pytest.raises(UserError, match=r"weights = \[0.0, 0.0\], of which none counts"):
+            make_combined("p", name, ["a", "b"], {"weights": [0.0, 0.0]})
+
+
 def test_what_a_row_of_the_data_says():
     rows = [{"kind": "math", "w": 2.0}, {"kind": "code", "w": 0.5}, {"kind": "?"}]
     c = Columns(np.array([[[1.0, 3.0]], [[1.0, 3.0]], [[1.0, 3.0]]]), np.ones((3, 1), bool),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.rewards import Sample, make_reward
+from jrl.rewards import FUNCTION_NAMES, Sample, make_reward
 from jrl.rewards.combine import columns, make_combined
 from jrl.rewards.tool_calls import call_score, calls_in
 from jrl.types import Prompt
@@ -62,6 +62,11 @@ def test_forms_are_trl_s_and_open_r1_s(name):
         assert points(name, sample(case["text"])) == [pytest.approx(case["points"])], case["text"]
 
 
+def test_a_tag_that_is_there_twice_counts_for_nothing():
+    text = "<think>\nx\n</think>\n<answer>\n7\n</answer>\n</answer>"
+    assert points("tag_count", sample(text)) == [0.75]
+
+
 def test_verl_s_by_name():
     for case in PEERS["gsm8k"]:
         told = sample(case["text"], case["answer"])
@@ -70,9 +75,29 @@ def test_verl_s_by_name():
     for case in PEERS["search_r1_like_qa_em"]:
         told = sample(case["text"], {"target": case["answer"]})
         assert points("search_r1_like_qa_em", told, format_score=0.1) == [case["points"]], case
+    sentence = sample("I do not see it.")  # a full stop alone is a form for verl
+    assert points("gsm8k", sentence, method="flexible", format_score=0.1) == [0.1]
+    assert points("gsm8k", sample("4."), method="flexible") == [0.0]  # "4." is not "4" there
     right = "<think>x</think> \\boxed{4}"
     assert points("geo3k", sample(right), sample("\\boxed{4}"), sample("4")) == [1.0, 0.9, 0.0]
+    assert points("geo3k", sample("4"), sample(right), use_boxed=False) == [0.9, 0.1]
     assert points("math_dapo", sample("Answer: 4"), sample("Answer: 5"), sample("4")) == [1, -1, -1]
+    boxes = [sample(text) for text in ("\\boxed{4}", "\\boxed{4.0}", "\\boxed{4}" + "." * 100)]
+    assert points("math_dapo", *boxes, strict_box_verify=True) == [1, -1, -1]
+    stated = [sample("\\boxed{5} \\boxed{4}"), sample("The answer is 4."), sample("\\boxed{5}")]
+    for name in ("math_reward", "math_batch"):
+        assert points(name, *stated) == [1.0, 0.0, 0.0]
+    for name in ("math_verify", "prime_math"):
+        assert points(name, *stated) == [1.0, 1.0, 0.0]
+
+
+def test_all_that_trl_and_verl_ship_is_here_by_name():
+    """The public functions of trl.rewards, and verl's modules of reward_score with its choice."""
+    trl = "accuracy_reward reasoning_accuracy_reward get_cosine_scaled_reward think_format_reward"
+    trl += " get_repetition_penalty_reward get_soft_overlong_punishment"
+    verl = "geo3k gsm8k math_batch math_dapo math_reward math_verify prime_code prime_math"
+    verl += " sandbox_fusion search_r1_like_qa_em default_compute_score"
+    assert {*trl.split(), *verl.split()} <= {*FUNCTION_NAMES}
 
 
 def test_new_ngrams_are_those_of_darling():
@@ -123,6 +148,8 @@ def test_toolrl_pays_form_and_calls():
     assert points("toolrl", early, late, schedule_steps=150) == [4.0, 4.0]
     half = sample(formed, gold, step=75)
     assert points("toolrl", half, schedule_steps=150) == [pytest.approx(1.5 + 2.5)]
+    bare = [sample("none", gold, step=s) for s in (0, 75, 150)]  # neither form nor call
+    assert points("toolrl", *bare, schedule_steps=150) == [-2 - 2, -1 - 2.5, -1 - 3]
 
 
 def test_accuracy_has_no_opinion_without_an_answer():
@@ -154,6 +181,12 @@ def test_a_choice_that_is_none_is_said():
         points("multiple_choice", sample("C", "Madrid", choices=["Rome", "Paris"]))
 
 
+def test_a_theorem_is_paid_for_the_right_verdict():
+    told = [sample(rf"Suppose not. \boxed{{{word}}}", "disproved") for word in
+            ("disproved", "Disproved.", "proved", "not proved")]  # fmt: skip
+    assert points("exact", *told, sample("It is disproved? No.", "disproved")) == [1, 1, 0, 0, 0]
+
+
 def test_answers_in_words():
     told = sample("<answer>The Big Apple!</answer>", ["big apple", "New York"])
     assert points("exact_match", told) == points("f1", told) == points("contains", told) == [1.0]
@@ -170,6 +203,7 @@ def test_agreement_in_a_group():
     assert points("majority", *group) == [1, 1, 0, 0]
     assert points("answer_share", *group) == [0.5, 0.5, 0.25, 0.0]
     assert points("new_answer", *group, floor=0.1) == pytest.approx([2 / 3, 2 / 3, 1, 1])
+    assert points("new_answer", group[0], group[0], floor=0.1) == [0.1, 0.1]
     # EMPO's code pays nothing where all answers differ; a band of entropies says nothing outside
     apart = [sample(f"\\boxed{{{i}}}") for i in range(3)]
     assert points("answer_share", *apart) == [0.0] * 3
@@ -249,6 +283,111 @@ def test_semantic_entropy_is_that_of_the_classes_of_answers():
         [-entropy / math.log(4)] * 4
     )
     assert points("semantic_entropy", *group[:2]) == [0.0, 0.0]
+    silent = [sample("no idea"), sample("none"), *group[:2]]  # two classes of their own
+    apart = sum(-p * math.log(p) for p in (0.25, 0.25, 0.5))
+    assert points("semantic_entropy", *silent) == pytest.approx([-apart] * 4)
+
+
+EMBEDDINGS = """
+PLACES = {"up": [1, 0], "upwards": [0.9, 0.5], "right": [0.4, 0.9], "down": [-2, 0], "zero": [0, 0]}
+
+
+def embed(texts):
+    return [PLACES[text] for text in texts]
+
+
+def too_few(texts):
+    return [[1.0, 0.0]]
+"""
+
+
+def test_answers_in_words_are_of_a_class_where_embeddings_are_alike(tmp_path):
+    """Chains of neighbours are a class: "up" and "right" are too far from each other."""
+    (tmp_path / "mine.py").write_text(EMBEDDINGS)
+    words = ("up", "<answer>down</answer>", "right", "upwards", "<answer></answer>")
+    group, options = [sample(word) for word in words], {"embed": f"{tmp_path}/mine.py:embed"}
+    near = options | {"alike": 0.75}
+    assert points("majority", *group, **near) == [1, 0, 1, 1, 0]
+    assert points("answer_share", *group, **near) == [0.6, 0.2, 0.6, 0.6, 0.0]
+    assert points("new_answer", *group, **near) == [0.5, 1.0, 0.5, 0.5, 1.0]
+    entropy = -0.6 * math.log(0.6) - 0.4 * math.log(0.2)
+    assert points("semantic_entropy", *group, **near) == pytest.approx([-entropy] * 5)
+    far = options | {"alike": 0.85}  # cosines are 0.87, 0.80 and 0.41
+    assert points("answer_share", *group, **far) == [0.4, 0.2, 0.2, 0.4, 0.0]
+    assert points("answer_share", sample("zero"), sample("zero"), **near) == [0.0, 0.0]
+    with pytest.raises(UserError, match=r"majority.embed returned shape \(1, 2\) for 2 texts"):
+        points("majority", *group[:2], embed=f"{tmp_path}/mine.py:too_few")
+    with pytest.raises(UserError, match=r"rewards.answer_share.alike = 0; the least cosine"):
+        make_reward("answer_share", alike=0)
+    with pytest.raises(UserError, match=r"rewards.new_answer.embed"):
+        make_reward("new_answer", embed=f"{tmp_path}/mine.py:nobody")
+
+
+CLASSIFIER = """
+CALLS = []
+
+
+def like(firsts, seconds):
+    CALLS.append(len(firsts))
+    pairs = [(a.split("#")[0], b.split("#")[0]) for a, b in zip(firsts, seconds)]
+    letters = [({*a} & {*b}) - {" "} for a, b in pairs]
+    return [0.25 * len(each) for each in letters]
+
+
+def one(firsts, seconds):
+    return [1.0]
+"""
+
+
+def partition(texts, equivalent):
+    """The released code's union of pairs, by a parent for each."""
+    parent = list(range(len(texts)))
+
+    def root(i):
+        while parent[i] != i:
+            i = parent[i]
+        return i
+
+    for i in range(len(texts)):
+        for j in range(i + 1, len(texts)):
+            if equivalent(texts[i], texts[j]) and root(i) != root(j):
+                parent[root(i)] = root(j)
+    return [root(i) for i in range(len(texts))]
+
+
+def test_darling_pays_the_share_of_other_classes(tmp_path):
+    (tmp_path / "mine.py").write_text(CLASSIFIER)
+    options = {"equivalent": f"{tmp_path}/mine.py:like"}
+    texts = ["a b c a b c a", "b c d b c d b", "c d e c d e d", "x y z x y z x", "f f f f f f f"]
+
+    def equivalent(a, b):
+        return 0.25 * len(({*a} & {*b}) - {" "}) > 0.5
+
+    texts += ["x y z z y x q"]
+    roots = partition(texts, equivalent)
+    by_hand = [max(0.1, (6 - roots.count(r)) / 5) for r in roots]
+    assert points("darling", *map(sample, texts), **options) == pytest.approx(by_hand)
+    assert len({*by_hand}) > 1
+    # a chain joins the ends of which the classifier says no
+    chain = ["a b c d a b c", "b c d e b c d", "d e c f g d e", "f g h f g h c"]
+    assert not equivalent(chain[0], chain[2])
+    assert points("darling", *map(sample, chain[:3]), **options) == [0.1] * 3
+    # short texts are compared by their words, and nobody is asked
+    short = [sample(text) for text in ("red dog", "a dog", "one cat here")]
+    assert points("darling", *short, **options) == [0.5, 0.5, 1.0]
+    one = f"{tmp_path}/mine.py:one"
+    assert points("darling", *short, equivalent=one) == [0.5, 0.5, 1.0]
+    with pytest.raises(UserError, match="darling.equivalent returned 1 probabilities for 15 pairs"):
+        points("darling", *map(sample, texts), equivalent=one)
+
+
+def test_darling_may_compare_right_answers_alone(tmp_path):
+    (tmp_path / "mine.py").write_text(CLASSIFIER)
+    options = {"equivalent": f"{tmp_path}/mine.py:like", "right_only": True}
+    texts = ("a b c a b c\n#### 4", "a b c c b a\n#### 4", "q r s q r s\n#### 4", "x y z x\n#### 5")
+    group = [sample(text) for text in texts]
+    assert points("darling", *group, **options) == [0.5, 0.5, 1.0, 0.1]
+    assert points("darling", *group[2:], **options) == [0.1, 0.1]  # one that is right is alone
 
 
 def test_tulu_s_reward_is_10_for_a_verified_answer_and_minus_10_without_an_end():

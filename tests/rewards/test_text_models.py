@@ -11,7 +11,8 @@ import pytest
 from needs_extra import require
 
 from jrl.config import load_config
-from jrl.config.reward_model import reward_model_table
+from jrl.config.judge import checked
+from jrl.config.reward_model import RewardModelTable
 from jrl.config.tables import RewardTable
 from jrl.data.fields import check_first_row
 from jrl.errors import UserError
@@ -95,7 +96,7 @@ def sample(completion, prompt=PROMPT):
 
 def loaded(place, names="rm0", mesh=None, rules=None, **keys):
     paths = [str(place / name) for name in names.split()]
-    table = reward_model_table("rewards.r", {"path": paths, **keys})
+    table = checked(RewardModelTable, "rewards.r", {"path": paths, **keys})
     return load_text_model(
         table, rules or Rules(), "rewards.r", mesh or make_mesh(), dtype="float32", seed=0
     )
@@ -252,7 +253,7 @@ def test_passes_with_dropout_are_an_ensemble(place):
     assert singles[1](told[1:])[0] == [pytest.approx(each[1, 1], abs=1e-5)]  # in any company
     part = published("upo", place, single_pass=9, **ONE)
     assert (part.reader.table.dropout, part.reader.table.passes) == (0.1, 10)
-    table = reward_model_table("rewards.r", {"path": str(place / "rm0"), **keys})
+    table = checked(RewardModelTable, "rewards.r", {"path": str(place / "rm0"), **keys})
     again = load_text_model(
         table, Rules(), "rewards.r", make_mesh(), "float32", seed=0, others=singles
     )
@@ -282,7 +283,7 @@ def keys_of(name, place, path, **more):
 
 
 def published(name, place, path="rm0", **more):
-    table = reward_model_table("rewards.r", keys_of(name, place, path, **more))
+    table = checked(RewardModelTable, "rewards.r", keys_of(name, place, path, **more))
     return load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32", seed=0)
 
 
@@ -319,7 +320,7 @@ def test_helpsteer2_weighs_five_attributes(place):
         **{"helpfulness": 0.65, "correctness": 0.8, "coherence": 0.45},
         **{"complexity": 0.55, "verbosity": -0.4},
     }
-    table = reward_model_table("rewards.r", keys_of("helpsteer2", place, "rm0"))
+    table = checked(RewardModelTable, "rewards.r", keys_of("helpsteer2", place, "rm0"))
     names = [*sorted(weights), "other"]
     assert label_weights(table, names, "r") == [*(weights[n] for n in sorted(weights)), 0.0]
     with pytest.raises(UserError, match="rewards.r.labels = 'correctness'; choose from"):
@@ -337,7 +338,7 @@ def test_pav_pays_what_a_step_changes_of_a_chance(place):
     assert parts_by_token(config) == {"p": "rewards.p.by = 'progress'"}
     with pytest.raises(UserError, match="rewards.p.by = 'progress': a checkpoint's model reads"):
         load_reward_models(config, parts_of(config), make_mesh())
-    table = reward_model_table("rewards.p", {"path": "x", "by": "progress"})
+    table = checked(RewardModelTable, "rewards.p", {"path": "x", "by": "progress"})
     task = load_config(None, ["data.task=sequence", "data.difficulty=1"])
     with pytest.raises(UserError, match="completions of a task have no lines that would be steps"):
         check_steps("rewards.p", table, task)
@@ -425,7 +426,7 @@ def test_mistakes_are_said_in_a_line(place, tmp_path, line):
         keys["path"][1] = str(tmp_path)
 
     def load():
-        table = reward_model_table("rewards.r", keys)
+        table = checked(RewardModelTable, "rewards.r", keys)
         load_text_model(table, Rules(), "rewards.r", make_mesh(), "float32", seed=0)
 
     with pytest.raises(UserError) as caught:
@@ -437,7 +438,7 @@ def test_a_template_is_checked_against_the_data(place):
     model = loaded(place, **ONE)
 
     def say(**keys):
-        table = reward_model_table("rewards.r", {"path": "x", **keys})
+        table = checked(RewardModelTable, "rewards.r", {"path": "x", **keys})
         with pytest.raises(UserError) as caught:
             check_reader(table, model.reader.tokenizer, ["facts"], "rewards.r")
         return str(caught.value)

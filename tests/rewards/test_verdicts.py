@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jrl.config.judge import criteria_of, judge_table
+from jrl.config.judge import JudgeTable, checked, criteria_of
 from jrl.errors import UserError
 from jrl.rewards.base import Sample
 from jrl.rewards.judge_prompts import check_template
@@ -30,7 +30,7 @@ def sample(completion, answer="4", meta=None, messages=(), row=0):
 
 
 def table(**options):
-    return judge_table("rewards.good", WHERE | options)
+    return checked(JudgeTable, "rewards.good", WHERE | options)
 
 
 def judged(samples, reply, **options):
@@ -282,7 +282,7 @@ def test_a_list_begins_with_another_member_each_time():
 def test_bad_keys_are_named(options, line):
     values = {k: v for k, v in (WHERE | options).items() if v is not None}
     with pytest.raises(UserError, match=line):
-        judge_table("rewards.good", values)
+        checked(JudgeTable, "rewards.good", values)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from tiny import jit
 
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
-from jrl.models.tokenizer import CharTokenizer, FileTokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
 from jrl.sampling.grammar import Grammars, mask_words

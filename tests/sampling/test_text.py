@@ -5,7 +5,8 @@ import pytest
 import tokenizers
 
 from jrl.errors import UserError
-from jrl.models.tokenizer import CharTokenizer, FileTokenizer
+from jrl.models.file_tokenizer import FileTokenizer
+from jrl.models.tokenizer import CharTokenizer
 from jrl.sampling.text import TextStream, check_stop
 
 

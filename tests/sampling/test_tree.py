@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny import jit
 
-from jrl.config.unions import BranchTree
+from jrl.config.tree import BranchTree
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
 from jrl.models.config import ModelConfig

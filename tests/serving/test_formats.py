@@ -15,7 +15,8 @@ from jrl.episodes.parsers import PARSERS, Call
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig
-from jrl.models.tokenizer import CharTokenizer, load_tokenizer
+from jrl.models.file_tokenizer import load_tokenizer
+from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import Engine
 from jrl.sampling.grammar import Grammars

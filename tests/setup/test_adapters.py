@@ -44,6 +44,7 @@ from jrl.train import build, programs
 from jrl.train.score import policies_of, score
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step
+from jrl.train.trainable import check_trainable
 
 CONFIG = ModelConfig(
     vocab_size=20,
@@ -221,7 +222,7 @@ def test_another_distribution_turns_the_correction_on_unless_it_is_refused():
 def steps(*overrides):
     """A run as far as it goes before anything is on a device."""
     run = build.setup(load_config(None, [*RUN[:4], *overrides]))
-    programs.check_trainable(run)
+    check_trainable(run)
     return programs.make_train_step(run)
 
 

@@ -15,7 +15,8 @@ from jrl.run import run as running
 from jrl.run.run import train
 from jrl.setup.reward_parts import parts_of
 from jrl.storage.metrics import read_jsonl
-from jrl.train import build, programs
+from jrl.train import build
+from jrl.train.trainable import check_trainable
 from jrl.types import SILENT, StopReason
 
 REWARDS = """
@@ -153,11 +154,11 @@ def test_what_cannot_be_is_said(place):
         UserError,
         match=r"go with rewards.*mine.py:right: it judges on the host.*set train.mode to 'host'",
     ):
-        programs.check_trainable(build.setup(compiled))
+        check_trainable(build.setup(compiled))
     judge = "rewards={verify={}, good={function='judge', url='http://127.0.0.1:1', model='m'}}"
     compiled = load_config(None, [*RUN, judge, "train.mode=compiled"])
     with pytest.raises(UserError, match=r"\[rewards.good\]: it is asked on the host"):
-        programs.check_trainable(build.setup(compiled))
+        check_trainable(build.setup(compiled))
     with pytest.raises(UserError, match=r"rewards = 'verfy'; did you mean 'verify'.*FILE.py"):
         build.setup(load_config(None, [*RUN, "rewards={verfy={}}"]))
     (place / "mine.py").write_text("def level(completions, level):\n    return [0.0]\n")

@@ -12,7 +12,7 @@ from jrl.collect.collector import Collector
 from jrl.collect.plan import Setting
 from jrl.collect.plan_tools import TaskTools
 from jrl.collect.sources_task import TaskSource, task_rollout
-from jrl.config.unions import Optimizer
+from jrl.config.optimizer import Optimizer
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import Plan, find_method, get_method
@@ -31,7 +31,8 @@ from jrl.train.compiled import (
 from jrl.train.loop import policy_weights
 from jrl.train.optimizer import make_optimizer
 from jrl.train.state import init_state, state_shardings
-from jrl.train.step import compile_step, make_step, with_slot_use
+from jrl.train.step import compile_step, make_step
+from jrl.train.step_metrics import with_slot_use
 
 WEIGHTS = {"verify": 1.0, "partial": 0.5}
 PROMPTS, GROUP, STEPS = 4, 3, 3

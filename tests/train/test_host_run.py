@@ -15,7 +15,8 @@ import tokenizers
 from judge_server import judge_server
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jrl.collect.host_episodes import host_source, leaves_played
+from jrl.collect.host_search import leaves_played
+from jrl.collect.host_source import host_source
 from jrl.collect.run_rows import prompt_seeds
 from jrl.collect.sources import simple_request
 from jrl.collect.tree_search import plan_of

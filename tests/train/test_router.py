@@ -22,8 +22,9 @@ from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.slot_sizes import SlotPlan
+from jrl.train.batch_rows import shared_rows, undivided
 from jrl.train.router import RouterTraining
-from jrl.train.score import score, shared_rows, undivided
+from jrl.train.score import score
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 

@@ -17,7 +17,8 @@ from jrl.objectives.distill import top_k_divergence
 from jrl.objectives.members import value_output
 from jrl.sampling.params import make_sampling_params
 from jrl.train import score as module
-from jrl.train.score import head_statistics, in_parts, rows, score, shared_rows, split
+from jrl.train.batch_rows import in_parts, rows, shared_rows, split
+from jrl.train.score import head_statistics, score
 from jrl.types import Head, Statistic, ValueNetwork
 
 DISTRIBUTIONS = {

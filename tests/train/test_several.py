@@ -23,6 +23,7 @@ from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, programs
 from jrl.train.loop import policy_weights
 from jrl.train.step import make_step
+from jrl.train.trainable import check_trainable
 from jrl.zoo.networks.policies import SUMMED, Policies, divided_batch, one_of
 
 NIM = 'data={env="nim",heaps=2,most=3,opponent="self",illegal=-0.2}'
@@ -179,7 +180,7 @@ def check_what_others_read(root):
 
 
 def set_up(config):
-    programs.check_trainable(build.setup(config))
+    check_trainable(build.setup(config))
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ from jrl.methods.schedule import Schedule, average, copies, every, refreshed, re
 from jrl.objectives import aggregates, ratios, transforms
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.train import score as module
-from jrl.train.score import rows, score
+from jrl.train.batch_rows import rows
+from jrl.train.score import score
 from jrl.train.state import init_state
-from jrl.train.step import batch_metrics, draw_tie_breakers, make_step
+from jrl.train.step import draw_tie_breakers, make_step
+from jrl.train.step_metrics import batch_metrics
 from jrl.types import Objective, Statistic, Surrogate, Transform, stream
 
 KEY = jax.random.key(4)

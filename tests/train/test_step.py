@@ -16,7 +16,8 @@ from jrl.objectives.kl import AdaptiveCoef
 from jrl.sampling.params import make_sampling_params
 from jrl.train.score import score
 from jrl.train.state import init_state
-from jrl.train.step import batch_metrics, make_step, summarise
+from jrl.train.step import make_step
+from jrl.train.step_metrics import batch_metrics, summarise
 from jrl.types import stream
 
 SAMPLING = make_sampling_params(0.9)

@@ -111,7 +111,7 @@ def test_expected_outputs_stay_outside():
     dump = PROGRAMS["reads the driver's frames"]
 
     tests = code_tests.tests_of({}, secret, "", 0)
-    limits = code.Limits(4, 8, 512, 1024, 0)
+    limits = code.Testing("", "python", "", 4, 8, 512, 1024, 0, 0)
     verdicts = code.judge(dump, tests, "python", limits)
     assert verdicts.notes[0].startswith("ok")
     lines = code._run(dump, tests, "python", limits, False)

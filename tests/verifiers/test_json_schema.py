@@ -1,6 +1,7 @@
 """JSON judged by its schema."""
 
 import json
+import re
 import time
 
 import numpy as np
@@ -70,3 +71,41 @@ def test_schemas_that_cannot_be_are_named():
     closed = {"properties": {}, "required": ["a"], "additionalProperties": False}
     assert impossible(closed) == "the schema requires 'a' and forbids it"
     assert impossible(PERSON) == ""
+
+
+NEVER = {
+    "another type": ({"type": "integer", "enum": ["a"]}, 'allows only ["a"], which its other'),
+    "a value out of bounds": ({"const": 3, "minimum": 5}, "allows only [3], which its other"),
+    "two types": (
+        {"allOf": [{"type": "string"}, {"type": "number"}]},
+        "types string and number at",
+    ),
+    "no way": ({"anyOf": [False, {"enum": []}]}, "its anyOf[0] is false"),
+    "an open bound": ({"exclusiveMinimum": 5, "maximum": 5}, "exclusiveMinimum = 5 above maximum"),
+    "inside": (
+        {"type": "object", "properties": {"a": {"oneOf": [{"not": {}}]}}, "required": ["a"]},
+        "its oneOf[0] allows no value",
+    ),
+}
+POSSIBLE = (
+    {"type": "string", "minimum": 5, "maximum": 3},  # bounds of numbers say nothing of a text
+    {"type": ["integer", "string"], "minimum": 5, "maximum": 3},
+    {"allOf": [{"type": "integer"}, {"type": "number"}]},
+    {"type": "integer", "enum": ["a", 4]},
+    {"anyOf": [False, {"type": "null"}]},
+    {"minimum": 5, "maximum": 5},
+    {"type": ["null", "object"], "properties": {"a": False}, "required": ["a"]},
+    {"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n", "enum": [1]},
+)
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_schemas_that_no_reply_satisfies_are_named(name):
+    schema, why = NEVER[name]
+    with pytest.raises(UserError, match=re.escape(why)):
+        make_reward("json_schema", schema=schema)
+
+
+def test_schemas_that_some_reply_satisfies_are_not():
+    for schema in POSSIBLE:
+        make_reward("json_schema", schema=schema)

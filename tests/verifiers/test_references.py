@@ -157,7 +157,28 @@ def test_rows_of_a_kind_that_no_part_judges_are_named_before_a_run():
         chosen = by % ("", f",others='{others}'")
         assert check_verifiers(config("{" + two + chosen + "}"), data) == []
     where = "{math={where={kind='math'}},exact={where={kind=['code','words']}}}"
+    unfit = "{math={},exact={where={kind='word'}}}"
+    with pytest.raises(
+        UserError, match=r"exact.where = {'kind': 'word'} fits no row.*'math'; kind"
+    ):
+        check_verifiers(config(unfit), data)
+    unfit = unfit.replace("kind", "knd")
+    with pytest.raises(UserError, match=r"exact.where = 'knd': the data has no such column; there"):
+        check_verifiers(config(unfit), data)
     with pytest.raises(UserError, match=r"1 of 3 rows are in the where of no part.*\n.*row 3: kin"):
         check_verifiers(config(where), data)
     assert check_verifiers(config(where), prompts({"kind": "math"}, {"kind": "words"})) == []
     assert check_verifiers(config("{math={where={kind='math'}},exact={}}"), data) == []
+
+
+def test_rows_without_the_number_that_a_combination_reads_are_named_before_a_run():
+    by = "{math={},v={combine='%s',of=['math'],column='w'}}"
+    data = prompts({"w": 2.0}, {"w": "3"}, {"w": None}, {})
+    assert check_verifiers(config(by % "row_weight"), data) == []
+    match = r"rewards.v: 1 of 2 rows have no number.*\n  data.train, row 2: column = 'w': a row"
+    wrong = (("row_weight", "heavy"), ("row_weight", [0.5, 0.5]), ("bounded", [0.5, "x"]))
+    for combine, value in wrong:
+        with pytest.raises(UserError, match=match):
+            check_verifiers(config(by % combine), prompts({"w": 2.0}, {"w": value}))
+    with pytest.raises(UserError, match=r"rewards.v.column = 'w': the data has no such column"):
+        check_verifiers(config(by % "row_weight"), prompts({"u": 1}))

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jrl.config.judge import Criterion, judge_table
+from jrl.config.judge import Criterion, JudgeTable, checked
 from jrl.errors import UserError
 from jrl.judging.judges import Judge
 from jrl.judging.limits import COUNTS
@@ -41,7 +41,9 @@ def sample(completion, answer="4", row=0, step=0, **meta):
 
 def judged(units, reply, **options):
     """Points of units of samples by a toy judge, and the judge."""
-    table = judge_table("rewards.good", {"url": "http://localhost:1", "model": "m"} | options)
+    table = checked(
+        JudgeTable, "rewards.good", {"url": "http://localhost:1", "model": "m"} | options
+    )
     toy = Toy(reply)
     judge = Judge(table, make_form(table, "rewards.good"), Rules(), toy)
     return judge.points(units), toy
@@ -235,12 +237,18 @@ def test_srpo_pays_what_reflection_makes_of_an_answer():
     for (first, second), effect in cases.items():
         assert pay([sample(reflected(first, second))]) == [effect + 0.5]
         assert pay([sample(reflected(first, second) + "<reflection>")]) == [effect]
+        assert pay([sample("<reflection>" + reflected(first, second))]) == [effect]
     assert pay([sample("<think>t</think><answer>4</answer>")]) == [0.5]
     assert pay([sample("4")]) == [0.0]
 
 
 def test_the_length_of_a_reflection_has_a_target():
     whole, bare = (make_reward("srpo", "rewards.srpo", length=x) for x in (0.1, 0.0))
+    near = reflected("4", "4").replace("t" * 9, "t" * 400)
+    ratio = len(near) / 401
+    assert 2.1 < ratio < 2.4
+    (a,), (b,) = whole([sample(near)]), bare([sample(near)])
+    assert a - b == pytest.approx(0.1 * math.exp(-(((ratio - 2) / 0.5) ** 2)), abs=1e-12)
     for pad in (0, 30):
         text = reflected("4", "4", pad=pad)
         ratio = len(text) / 10  # nine letters of thought, and the answer
@@ -306,7 +314,7 @@ def test_a_critic_gives_levels_that_rubicon_sums_up():
     (points, _), _ = judged(units, reply, form="rubicon", criteria=criteria)
     rubric = [Criterion(**each) for each in criteria]
     assert [x for (x,) in points] == [rubicon_score([0.5, 1.0], rubric), 0.0]
-    sharper = rubicon_form(shaping=4.0)(judge_table("k", options_of(criteria)), "k")
+    sharper = rubicon_form(shaping=4.0)(checked(JudgeTable, "k", options_of(criteria)), "k")
     (more,) = sharper.points(units[0], [[[0.5, 1.0]]])
     assert more < points[0][0]
 
@@ -380,9 +388,11 @@ def test_a_plan_is_worth_the_share_of_its_solutions_that_are_right():
 
 def test_the_policy_solves_by_plans_where_a_configuration_says_so():
     options = {"model": "policy", "form": "pta_plan", "votes": 4, "temperature": 1.0}
-    table = judge_table("rewards.plan", options)
+    table = checked(JudgeTable, "rewards.plan", options)
     assert table.local
     with pytest.raises(UserError, match="rewards.plan.votes = 4 with temperature = 0"):
-        judge_table("rewards.plan", options | {"temperature": 0.0})
+        checked(JudgeTable, "rewards.plan", options | {"temperature": 0.0})
     with pytest.raises(UserError, match="write {plan} into it"):
-        check_template(judge_table("rewards.plan", options | {"template": "x"}), (), "rewards.plan")
+        check_template(
+            checked(JudgeTable, "rewards.plan", options | {"template": "x"}), (), "rewards.plan"
+        )

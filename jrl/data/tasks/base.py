@@ -101,19 +101,21 @@ def text(*tokens: Array | int) -> Text:
     return Text(jnp.stack([jnp.int32(t) for t in tokens]), jnp.ones(len(tokens), bool))
 
 
-def number(value: Array, digits: int) -> Text:
+def number(value: Array, digits: int, *, zero: int = DIGIT_0, minus: int = MINUS) -> Text:
     """The decimal form of an integer, with "-" in front when it is negative.
 
     Args:
       value: [] int32, below ``10**digits`` in magnitude.
       digits: the most digits it can have.
+      zero: the token of "0"; those of other digits follow.
+      minus: the token of "-".
 
     Returns:
       A Text of ``digits + 1`` positions, the first one for the sign.
     """
     powers = jnp.array([10**i for i in reversed(range(digits))], jnp.int32)
     size = jnp.abs(value)
-    tokens = jnp.append(jnp.int32(MINUS), (size // powers) % 10 + DIGIT_0)
+    tokens = jnp.append(jnp.int32(minus), (size // powers) % 10 + zero)
     live = jnp.append(value < 0, size >= powers).at[-1].set(True)
     return Text(tokens, live)
 

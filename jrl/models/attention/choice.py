@@ -272,64 +272,89 @@ class Owners(NamedTuple):
     row_lengths: Array | None = None
 
 
-def shared_attention(
-    kernel: str, config: ModelConfig, rows: Owners
-) -> Callable[[Array, Array, Array, Array, Array, Array | int], Array]:
-    """Attention of the tokens of rows to the prompts that they continue and to each other.
+SharedAttention = Callable[[Array, Array, Array, Array, Array, Array | int], Array]
+"""(q [R, C, H, h], prompts' k and v [M, K, b * P, h], own k and v [R, K, C, h], window) -> values
+seen [R, C, H, h]; see ``types.NetworkExtras.hidden_shared``."""
 
-    Returns:
-      (q [R, C, H, h], prompts' k and v [M, K, b * P, h], own k and v [R, K, C, h], window) ->
-      values seen [R, C, H, h]. See ``types.NetworkExtras.hidden_shared``.
-    """
+
+def shared_attention(kernel: str, config: ModelConfig, rows: Owners) -> SharedAttention:
+    """Attention of the tokens of rows to the prompts that they continue and to each other."""
     (r, c), (m, b), p = rows.positions.shape, rows.lengths.shape, rows.width
     by_length = rows.row_lengths is not None and config.window is None and continues()
     # Rows are looked at prompt by prompt, which devices must not share.
     by_length &= parts_of("batch", r) == parts_of("batch", m)
     kind = kernel_for(kernel, config, Shape(r, c, b * p + c), steady=True, lengths=by_length)
-    scale, cap = scale_of(config), config.attention_softcap
-    # Numbers of the prompts by column of a block, to compare with ``owners``.
-    slots = jnp.repeat(jnp.arange(b, dtype=jnp.int32), p)
-    columns = jnp.tile(jnp.arange(p, dtype=jnp.int32), b)
-    inside, live = columns[None] < jnp.repeat(rows.lengths, p, axis=1), rows.segments != 0
     if kind in ("splash", "blockwise"):
-        row_marks = Marks(rows.segments, rows.positions)
-        own_keys = row_marks._replace(ends=rows.ends)
-        # A prompt's id is 1 + its number in the row; 0 is padding, which nothing sees.
-        # Ids tell prompts of a block apart inside one row of keys, which kernels compare for
-        # equality.
-        keys = Marks(
-            jnp.where(inside, slots[None] + 1, 0), jnp.broadcast_to(columns[None], (m, b * p))
-        )
-        queries = Marks(jnp.where(live, rows.owners + 1, 0), rows.positions)
-        # Splash sees equal ids alone, so rows that branch are looked at block by block.
-        of_rows = kind if rows.ends is None else "blockwise"
-        kernels = _kernel(of_rows, config, None), _kernel(kind, config, p)
-
-        def by_places(
-            q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
-        ) -> Array:
-            both = Place(k, v, own_keys, row_marks), Place(before_k, before_v, keys, queries)
-            return _places(q, both, kernels, window)
-
-        return by_places
+        return _shared_by_places(kind, config, rows)
     if kind == "cudnn" and by_length:
-        assert rows.row_lengths is not None
-        lengths = Lengths(rows.lengths[:, 0], rows.row_lengths)
+        return _shared_by_lengths(config, rows)
+    return _shared_by_mask(kind, config, rows)
 
-        def by_lengths(
-            q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
-        ) -> Array:
-            rows, heads = mesh_axes("batch", m), mesh_axes("kv_heads", k.shape[1])
-            of_q, of_keys = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
-            of_lengths = jax.tree.map(lambda _: PartitionSpec(rows), lengths)
-            specs = of_q, (of_keys, of_keys), (of_keys, of_keys), of_lengths
-            look = functools.partial(continued, scale)
-            return by_device(look, specs, q, (before_k, before_v), (k, v), lengths)
 
-        return by_lengths
-    prefix_mask = live[:, :, None] & jnp.repeat(inside, r // m, axis=0)[:, None]
+def _prompt_columns(rows: Owners) -> tuple[Array, Array, Array]:
+    """The columns of a block of prompts.
+
+    Returns:
+      For each [b * P] the number of its prompt, to compare with ``owners``, and its column in that
+      prompt; and whether it holds a token, [M, b * P].
+    """
+    b, p = rows.lengths.shape[1], rows.width
+    columns = jnp.tile(jnp.arange(p, dtype=jnp.int32), b)
+    inside = columns[None] < jnp.repeat(rows.lengths, p, axis=1)
+    return jnp.repeat(jnp.arange(b, dtype=jnp.int32), p), columns, inside
+
+
+def _shared_by_places(kind: str, config: ModelConfig, rows: Owners) -> SharedAttention:
+    """By kernels that compare segments and positions, as "splash" and "blockwise" do."""
+    slots, columns, inside = _prompt_columns(rows)
+    row_marks = Marks(rows.segments, rows.positions)
+    own_keys = row_marks._replace(ends=rows.ends)
+    # A prompt's id is 1 + its number in the row; 0 is padding, which nothing sees.
+    # Ids tell prompts of a block apart inside one row of keys, which kernels compare for equality.
+    keys = Marks(
+        jnp.where(inside, slots[None] + 1, 0), jnp.broadcast_to(columns[None], inside.shape)
+    )
+    queries = Marks(jnp.where(rows.segments != 0, rows.owners + 1, 0), rows.positions)
+    # Splash sees equal ids alone, so rows that branch are looked at block by block.
+    of_rows = kind if rows.ends is None else "blockwise"
+    kernels = _kernel(of_rows, config, None), _kernel(kind, config, rows.width)
+
+    def by_places(
+        q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
+    ) -> Array:
+        both = Place(k, v, own_keys, row_marks), Place(before_k, before_v, keys, queries)
+        return _places(q, both, kernels, window)
+
+    return by_places
+
+
+def _shared_by_lengths(config: ModelConfig, rows: Owners) -> SharedAttention:
+    """By cuDNN, which is told the lengths of rows that continue one prompt each."""
+    assert rows.row_lengths is not None
+    lengths, scale = Lengths(rows.lengths[:, 0], rows.row_lengths), scale_of(config)
+
+    def by_lengths(
+        q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
+    ) -> Array:
+        of_rows = mesh_axes("batch", rows.lengths.shape[0])
+        heads = mesh_axes("kv_heads", k.shape[1])
+        of_q, of_keys = PartitionSpec(of_rows, None, heads), PartitionSpec(of_rows, heads)
+        of_lengths = jax.tree.map(lambda _: PartitionSpec(of_rows), lengths)
+        specs = of_q, (of_keys, of_keys), (of_keys, of_keys), of_lengths
+        look = functools.partial(continued, scale)
+        return by_device(look, specs, q, (before_k, before_v), (k, v), lengths)
+
+    return by_lengths
+
+
+def _shared_by_mask(kind: str, config: ModelConfig, rows: Owners) -> SharedAttention:
+    """By masks over all prompts of a row and over the row itself."""
+    scale, cap = scale_of(config), config.attention_softcap
+    slots, columns, inside = _prompt_columns(rows)
+    each = rows.positions.shape[0] // rows.lengths.shape[0]
+    prefix_mask = (rows.segments != 0)[:, :, None] & jnp.repeat(inside, each, axis=0)[:, None]
     # With one prompt a block every token belongs to it, and the mask [R, C, P] is not needed.
-    if b > 1:
+    if rows.lengths.shape[1] > 1:
         prefix_mask &= rows.owners[:, :, None] == slots[None, None]
     back_distance = rows.positions[:, :, None] - columns[None, None]
     where = rows.positions, rows.segments
@@ -346,7 +371,7 @@ def shared_attention(
             )
         if kind == "cudnn":
             # cuDNN takes one set of keys a row, so prompts are copied for each of their rows.
-            both = [jnp.repeat(x, r // m, axis=0) for x in (before_k, before_v)]
+            both = [jnp.repeat(x, each, axis=0) for x in (before_k, before_v)]
             k, v = (jnp.concatenate(x, axis=2) for x in zip(both, (k, v), strict=True))
             both_masks = jnp.concatenate([shared_mask, own_mask], axis=2)
             return cudnn(q, k, v, scale=scale, mask=both_masks)

@@ -259,7 +259,7 @@ def _product(ins: dict, where: tuple, columns: Array, mask: Any, other: Any, z: 
 def _turned(
     ins: dict, norm: str, x1: Array, x2: Array, cos: Array, sin: Array, z: Sizes
 ) -> tuple[Array, Array]:
-    """``layers.rms_norm`` and ``layers.rotate`` of vectors in two halves."""
+    """``layers.rms_norm`` and ``rope.rotate`` of vectors in two halves."""
     half, last, dtype = z.head_dim // 2, x1.ndim - 1, z.scores.dtype
     if norm in ins:
         square = (x1 * x1).sum(last) + (x2 * x2).sum(last)

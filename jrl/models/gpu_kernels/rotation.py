@@ -41,7 +41,7 @@ class Norm(NamedTuple):
 def norm_rotated(
     how: Norm, x_nhd: Array, weight: Array | None, cos_mr: Array, sin_mr: Array
 ) -> Array:
-    """``layers.rotate`` of ``layers.rms_norm``, rounded between them as there.
+    """``rope.rotate`` of ``layers.rms_norm``, rounded between them as there.
 
     Args:
       how: see ``Norm``.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -82,18 +83,12 @@ def plain_keys(game: Game) -> Game:
     if not any(impls):
         return game
 
-    def typed(state: Any) -> Any:
+    def converted(convert: Callable[[Array, Any], Array], state: Any) -> Any:
         leaves = zip(jax.tree.leaves(state), impls, strict=True)
-        return jax.tree.unflatten(
-            tree,
-            [x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in leaves],
-        )
+        return jax.tree.unflatten(tree, [x if i is None else convert(x, i) for x, i in leaves])
 
-    def plain(state: Any) -> Any:
-        leaves = zip(jax.tree.leaves(state), impls, strict=True)
-        return jax.tree.unflatten(
-            tree, [x if impl is None else jax.random.key_data(x) for x, impl in leaves]
-        )
+    typed = partial(converted, lambda x, impl: jax.random.wrap_key_data(x, impl=impl))
+    plain = partial(converted, lambda x, impl: jax.random.key_data(x))
 
     def step(state: Any, action: Array, key: Array) -> tuple[Any, Array, Array]:
         state, reward, done = game.step(typed(state), action, key)

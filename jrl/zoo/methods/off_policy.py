@@ -35,8 +35,9 @@ from jrl.methods.group_relative import grpo
 from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.policy_gradient import reinforce
 from jrl.methods.ratios import CLIPS
+from jrl.methods.replays import replay_successes
 from jrl.methods.schedule import refreshed
-from jrl.methods.stores import group_store, replay_successes
+from jrl.methods.stores import group_store
 from jrl.objectives import aggregates, ratios
 from jrl.objectives.kl import bounded_exp, estimator
 from jrl.objectives.members import first_token

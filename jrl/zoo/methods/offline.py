@@ -15,30 +15,13 @@ import jax.numpy as jnp
 
 from jrl.methods.base import Method, Schedule
 from jrl.methods.definition import published, variant
-from jrl.methods.domains import (
-    Count,
-    Fraction,
-    NonNegative,
-    Positive,
-    Whole,
-    check_band,
-    is_zero,
-)
+from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole, check_band, is_zero
 from jrl.methods.plan import Plan
+from jrl.methods.replays import replay_share
 from jrl.methods.schedule import refreshed, towards
-from jrl.methods.stores import replay_share
 from jrl.methods.supervised import best_of_batch, sft
 from jrl.objectives import advantages, aggregates, ratios, segments, transforms
-from jrl.types import (
-    Array,
-    Batch,
-    Objective,
-    Regularizer,
-    Statistic,
-    Stats,
-    Surrogate,
-    Transform,
-)
+from jrl.types import Array, Batch, Objective, Regularizer, Statistic, Stats, Surrogate, Transform
 from jrl.zoo.methods.rounds import written_problems
 from jrl.zoo.networks.token_values import TokenValues
 

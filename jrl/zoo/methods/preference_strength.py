@@ -163,7 +163,7 @@ def unranked() -> Transform:
 
 
 def difference() -> Objective:
-    """How far apart the scores of a group's responses are: J of ``meta_rm``, the mean over groups.
+    """Spread of the scores of a group's responses: J of ``meta_rm``, the mean over groups.
 
     Groups are those whose responses nobody ranked.
     """

@@ -113,7 +113,7 @@ def choose_any(state: State, query: Query) -> tuple[Selection, State]:
 
 
 def note_failed(state: State, outcome: Outcome) -> State:
-    """Which problems had no points at all in their newest group of the round."""
+    """The state with the problems whose newest group of the round had no reward at all."""
     failed, live = np.array(state["failed"]), np.asarray(outcome.live)
     lost = np.asarray(~(np.asarray(outcome.score) > 0).any(axis=1))
     failed[np.asarray(outcome.row)[live]] = lost[live]

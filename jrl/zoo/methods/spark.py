@@ -17,7 +17,7 @@ from jrl.methods.group_relative import grpo
 from jrl.methods.plan import Plan, StepView, new
 from jrl.rewards.base import Sample
 from jrl.rewards.exact import final_answer
-from jrl.rewards.judge_prompts import question_of
+from jrl.rewards.judge_prompts import filled, question_of
 from jrl.rewards.replies import read_preference, read_yes_no
 from jrl.types import SILENT
 from jrl.types.asks import Asks, Tokens
@@ -107,14 +107,15 @@ def recycled(
         def one(
             j: int, question: str = question, place: int = place, answer_of: Any = answers
         ) -> Any:
-            text = _filled(POINTWISE, question, str(answer_of[j]))
+            text = filled(POINTWISE, {"question": question, "first": str(answer_of[j])})
             return Recycled(place, text, float(right[place, j]))
 
         if correct and wrong and draw.random() >= pointwise:
             pair = draw.choice(correct), draw.choice(wrong)
             first = draw.random() < 0.5
             both = [str(answers[j]) for j in (pair if first else pair[::-1])]
-            text = _filled(PAIRWISE, question, *both)
+            fields = {"question": question, "first": both[0], "second": both[1]}
+            text = filled(PAIRWISE, fields)
             verdicts.append(Recycled(place, text, float(first), pair=True))
         elif correct and not wrong:
             verdicts.append(one(correct[0]))
@@ -126,21 +127,14 @@ def recycled(
         if shown := bad if whole else wrong:
             j = draw.choice(shown)
             attempt = dict(members)[j].completion if whole else str(answers[j])
-            reflections.append(Recycled(place, _filled(REFLECTION, question, attempt)))
+            text = filled(REFLECTION, {"question": question, "first": attempt})
+            reflections.append(Recycled(place, text))
     draw = random.Random(f"{step} {len(verdicts)} {len(reflections)}")
     return [
         each
         for listed in (verdicts, reflections)
         for each in (draw.sample(listed, most) if len(listed) > most else listed)
     ]
-
-
-def _filled(template: str, question: str, first: str, second: str = "") -> str:
-    """The text with its fields; braces in what fills them stay."""
-    parts = {"{question}": question, "{first}": first, "{second}": second}
-    for field, text in parts.items():
-        template = text.join(template.split(field)) if field in template else template
-    return template
 
 
 def _room(share: float) -> Any:

@@ -18,7 +18,7 @@ from jrl.methods.definition import variant
 from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole
 from jrl.methods.group_relative import grpo
 from jrl.methods.plan import Plan, stored_apart
-from jrl.methods.stores import replay_rare
+from jrl.methods.replays import replay_rare
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.aggregates import token_mean
 from jrl.objectives.branches import branch_means, by_branch, through

@@ -1,4 +1,4 @@
-"""Several policies of one shape as one network, for players that are each trained for themselves.
+"""Stacked policies, one per player, each trained on its own rows.
 
     method = train_policies(get_method("ppo"), policies=2, swap_every=5)
     network = method.network(network)

@@ -21,6 +21,7 @@ from jrl.rewards.verdicts import (
     Form,
     NamedForm,
     Question,
+    by_sample,
     by_steps,
     pooled,
     preferred,
@@ -186,18 +187,15 @@ def _fapo(table: JudgeTable, key: str) -> Form:
     is no verdict.
     """
 
-    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        out = []
-        for sample in samples:
-            steps = steps_of(sample.completion)
-            fields = {**shown(sample), "steps": numbered_steps(sample.completion, first=0)}
-            out.append(question(table, sample, fields, partial(read_step, count=len(steps))))
-        return out
+    def ask(sample: Sample, _: Any) -> Question:
+        fields = {**shown(sample), "steps": numbered_steps(sample.completion, first=0)}
+        read = partial(read_step, count=len(steps_of(sample.completion)))
+        return question(table, sample, fields, read)
 
-    def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[int]]) -> list[Points]:
-        return [pooled([float(step >= 0) for step in votes], table.vote) for votes in verdicts]
+    def pay(sample: Sample, _: Any, votes: Sequence[int]) -> Points:
+        return pooled([float(step >= 0) for step in votes], table.vote)
 
-    return Form(False, questions, points)
+    return by_sample(ask, pay)
 
 
 fapo = NamedForm(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from functools import partial
 
 from jrl.config.judge import JudgeTable
-from jrl.rewards.base import Points, Sample
+from jrl.rewards.base import Sample
 from jrl.rewards.judge_prompts import FormText
 from jrl.rewards.math import math_reward
-from jrl.rewards.verdicts import Form, NamedForm, Question, pooled, question
+from jrl.rewards.verdicts import Form, NamedForm, by_sample, pooled, question
 
 _PLAN = re.compile(r"<plan>(.*?)</plan>", re.DOTALL)
 
@@ -37,22 +36,12 @@ def _pta_plan(table: JudgeTable, key: str) -> Form:
     and the policy is not trained on these solutions; the first stage, which fine-tunes on plans
     that a larger model summarises, is a run of ``sft``.
     """
-
-    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        return [
-            question(table, sample, {"plan": plan}, partial(_solved, sample))
-            for sample in samples
-            if (plan := plan_of(sample.completion))
-        ]
-
-    def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
-        left = iter(verdicts)
-        return [
-            pooled(next(left), table.vote) if plan_of(sample.completion) else 0.0
-            for sample in samples
-        ]
-
-    return Form(False, questions, points)
+    return by_sample(
+        lambda sample, plan: question(table, sample, {"plan": plan}, partial(_solved, sample)),
+        lambda sample, plan, votes: pooled(votes, table.vote),
+        lambda sample: plan_of(sample.completion),
+        silent=0.0,
+    )
 
 
 def plan_of(text: str) -> str:

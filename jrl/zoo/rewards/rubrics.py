@@ -8,11 +8,19 @@ from collections.abc import Sequence
 from functools import partial
 
 from jrl.config.judge import Criterion, JudgeTable
-from jrl.rewards.base import Points, Sample
+from jrl.rewards.base import Sample
 from jrl.rewards.judge_prompts import TEXTS, FormText, shown
 from jrl.rewards.replies import read_object
 from jrl.rewards.steps import numbered_steps, steps_of
-from jrl.rewards.verdicts import Form, NamedForm, Question, by_criteria, pooled, question
+from jrl.rewards.verdicts import (
+    Form,
+    NamedForm,
+    Question,
+    by_criteria,
+    by_sample,
+    pooled,
+    question,
+)
 
 # ---------------------------------------------------------------- Rubicon
 
@@ -99,21 +107,13 @@ def _datarus(table: JudgeTable, key: str) -> Form:
         turns = sum(m["role"] == "assistant" for m in sample.messages)
         return turns or len(steps_of(sample.completion))
 
-    def questions(samples: Sequence[Sample], vote: int) -> list[Question]:
-        out = []
-        for sample in samples:
-            if n := count(sample):
-                steps = _turns(sample) if sample.messages else numbered_steps(sample.completion)
-                fields = {**shown(sample), **bounds, "steps": steps, "count": str(n)}
-                read = partial(_step_and_whole, count=n, low=low, high=high)
-                out.append(question(table, sample, fields, read))
-        return out
+    def ask(sample: Sample, n: int) -> Question:
+        steps = _turns(sample) if sample.messages else numbered_steps(sample.completion)
+        fields = {**shown(sample), **bounds, "steps": steps, "count": str(n)}
+        read = partial(_step_and_whole, count=n, low=low, high=high)
+        return question(table, sample, fields, read)
 
-    def points(samples: Sequence[Sample], verdicts: Sequence[Sequence[float]]) -> list[Points]:
-        left = iter(verdicts)
-        return [pooled(next(left), table.vote) if count(s) else None for s in samples]
-
-    return Form(False, questions, points)
+    return by_sample(ask, lambda sample, n, votes: pooled(votes, table.vote), count)
 
 
 def _turns(sample: Sample) -> str:

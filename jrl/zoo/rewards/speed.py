@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jrl.errors import UserError
-from jrl.rewards.base import Sample
-from jrl.verifiers.code import Limits, Verdicts, code, judge, last_block, task_of
+from jrl.rewards.base import Sample, options_of
+from jrl.verifiers.code import Testing, Verdicts, code, judge, last_block, task_of, whole_program
 from jrl.verifiers.code_tests import Tests
 
 
+@options_of(code, "partial", "check_solution", "check_rows", total_seconds=4.0)
 def code_speed(
     samples: list[Sample],
     slow: str = "input",
-    column: str = "",
-    language: str = "python",
-    language_column: str = "language",
     repeats: int = 3,
     least: float = 0.1,
-    seconds: float = 4.0,
-    total_seconds: float = 4.0,
-    memory_mib: float = 512.0,
-    output_kib: float = 1024.0,
-    max_tests: int = 0,
-    tolerance: float = 1e-6,
+    **options: Any,
 ) -> list[float]:
     """Programs by their tests, and by their speed beside the slow program of their row.
 
@@ -41,36 +36,28 @@ def code_speed(
     Args:
       samples: what to judge; the program is the last fenced block, or all of the completion.
       slow: the column with the row's program, "input" in PIE.
-      column: with the tests, as in ``code``.
-      language: of rows that do not say.
-      language_column: of the row's own language.
       repeats: runs of each test.
       least: in [0, 1], the least perf that counts.
-      seconds: of one test.
-      total_seconds: of all runs of one program; two are run, so that twice as much must be below
-        ``reward_pool.timeout_seconds``.
-      memory_mib: as in ``code``, as are ``output_kib``, ``max_tests`` and ``tolerance``.
-      output_kib: KiB.
-      max_tests: at most; 0 for all.
-      tolerance: of numbers.
+      **options: of ``code``; ``total_seconds``, here 4, is of all runs of one program: two are run,
+        so that twice as much must be below ``reward_pool.timeout_seconds``.
 
     Raises:
       UserError: a row without a slow program, or with one that fails its tests.
     """
-    limits = Limits(seconds, total_seconds, memory_mib, output_kib, tolerance)
-    code([], language=language, max_tests=max_tests, **limits._asdict())  # says what is wrong
+    code([], **options)  # says what is wrong
     if repeats < 1 or not 0 <= least <= 1:
         raise UserError(
             f"rewards.code_speed: repeats = {repeats} must be at least 1, least = {least} in [0, 1]"
         )
-    points = []
+    points, testing = [], Testing(**options)
     for sample in samples:
-        name, tests, program = task_of(sample, column, language, language_column, max_tests)
+        name, tests = task_of(sample.prompt, testing)
+        program = whole_program(last_block(sample.completion), sample.prompt)
         often = tests._replace(cases=list(tests.cases) * repeats)
-        verdicts = judge(program, often, name, limits)
+        verdicts = judge(program, often, name, testing)
         share = sum(verdicts.passed) / len(verdicts.passed)
         if share == 1:
-            before = _slow(sample, slow, often, name, limits)
+            before = _slow(sample, slow, often, name, testing)
             saved = 1 - _least(verdicts, len(tests.cases)) / _least(before, len(tests.cases))
             share += saved if saved >= least else 0.0
         points.append(share)
@@ -83,13 +70,13 @@ def _least(verdicts: Verdicts, count: int) -> float:
     return max(sum(each), 1e-9)
 
 
-def _slow(sample: Sample, column: str, tests: Tests, language: str, limits: Limits) -> Verdicts:
+def _slow(sample: Sample, column: str, tests: Tests, language: str, testing: Testing) -> Verdicts:
     """Verdicts on the row's own program."""
     program = sample.prompt.meta.get(column)
     row = f"rewards.code_speed: prompt {sample.prompt.id}"
     if not isinstance(program, str) or not program.strip():
         raise UserError(f"{row} has no program in {column!r}; name the column in slow")
-    verdicts = judge(last_block(program), tests, language, limits)
+    verdicts = judge(last_block(program), tests, language, testing)
     if not all(verdicts.passed):
         raise UserError(
             f"{row}: its program in {column!r} passes {sum(verdicts.passed)} of"

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from jrl.episodes.tools import Tool, ToolError
+from jrl.episodes.tools import Tool, ToolError, one_text
 
 _LONGEST, _MOST_BITS = 1000, 4096
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
@@ -102,15 +102,9 @@ def calculator_tool(name: str = "calculator") -> Tool:
     async def call(expression: str) -> str:
         return str(calculate(expression))
 
-    expression = {"type": "string", "description": "such as 2 * (3 + 4) ** 2"}
     return Tool(
         name=name,
         description="Computes an arithmetic expression.",
-        parameters={
-            "type": "object",
-            "properties": {"expression": expression},
-            "required": ["expression"],
-            "additionalProperties": False,
-        },
+        parameters=one_text("expression", description="such as 2 * (3 + 4) ** 2"),
         call=call,
     )

@@ -54,7 +54,7 @@ def convex_da(
 
 
 def hull_vertices(vectors: Any) -> list[int]:
-    """Which of n points are corners of their convex hull on their two principal components.
+    """Indices of the corners of n points' convex hull on their two principal components.
 
     Args:
       vectors: [n, D] float.

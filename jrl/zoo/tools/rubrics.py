@@ -11,6 +11,7 @@ import numpy as np
 
 from jrl.config.judge import JudgeTable
 from jrl.rewards.base import Sample
+from jrl.rewards.judge_prompts import filled
 from jrl.rewards.replies import read_object
 from jrl.rewards.verdicts import make_form
 from jrl.types import Prompt
@@ -74,7 +75,8 @@ def contrastive_rubrics(
     for row in rows:
         prompt, ranked = str(row["prompt"]), _ranked(row)
         texts = "\n\n".join(f"Response {i}:\n{x}" for i, (x, _) in enumerate(ranked, 1))
-        rubric = _criteria(write(_as_user(_filled(_CONTRAST + _FORM, prompt, texts))))
+        fields = {"prompt": prompt, "responses": texts}
+        rubric = _criteria(write(_as_user(filled(_CONTRAST + _FORM, fields))))
         strict = [(a, b) for (a, s), (b, t) in itertools.combinations(ranked, 2) if s > t]
         if not rubric or not strict:
             continue
@@ -95,7 +97,7 @@ def writer_rows(pairs: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
         hard = [c["text"] for c in pair["rubric"] if c.get("veto")]
         soft = [c["text"] for c in pair["rubric"] if not c.get("veto")]
         rubric = json.dumps({"hard": hard, "principles": soft})
-        question = _filled(_ALONE + _FORM, pair["question"])
+        question = filled(_ALONE + _FORM, {"prompt": pair["question"]})
         rows[question, rubric] = {"question": question, "answer": rubric}
     return list(rows.values())
 
@@ -119,8 +121,11 @@ def with_rubrics(
       write: writes rubrics, such as the model that ``writer_rows`` trained.
       question: the column of the prompt.
     """
-    written = ((row, write(_as_user(_filled(_ALONE + _FORM, str(row[question]))))) for row in rows)
-    return [{**row, "rubric": rubric} for row, reply in written if (rubric := _criteria(reply))]
+
+    def rubric_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return _criteria(write(_as_user(filled(_ALONE + _FORM, {"prompt": row[question]}))))
+
+    return [{**row, "rubric": rubric} for row in rows if (rubric := rubric_of(row))]
 
 
 def central_rows(
@@ -177,12 +182,6 @@ def _judged(
     (points,) = form.points(samples, [[] if v is None else [v] for v in verdicts])
     row = {"question": prompt, "rubric": rubric, "chosen": chosen, "rejected": rejected}
     return points == 1, row | {"questions": texts, "replies": replies}
-
-
-def _filled(template: str, prompt: str, responses: str = "") -> str:
-    """The template with its fields; braces in what fills them stay."""
-    before, _, after = template.partition("{prompt}")
-    return before + prompt + responses.join(after.split("{responses}"))
 
 
 def _as_user(text: str) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jrl.episodes.tools import Tool
+from jrl.episodes.tools import Tool, one_text
 from jrl.errors import UserError
 
 _WORD = re.compile(r"\w+")
@@ -87,12 +87,7 @@ def search_tool(
     return Tool(
         name=name,
         description="Searches the documents by words.",
-        parameters={
-            "type": "object",
-            "properties": {"query": {"type": "string"}},
-            "required": ["query"],
-            "additionalProperties": False,
-        },
+        parameters=one_text("query"),
         call=call,
         longest=count * (longest + 20),
     )

@@ -5,15 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.models.attention.dense import (
-    Past,
-    attend,
-    attend_shared,
-    visible,
-)
+from jrl.models.attention.dense import Past, attend, attend_shared, visible
 from jrl.models.config import NO_ROPE, Rope
 from jrl.models.decode import write
-from jrl.models.layers import angles, frequencies, rotate
+from jrl.models.rope import angles, frequencies, rotate
 
 B, Q, C, H, K, D = 2, 5, 7, 6, 3, 4
 

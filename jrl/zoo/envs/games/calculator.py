@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 
 from jrl.data.tasks.base import Problem as Expression
-from jrl.data.tasks.base import Text, check_range, integers, join, split_generator
+from jrl.data.tasks.base import Text, check_range, integers, join, number, split_generator
 from jrl.episodes.device import Env, Turn
 from jrl.models.tokenizer import STOP_ID, char_tokenizer
 from jrl.types import Array
@@ -180,11 +180,7 @@ def parse_number(tokens: Array, begin: Array, end: Array) -> tuple[Array, Array]
 
 def decimal(value: Array) -> Text:
     """The decimal form of an integer of at most nine digits."""
-    powers = jnp.array([10**i for i in reversed(range(DIGITS))], jnp.int32)
-    size = jnp.abs(value)
-    tokens = jnp.append(jnp.int32(MINUS), (size // powers) % 10 + DIGIT_0)
-    live = jnp.append(value < 0, size >= powers).at[-1].set(True)
-    return Text(tokens.astype(jnp.int32), live)
+    return number(value, DIGITS, zero=DIGIT_0, minus=MINUS)
 
 
 def _token(token: Array) -> Text:

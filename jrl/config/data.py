@@ -1,9 +1,7 @@
-"""Configuration tables with several kinds: ``[data]``, ``[tree]`` and ``[optimizer]``.
+"""``[data]``: a table with its own keys for each kind of data.
 
-Each kind of data is a table with its own keys, so that a key of another kind cannot be given. What
-is given says which kind it is: ``data.task``, ``data.env``, ``data.pairs``, a recording or
-dialogues in ``data.train``, or none. A tree says it in ``tree.kind``. An optimizer's own keys are
-the arguments of the function that ``optimizer.name`` names.
+A key of another kind cannot be given. What is given says which kind it is: ``data.task``,
+``data.env``, ``data.pairs``, a recording or dialogues in ``data.train``, or none.
 """
 
 from __future__ import annotations
@@ -12,27 +10,9 @@ import re
 import string
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
-
-def key(default: Any, text: str, **limits: Any) -> Any:
-    """A field with its description and numeric limits."""
-    if isinstance(default, dict | list):
-        value = default
-        return Field(default_factory=lambda: type(value)(value), description=text, **limits)
-    return Field(default=default, description=text, **limits)
-
-
-class Table(BaseModel):
-    """Base of all tables: unknown keys are errors, types are exact, values are immutable."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-
-# ---------------------------------------------------------------- data
-
+from jrl.config.base import Table, key
 
 _PROMPT_TOKENS = 512
 
@@ -580,105 +560,3 @@ Data = Annotated[
     | Annotated[EpisodeData, Tag("data.env and data.train")],
     Discriminator(_data_kind),
 ]
-
-
-# ---------------------------------------------------------------- the tree of a group
-
-TREE_KIND = (
-    "branch: members leave one another at tokens, or behind answers of an environment; search: they"
-    " are the leaves of a search; none: they are drawn apart; method: as the method has it"
-)
-
-
-class MethodTree(Table):
-    """Members are drawn as the method says."""
-
-    kind: Literal["method"] = key("method", TREE_KIND)
-
-
-class NoTree(Table):
-    """Members are drawn apart."""
-
-    kind: Literal["none"] = key("none", TREE_KIND)
-
-
-class BranchTree(Table):
-    """Members branch off one another. A key left out is the method's, if its members branch."""
-
-    kind: Literal["branch"] = key("branch", TREE_KIND)
-    at: Literal["entropy", "gap", "surprise", "even"] | None = key(
-        None, "which tokens are left; entropy unless the method says otherwise"
-    )
-    roots: int | None = key(None, "members drawn from the prompt; 0: half of the group", ge=0)
-    rounds: int | None = key(
-        None, "rounds in which members branch; of a search, in which nodes are expanded", ge=1
-    )
-    above: float | None = key(
-        None,
-        "what the number of a token must exceed, in nats for entropy and surprise, in probability"
-        " for gap; not read with even",
-        ge=0,
-    )
-
-
-class SearchTree(Table):
-    """Members are leaves of a search. A key left out is the method's, if it searches."""
-
-    kind: Literal["search"] = key("search", TREE_KIND)
-    by: (
-        Literal["uct", "puct", "frontier", "best_first", "beam", "greedy", "dvts", "best_of_n"]
-        | None
-    ) = key(None, "how nodes are chosen; puct unless the method says otherwise")
-    rounds: int | None = key(None, BranchTree.model_fields["rounds"].description or "", ge=1)
-    width: int | None = key(None, "steps drawn from a node", ge=1)
-    tokens: int | None = key(
-        None,
-        "most tokens of a step of text, which ends with a line, too; not read in episodes",
-        ge=1,
-    )
-    exploration: float | None = key(
-        None, "how much uct and puct count that a node was seldom visited", ge=0
-    )
-
-
-def _tree_kind(value: Any) -> str | None:
-    """The tag of a dict or of a table; None where a dict has no kind."""
-    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-    return None if kind is None else f"tree.kind = {kind!r}"
-
-
-Tree = Annotated[
-    Annotated[MethodTree, Tag("tree.kind = 'method'")]
-    | Annotated[NoTree, Tag("tree.kind = 'none'")]
-    | Annotated[BranchTree, Tag("tree.kind = 'branch'")]
-    | Annotated[SearchTree, Tag("tree.kind = 'search'")],
-    Discriminator(_tree_kind),
-]
-
-
-# ---------------------------------------------------------------- the optimizer
-
-
-class Optimizer(Table):
-    """The optimizer and its schedule; further keys are arguments of the optimizer's function."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str = key(
-        "adamw",
-        "optimizer of optax by name, such as adamw, sgd, lion or adafactor, or a function of your"
-        " own as FILE.py:function or module:function, called with the learning rate; its other"
-        " arguments, such as b1, b2 or weight_decay (0 when not set), are further keys of"
-        " [optimizer]",
-    )
-    learning_rate: float = key(1e-6, "learning rate at its peak", ge=0)
-    schedule: Literal["constant", "cosine", "linear"] = key(
-        "constant", "learning rate after the warm-up; cosine and linear fall to 0 at the last step"
-    )
-    warmup_steps: int = key(0, "training steps over which the learning rate rises from 0", ge=0)
-    clip_norm: float = key(1.0, "largest global gradient norm; 0 does not clip", ge=0)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The further keys: arguments of the optimizer's function."""
-        return dict(self.model_extra or {})

@@ -1,0 +1,143 @@
+"""The episodes of a run on the host: its environment, checked, as a source."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from jrl.collect.host_episodes import HostEpisodes, check_group, check_parts, close_env
+from jrl.collect.run_rows import run_rows
+from jrl.collect.tree_search import run_estimate
+from jrl.config.secrets import reveal
+from jrl.episodes.branching import EpisodeBranches
+from jrl.episodes.calls import Calls
+from jrl.episodes.chat import Format
+from jrl.episodes.configured import configured_env
+from jrl.episodes.follow import summary_room
+from jrl.episodes.host import HostEnv, format_of, nothing_shared
+from jrl.errors import UserError
+from jrl.sampling.places import entropy
+from jrl.sampling.slots import Measure
+from jrl.setup.features import check_division, check_features, host_features
+from jrl.setup.reward_parts import SUCCESS, RunRewards, reward_tables
+from jrl.setup.run import Run, run_features
+from jrl.types import Prompt
+
+
+def check_host(run: Run) -> None:
+    """Raises UserError for an environment, a template or a method that episodes cannot use."""
+    env = _env(run)
+    try:
+        paid_parts(run, env)
+        check_group(env, run.config.sampling.group)
+        check_features(host_features(env, run_features(run)))
+        check_division(env.players, run.network)
+        chat = format_of(env, run.tokenizer)
+        _check_contexts(run, env, chat)
+        for note in chat.notes:
+            logging.getLogger("jrl").warning("data.env: %s", note)
+    finally:
+        if env.lifecycle.shutdown is not nothing_shared:  # this one plays no episode
+            close_env(Calls(), env)
+
+
+def paid_parts(run: Run, env: HostEnv) -> tuple[str, ...]:
+    """The reward parts of a run that its environment pays.
+
+    Raises:
+      UserError: a part that neither the environment nor a reward function gives, or a function
+        under the name of a part of the environment.
+    """
+    parts, weights = (*env.parts, SUCCESS), run.rewards.weights
+    tables = reward_tables(run.config)
+    for name in weights:
+        function = tables[name].function
+        if name in parts and function is not None:
+            raise UserError(
+                f"rewards.{name}.function = {function!r}, and the environment pays a part of that"
+                " name; give the function's part another name"
+            )
+    check_parts(env, run.rewards.given_by("data"))
+    # a part of the environment goes before a function of the library that has the same name
+    functions = {n for n in run.rewards.given_by("function") if ":" not in n}
+    by_environment = functions | set(run.rewards.given_by("data"))
+    return tuple(n for n in weights if n in parts and n in by_environment)
+
+
+def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
+    """Raises UserError for contexts that leave no room to speak."""
+    contexts, room = env.limits.contexts, run.config.sampling.max_new_tokens
+    if contexts == 1:
+        return
+    key = f"data.contexts = {contexts}"
+    if (needed := summary_room(env, chat)) >= room:
+        raise UserError(
+            f"{key}: a summary of up to data.summary_tokens = {env.limits.summary_tokens} and what"
+            f" asks for it take {needed} tokens of sampling.max_new_tokens = {room}; raise that, or"
+            " lower data.summary_tokens"
+        )
+
+
+def host_source(
+    run: Run,
+    prompts: Sequence[Prompt],
+    group: int,
+    *,
+    split: str = "train",
+    temperature: float | None = None,
+    width: int = 0,
+) -> HostEpisodes:
+    """The episodes of a run's environment.
+
+    Args:
+      run: whose ``data.env`` returns the environment.
+      prompts: what episodes are about.
+      group: members.
+      split: "train" or "eval".
+      temperature: None for the run's.
+      width: of a search at evaluation; 0 for none.
+    """
+    sampling, env = run.config.sampling, _env(run)
+    check_group(env, group)
+    evaluates = split == "eval"
+    tree = None if evaluates else run.method.draw.tree
+    search = None if evaluates else run.method.draw.search
+    branches = None if tree is None else EpisodeBranches(tree, group, sampling.slots)
+    measure: Measure | None = entropy if width or search is not None else None
+    measure = measure if branches is None else branches.measure
+    paid = {name: run.rewards.weights[name] for name in paid_parts(run, env)}
+    rows = run_rows(
+        run,
+        run.config.train.prompts * max(group, width, 0 if search is None else search.width),
+        stop_tokens=run.tokenizer.stop_ids,
+        max_new_tokens=sampling.max_new_tokens,
+        split=split,
+        temperature=temperature,
+        measure=measure,
+    )
+    return HostEpisodes(
+        env,
+        format_of(env, run.tokenizer),
+        rows,
+        prompts=prompts,
+        seed=None if evaluates else run.config.data.order_seed(run.config.seed),
+        tokenizer=run.tokenizer,
+        weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else paid,
+        speaks=_reads_messages(run.rewards) and not evaluates,
+        split=split,
+        tree=branches or search,
+        estimate=None if search is None else run_estimate(run),
+    )
+
+
+def _reads_messages(rewards: RunRewards) -> bool:
+    """Whether anything on the host judges what was said."""
+    on_host = rewards.given_by("function") or rewards.given_by("judge")
+    return bool(on_host or rewards.text_models)
+
+
+def _env(run: Run) -> HostEnv:
+    """The environment that the configuration names."""
+    data: Any = run.config.data
+    return configured_env(data.env, reveal(data.options, "data"))

@@ -1,0 +1,181 @@
+"""Parts of one's own, tried before anything compiles: a source's draw, and a method's functions.
+
+Nothing is sampled: completions are one token each. So a wrong signature or shape is an error of one
+line at the start, and not an exception behind the first compiled programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jrl.collect.collector import on_host
+from jrl.collect.edit import edited, learned, outcome_of
+from jrl.collect.groups import PlacedGroups, batch_of, place
+from jrl.collect.members import demonstration_rollout, flagged, widths
+from jrl.collect.plan import Now, Setting, first_asks, new_collected, view_of
+from jrl.collect.sources import Groups, simple_request
+from jrl.collect.sources_own import make_own_source, padded
+from jrl.errors import UserError
+from jrl.setup.kinds import EnvKind, SourceKind, TaskKind, TextKind
+from jrl.setup.run import Run
+from jrl.train import programs
+from jrl.train.batches import setting_of
+from jrl.train.shapes import abstract_batch, abstract_parameters
+from jrl.types import Prompt, Rollout
+from jrl.types.asks import Ask, DrawRequest, Tokens
+from jrl.user_code import made_by
+
+
+def check_own_parts(run: Run) -> None:
+    """Raises UserError for a source or a method of one's own that does not fit the run."""
+    if type(run.kind) is SourceKind:
+        _try_source(run)
+    # What other kinds of data label their groups with is known when they are drawn.
+    labelled = type(run.kind) in (TextKind, TaskKind, EnvKind) and not run.method.draw.shares
+    if ":" in run.config.method and labelled and getattr(run.kind.task, "players", 1) == 1:
+        _try_method(run)
+
+
+class Unsampled(NamedTuple):
+    """A run's sampler before it compiles: completions of one token that no policy sampled.
+
+    Attributes:
+      width: P, tokens.
+      limit: T, tokens.
+    """
+
+    width: int
+    limit: int
+
+    def __call__(self, request: DrawRequest, prompts: Sequence[Prompt]) -> Rollout:
+        """As ``sources_own.Sampler``."""
+        tokens = padded(request, prompts, self.width)
+        return flagged(_unsampled(tokens, widths(request.asks), self.limit), request.asks)
+
+
+def _unsampled(prompts: Tokens, members: int, limit: int) -> Rollout:
+    n = len(prompts.lengths)
+    tokens, ones = np.zeros((n, limit), np.int32), np.ones(n, np.int32)
+    return demonstration_rollout(
+        prompts.ids, prompts.lengths, tokens, ones, np.ones(n, bool), members
+    )
+
+
+def _tried(key: str, function: Callable[..., Any], *args: Any) -> Any:
+    """The result; what fails is a UserError that names the key, and the line where it can."""
+    try:
+        return function(*args)
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(key) else f"{key}: {text}") from None
+
+
+# ---------------------------------------------------------------- a source
+
+
+def _try_source(run: Run) -> None:
+    """Draws once from a source of one's own, by all its methods but ``finish``."""
+    data: Any = run.config.data
+    limit, n = run.config.sampling.max_new_tokens, run.config.train.prompts
+    checked, key = make_own_source(run, Unsampled(run.width, limit)), f"data.train = {data.train!r}"
+    name, tickets = type(checked.source).__name__, np.arange(n, dtype=np.int32)
+    rows = np.asarray(made_by(checked.order, key, tickets))
+    if rows.shape != (n,) or not np.issubdtype(rows.dtype, np.integer):
+        raise UserError(
+            f"{key}: {name}.order returned {rows.dtype} of shape {rows.shape} for {n} tickets;"
+            f" return ({n},) int32, the row of each"
+        )
+    root = np.asarray(jax.random.key_data(jax.random.key(run.config.seed)))
+    pair = made_by(checked.prompts, key, root, rows)
+    if not isinstance(pair, tuple) or len(pair) != 2 or len(pair[1]) != n:
+        raise UserError(
+            f"{key}: {name}.prompts returned {pair!r:.60} for {n} rows; return (subjects, prompts),"
+            f" {n} of each"
+        )
+    group = run.config.sampling.group
+    request = simple_request(root, {"policy": ()}, np.int32(0), tickets, group, rows=rows)
+    _tried(key, made_by, checked.draw, key, request)
+    if not isinstance(notes := made_by(checked.notes, key), dict):
+        raise UserError(
+            f"{key}: {name}.notes returned {notes!r:.40}; return a dict, {{}} for no state"
+        )
+
+
+# ---------------------------------------------------------------- a method
+
+
+def _try_method(run: Run) -> None:
+    """Calls the parts of a method on groups without rewards, and traces its training step."""
+    key, setting = f"method = {run.config.method!r}", setting_of(run)
+    problems = run.kind.problems(run.data, setting.prompts)
+    weights = np.asarray(setting.weights, np.float32)
+    setting = setting._replace(weights=weights, order=lambda tickets: tickets % problems)
+    if (curriculum := setting.method.curriculum) is not None and curriculum.between is not None:
+        # It may test problems before it chooses.
+        setting = setting._replace(method=setting.method._replace(curriculum=None))
+    with on_host():
+        groups = _tried(key, made_by, _trained_groups, key, run, setting)
+    batch = batch_of(groups, sampled=run.method.draw.samples)
+    _tried(key, made_by, _trace_step, key, run, batch)
+
+
+def _trained_groups(run: Run, setting: Setting) -> PlacedGroups:
+    """The groups of a step by a method's curriculum, plan, rewards and edits, one after another."""
+    method, now = setting.method, Now(np.zeros(2, np.uint32), np.int32(0))
+    collected = new_collected(setting)
+    first = first_asks(collected, now, setting)
+    groups = place(_groups(run, first.origin.number.shape), first.origin, setting.weights, None)
+    shape = groups.rewards.shape
+    groups = method.rewards(groups, view_of(0, first.collected, now, setting))
+    if not isinstance(groups, PlacedGroups) or groups.rewards.shape != shape:
+        returned = getattr(groups, "rewards", groups)
+        raise UserError(
+            f"rewards returned {getattr(returned, 'shape', type(returned).__name__)}; return the"
+            f" groups with reward parts of shape {shape}, as jrl.methods.of_parts does"
+        )
+    if method.plan.next is not None:
+        _check_asks(method.plan.next(groups, view_of(1, first.collected, now, setting)))
+    trained, _, _ = edited(groups, first.collected, now, setting)
+    if (curriculum := method.curriculum) is not None:
+        assert setting.table is not None
+        outcome = outcome_of(groups, trained, None, now.step, setting.table)
+        before, after = first.collected, learned(curriculum, first.collected, outcome)
+        forms: list[Any] = [jax.tree.structure(x.curriculum) for x in (before, after)]
+        if forms[0] != forms[1]:
+            raise UserError("curriculum.update returned another state than it was given")
+    return trained
+
+
+def _groups(run: Run, shape: tuple[int, int]) -> Groups:
+    """Groups of a run without rewards, with the labels and statistics that its data give."""
+    (n, members), kind, like = shape, run.kind, abstract_batch(run)
+    t = kind.new_tokens
+    prompts = Tokens(np.zeros((n, run.width), np.int32), np.ones(n, np.int32))
+
+    def zeros(x: Any) -> np.ndarray:
+        return np.zeros((n, members, t)[: len(x.shape)], x.dtype)
+
+    ids = {name: zeros(x) for name, x in like.ids.items()}
+    stats = {name: zeros(x) for name, x in like.stats.items() if name == "paid"}
+    points = np.zeros((n, members, len(run.rewards.weights)), np.float32)
+    return Groups(_unsampled(prompts, members, t), points, None, {}, ids, stats)
+
+
+def _check_asks(asks: Any) -> None:
+    """Raises UserError for what is no tuple of asks."""
+    if not isinstance(asks, tuple) or not all(isinstance(ask, Ask) for ask in asks):
+        raise UserError(
+            f"plan.next returned {asks!r:.60}; return a tuple of asks, such as"
+            " (more(groups, count, width),), or () for none"
+        )
+
+
+def _trace_step(run: Run, batch: Any) -> None:
+    """Traces the training step on the shapes of a batch."""
+    state, _ = programs.abstract_state(run)
+    with jax.set_mesh(run.mesh):
+        jax.eval_shape(programs.make_train_step(run), state, batch, abstract_parameters(run))
