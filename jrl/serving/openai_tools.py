@@ -101,14 +101,14 @@ def read_tools(body: Json, parser: Parser | None, fail: Callable[..., Exception]
         )
     for name in choice.names or ():
         if name not in names:
-            has = ", ".join(map(repr, names))
-            raise fail(
-                f"tool_choice names the function {name!r:.60}; tools has {has}", "tool_choice"
-            )
+            problem = f"tool_choice names the function {name!r:.60}; tools has "
+            raise fail(problem + ", ".join(map(repr, names)), "tool_choice")
+    barred: frozenset[str] = frozenset()
     if choice.only is None and choice.names is not None:
-        tools = tuple(each for each in tools if each["function"]["name"] in choice.names)
+        barred = frozenset(names) - set(choice.names)
+        tools = tuple(each for each in tools if each["function"]["name"] not in barred)
     single = choice.only is not None or body.get("parallel_tool_calls") is False
-    return Tools(tools, parser, choice.mode == "required", choice.only, single)
+    return Tools(tools, parser, choice.mode == "required", choice.only, single, barred)
 
 
 class _Choice(NamedTuple):
