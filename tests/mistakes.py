@@ -75,7 +75,7 @@ def set_up(place: pathlib.Path, overrides: Sequence[str], probe: bool = False) -
     run = build.setup(config)
     programs.check_trainable(run)
     check_sources(run)
-    check_reward_columns(config, run.data.prompts.get("train") or ())
+    check_reward_columns(config, run.data.prompts)
     check_metric_names(run)
     if not config.data.scored:
         with reward_pool(config) as pool:
@@ -198,6 +198,7 @@ SOUND = {
     # A template fills in no system message where it is empty, metrics are divided by no column;
     # a text may hold any character.
     *{("data.system", "empty"), ("data.system", "null"), ("log.by", "empty")},
+    ("eval.variants_of", "empty"),
     # What is bad is worth less than nothing; a limit may be below 0.
     *{("rewards.exact.weight", "negative"), ("rewards.verify.weight", "negative")},
     *{("watch.loss.above", "negative"), ("rewards.format.pattern", "null")},

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jrl.rewards.kill import memory_bytes, tree
+from jrl.rewards.kill import TreeMemory, tree
 
 if TYPE_CHECKING:
     from jrl.episodes.sandbox import SandboxLimits
@@ -32,6 +32,7 @@ async def watch(pid: int, limits: SandboxLimits, directory: str | None) -> str:
       directory: the run's files; None where they have a file system of their own.
     """
     orphans: list[int] = []
+    memory = TreeMemory()
     for look in itertools.count(1):
         await asyncio.sleep(_LOOK_SECONDS)
         if directory is not None and look % _LOOKS == 0:
@@ -40,7 +41,7 @@ async def watch(pid: int, limits: SandboxLimits, directory: str | None) -> str:
                 return "files"
         # Where it is set apart, orphans are children of the first process inside.
         pids = dict.fromkeys([*tree(pid), *orphans])
-        if memory_bytes(pids, above=limits.memory_bytes) > limits.memory_bytes:
+        if memory.bytes(pids, above=limits.memory_bytes) > limits.memory_bytes:
             return "memory"
     raise AssertionError("count never ends")
 

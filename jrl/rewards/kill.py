@@ -47,23 +47,41 @@ def children(pid: int) -> list[int]:
     return pids
 
 
-def memory_bytes(pids: Iterable[int], above: int = 0, in_files: int = 0) -> int:
-    """Memory of processes; 0 where there is no /proc.
+class TreeMemory:
+    """Memory of a process tree that is looked at several times a second.
 
-    Args:
-      pids: of the processes.
-      above: where the sum of their resident sets is larger than this, pages that several of them
-        share are counted once, which takes the kernel longer to say.
-      in_files: bytes of files in memory that they write. Those that are mapped are in the resident
-        sets too, and counted once.
+    Pages that several processes share, as forks do, are counted once. The kernel takes milliseconds
+    a process to say so: it is asked where a tree may have grown beyond a limit since it last was,
+    and else at most a hundredth of the time.
     """
-    pids = list(pids)
-    total = sum(_resident(pid) for pid in pids)
-    if not 0 < above < total + in_files or (len(pids) == 1 and not in_files):
-        return total + in_files
-    parts = [_proportional(pid) for pid in pids]
-    mapped = sum(shared for _, shared in parts)
-    return sum(size for size, _ in parts) - mapped + max(mapped, in_files)
+
+    def __init__(self) -> None:
+        self._total = self._shared = 0  # when the kernel was last asked; and what counted twice
+        self._next = 0.0
+
+    def bytes(self, pids: Iterable[int], above: int = 0, in_files: int = 0) -> int:
+        """Memory at present; 0 where there is no /proc.
+
+        Args:
+          pids: of the processes.
+          above: shared pages matter where the sum of resident sets is larger than this.
+          in_files: bytes of files in memory that they write. Those that are mapped are in the
+            resident sets too, and counted once.
+        """
+        pids = list(pids)
+        total = sum(map(_resident, pids)) + in_files
+        if not 0 < above < total or (len(pids) == 1 and not in_files):
+            return total
+        growth = max(total - self._total, 0)
+        if time.monotonic() < self._next and self._total - self._shared + growth <= above:
+            return self._total - self._shared + growth
+        begin = time.thread_time()
+        parts = [_proportional(pid) for pid in pids]
+        mapped = sum(shared for _, shared in parts)
+        exact = sum(size for size, _ in parts) - mapped + max(mapped, in_files)
+        self._total, self._shared = total, total - exact
+        self._next = time.monotonic() + 100 * (time.thread_time() - begin)
+        return exact
 
 
 def _proportional(pid: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from jrl.rewards.base import Returned, RewardFn, Sample
 from jrl.rewards.call import Failure, call, class_name, error_text
-from jrl.rewards.kill import adopt_orphans, children, kill_tree, memory_bytes, tree
+from jrl.rewards.kill import TreeMemory, adopt_orphans, children, kill_tree, tree
 from jrl.rewards.priority import LOWEST, set_priority, waited_seconds
 from jrl.rewards.shared_memory import WrittenFiles
 
@@ -111,7 +111,7 @@ class RewardWorker:
         self._waited_behind = self._waited_before = 0.0  # until, and when ``behind`` last changed
         self._largest = _LARGEST_REPLY
         self._number = 0  # of the latest call; the answer to loading has number 0
-        self._files = WrittenFiles()
+        self._files, self._memory = WrittenFiles(), TreeMemory()
         # Printing is read between other work; a blocking read would hold up every call.
         os.set_blocking(self.output.fileno(), False)
         if sys.platform == "linux":  # so that one who prints much seldom waits for a reader
@@ -202,7 +202,7 @@ class RewardWorker:
     def memory_bytes(self, above: int) -> int:
         """Memory of the process and its descendants, including /dev/shm and memfds."""
         pids = tree(self.pid)
-        return memory_bytes(pids, above, self._files.bytes(pids))
+        return self._memory.bytes(pids, above, self._files.bytes(pids))
 
     def kill(self, *, its_files: bool = False) -> None:
         """Kills the process and its descendants; ``its_files`` removes its /dev/shm files too.

@@ -125,6 +125,7 @@ class Workers:
         self._seconds: deque[float] = deque(maxlen=64)  # of the last calls
         self._beside, self._spares = max(count, _BESIDE), 0
         self._measured, self._measure = 0.0, False  # when memory was last looked at; whether to now
+        self._looked = 0.0  # when all workers were
         # A new call must not wait for the next look.
         self._woken, self._waker = multiprocessing.Pipe(duplex=False)
 
@@ -203,9 +204,7 @@ class Workers:
             while self._next():
                 self._start_enough()
                 self._hand_out()
-                self._put_behind()
-                self._wait()
-                for worker in list(self._living):
+                for worker in self._wait():
                     finished = self._look_at(worker)
                     if finished is not None:
                         self._finish(*finished)
@@ -310,8 +309,8 @@ class Workers:
                 with self._changed:
                     self._waiting.appendleft(job)
 
-    def _wait(self) -> None:
-        """Returns when a worker has sent something, after a tenth of a second at most."""
+    def _wait(self) -> list[RewardWorker]:
+        """The workers that have sent something or are out of time; at times all of them."""
         limit, shows = self._limits.timeout_seconds, self.printed <= _PRINTED
         times = [worker.charged_seconds(limit) for worker in self._busy()]
         rest = limit - max(times, default=0.0)
@@ -319,17 +318,30 @@ class Workers:
         if shows:  # else those that print would keep this thread busy
             pipes += [worker.output for worker in self._living]
         # At most a tenth of a second, since memory grows without any message.
-        timeout = max(min(rest, _LOOK_SECONDS if shows else _FLOOD_SECONDS), 0.001)
-        if self._woken in connection.wait([*pipes, self._woken], timeout=timeout):
+        period = _LOOK_SECONDS if shows else _FLOOD_SECONDS
+        ready = connection.wait([*pipes, self._woken], timeout=max(min(rest, period), 0.001))
+        if self._woken in ready:
             with self._changed:
                 self._woken.recv_bytes()
                 self._awake = False
-        # Memory is measured on a clock of its own: messages may wake this loop thousands of times a
-        # second.
-        self._measure = time.monotonic() - self._measured > _LOOK_SECONDS
+        # These have clocks of their own: messages may wake this loop thousands of times a second,
+        # and calls that hang must not make each of them dear.
+        now = time.monotonic()
+        self._measure = now - self._measured > _LOOK_SECONDS
         if self._measure:
-            self._measured = time.monotonic()
+            self._measured = now
             self._processes.tidy()
+            self._put_behind()
+        if now - self._looked > period:
+            self._looked = now
+            return list(self._living)
+        return [
+            worker
+            for worker in self._living
+            if worker.connection in ready
+            or worker.output in ready
+            or (worker.call is not None and worker.charged_seconds(limit) > limit)
+        ]
 
     def _look_at(self, worker: RewardWorker) -> tuple[Job, list[Returned] | Failure] | None:
         """The finished call of a worker, if any; kills the worker if it is beyond a limit."""

@@ -60,7 +60,7 @@ def obstacles(config: Config) -> list[str]:
     if kind is not None and method is not None and tokenizer is not None:
         read = look(lambda: kind.read(tokenizer, method, _head))
         if read is not None:
-            look(lambda: check_reward_columns(config, read.prompts["train"]))
+            look(lambda: check_reward_columns(config, read.prompts))
             look(lambda: check_judges(config, read.prompts["train"]))
             look(lambda: check_text_models(config, read.prompts["train"]))
     if note := missing_math(config):

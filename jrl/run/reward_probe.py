@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -88,12 +88,14 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
     pool.probe(names, sample, run.config.sampling.group)
 
 
-def check_reward_columns(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raises UserError for a reward function whose columns the training prompts do not have.
+def check_reward_columns(config: Config, splits: Mapping[str, Sequence[Prompt]]) -> None:
+    """Raises UserError for a column that a key or a reward function names and the data lack.
 
     And where the library's own would compare texts with an answer that is a table.
     """
+    prompts = splits.get("train", ())
     check_column("log.by", config.log.by, prompts)
+    check_column("eval.variants_of", config.eval.variants_of, splits.get("eval", ()))
     tables = reward_tables(config)
     checkers = {n for n in config.rewards if function_of(n, tables[n]) in ("exact", "math")}
     for name in sorted(checkers):

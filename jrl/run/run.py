@@ -162,7 +162,7 @@ def _set_up(
     run = build.setup(config)
     programs.check_trainable(run)
     check_sources(run)
-    check_reward_columns(run.config, run.data.prompts.get("train") or ())
+    check_reward_columns(run.config, run.data.prompts)
     data = run.data.prompts
     for note in check_verifiers(run.config, data) + check_references(run.config, data):
         echo(note)

@@ -140,7 +140,7 @@ def test_memory_that_cannot_be_read_in_detail_counts_in_full(monkeypatch):
         return open(path, **how)
 
     monkeypatch.setattr(kill, "open", refuse, raising=False)
-    assert kill.memory_bytes([os.getpid(), os.getppid()], above=1) > 10 << 20
+    assert kill.TreeMemory().bytes([os.getpid(), os.getppid()], above=1) > 10 << 20
 
 
 @PROC
