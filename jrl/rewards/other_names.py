@@ -6,6 +6,7 @@ any.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 
@@ -92,14 +93,14 @@ def gsm8k(
 def math_reward(samples: list[Sample]) -> list[float]:
     r"""Verl's ``math_reward``, of MATH: 1 where the last ``\boxed{...}`` is the answer, else 0.
 
-    Departure: the two are compared by the grammar of ``jrl.rewards.answers``, not letter for letter
-    after replacements.
+    Departure: the two are compared as ``math`` does it, not letter for letter after replacements.
     """
-    answers = [boxed(sample.completion) for sample in samples]
-    return [
-        float(answer is not None and same_answer(answer, str(sample.prompt.answer)))
-        for answer, sample in zip(answers, samples, strict=True)
-    ]
+    points = []
+    for sample in samples:
+        answer = boxed(sample.completion)
+        alone = dataclasses.replace(sample, completion=f"\\boxed{{{answer}}}")
+        points.append(0.0 if answer is None else math([alone])[0])
+    return points
 
 
 def math_batch(samples: list[Sample]) -> list[float]:

@@ -87,6 +87,7 @@ def test_verl_s_by_name():
     stated = [sample("\\boxed{5} \\boxed{4}"), sample("The answer is 4."), sample("\\boxed{5}")]
     for name in ("math_reward", "math_batch"):
         assert points(name, *stated) == [1.0, 0.0, 0.0]
+        assert points(name, sample(r"\boxed{2^2}")) == [1.0]
     for name in ("math_verify", "prime_math"):
         assert points(name, *stated) == [1.0, 1.0, 0.0]
 

@@ -26,8 +26,16 @@ TESTS = {"inputs": [f"{n}\n" for n in (*range(10), 11, 13)]}
 TESTS["outputs"] = TESTS["inputs"]
 
 
-def test_a_share_of_the_first_ten_tests():
-    """0 and the five odd ones of the ten are right, and both after them."""
+def test_a_share_of_the_first_ten_tests(monkeypatch):
+    """0 and the five odd ones of the ten are right, and both after them; each program runs once."""
+    ran, judge = {}, verl.judge
+
+    def once(program, tests, *limits, stop):
+        if program.strip() not in ran:
+            ran[program.strip()] = judge(program, tests, *limits)
+        return ran[program.strip()]
+
+    monkeypatch.setattr(verl, "judge", once)
     half, whole = sample(HALF, TESTS), sample("```python\nprint(input())\n```", TESTS)
     assert points("prime_code", half, whole) == [0.0, 1.0]
     assert points("prime_code", half, whole, continuous=True) == [0.6, 1.0]
