@@ -20,8 +20,8 @@ from jrl.methods import (
 )
 from jrl.objectives import per_group
 from jrl.run.own_parts import check_own_parts
-from jrl.train import programs
 from jrl.train.build import setup
+from jrl.train.trainable import check_trainable
 from jrl.types import Surrogate
 
 GRPO = grpo()
@@ -39,7 +39,7 @@ def check(method, monkeypatch):
     own = importlib.import_module("tests_own_method")
     monkeypatch.setattr(own, "mine", method)
     run = setup(load_config(None, [*TASK, "method=tests_own_method:mine"]))
-    programs.check_trainable(run)
+    check_trainable(run)
     check_own_parts(run)
 
 
