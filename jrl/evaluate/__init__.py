@@ -104,12 +104,13 @@ class Evaluator:
     """
 
     def __init__(self, run: Run, pool: RewardPool | None) -> None:
-        column = run.config.eval.variants_of
-        check_column("eval.variants_of", column, run.data.prompts.get("eval") or ())
         self.run = run = programs.as_evaluated(run)
         self.pool = pool
         self.progress = ""  # how far an evaluation is; read by another thread
         self._source = run_source(run, pool, split="eval") if self.available else None
+        if self.available:
+            column, prompts = run.config.eval.variants_of, run.data.prompts.get("eval", ())
+            check_column("eval.variants_of", column, prompts)
 
     @property
     def available(self) -> bool:
