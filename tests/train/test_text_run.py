@@ -493,8 +493,7 @@ def test_a_served_model_judges(place, tmp_path, monkeypatch):
     assert record["judge_calls"] > 0
     assert record["judge_failures"] == record["judge_timeouts"] == record["judge_unreadable"] == 0
     points = {round(s["rewards"]["clear"], 4) for s in samples}
-    assert points <= {0.0, 0.3333, 0.6667, 1.0}
-    assert len(points) > 1
+    assert points <= {0.0, 0.3333, 0.6667, 1.0}  # the server's draws are its own, and may agree
     assert len(list((tmp_path / "run" / "judge").rglob("*.json"))) > 1
 
 
