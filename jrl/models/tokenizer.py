@@ -1,7 +1,8 @@
 """Text to token ids and back: what every tokenizer has, and that of the procedural tasks.
 
 Every tokenizer has ``vocab_size``, ``eos_id``, ``pad_id``, ``stop_ids``, ``encode``,
-``encode_plain``, ``decode`` and ``chat``; see ``Tokenizer``.
+``encode_plain``, ``decode`` and ``chat``; see ``Tokenizer``. Those of checkpoints are in
+``file_tokenizer``, and by their names here too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jrl.errors import UserError
+from jrl.models.file_tokenizer import FileTokenizer as FileTokenizer
+from jrl.models.file_tokenizer import load_tokenizer as load_tokenizer
 
 PAD_ID = 0
 STOP_ID = 1
