@@ -50,8 +50,8 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
     "docs/python.md": {"from jrl import fit": "test_readme::test_the_example_of_the_docs_runs"},
     "docs/own.md": {
         "# mine.py": "test_readme::test_the_example_trains_with_a_method_from_a_file",
-        "import jax": "test_readme::test_the_example_trains_with_a_method_from_a_file",
         "# pull.py": "test_docs_commands::test_every_command_of_a_block_runs",
+        "import jax": "test_readme::test_the_example_trains_with_a_method_from_a_file",
         "# again.py": "test_docs_commands::test_every_command_of_a_block_runs",
         "# doubles.py": "test_docs_commands::test_every_command_of_a_block_runs",
         "# mytask.py": "test_docs_commands::test_every_command_of_a_block_runs",

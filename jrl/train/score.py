@@ -258,7 +258,33 @@ def score(
     assert value is not None or not reads_values, "an objective that needs values has a network"
     value = value if reads_values else None
     shared = _shares_prompts(batch, nets, value)
-    states, stats, router = (_states_shared if shared else _states)(params, batch, nets, value)
+    states: dict[str, Array] = {}
+    stats: Stats = {}
+    router: Stats = {}
+    if shared:
+        routed = shared_rows(batch)
+        plain = routed._replace(routing=None)
+        for name, net in nets.items():
+            # Other policies have their own routers, for which nothing is on record.
+            rows_of_policy = routed if name == "policy" else plain
+            states[name], sums = net.extras.hidden_shared(params[name], rows_of_policy)  # type: ignore[misc]
+            router = sums if name == "policy" else router
+        if value is not None:
+            stats["values"] = value.apply_shared(params["value"], states["policy"], plain)  # type: ignore
+    else:
+        sequences = rows(batch)
+        before, tokens = sequences.before[:, :, None], constrain(sequences.tokens, "batch", None)
+        where = sequences.positions, sequences.segments
+        for name, net in nets.items():
+            hidden, sums = net.hidden(params[name], tokens, *where)
+            router = sums if name == "policy" else router
+            # Only states that predict completion tokens: logits of prompt tokens are never
+            # computed.
+            states[name] = jnp.take_along_axis(hidden, before, axis=1)
+            if name == "policy" and value is not None:
+                values = value.apply(params["value"], hidden, tokens, *where)
+                stats["values"] = along_columns(values, sequences.before)
+
     # States are D numbers a token, ids one: moving the ids is cheaper.
     # Log-probabilities are made where the states are: tokens follow the packing, not the reverse.
     targets, packing = batch.tokens.reshape(n * g, t), batch.packing if shared else None
@@ -283,51 +309,6 @@ def score(
     names = want | {statistic.name for statistic in statistics}
     selected = {k: v.reshape(n, g, t) for k, v in stats.items() if k in names}
     return selected | router if "router" in want else selected
-
-
-def _states_shared(
-    params: Params, batch: Batch, networks: Mapping[str, Network], value: ValueNetwork | None
-) -> tuple[dict[str, Array], Stats, Stats]:
-    """``_states`` of rows that share their prompts, and may be packed: [R, C, D] and [R, C]."""
-    states: dict[str, Array] = {}
-    router: Stats = {}
-    routed = shared_rows(batch)
-    plain = routed._replace(routing=None)
-    for name, net in networks.items():
-        # Other policies have their own routers, for which nothing is on record.
-        rows_of_policy = routed if name == "policy" else plain
-        states[name], sums = net.extras.hidden_shared(params[name], rows_of_policy)  # type: ignore[misc]
-        router = sums if name == "policy" else router
-    if value is None:
-        return states, {}, router
-    values = value.apply_shared(params["value"], states["policy"], plain)  # type: ignore[misc]
-    return states, {"values": values}, router
-
-
-def _states(
-    params: Params, batch: Batch, networks: Mapping[str, Network], value: ValueNetwork | None
-) -> tuple[dict[str, Array], Stats, Stats]:
-    """One pass through each network.
-
-    Returns:
-      The hidden states [B, T, D] that predict completion tokens, by policy; "values" [B, T], or
-      [B, T, outputs], with a value network; and the sums of the policy's router.
-    """
-    states: dict[str, Array] = {}
-    stats: Stats = {}
-    router: Stats = {}
-    sequences = rows(batch)
-    before, tokens = sequences.before[:, :, None], constrain(sequences.tokens, "batch", None)
-    where = sequences.positions, sequences.segments
-    for name, net in networks.items():
-        hidden, sums = net.hidden(params[name], tokens, *where)
-        router = sums if name == "policy" else router
-        # Only states that predict completion tokens: logits of prompt tokens are never computed.
-        states[name] = jnp.take_along_axis(hidden, before, axis=1)
-        if name == "policy" and value is not None:
-            values = value.apply(params["value"], hidden, tokens, *where)
-            stats["values"] = along_columns(values, sequences.before)
-    return states, stats, router
 
 
 def _shares_prompts(
