@@ -143,6 +143,23 @@ def test_memory_that_cannot_be_read_in_detail_counts_in_full(monkeypatch):
     assert kill.TreeMemory().bytes([os.getpid(), os.getppid()], above=1) > 10 << 20
 
 
+def test_pages_that_forks_share_are_asked_for_again_when_they_may_matter(monkeypatch):
+    """Not at every look, but at once where the tree may have grown beyond the limit."""
+    resident, calls = {1: 60, 2: 60}, []
+    monkeypatch.setattr(kill, "_resident", lambda pid: resident.get(pid, 60))
+    monkeypatch.setattr(kill, "_proportional", lambda pid: (calls.append(pid) or 35, 0))
+    monkeypatch.setattr(kill.time, "thread_time", iter(range(100)).__next__)  # a second each
+    memory = kill.TreeMemory()
+    assert memory.bytes([1, 2], above=100) == 70  # 120 resident, 50 of them counted twice
+    assert memory.bytes([1, 2], above=100) == 70
+    resident[1] = 80
+    assert memory.bytes([1, 2], above=100) == 90  # 20 more at most
+    assert calls == [1, 2]
+    resident[1] = 100
+    assert memory.bytes([1, 2], above=100) == 70
+    assert calls == [1, 2, 1, 2]
+
+
 @PROC
 def test_shared_memory_of_others_does_not_count(tmp_path):
     """What was there before, what is only read, and what another process writes."""

@@ -61,22 +61,22 @@ def darling(
 def _neighbours(texts: Sequence[str], ask: Callable[..., Sequence[float]]) -> np.ndarray:
     """[n, n] bool: which texts are equivalent."""
     near = np.zeros((len(texts), len(texts)), bool)
-    asked = []
+    pairs = []
     for i, j in itertools.combinations(range(len(texts)), 2):
         words = [texts[k].lower().split() for k in (i, j)]
         longest = max(map(len, words))
         if longest <= _SHORT:
             near[i, j] = near[j, i] = len({*words[0]} & {*words[1]}) * 2 >= longest
         else:
-            asked.append((i, j))
-    if not asked:
+            pairs.append((i, j))
+    if not pairs:
         return near
-    likely = list(ask([texts[i] for i, _ in asked], [texts[j] for _, j in asked]))
-    if len(likely) != len(asked):
+    likely = list(ask([texts[i] for i, _ in pairs], [texts[j] for _, j in pairs]))
+    if len(likely) != len(pairs):
         raise UserError(
-            f"rewards.darling.equivalent returned {len(likely)} probabilities for {len(asked)}"
+            f"rewards.darling.equivalent returned {len(likely)} probabilities for {len(pairs)}"
             " pairs"
         )
-    for (i, j), probability in zip(asked, likely, strict=True):
+    for (i, j), probability in zip(pairs, likely, strict=True):
         near[i, j] = near[j, i] = probability > 0.5
     return near
