@@ -117,20 +117,20 @@ def test_functions_of_ones_own_get_their_secrets(tmp_path, monkeypatch):
         "def sgd(rate, tokens):\n    seen.append(tokens)\n    return optax.sgd(rate)\n"
     )
     sizes = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
-    own = f"{tmp_path}/own.py"
+    module = f"{tmp_path}/own.py"
     config = load_config(
         None,
         [
-            *(f"data.task='{own}:task'", "data.auth='env:THE_KEY'", f"model.config={sizes}"),
-            *(f"method='{own}:method'", "objective.api_key=abc"),
-            *(f"optimizer.name='{own}:sgd'", "optimizer.tokens=['env:THE_KEY']"),
+            *(f"data.task='{module}:task'", "data.auth='env:THE_KEY'", f"model.config={sizes}"),
+            *(f"method='{module}:method'", "objective.api_key=abc"),
+            *(f"optimizer.name='{module}:sgd'", "optimizer.tokens=['env:THE_KEY']"),
         ],
     )
     run = build.setup(config)
     assert isinstance(run.optimizer, optax.GradientTransformation)
-    seen = _module(own).seen
-    assert {"sk-77x", "abc"} <= {x for x in seen if isinstance(x, str)}
-    assert ["sk-77x"] in seen
+    arguments = _module(module).seen
+    assert {"sk-77x", "abc"} <= {x for x in arguments if isinstance(x, str)}
+    assert ["sk-77x"] in arguments
     assert "THE_KEY" in dump(config)
     assert "abc" not in dump(config)
 
@@ -240,8 +240,8 @@ def test_the_environment_gives_what_stands_beside_a_name(value, monkeypatch):
 
 
 def test_messages_hold_no_secrets():
-    told = "rewards.j.url = 'http://me:pw12@host/v1?api_key=pw12&n=3' refuses sk-abcdefghpw12345"
-    shown = without_secrets(told)
+    text = "rewards.j.url = 'http://me:pw12@host/v1?api_key=pw12&n=3' refuses sk-abcdefghpw12345"
+    shown = without_secrets(text)
     assert "pw12" not in shown
     assert "n=3" in shown
     plain = "train.max_tokens = 'x'; see http://host/page?token_count=3 or data.answer_key = 'y'"

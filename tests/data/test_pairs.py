@@ -185,8 +185,8 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_what_is_wrong_is_said_with_its_line(message):
-    assert message in (said := fails(WRONG[message]))
-    assert said.startswith("line 1: ")
+    assert message in (error := fails(WRONG[message]))
+    assert error.startswith("line 1: ")
 
 
 def test_kinds_do_not_mix_and_messages_need_the_chat_template():
@@ -251,9 +251,9 @@ def test_the_batch_says_who_is_there_and_what_counts():
 
 
 def test_samples_become_pairs_of_best_and_worst():
-    drawn = [("p", " ", -1.0), ("p", "a", 0.5), ("q", "x", 1.0)]
-    drawn += [("p", "b", 1.0), ("q", "y", 1.0), ("p", "c", 0.0)]
-    samples = [{"prompt": p, "completion": c, "reward": r} for p, c, r in drawn]
+    triples = [("p", " ", -1.0), ("p", "a", 0.5), ("q", "x", 1.0)]
+    triples += [("p", "b", 1.0), ("q", "y", 1.0), ("p", "c", 0.0)]
+    samples = [{"prompt": p, "completion": c, "reward": r} for p, c, r in triples]
     best = {"prompt": "p", "chosen": "b", "rejected": "c"}
     assert pairs_of_samples(samples) == [best]
     assert pairs_of_samples(samples, gap=1.0) == []
@@ -295,7 +295,7 @@ def test_steps_and_their_values_stand_at_their_tokens():
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"responses": [[7], "8"]}, r"responses\[1\] = 8 with a prompt of token ids; give a list"),
         ({"responses": [[7], []]}, r"responses\[1\] = \[\] with a prompt of token ids"),
@@ -310,8 +310,8 @@ def test_steps_and_their_values_stand_at_their_tokens():
         (STEPS | {"step_values": [[1], [2]]}, r"step_values\[1\] = \[2\]; give 2 numbers"),
     ],
 )
-def test_what_is_wrong_with_token_ids_is_named(more, said):
-    with pytest.raises(UserError, match=said):
+def test_what_is_wrong_with_token_ids_is_named(more, message):
+    with pytest.raises(UserError, match=message):
         read(IDS | more)
 
 
