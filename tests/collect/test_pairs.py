@@ -170,7 +170,7 @@ def test_the_order_is_a_function_of_seed_epoch_and_place(dpo):
     run = build.setup(dpo[0])
     sizes = sizes_of(*run.data.judged.values())
 
-    def seen(seed, cursor, prompts=5):
+    def row_order(seed, cursor, prompts=5):
         source = JudgedSource(run.data.judged["pairs"], sizes, seed)
         setting = Setting(run.method, prompts, 1, np.ones(1))
         collector = Collector(source, setting, run.mesh, sampled=False)
@@ -178,11 +178,11 @@ def test_the_order_is_a_function_of_seed_epoch_and_place(dpo):
         assert after == cursor + prompts
         return batch.ids["prompt"].tolist()
 
-    first, second = seen(3, 0) + seen(3, 5), seen(3, 10) + seen(3, 15)
+    first, second = row_order(3, 0) + row_order(3, 5), row_order(3, 10) + row_order(3, 15)
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    assert seen(3, 0, 10) == first != seen(4, 0, 10)
-    assert seen(None, 0, 10) == list(range(10))
+    assert row_order(3, 0, 10) == first != row_order(4, 0, 10)
+    assert row_order(None, 0, 10) == list(range(10))
 
 
 def test_the_evaluation_counts_every_pair_once(dpo):
@@ -258,8 +258,8 @@ def test_a_reward_model_rewards_another_run(place, rewarder, tmp_path):
     # The column stands where the configuration names the part, with other rewards or alone.
     for tables, column in (({"exact", "model"}, 1), ({"model"}, 0)):
         weights = dict.fromkeys(sorted(tables), 1.0)
-        drawn = groups._replace(rewards=np.full((len(judged), 2, column), 7.0, np.float32))
-        source = SimpleNamespace(draw=lambda request, drawn=drawn: drawn)
+        sampled_groups = groups._replace(rewards=np.full((len(judged), 2, column), 7.0, np.float32))
+        source = SimpleNamespace(draw=lambda request, sampled_groups=sampled_groups: sampled_groups)
         rest = [name for name in weights if name != "model"]
         stages, request = [model_stage(run.rewards)], SimpleNamespace(step=0)
         rewards = JudgedParts(source, rest, stages, list(weights)).draw(request).rewards
@@ -548,11 +548,11 @@ def test_a_reward_model_tells_responses_of_a_later_policy_apart(place, tmp_path)
         {"prompt": r["prompt"], "responses": [r["chosen"], r["rejected"]], "scores": [1.0, 0.0]}
         for r in pairs(0, 8)
     ]
-    drawn = [
+    sampled_rows = [
         {"prompt": r["prompt"], "responses": ["ab", "mz", "qa"], "scores": [0.0, 0.0, 0.0]}
         for r in pairs(8, 8)
     ]
-    rows = [row for both in zip(ranked, drawn, strict=True) for row in both]
+    rows = [row for both in zip(ranked, sampled_rows, strict=True) for row in both]
     path = json.dumps(str(write_rows(tmp_path / "rows.jsonl", rows)))
     more = (f"data.pairs={path}", "train.microbatches=1", "train.steps=12", "train.prompts=8")
     more += ("eval.every=0", "checkpoint.every=0")
@@ -622,9 +622,9 @@ def test_pairs_of_a_task_are_read_with_its_tokenizer(place, tmp_path):
     task = build.setup(load_config(None, [x for x in TASK if "=" in x])).task
     rows = []
     problems = jax.jit(jax.vmap(lambda key: task.generate(key, "train")))
-    drawn = jax.device_get(problems(jax.random.split(jax.random.key(0), 4)))
+    problem_batch = jax.device_get(problems(jax.random.split(jax.random.key(0), 4)))
     for i in range(4):
-        prompt, answer = task.render(jax.tree.map(lambda x, i=i: x[i], drawn))
+        prompt, answer = task.render(jax.tree.map(lambda x, i=i: x[i], problem_batch))
         rows.append({"prompt": prompt, "chosen": answer, "rejected": answer[:-1] + "?"})
     path = json.dumps(str(write_rows(tmp_path / "task.jsonl", rows)))
     more = (*TASK, f"data.pairs={path}", f"data.eval={path}")
@@ -656,8 +656,8 @@ def test_rows_with_a_rationale_or_with_scores_are_trained_on(place, tmp_path, na
         for i, row in enumerate(pairs(0, 8))
     ]
     write_rows(tmp_path / "rows.jsonl", rows)
-    held = rows if name == "reward_augmented_dpo" else list(pairs(40, 6))
-    write_rows(tmp_path / "held.jsonl", held)
+    eval_rows = rows if name == "reward_augmented_dpo" else list(pairs(40, 6))
+    write_rows(tmp_path / "held.jsonl", eval_rows)
     more = [f"method={name}", "train.steps=2", "sampling.max_new_tokens=24"]
     more += [f"data.pairs={tmp_path}/rows.jsonl", f"data.eval={tmp_path}/held.jsonl"]
     more += ["data.overlong=truncate", "eval.every=0", "checkpoint.every=0"]
@@ -695,8 +695,10 @@ def test_a_token_that_the_model_has_no_row_for_is_named_with_its_row(place, tmp_
     rows = [{"prompt": [1], "responses": [[2, last], [3]], "scores": [1, 0]} for last in (31, 32)]
     path = json.dumps(str(write_rows(tmp_path / "ids.jsonl", rows)))
     ids = (f"data.pairs={path}", "data.eval=", "train.prompts=2")
-    said = refused(place, tmp_path, *ids)
-    assert "ids.jsonl': a response of row 2 holds token id 32, and the model's vocabulary" in said
+    message = refused(place, tmp_path, *ids)
+    assert (
+        "ids.jsonl': a response of row 2 holds token id 32, and the model's vocabulary" in message
+    )
     rows[1]["responses"][0][1] = 31
     write_rows(tmp_path / "ids.jsonl", rows)
     assert build.setup(settings(place, tmp_path / "run", "dpo.toml", *ids))
