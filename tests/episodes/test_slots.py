@@ -48,9 +48,9 @@ def table_of(slots=1, parked=1, choose=cheapest):
 
 
 def episode(member, opening=(1, 2)):
-    made = Episode(0, member, Prompt(0, "", np.zeros(0, np.int32), None), 5)
-    made.open(None, np.array(opening, np.int32), 0)
-    return made
+    opened_episode = Episode(0, member, Prompt(0, "", np.zeros(0, np.int32), None), 5)
+    opened_episode.open(None, np.array(opening, np.int32), 0)
+    return opened_episode
 
 
 def say(table, one, *tokens):

@@ -80,7 +80,7 @@ def test_calls_are_answered_in_order_until_there_is_none(env):
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "count"),
+    ("text", "message", "count"),
     [
         (
             call("ad", x=1),
@@ -93,9 +93,9 @@ def test_calls_are_answered_in_order_until_there_is_none(env):
         (call("echo", text="hang"), "Error: echo took more than 0.2 seconds", "tool_timeouts"),
     ],
 )
-def test_the_policys_mistakes_are_told(env, text, said, count):
+def test_the_policys_mistakes_are_told(env, text, message, count):
     _, feedback = turn(env, opened(env)[0], text)
-    assert feedback.messages[0]["content"].startswith(said)
+    assert feedback.messages[0]["content"].startswith(message)
     assert (feedback.done, feedback.metrics[count]) == (False, 1)
 
 
@@ -154,7 +154,7 @@ def test_families_whose_results_are_users_words():
 
 
 @pytest.mark.parametrize(
-    ("tools", "said"),
+    ("tools", "message"),
     [
         ([], "at least one"),
         ([TOOLS[0]] * 2, "another tool has this name"),
@@ -164,8 +164,8 @@ def test_families_whose_results_are_users_words():
         ([TOOLS[1]._replace(seconds=0)], "seconds = 0; must be above 0"),
     ],
 )
-def test_tools_that_cannot_be_used_are_named(tools, said):
-    with pytest.raises(UserError, match=said):
+def test_tools_that_cannot_be_used_are_named(tools, message):
+    with pytest.raises(UserError, match=message):
         tool_env(tools, HERMES, reward, Limits())
 
 
@@ -194,8 +194,10 @@ def test_an_answer_that_was_cut_is_truncated_unless_it_is_right(env):
 def test_ids_that_the_policy_gave_come_back():
     mistral = get_parser("mistral")
     env = tool_env(TOOLS, mistral, reward, Limits())
-    told = [Call("calculator", {"expression": "1"}, given) for given in ("abc123456", "a b", "")]
-    _, feedback = turn(env, opened(env)[0], "\n".join(map(mistral.render, told)))
+    calls = [
+        Call("calculator", {"expression": "1"}, call_id) for call_id in ("abc123456", "a b", "")
+    ]
+    _, feedback = turn(env, opened(env)[0], "\n".join(map(mistral.render, calls)))
     ids = [m["tool_call_id"] for m in feedback.messages]
     assert ids == ["abc123456", "call00001", "call00002"]
 
