@@ -129,16 +129,19 @@ def rollout_of(method, step, table, parts=1):
     prompts = 1 + places % (V - 1)
     sampled, logprobs = jax.device_get(sampler()(jax.random.key(step), table, prompts))
     members, greedy, demonstrations = draws(method)
-    given = solutions(rng, demonstrations)
+    solution_tokens = solutions(rng, demonstrations)
     if method.lacks.startswith("answers of the weaker model"):
-        given[..., 0] = rng.choice(BAD, given.shape[:2])
+        solution_tokens[..., 0] = rng.choice(BAD, solution_tokens.shape[:2])
     counts = (members - greedy - demonstrations, greedy, demonstrations)
     assert counts[0] <= G
 
-    def joined(own, others):
-        return np.concatenate([own[:, : counts[0]], own[:, G:][:, :greedy], others], axis=1)
+    def joined(sampled, others):
+        return np.concatenate([sampled[:, : counts[0]], sampled[:, G:][:, :greedy], others], axis=1)
 
-    tokens, logprobs = joined(sampled, given), joined(logprobs, np.zeros(given.shape))
+    tokens, logprobs = (
+        joined(sampled, solution_tokens),
+        joined(logprobs, np.zeros(solution_tokens.shape)),
+    )
     kind = np.repeat(np.arange(3), counts)
     ended = np.cumsum(tokens == STOP, axis=2)
     mask = (ended - (tokens == STOP)) == 0
@@ -170,8 +173,8 @@ def placed(rollout, rewards):
 def left_by(edit, rollout, rewards):
     """[B, G] bool: the members that an edit leaves in their groups."""
     keys, numbers = jax.random.split(jax.random.key(0), len(rewards)), np.arange(len(rewards))
-    made, _ = edit.apply((), placed(rollout, rewards), EditView(0, keys[0], keys, numbers < 0))
-    return np.asarray(made.members())
+    edited, _ = edit.apply((), placed(rollout, rewards), EditView(0, keys[0], keys, numbers < 0))
+    return np.asarray(edited.members())
 
 
 def batch_of(method, step, table, parts=1):
@@ -179,12 +182,12 @@ def batch_of(method, step, table, parts=1):
 
     Edits that store completions leave the batch as it is: no prompt has come before.
     """
-    rollout, rewards, places, given = rollout_of(method, step, table, parts)
+    rollout, rewards, places, demonstrations = rollout_of(method, step, table, parts)
     members = ~rollout.baseline
     for edit in method.edits:
         if isinstance(edit.init, Stateless):
             members &= left_by(edit, rollout, rewards)
-    external = np.broadcast_to(given[:, None], rollout.mask.shape) & rollout.mask
+    external = np.broadcast_to(demonstrations[:, None], rollout.mask.shape) & rollout.mask
     batch = Batch(
         prompt_tokens=rollout.prompt_tokens,
         prompt_lengths=rollout.prompt_lengths.astype(int),
@@ -245,11 +248,11 @@ def scorer(statistics, also=()):
 @functools.lru_cache(maxsize=8)
 def updater(statistics):
     """(params, moments, frozen, batch, gradients by statistics) -> params, moments, norm."""
-    found = scorer(statistics)
+    score = scorer(statistics)
 
     @jax.jit
     def update(params, moments, frozen, batch, gradients):
-        _, pull = jax.vjp(lambda params: found(params | frozen, batch), params)
+        _, pull = jax.vjp(lambda params: score(params | frozen, batch), params)
         (gradient,) = pull(gradients)
         changes, moments = OPTIMIZER.update(gradient, moments, params)
         return optax.apply_updates(params, changes), moments, optax.tree.norm(gradient)

@@ -225,7 +225,7 @@ def check(
         test shows nothing; False to do without.
       **shape: for ``ragged``.
     """
-    seen = dict.fromkeys(wrt, 0.0)
+    largest = dict.fromkeys(wrt, 0.0)
     for seed, spread in batches:
         d = ragged(seed, spread=spread, **shape)
         if prepare is not None:
@@ -233,8 +233,8 @@ def check(
             d.live = d.mask & d.members[..., None]
         assert_matches(method, reference, d, wrt)
         _, gradients = run(method, d, wrt)
-        seen = {name: max(top, np.abs(gradients[name]).max()) for name, top in seen.items()}
-    assert not some or min(seen.values()) > 1e-6, seen
+        largest = {name: max(top, np.abs(gradients[name]).max()) for name, top in largest.items()}
+    assert not some or min(largest.values()) > 1e-6, largest
 
 
 def assert_matches(method, reference, d, wrt=("logprobs",)):

@@ -38,13 +38,13 @@ COEFFICIENTS = {"mpo": {"threshold": 0.5}, "fact_rlhf": {"stop_penalty": 0.1}}
 def example(name):
     """The method of that name as the tables build it."""
     published = all_methods()[name]
-    given = COEFFICIENTS.get(name, {})
+    options = COEFFICIENTS.get(name, {})
     made_up = {
         c.name: c.domain.example
         for c in published.coefficients.values()
-        if c.required and c.name not in given
+        if c.required and c.name not in options
     }
-    return published(**made_up, **given)
+    return published(**made_up, **options)
 
 
 def out_of_reach(name):
@@ -88,7 +88,7 @@ def numbers(name, seed=0, spread=0.3, reward=1.0):
       reward: points, the scale of the rewards.
     """
     method = example(name)
-    g, greedy, given = draws(method)
+    g, greedy, demonstrations = draws(method)
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, T + 1, (N, g))
     lengths[0, 0] = 0
@@ -96,32 +96,34 @@ def numbers(name, seed=0, spread=0.3, reward=1.0):
     members = rng.random((N, g)) < 0.9
     members[1] = False  # an empty group
     if method.draw.samples:
-        members[2] = np.arange(g) == g - 1 - given  # a group with one member
+        members[2] = np.arange(g) == g - 1 - demonstrations  # a group with one member
     baseline = np.broadcast_to(np.arange(g) < greedy, (N, g)).copy()
     members &= ~baseline
-    external = np.broadcast_to(np.arange(g) >= g - given, (N, g))
+    external = np.broadcast_to(np.arange(g) >= g - demonstrations, (N, g))
     rewards = rng.choice([0.0, 0.25, 1.0], (N, g)) * reward
     rewards[3] = rewards[3, 0]  # equal rewards
-    drawn = np.minimum(rng.normal(-1.5, 0.4, (N, g, T)), -0.01)
+    logprobs = np.minimum(rng.normal(-1.5, 0.4, (N, g, T)), -0.01)
     if spread > 1:  # ratios far above 1 need tokens that the sampler found unlikely
-        drawn -= np.abs(spread * rng.normal(size=drawn.shape)) * (rng.random(drawn.shape) < 0.5)
+        logprobs -= np.abs(spread * rng.normal(size=logprobs.shape)) * (
+            rng.random(logprobs.shape) < 0.5
+        )
 
     def near():
-        return np.minimum(drawn + spread * rng.normal(size=drawn.shape), -1e-3)
+        return np.minimum(logprobs + spread * rng.normal(size=logprobs.shape), -1e-3)
 
     brought = {statistic.name: statistic for statistic in method.objective.statistics}
-    shares = {key: rng.uniform(0.05, 0.95, drawn.shape) for key in sorted(brought)}
+    shares = {key: rng.uniform(0.05, 0.95, logprobs.shape) for key in sorted(brought)}
     stats = {key: near() for key in sorted(method.objective.needs) if key.endswith("_logprobs")}
     stats |= {key: value for key, value in shares.items() if brought[key].start}
     for key in ("rollout_entropy", "rollout_values"):
-        stats[key] = np.abs(rng.normal(size=drawn.shape))
-    stats["sampler_logprobs"] = np.where(external[..., None], 0, drawn)
+        stats[key] = np.abs(rng.normal(size=logprobs.shape))
+    stats["sampler_logprobs"] = np.where(external[..., None], 0, logprobs)
     stats["external"] = 1.0 * np.broadcast_to(external[..., None], mask.shape)
     trained = {key: value for key, value in shares.items() if not brought[key].start}
     trained |= {
         "logprobs": near(),
-        "entropy": np.abs(rng.normal(size=drawn.shape)),
-        "values": rng.normal(size=drawn.shape),
+        "entropy": np.abs(rng.normal(size=logprobs.shape)),
+        "values": rng.normal(size=logprobs.shape),
     }
     turns = np.cumsum(rng.random((N, g, T)) < 0.3, axis=2)
     batch = Batch(
@@ -167,14 +169,14 @@ def reordered(trained, batch, prompts, members):
 def with_garbage(trained, batch, rng):
     """The same batch with NaN and junk wherever nothing may be read."""
     live = batch.mask & batch.members[..., None]
-    there = np.arange(T) < batch.lengths[..., None]
+    is_live = np.arange(T) < batch.lengths[..., None]
     spoil = lambda x: np.where(live, x, np.nan)  # noqa: E731
     unread = ~batch.members & ~batch.baseline
     return jax.tree.map(spoil, trained), batch.replace(
-        tokens=np.where(there, batch.tokens, rng.integers(0, 9, batch.tokens.shape)),
+        tokens=np.where(is_live, batch.tokens, rng.integers(0, 9, batch.tokens.shape)),
         rewards=np.where(unread[..., None], np.nan, batch.rewards),
         stats={
-            key: np.where(there, x, 0) if key == "external" else spoil(x)
+            key: np.where(is_live, x, 0) if key == "external" else spoil(x)
             for key, x in batch.stats.items()
         },
     )

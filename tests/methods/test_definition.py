@@ -185,13 +185,13 @@ def of_aggregate(aggregate):
 
 def of_regularizer(regularizer):
     state = regularizer.init()
-    told = {regularizer.name: jnp.float32(0)}
+    value = {regularizer.name: jnp.float32(0)}
     return (
         regularizer.name,
         sorted(regularizer.needs),
         traced(regularizer.value, reads(regularizer, (T,)), jnp.ones(T, bool)),
         traced(regularizer.coef, state),
-        traced(regularizer.update, state, told),
+        traced(regularizer.update, state, value),
         first_state(regularizer.init),
         of_aggregate(regularizer.aggregate),
         [of_statistic(s) for s in regularizer.statistics],
@@ -202,8 +202,8 @@ def of_rewards(edit):
     """What a method makes of one to three reward parts; a number of parts may be refused."""
     out = []
     for parts in (1, 2, 3):
-        given = np.linspace(-2, 2, N * G * parts).reshape(N, G, parts).astype(np.float32)
-        groups = placed_groups().replace(rewards=jnp.asarray(given), weights=jnp.ones(parts))
+        rewards = np.linspace(-2, 2, N * G * parts).reshape(N, G, parts).astype(np.float32)
+        groups = placed_groups().replace(rewards=jnp.asarray(rewards), weights=jnp.ones(parts))
         try:
             edited = edit(groups, step_view())
         except UserError:
@@ -324,8 +324,8 @@ def fingerprint(value):
     if isinstance(value, functools.partial):
         return fingerprint((value.func, value.args, value.keywords))
     if isinstance(value, types.FunctionType):
-        held = [cell.cell_contents for cell in value.__closure__ or ()]
-        return value.__code__, fingerprint((held, value.__defaults__, value.__kwdefaults__))
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, fingerprint((cells, value.__defaults__, value.__kwdefaults__))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return type(value), fingerprint(vars(value))
     if callable(value) and not isinstance(value, tuple):
@@ -397,13 +397,13 @@ QUICK = {"grpo", "gspo", "dapo", "ppo", "rloo", "dpo", "kto", "nft", "gigpo", "b
 def test_every_coefficient_acts(name):
     published = all_methods()[name]
     required = {c.name: c.domain.example for c in published.coefficients.values() if c.required}
-    given = required | COEFFICIENTS.get(name, {})
+    options = required | COEFFICIENTS.get(name, {})
     built = {}
 
     def build(**changes):
         key = tuple(sorted(changes.items()))
         if key not in built:
-            built[key] = published(**given | changes)
+            built[key] = published(**options | changes)
         return built[key]
 
     idle = []
@@ -413,7 +413,7 @@ def test_every_coefficient_acts(name):
         for names, also in ONLY_WITH.get(name, {}).items():
             context |= also if coefficient.name in names else {}
         base = build(**context)
-        at = (given | context).get(coefficient.name, coefficient.default)
+        at = (options | context).get(coefficient.name, coefficient.default)
         for choices in others(coefficient, at):
             value, changed = first_taken(build, context, coefficient.name, choices)
             if not differ(base, changed):

@@ -95,17 +95,17 @@ def write_data(root):
         byte_tokenizer().save(str(root / name / "tokenizer.json"))
         (root / name / "tokenizer_config.json").write_text(json.dumps(about))
     (root / "own.py").write_text(OWN)
-    asked = [f"{i}+{i}?" for i in range(8)]
+    questions = [f"{i}+{i}?" for i in range(8)]
     files = {
         "rows": [
             {"question": text, "answer": str(2 * i), "solution": f"is {2 * i}", "hints": ["sum"]}
             | {"solutions": [f"is {2 * i}", f"{i} more"]}
-            for i, text in enumerate(asked)
+            for i, text in enumerate(questions)
         ],
         "pairs": [
             {"prompt": text, "chosen": "ab", "rejected": "c", "rationale": "d"}
             | {"chosen_score": 2.0, "rejected_score": 1.0}
-            for text in asked
+            for text in questions
         ],
         "lists": [
             {"prompt": [5, 6, i], "responses": [[1, 2, 3], [4, 5], [6, 7]], "scores": [1, 0.5, 0]}
@@ -116,7 +116,7 @@ def write_data(root):
         "talks": [
             {
                 "messages": [
-                    {"role": "user", "content": asked[i // 4]},
+                    {"role": "user", "content": questions[i // 4]},
                     {"role": "assistant", "content": ["yes", "no"][i % 2]},
                     {"role": "user", "content": "on"},
                     {"role": "assistant", "content": str(i)},

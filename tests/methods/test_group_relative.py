@@ -384,15 +384,15 @@ def test_masking_truncated_completions_takes_their_gradient_away(
     d = make_ragged(9)
     d.truncated = d.lengths == 5
     assert (d.live & d.truncated[..., None]).any()
-    kept = get_method("dapo", max_tokens=5)
+    unmasked = get_method("dapo", max_tokens=5)
     masked = get_method("dapo", max_tokens=5, mask_truncated=True)
-    _, with_them = loss_and_gradients(kept, make_batch(d), d)
+    _, with_them = loss_and_gradients(unmasked, make_batch(d), d)
     _, without = loss_and_gradients(masked, make_batch(d), d)
     assert np.abs(with_them["logprobs"][d.truncated]).max() > 0
     assert np.abs(without["logprobs"][d.truncated]).max() == 0
     assert np.abs(without["logprobs"]).max() > 0
     # the penalty of a masked completion still counts in its group's statistics
-    punished, left = (advantages_of(method, d)[~d.truncated] for method in (kept, masked))
+    punished, left = (advantages_of(method, d)[~d.truncated] for method in (unmasked, masked))
     np.testing.assert_allclose(left, punished, atol=1e-6)
 
 

@@ -137,8 +137,8 @@ def test_the_choice_of_tokens_by_covariance_is_verls(name):
         assert edited.stats["marked"].sum() == 4
         assert_equals(peer, *loss_of(method.objective, edited))
         return
-    kept, _, _ = drop_covariant(1.0, 0.1, 0.6).apply(jnp.asarray(a), start, ())
-    dropped = (np.asarray(kept) == 0) & MASK
+    coefficients, _, _ = drop_covariant(1.0, 0.1, 0.6).apply(jnp.asarray(a), start, ())
+    dropped = (np.asarray(coefficients) == 0) & MASK
     clipped = ((a[..., None] > 0) & (ratio > 1.28)) | ((a[..., None] < 0) & (ratio < 0.8))
     assert 0 < dropped.sum() < MASK.sum()
     gradient = np.asarray(peer["gradient"]).reshape(N, G, T)
@@ -232,5 +232,5 @@ def test_the_value_loss_is_verls():
         )
         return total / count
 
-    found, gradient = loss(grouped(GIVEN["values"]))
-    assert_equals(peer, float(found), np.asarray(gradient).reshape(N * G, T))
+    mean_loss, gradient = loss(grouped(GIVEN["values"]))
+    assert_equals(peer, float(mean_loss), np.asarray(gradient).reshape(N * G, T))

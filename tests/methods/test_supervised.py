@@ -118,10 +118,10 @@ def softmax(x):
 def test_otr_is_the_expected_loss_of_one_drawn_token(rollout_loss):
     loss = rollout_loss(-0.2, 1.5)
     logits = np.random.default_rng(1).normal(size=5)
-    drawn, rewards = softmax(logits / 1.5), np.array([-0.2, -0.2, -0.2, 1.0, -0.2])
+    probs, rewards = softmax(logits / 1.5), np.array([-0.2, -0.2, -0.2, 1.0, -0.2])
 
     def reference(x):
-        return -(drawn * rewards * np.log(softmax(x))).sum()
+        return -(probs * rewards * np.log(softmax(x))).sum()
 
     value, slope = loss(jnp.asarray(logits, jnp.float32), 3)
     assert value == pytest.approx(reference(logits), rel=1e-5)
@@ -198,8 +198,8 @@ def test_bfs_prover_keeps_the_steps_of_a_proof_that_a_failure_drew():
     batch = as_batch(d)
     _, after, _ = jax.jit(method.objective.advantage.apply)(batch.score(), batch, ())
     assert after.mask[0].tolist() == [[True, True, False, False], [False, False, True, True]]
-    kept = get_method("filtered_bc", keep=0.5).objective.advantage
-    _, after, _ = jax.jit(kept.apply)(batch.score(), batch, kept.init())
+    advantage = get_method("filtered_bc", keep=0.5).objective.advantage
+    _, after, _ = jax.jit(advantage.apply)(batch.score(), batch, advantage.init())
     assert after.mask[0].tolist() == [[True, True, False, False], [False, False, True, True]]
 
 
@@ -347,10 +347,10 @@ def test_nft_on_right_answers_is_fine_tuning():
 
 def groups(d):
     """(prompt, its live members that have tokens) of the groups with any."""
-    found = {}
+    members = {}
     for n, i, _ in sequences(d):
-        found.setdefault(n, []).append(i)
-    return found
+        members.setdefault(n, []).append(i)
+    return members
 
 
 def scores_of(d, n, beta, mu="sampler_logprobs"):

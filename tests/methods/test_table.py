@@ -61,17 +61,19 @@ def assert_close(got, expected, what):
 
 def test_a_method_describes_itself(name):
     published, method = all_methods()[name], example(name)
-    told = published.describe()
+    description = published.describe()
     prose = " ".join((published.__doc__ or "").split())
-    assert told["paper"], "the docstring holds the paper's exact title"
-    assert told["arxiv"] is not None or "arxiv" in prose.lower(), "it says why there is no id"
-    assert told["summary"].endswith(".")
-    assert told["family"]
-    assert told["seams"] == list(method.seams)
-    assert told["min_group"] >= 1
+    assert description["paper"], "the docstring holds the paper's exact title"
+    assert description["arxiv"] is not None or "arxiv" in prose.lower(), (
+        "it says why there is no id"
+    )
+    assert description["summary"].endswith(".")
+    assert description["family"]
+    assert description["seams"] == list(method.seams)
+    assert description["min_group"] >= 1
     unknown = method.objective.needs - set(STATISTICS)
     assert unknown <= {statistic.name for statistic in method.objective.statistics}
-    for coefficient in told["coefficients"]:
+    for coefficient in description["coefficients"]:
         assert coefficient["domain"]
 
 
@@ -167,8 +169,8 @@ def test_a_nan_that_is_read_is_reported(name):
         spoiled[at] = np.nan
         broken[key] = ({**trained, key: spoiled}, batch, EVERYONE)
     if other["loss"] != base["loss"]:  # the rewards are read, of the policy's own samples at least
-        own = (slope * (1 - batch.stats["external"])).sum(2)
-        at = np.unravel_index(np.argmax(own if own.any() else slope.sum(2)), own.shape)
+        slopes = (slope * (1 - batch.stats["external"])).sum(2)
+        at = np.unravel_index(np.argmax(slopes if slopes.any() else slope.sum(2)), slopes.shape)
         rewards = batch.rewards.copy()
         rewards[at] = np.nan
         broken["rewards"] = (trained, batch.replace(rewards=rewards), EVERYONE)

@@ -217,7 +217,7 @@ def test_attention_weights_equal_the_reference(tmp_path):
     config, params = hf.load(tmp_path)
     tokens = np.random.default_rng(1).integers(0, SHAPE["vocab_size"], (2, 24))
     with torch.no_grad():
-        given = model(torch.tensor(tokens), output_attentions=True).attentions
+        attentions = model(torch.tensor(tokens), output_attentions=True).attentions
     positions = jnp.broadcast_to(jnp.arange(24), (2, 24))
     attention = jax.jit(transformer(config).extras.views.attention)
     got = attention(params, jnp.asarray(tokens), positions, jnp.ones_like(positions))
@@ -225,7 +225,7 @@ def test_attention_weights_equal_the_reference(tmp_path):
     chosen = sorted({round(first + part * (last - first) / 4) for part in range(5)})
     assert chosen[0] == first
     assert chosen[-1] == last
-    expected = np.concatenate([given[i].numpy() for i in chosen], axis=1)
+    expected = np.concatenate([attentions[i].numpy() for i in chosen], axis=1)
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 

@@ -30,9 +30,11 @@ NETWORK = TokenValues(beta=3.0)(PLAIN)
 @pytest.fixture(scope="module")
 def params():
     """Heads that no longer give 0."""
-    made = jax.jit(NETWORK.init)(jax.random.key(0))
+    all_params = jax.jit(NETWORK.init)(jax.random.key(0))
     noise = lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape)  # noqa: E731
-    return made | {name: jax.tree.map(noise, made[name]) for name in ("q", "q_target", "v")}
+    return all_params | {
+        name: jax.tree.map(noise, all_params[name]) for name in ("q", "q_target", "v")
+    }
 
 
 NAMES = ("q", "q_target")

@@ -363,10 +363,10 @@ def test_a_long_text_is_encoded_without_the_interpreters_lock(tmp_path):
         ticks.append(time.monotonic())
         time.sleep(0.002)
     began, ended = spans[0]
-    seen = [tick for tick in ticks if began < tick < ended]
+    during = [tick for tick in ticks if began < tick < ended]
     # The ids become a list under the lock, which takes a small part of the time.
-    assert len(seen) >= 5
-    assert max(b - a for a, b in itertools.pairwise(seen)) < 0.7 * (ended - began)
+    assert len(during) >= 5
+    assert max(b - a for a, b in itertools.pairwise(during)) < 0.7 * (ended - began)
 
 
 @pytest.mark.extra("dev", "transformers")

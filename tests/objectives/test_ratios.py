@@ -292,11 +292,11 @@ def test_each_correction_multiplies_the_loss_by_its_weight(name, correction, exp
 
 @pytest.mark.parametrize("name", PARTS)
 def test_needs_follow_the_correction(name):
-    own = {"step"} if name == "segment ratio" else set()
+    labels = {"step"} if name == "segment ratio" else set()
     plain, corrected = ratio_loss(*PARTS[name]), ratio_loss(*PARTS[name], Correction())
     assert plain.needs == {"sampler_logprobs"}
     assert corrected.needs == {"sampler_logprobs", "proximal_logprobs"}
-    assert plain.labels == corrected.labels == own
+    assert plain.labels == corrected.labels == labels
 
 
 # ---------------------------------------------------------------- guards

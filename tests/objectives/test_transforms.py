@@ -71,8 +71,8 @@ def test_whiten_over_sequences_weighs_members_the_same(ddof, make_batch):
     members = np.array([[True, True], [True, False]])
     batch = make_batch(SCORE, MASK, members=members)
     got, _ = apply(transforms.whiten("sequences", eps=0.5, ddof=ddof), SCORE, batch)
-    kept = SCORE[members].astype(np.float64)
-    expected = (kept - kept.mean()) / np.sqrt(kept.var(ddof=ddof) + 0.5)
+    scores = SCORE[members].astype(np.float64)
+    expected = (scores - scores.mean()) / np.sqrt(scores.var(ddof=ddof) + 0.5)
     np.testing.assert_allclose(got[members], expected, rtol=1e-5)
     assert not got[~members].any()
 
@@ -132,11 +132,11 @@ def test_an_impossible_buffer_is_refused(buffer):
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_token_penalty_leaves_the_score_at_the_last_live_token(kind, make_batch):
-    here, there = numbers(2, 2, 2, 3), numbers(3, 2, 2, 3)
+    here, reference = numbers(2, 2, 2, 3), numbers(3, 2, 2, 3)
     here[~MASK] = np.nan
-    batch = make_batch(SCORE, MASK, stats={"sampler_logprobs": here, "ref_logprobs": there})
+    batch = make_batch(SCORE, MASK, stats={"sampler_logprobs": here, "ref_logprobs": reference})
     got, _ = apply(transforms.kl_in_reward(kind, 0.1), SCORE, batch)
-    d = (here - there).astype(np.float64)
+    d = (here - reference).astype(np.float64)
     kl = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[kind]
     expected = np.where(MASK, -0.1 * kl, 0)
     for n, g in np.ndindex(2, 2):
@@ -238,8 +238,8 @@ def test_lambda_by_length_and_undecayed_targets(make_batch):
     batch = make_batch(rewards, mask, stats={"rollout_values": estimates})
     transform = transforms.gae(1.0, length_scale=0.5, value_decay=1.0)
     values, edited, _ = transform.apply(batch.score(), batch, transform.init())
-    whole = transforms.gae(1.0, 0.5)  # 1 - 1 / (0.5 * 4)
-    expected, _, _ = whole.apply(batch.score(), batch, whole.init())
+    by_length = transforms.gae(1.0, 0.5)  # 1 - 1 / (0.5 * 4)
+    expected, _, _ = by_length.apply(batch.score(), batch, by_length.init())
     np.testing.assert_allclose(values[0, 0], expected[0, 0], atol=1e-6)
     assert values[0, 1, 0] == pytest.approx(1.0 - float(estimates[0, 1, 0]), abs=1e-6)
     np.testing.assert_allclose(edited.stats["returns"], np.asarray(mask), atol=1e-6)
