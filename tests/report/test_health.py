@@ -67,13 +67,13 @@ def test_limits(name, sound, broken, words):
 
 def test_no_key_is_named_where_a_task_sets_the_length():
     cut = [curve("truncated", [0.4] * 50)]
-    (found,) = findings(cut, fixed_length=True)
-    assert (found.note, found.level) == (
+    (finding,) = findings(cut, fixed_length=True)
+    assert (finding.note, finding.level) == (
         "many are truncated: they do not stop after the answer",
         "look",
     )
-    (found,) = findings([curve("truncated", [0.02] * 50)], fixed_length=True)
-    assert found.note == ""
+    (finding,) = findings([curve("truncated", [0.02] * 50)], fixed_length=True)
+    assert finding.note == ""
 
 
 def test_entropy_that_goes_and_lengths_that_double():
@@ -84,17 +84,17 @@ def test_entropy_that_goes_and_lengths_that_double():
     assert remarks(curve("length", noisy(300, 50, 5)))["length"][0] == "halved"
     # where nearly everything is solved, both are as they should be
     solved = curve("eval/accuracy", [0.3, 0.97], [0.2, 0.95], [0.4, 0.99])
-    found = remarks(solved, gone, curve("zero_std_groups", [0.9] * 50))
-    assert found["entropy"][1] == found["zero_std_groups"][1] == ""
+    notes = remarks(solved, gone, curve("zero_std_groups", [0.9] * 50))
+    assert notes["entropy"][1] == notes["zero_std_groups"][1] == ""
 
 
 def test_what_only_rounds_says_so_in_its_note():
     rounds = curve("logprob_diff", [1e-7] * 50)._replace(title="Difference: only rounding noise")
-    (found,) = findings([rounds], frozenset({"logprob_diff"}))
-    assert (found.title, found.note, found.level) == ("Difference", "only rounding noise", "")
+    (finding,) = findings([rounds], frozenset({"logprob_diff"}))
+    assert (finding.title, finding.note, finding.level) == ("Difference", "only rounding noise", "")
 
 
 def test_every_note_is_about_a_metric_that_runs_have():
-    known = {panel.name for panel in PANELS} | {"skipped_updates", "reward_failures"}
-    assert set(NOTES) <= known
+    names = {panel.name for panel in PANELS} | {"skipped_updates", "reward_failures"}
+    assert set(NOTES) <= names
     assert findings([curve("somebody_s_own", [1.0])]) == []

@@ -181,15 +181,15 @@ def test_another_number_is_another_answer(number, more):
 
 
 @given(st.integers(0, 99), st.integers(1, 9), st.integers(2, 12), st.booleans())
-def test_mixed_numbers_are_sums(whole, above, below, negative):
+def test_mixed_numbers_are_sums(integer, above, below, negative):
     above = min(above, below - 1)
     sign = "-" if negative else ""
-    value = Fraction(whole * below + above, below) * (-1 if negative else 1)
-    forms = (f"{whole} {above}/{below}", rf"{whole}\frac{{{above}}}{{{below}}}")
+    value = Fraction(integer * below + above, below) * (-1 if negative else 1)
+    forms = (f"{integer} {above}/{below}", rf"{integer}\frac{{{above}}}{{{below}}}")
     for text in forms:
         assert to_number(sign + text) == value
         assert same(sign + text, f"{value.numerator}/{value.denominator}")
-        assert whole == 0 or not same(sign + text, f"{sign}{above}/{below}")
+        assert integer == 0 or not same(sign + text, f"{sign}{above}/{below}")
 
 
 @given(st.integers(-999, 999).filter(bool))

@@ -94,8 +94,8 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_other_forms_are_refused_in_one_line_with_both_that_do(name):
-    function, said = WRONG[name]
-    with pytest.raises(UserError, match=said) as caught:
+    function, message = WRONG[name]
+    with pytest.raises(UserError, match=message) as caught:
         form_of(function, "rewards.mine")
     assert "reward(samples) -> list of numbers" in str(caught.value)
     assert "reward(completions, **columns)" in str(caught.value)
@@ -171,8 +171,10 @@ def of_chat(prompts, completions, **columns):
 
 def test_a_function_of_verl_is_asked_for_each_solution():
     assert form_of(verl, "r") == "solution"
-    told = [sample(text, data_source="gsm8k", extra_info={"split": "train"}) for text in ("4", "5")]
-    assert adapted(verl)(told) == [1.0, 0.0]
+    samples = [
+        sample(text, data_source="gsm8k", extra_info={"split": "train"}) for text in ("4", "5")
+    ]
+    assert adapted(verl)(samples) == [1.0, 0.0]
     check_columns(verl, (), "r")
 
 
@@ -226,7 +228,7 @@ def test_what_the_trainer_passes_is_there_where_it_is_read():
 
 
 def asks(completions, question, **kwargs):
-    return [float(text in asked) for text, asked in zip(completions, question, strict=True)]
+    return [float(text in answer) for text, answer in zip(completions, question, strict=True)]
 
 
 def test_a_question_in_text_is_a_column():

@@ -241,9 +241,9 @@ def test_a_script_that_is_not_guarded_is_told_so(tmp_path, checkout):
     )
     assert done.returncode == 1
     # Python may warn of what the workers left behind after it.
-    said = [line for line in done.stderr.splitlines() if "UserError: " in line][-1]
-    assert "UserError: the worker processes of the rewards end as soon as they start" in said
-    assert "__main__" in said
+    error = [line for line in done.stderr.splitlines() if "UserError: " in line][-1]
+    assert "UserError: the worker processes of the rewards end as soon as they start" in error
+    assert "__main__" in error
 
 
 def children(pid):

@@ -37,8 +37,11 @@ def judged(samples, reply, **options):
     """Points of a unit of samples by a judge that is a function of the question's text."""
     form = make_form(table(**options), "rewards.good")
     votes = range(options.get("votes", 1))
-    asked = [form.questions(samples, vote) for vote in votes]
-    read = [[q.read(reply(q.messages[-1]["content"])) for q in questions] for questions in asked]
+    questions_by_vote = [form.questions(samples, vote) for vote in votes]
+    read = [
+        [q.read(reply(q.messages[-1]["content"])) for q in questions]
+        for questions in questions_by_vote
+    ]
     readable = [[v for v in each if v is not None] for each in zip(*read, strict=True)]
     return form.points(samples, readable)
 
@@ -113,10 +116,10 @@ def with_ends(text, ends):
 def test_wrong_steps_are_paid_at_the_tokens_that_end_them():
     """Three steps of the text, in seven tokens; the last is the stop token."""
     one = with_ends("aa bb\n\nc\n \ndd", [2, 5, 8, 9, 12, 13, 13])
-    seen = []
-    reply = lambda text: seen.append(text) or 'Bad. {"wrong": [1, 3]}'  # noqa: E731
+    prompts = []
+    reply = lambda text: prompts.append(text) or 'Bad. {"wrong": [1, 3]}'  # noqa: E731
     assert judged([one], reply, form="steps") == [[0, 0, -1, 0, 0, -1, 0]]
-    assert "[step 1]\naa bb\n\n[step 2]\nc\n\n[step 3]\ndd" in seen[0]
+    assert "[step 1]\naa bb\n\n[step 2]\nc\n\n[step 3]\ndd" in prompts[0]
     left = iter(['{"wrong": [1]}', '{"wrong": [1, 2]}', '{"wrong": [4]}', "none"])
     votes = {"form": "steps", "votes": 4, "temperature": 1.0}
     assert judged([one], lambda text: next(left), **votes) == [[0, 0, -1, 0, -0.5, 0, 0]]
@@ -128,16 +131,16 @@ def test_wrong_steps_are_paid_at_the_tokens_that_end_them():
 
 
 def test_the_fields_of_a_template_are_filled():
-    seen = []
+    prompts = []
     messages = ({"role": "assistant", "content": "a"}, {"role": "user", "content": "go on"})
     template = "{question}|{completion}|{conversation}|{reference}|{principle}|{level}|{high}"
     one = sample("{reference}", meta={"level": 3}, messages=messages)
-    reply = lambda text: seen.append(text) or "Score: 3"  # noqa: E731
+    reply = lambda text: prompts.append(text) or "Score: 3"  # noqa: E731
     options = {"template": template + ' {"score": 1}', "principle": "be kind", "scale": [1, 5]}
     assert judged([one], reply, **options) == [0.5]
     spoken = "user: 2+2?\n\nassistant: a\n\nuser: go on"
     # what a completion holds is not filled in, and braces of JSON stay
-    assert seen == [f'2+2?|{{reference}}|{spoken}|4|be kind|3|5 {{"score": 1}}']
+    assert prompts == [f'2+2?|{{reference}}|{spoken}|4|be kind|3|5 {{"score": 1}}']
 
 
 def test_votes():
@@ -168,20 +171,20 @@ def test_a_rubric_has_weights_and_vetoes():
     assert points(False, False, True, True) == 0  # bounded
     assert points(True, True, False, False) == 0  # the veto
     assert points(True, True, False) is None
-    seen = []
-    judged([sample("a")], lambda t: seen.append(t) or "", form="rubric", criteria=criteria)
-    assert "1. right\n2. short\n3. rude\n4. honest" in seen[0]
+    prompts = []
+    judged([sample("a")], lambda t: prompts.append(t) or "", form="rubric", criteria=criteria)
+    assert "1. right\n2. short\n3. rude\n4. honest" in prompts[0]
 
 
 def test_a_criterion_may_have_levels():
     criteria = [{"text": "vivid", "levels": ["flat", "plain", "vivid"], "weight": 3}, "short"]
-    seen, options = [], {"form": "rubric", "column": "rubric"}
+    prompts, options = [], {"form": "rubric", "column": "rubric"}
     one = [sample("a", meta={"rubric": criteria})]
     for level, met in ((0, 0.0), (1, 0.5), (2, 1.0)):
         reply = f'{{"1": {level}, "2": true}}'
-        points = judged(one, lambda t, reply=reply: seen.append(t) or reply, **options)
+        points = judged(one, lambda t, reply=reply: prompts.append(t) or reply, **options)
         assert points == [(3 * met + 1) / 4]
-    assert "1. vivid (give its level; 0: flat; 1: plain; 2: vivid)\n2. short" in seen[0]
+    assert "1. vivid (give its level; 0: flat; 1: plain; 2: vivid)\n2. short" in prompts[0]
     for level in ("3", "true", "0.5", "-1"):
         assert judged(one, lambda t, x=level: f'{{"1": {x}, "2": true}}', **options) == [None]
     with pytest.raises(UserError, match=r"criterion 'x' has levels \['a'\]; give two"):
@@ -193,12 +196,14 @@ def test_a_comparison_may_go_by_criteria():
     units = [
         sample("a", answer="b", meta={"rubric": r}, row=i) for i, r in enumerate((rubric, None))
     ]
-    seen, options = [], {"form": "pairwise", "column": "rubric"}
-    judged(units, lambda text: seen.append(text) or "[[A]]", **options)
-    assert len(seen) == 2  # both orders of the row that has criteria
-    assert "?\n\nBy these criteria, hard ones first:\n1. (hard) one\n2. two\n\nAnswer A" in seen[0]
-    judged(units[:1], lambda text: seen.append(text) or "[[A]]", form="pairwise")
-    assert "By these" not in seen[-1]
+    prompts, options = [], {"form": "pairwise", "column": "rubric"}
+    judged(units, lambda text: prompts.append(text) or "[[A]]", **options)
+    assert len(prompts) == 2  # both orders of the row that has criteria
+    assert (
+        "?\n\nBy these criteria, hard ones first:\n1. (hard) one\n2. two\n\nAnswer A" in prompts[0]
+    )
+    judged(units[:1], lambda text: prompts.append(text) or "[[A]]", form="pairwise")
+    assert "By these" not in prompts[-1]
     with pytest.raises(UserError, match="column with form = .score."):
         table(column="rubric")
 
@@ -240,17 +245,17 @@ def test_pairs_are_asked_in_both_orders():
 
 
 def test_a_list_begins_with_another_member_each_time():
-    seen = []
+    begins_with_aa = []
 
     def by_place(text):
-        seen.append(text.index("aa") < text.index("b"))
+        begins_with_aa.append(text.index("aa") < text.index("b"))
         return '{"ranking": [1, 2]}'
 
     samples = [sample("aa"), sample("b")]
     more = {"form": "listwise", "temperature": 1.0}
     assert judged(samples, by_place, **more) == [1.0, 0.0]
     assert judged(samples, by_place, votes=2, **more) == [0.5, 0.5]
-    assert seen == [True, True, False]
+    assert begins_with_aa == [True, True, False]
     three = [sample("a"), sample("b"), sample("c")]
     assert judged(three, lambda text: "Ranking: 2 > 3 > 1", form="listwise") == [0.0, 1.0, 0.5]
     assert judged(three, lambda text: "Ranking: 2 > 3", form="listwise") == [None] * 3

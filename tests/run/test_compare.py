@@ -48,8 +48,8 @@ def test_an_outlier_does_not_move_it():
     ],
 )
 def test_the_interval_is_that_of_rliable(scores, value, low, high):
-    found = stratified_interval(np.array(scores), seed=0, resamples=50_000)
-    assert found == pytest.approx((value, low, high), abs=0.02)  # the ends are on a grid
+    interval = stratified_interval(np.array(scores), seed=0, resamples=50_000)
+    assert interval == pytest.approx((value, low, high), abs=0.02)  # the ends are on a grid
 
 
 def test_runs_are_resampled_within_their_task():
@@ -147,9 +147,9 @@ def test_the_table_is_sorted_with_the_best_first(small, tmp_path):
     ]
     table = write_comparison(tmp_path, rows, config)
     assert list(table["methods"]) == ["better", "worse"]
-    found = table["methods"]["better"]["all"]
-    assert found["value"] == pytest.approx(0.61)
-    assert found["low"] <= found["value"] <= found["high"]
+    result = table["methods"]["better"]["all"]
+    assert result["value"] == pytest.approx(0.61)
+    assert result["low"] <= result["value"] <= result["high"]
 
 
 def refused(tmp_path, *changes, methods=("grpo",), tasks=("sequence",), seeds=2):
@@ -208,8 +208,8 @@ def test_the_plot_of_many_methods_can_be_read(tmp_path, monkeypatch):
     """27 names that do not overlap, and rewards as rows: no legend of 27 colours."""
     from matplotlib.figure import Figure
 
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
     rng, names = np.random.default_rng(0), [f"a_rather_long_method_name_{i}" for i in range(27)]
     results = [
         {"task": task, "method": name, "seed": seed, "accuracy_before": 0.3}
@@ -221,7 +221,7 @@ def test_the_plot_of_many_methods_can_be_read(tmp_path, monkeypatch):
     config = load_config(None, TINY)
     write_comparison(tmp_path, results, config)
     write_comparison(tmp_path, [r for r in results if r["method"] in names[:5]], config)
-    many, few = drawn
+    many, few = figures
     many.canvas.draw()
     labels = many.axes[0].get_yticklabels()
     assert [label.get_text() for label in labels] == names[::-1]  # the best on top

@@ -22,9 +22,13 @@ SIZES |= {"head_dim": 8, "mlp_dim": 64, "max_length": 64}
 
 
 def run_of(**tables):
-    given = {"model": {"config": SIZES}, "data": {"max_prompt_tokens": 16}, "mesh": {"data": 1}}
-    given |= {"sampling": {"group": 4, "max_new_tokens": 32}, "train": {"prompts": 8}}
-    config = build_config(given | {"method": "grpo"} | tables)
+    base_tables = {
+        "model": {"config": SIZES},
+        "data": {"max_prompt_tokens": 16},
+        "mesh": {"data": 1},
+    }
+    base_tables |= {"sampling": {"group": 4, "max_new_tokens": 32}, "train": {"prompts": 8}}
+    config = build_config(base_tables | {"method": "grpo"} | tables)
     return abstract_run(config, make_mesh({}, jax.devices()[:1]))
 
 
