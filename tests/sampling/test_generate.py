@@ -61,7 +61,7 @@ def sampled(order=(0, 1, 2, 3), members=(), shrink=False, **plan):
 
 
 @cache
-def whole():
+def reference():
     return sampled()
 
 
@@ -73,7 +73,7 @@ def assert_same(got, expected):
 
 
 def test_as_many_slots_as_sequences_wait_for_the_longest():
-    rollout, steps = whole()
+    rollout, steps = reference()
     assert steps == N * G * rollout.lengths.max()
     assert set(rollout.stop.ravel().tolist()) == {StopReason.STOP_TOKEN, StopReason.LENGTH}
     assert len(set(rollout.lengths.ravel().tolist())) > 4
@@ -95,7 +95,7 @@ def test_as_many_slots_as_sequences_wait_for_the_longest():
 )
 def test_draws_do_not_depend_on_the_slots(sizes):
     rollout, steps = sampled(**sizes)
-    assert_same(rollout, whole()[0])
+    assert_same(rollout, reference()[0])
     assert rollout.lengths.sum() <= steps <= sizes.get("slots", N * G) * rollout.lengths.sum()
 
 
@@ -103,7 +103,7 @@ def test_draws_do_not_depend_on_the_order_of_arrival():
     order = [2, 0, 3, 1]
     rollout, _ = sampled(order, slots=5, chunk=2)
     pick = lambda x: x[order]  # noqa: E731
-    assert_same(rollout, jax.tree.map(pick, whole()[0]))
+    assert_same(rollout, jax.tree.map(pick, reference()[0]))
 
 
 def test_greedy_members_among_few_slots():
@@ -114,7 +114,7 @@ def test_greedy_members_among_few_slots():
     assert_same(few, expected)
     assert (few.sampler_logprobs[:, 3] == 0).all()
     assert np.array_equal(
-        few.tokens[:, :3][few.mask[:, :3]], whole()[0].tokens[:, :3][few.mask[:, :3]]
+        few.tokens[:, :3][few.mask[:, :3]], reference()[0].tokens[:, :3][few.mask[:, :3]]
     )
 
 
@@ -173,7 +173,7 @@ def test_sharded_sampling_is_the_same(sizes):
     with jax.set_mesh(mesh):
         compiled = run.lower(jax.random.key(1), placed, *args).compile()
         rollout, _ = jax.device_get(compiled(jax.random.key(1), placed, *args))
-    assert_same(rollout, whole()[0])
+    assert_same(rollout, reference()[0])
     if "tensor" not in sizes:
         assert collectives_in_loops(compiled.as_text()) == []
 

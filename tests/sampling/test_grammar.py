@@ -129,14 +129,14 @@ def test_a_length_ends_in_the_middle_and_stop_strings_hold(engine):
 
 
 def test_a_suspended_engine_goes_on_with_its_grammars(engine):
-    whole = completions(engine, BOUND)
+    uninterrupted = completions(engine, BOUND)
     first, second = new_engine(), new_engine()
     first.submit(BOUND)
     for _ in range(9):
         first.step()
     second.resume(first.suspend())
     ended = sorted((u.completion for u in second.run() if u.completion), key=lambda x: x.member)
-    assert [x.text for x in ended] == [x.text for x in whole]
+    assert [x.text for x in ended] == [x.text for x in uninterrupted]
 
 
 def test_programs_do_not_depend_on_the_grammar():
@@ -145,10 +145,10 @@ def test_programs_do_not_depend_on_the_grammar():
     before = engine.executables
     for choices in (["x"], ["yy", "z"]):
         schema = {"enum": choices}
-        (made,) = completions(
+        (completion,) = completions(
             engine, Request((5,), 20, grammar="start: %json " + json.dumps(schema))
         )
-        assert json.loads(made.text) in choices
+        assert json.loads(completion.text) in choices
     assert engine.executables == before
 
 

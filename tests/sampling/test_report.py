@@ -24,15 +24,15 @@ def mixed():
 
 
 def test_greedy_rows_report_the_models_own_and_others_what_they_draw_from():
-    found = np.asarray(reported_logprobs(jnp.asarray(LOGITS), mixed()))
-    own = LOGITS.astype(np.float64)
-    own -= np.logaddexp.reduce(own, axis=1, keepdims=True)
-    np.testing.assert_allclose(found[[0, 3]], own[[0, 3]], atol=1e-5)
-    drawn = np.asarray(sampling_logprobs(jnp.asarray(LOGITS), mixed()))
-    np.testing.assert_array_equal(np.isinf(found[1:3]), np.isinf(drawn[1:3]))
-    np.testing.assert_allclose(found[1:3], drawn[1:3], atol=1e-6)
-    assert np.isinf(drawn[0]).sum() == 49  # the point mass, of which nobody learns anything
-    assert np.isinf(found[2]).sum() >= 45
+    reported = np.asarray(reported_logprobs(jnp.asarray(LOGITS), mixed()))
+    of_model = LOGITS.astype(np.float64)
+    of_model -= np.logaddexp.reduce(of_model, axis=1, keepdims=True)
+    np.testing.assert_allclose(reported[[0, 3]], of_model[[0, 3]], atol=1e-5)
+    of_sampler = np.asarray(sampling_logprobs(jnp.asarray(LOGITS), mixed()))
+    np.testing.assert_array_equal(np.isinf(reported[1:3]), np.isinf(of_sampler[1:3]))
+    np.testing.assert_allclose(reported[1:3], of_sampler[1:3], atol=1e-6)
+    assert np.isinf(of_sampler[0]).sum() == 49  # the point mass, of which nobody learns anything
+    assert np.isinf(reported[2]).sum() >= 45
 
 
 @pytest.mark.parametrize("wanted", [[-1, -1, -1, -1], [0, -1, -1, -1], [-1, 2, 3, -1]], ids=str)

@@ -92,11 +92,11 @@ def test_tokens_for_a_few_rows_are_those_for_all_rows():
     raised = slots.replace(limits=jnp.where(counts > 0, 8, slots.limits))
     expected = every(weights(), raised, tokens, counts)
     rows = np.array([3, 1, S], np.int32)  # in any order, and one that is none
-    given = tokens[[3, 1, 0]], counts[[3, 1, 0]], np.full(3, 8, np.int32)
-    found = some(weights(), slots, rows, *given)
+    arguments = tokens[[3, 1, 0]], counts[[3, 1, 0]], np.full(3, 8, np.int32)
+    resumed = some(weights(), slots, rows, *arguments)
     for row in range(S):
-        assert_row(found, row, expected, row)
-    a, b = run(weights(), found, T), run(weights(), expected, T)
+        assert_row(resumed, row, expected, row)
+    a, b = run(weights(), resumed, T), run(weights(), expected, T)
     assert a.lengths.tolist() == [6, 8, 6, 8]
     for row in range(S):
         assert_row(a, row, b, row)

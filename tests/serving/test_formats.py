@@ -57,9 +57,9 @@ class Talker(CharTokenizer):
         super().__init__(string.printable.replace("\x0b", ""))
 
     def chat(self, messages, *, tools=None, **variables):
-        told = "".join(tool["function"]["name"] + "\n" for tool in tools or ())
+        tool_names = "".join(tool["function"]["name"] + "\n" for tool in tools or ())
         body = "".join(m.get("reasoning_content", "") + m["content"] + "\n" for m in messages)
-        return told + body + ("<think>\n" if "think" in body else "")
+        return tool_names + body + ("<think>\n" if "think" in body else "")
 
 
 @pytest.fixture(scope="module")
@@ -135,24 +135,24 @@ def shaped(schema, **more):
 
 
 def test_replies_follow_a_nested_schema(client):
-    made = client.chat.completions.create(**shaped(NESTED, n=3))
-    texts = [choice.message.content for choice in made.choices]
+    reply = client.chat.completions.create(**shaped(NESTED, n=3))
+    texts = [choice.message.content for choice in reply.choices]
     for text in texts:
         jsonschema.validate(json.loads(text), NESTED)
-    assert [choice.finish_reason for choice in made.choices] == ["stop"] * 3
+    assert [choice.finish_reason for choice in reply.choices] == ["stop"] * 3
     assert len(set(texts)) > 1
     assert client.chat.completions.create(**shaped(NESTED)).choices[0].message.content == texts[0]
 
 
 def test_a_stream_is_the_same_text_in_pieces(client):
-    whole = client.chat.completions.create(**shaped(NESTED)).choices[0].message.content
+    content = client.chat.completions.create(**shaped(NESTED)).choices[0].message.content
     options = {"stream": True, "stream_options": {"include_usage": True}}
     pieces = list(client.chat.completions.create(**shaped(NESTED, **options)))
     *parts, last = pieces
-    assert "".join(p.choices[0].delta.content or "" for p in parts) == whole
+    assert "".join(p.choices[0].delta.content or "" for p in parts) == content
     assert len(parts) > 10
     assert all(p.usage is None for p in parts)
-    assert (last.choices, last.usage.completion_tokens) == ([], len(whole) + 1)
+    assert (last.choices, last.usage.completion_tokens) == ([], len(content) + 1)
 
 
 def test_a_reply_at_its_limit_says_so(client):
@@ -257,10 +257,10 @@ def test_a_thought_that_the_template_opened_is_apart():
     )
     assert "thought" in parsed.requests[0].grammar
     reply, pieces = ReplyChoice(parsed, 0, talker), []
-    drawn = PartialCompletion(0, 0, parsed.requests[0], talker)
+    completion = PartialCompletion(0, 0, parsed.requests[0], talker)
     for token in [*talker.encode('so < x\n</think>\n"x"'), 1]:
         stop = StopReason.STOP_TOKEN if token == 1 else StopReason.RUNNING
-        pieces.append(reply.add(drawn.extend([token], [0.0], 0, stop)))
+        pieces.append(reply.add(completion.extend([token], [0.0], 0, stop)))
     message = reply.finished()["message"]
     assert (message["content"], message["reasoning_content"]) == ('"x"', "so < x")
     deltas = [piece["delta"] for piece in pieces if piece]
@@ -304,10 +304,10 @@ def test_a_schema_nested_without_end_is_refused(client):
 
 
 def test_thoughts_of_earlier_replies_reach_the_template(client, server):
-    seen = []
+    prompts = []
     submit = server.service.sampler.submit
     server.service.sampler.submit = lambda request, on_update: (
-        seen.append(Talker().decode(request.tokens)) or submit(request, on_update)
+        prompts.append(Talker().decode(request.tokens)) or submit(request, on_update)
     )
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, server.service.sampler, "submit", submit)
@@ -319,7 +319,7 @@ def test_thoughts_of_earlier_replies_reach_the_template(client, server):
         history[1]["reasoning_content"] = ["2+2"]
         with pytest.raises(openai.BadRequestError, match=r"reasoning_content must be a text"):
             client.chat.completions.create(**ASK | {"messages": history})
-    assert seen == ["go\n2+2 4\n"]
+    assert prompts == ["go\n2+2 4\n"]
 
 
 @pytest.mark.parametrize("family", PARSERS)
@@ -391,8 +391,8 @@ def test_a_forced_call_of_gpt_oss_ends_with_its_own_stop_token(name, tmp_path):
     choice = {"type": "function", "function": {"name": name}}
     ask = ASK | {"tools": TOOLS, "tool_choice": choice if name == "weather" else "required"}
     ask["messages"] = [{"role": "user", "content": "weather, clock"}]
-    told = {"tokenizer": tokenizer, "limits": limits, "model": "m", "grammars": grammars}
-    parsed = parse(ask, chat=True, parser=PARSERS["gpt_oss"], **told)
+    options = {"tokenizer": tokenizer, "limits": limits, "model": "m", "grammars": grammars}
+    parsed = parse(ask, chat=True, parser=PARSERS["gpt_oss"], **options)
     constraint = grammars.start(parsed.requests[0].grammar)
     schemas = {"weather": WEATHER, "clock": CLOCK}
     rng, ids = np.random.default_rng(0), []

@@ -102,10 +102,10 @@ def test_a_checkpoint_directory_needs_no_data(checkpoint_dir):
 
 @pytest.mark.parametrize("engine", ["jrl", "jetstream"])
 def test_the_command_passes_its_options(engine, run_dir, checkpoint_dir, monkeypatch):
-    seen = []
+    calls = []
 
     def taker(name):
-        return lambda config, options, **more: seen.append((name, config, options, more))
+        return lambda config, options, **more: calls.append((name, config, options, more))
 
     stand_in = types.SimpleNamespace(
         serve_openai=taker("jrl"),
@@ -123,7 +123,7 @@ def test_the_command_passes_its_options(engine, run_dir, checkpoint_dir, monkeyp
     for target, more in ((run_dir, ["--checkpoint", "5"]), (checkpoint_dir, named_)):
         result = CliRunner().invoke(app, ["serve", str(target), "seed=9", *arguments, *more])
         assert result.exit_code == 0, result.output
-    (name, config, options, first), (_, other, named, second) = seen
+    (name, config, options, first), (_, other, named, second) = calls
     assert (name, config.seed, config.run.dir) == (engine, 9, str(run_dir))
     assert (options.name, options.slots, options.queue, options.chunk) == ("old", 3, 5, 6)
     assert (options.grace_seconds, options.host, options.port) == (2.0, "127.0.0.1", 0)

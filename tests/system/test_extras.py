@@ -72,5 +72,5 @@ def test_nobody_is_sent_to_another_package_of_that_name():
     for path in tracked():
         if path == pathlib.Path(__file__) or path.suffix in (".png", ".jsonl"):
             continue
-        found = advice.search(path.read_text(encoding="utf-8", errors="ignore"))
-        assert not found, f"{path}: {found[0]}"
+        match = advice.search(path.read_text(encoding="utf-8", errors="ignore"))
+        assert not match, f"{path}: {match[0]}"

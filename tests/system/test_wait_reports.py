@@ -48,10 +48,10 @@ def test_what_always_takes_long_is_said_once():
 
 def test_a_wait_without_progress_is_ended_and_one_with_progress_is_not():
     ended = threading.Event()
-    told = []
+    lines = []
 
-    def end(said):
-        told.append(said)
+    def end(line):
+        lines.append(line)
         ended.set()
 
     with Waits(0.3, lambda line: None, end):
@@ -60,10 +60,10 @@ def test_a_wait_without_progress_is_ended_and_one_with_progress_is_not():
             time.sleep(0.6)
         with waiting("judge", seconds=60):
             time.sleep(0.5)
-        assert not told
+        assert not lines
         with waiting("saving", of="step 3"):
             assert ended.wait(5)
-    assert told == ["waited too long for the saving of step 3: 0 s"]
+    assert lines == ["waited too long for the saving of step 3: 0 s"]
 
 
 def test_a_detail_that_fails_and_a_terminal_that_is_gone_change_nothing():
@@ -71,7 +71,7 @@ def test_a_detail_that_fails_and_a_terminal_that_is_gone_change_nothing():
         raise OSError("no terminal")
 
     ended = threading.Event()
-    with Waits(0.2, gone, lambda said: ended.set()), waiting("rewards", lambda: str(1 / 0)):
+    with Waits(0.2, gone, lambda line: ended.set()), waiting("rewards", lambda: str(1 / 0)):
         assert ended.wait(5)
 
 
@@ -118,28 +118,28 @@ def test_a_process_that_cannot_be_interrupted_is_ended(tmp_path):
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
     )
     assert done.returncode == Overdue.exit_code == 3
-    said = "waited too long for the saving of step 3: 0 s"
-    assert done.stderr == f"jrl: error: {said}; step 2 is saved\n"
+    message = "waited too long for the saving of step 3: 0 s"
+    assert done.stderr == f"jrl: error: {message}; step 2 is saved\n"
 
 
 def test_a_second_thread_of_a_program_is_only_told(monkeypatch):
     monkeypatch.setattr(signals, "END_SECONDS", 0.1)
-    said = []
+    lines = []
 
     def run():
         with (
             Stopping() as stopping,
-            Waits(0.1, said.append, stopping.overdue),
+            Waits(0.1, lines.append, stopping.overdue),
             waiting("rewards"),
             stopping.interruptible(),
         ):
             time.sleep(0.5)
-        said.append("alive")
+        lines.append("alive")
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert said[-1] == "alive"
+    assert lines[-1] == "alive"
 
 
 def test_what_is_read_and_written_is_progress(tmp_path):
