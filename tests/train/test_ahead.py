@@ -28,8 +28,8 @@ SIZES = (
 @pytest.fixture
 def compiled():
     """What is compiled during a test."""
-    with compilations() as found:
-        yield found
+    with compilations() as compiled_programs:
+        yield compiled_programs
 
 
 @pytest.fixture

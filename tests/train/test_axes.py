@@ -203,9 +203,9 @@ def test_two_slices_talk_along_the_data_axis_alone():
         "mesh": {"data": 2, "fsdp": 2, "expert": 2},
     }
     del tree["model"]["config"]["dtype"], tree["model"]["config"]["param_dtype"]
-    found = ask("planned", tree, "2*v5e:2x2", -1.0)
-    assert found["fits"]
-    for program in found["programs"].values():
+    planned = ask("planned", tree, "2*v5e:2x2", -1.0)
+    assert planned["fits"]
+    for program in planned["programs"].values():
         sent = program["collective_bytes_by_kind"]
         between = {k: v for k, v in sent.items() if "data" in k}
         assert {k.partition("/")[2] for k in between} == {"data"}

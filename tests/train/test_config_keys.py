@@ -98,11 +98,11 @@ def on_text(place):
 def prompts(config):
     """What is asked and what is the answer."""
     run = build.setup(config)
-    asked = {
+    problems = {
         s: [(p.text, p.tokens.tolist(), p.answer, np.array(p.solution).tolist()) for p in ps]
         for s, ps in run.data.prompts.items()
     }
-    return asked, run.data.counts
+    return problems, run.data.counts
 
 
 def weights(config):
@@ -126,16 +126,16 @@ def programs(config):
     group, tree = config.sampling.group, run.method.plan.tree
     if run.task is None:
         p = jax.ShapeDtypeStruct((n, run.width), jnp.int32)
-        asked = simple_request(key, {"policy": args[1]}, np.int32(0), ids, group)
-        more = () if tree else (members_of(asked.asks, run.config.sampling.temperature),)
+        request = simple_request(key, {"policy": args[1]}, np.int32(0), ids, group)
+        more = () if tree else (members_of(request.asks, run.config.sampling.temperature),)
         args = (key, args[1], p, ids, run.sampling_params, args[2], ids, *more)
         first, (rollout, _) = jax.make_jaxpr(sample, return_shape=True)(*args)
         rewards = jax.ShapeDtypeStruct((*rollout.lengths.shape, 1), jnp.float32)
     else:
-        asked = simple_request(args[0], {"policy": args[1]}, *args[2:], group)
+        request = simple_request(args[0], {"policy": args[1]}, *args[2:], group)
         first, groups = jax.make_jaxpr(
             functools.partial(sample, sampling_params=run.sampling_params), return_shape=True
-        )(asked.replace(asks=tuple(ask.replace(tree=tree) for ask in asked.asks)))
+        )(request.replace(asks=tuple(ask.replace(tree=tree) for ask in request.asks)))
         rollout, rewards = groups.rollout, groups.rewards
     batch = jax.eval_shape(to_batch, rollout, rewards, np.ones(rewards.shape[-1], np.float32))
     second = jax.make_jaxpr(compiled.make_train_step(run))(state, batch, run.sampling_params)
@@ -168,11 +168,11 @@ def updates(config):
     """Two optimiser updates of two weights, by two gradients."""
     optimizer = build.setup(config).optimizer
     params = {"w": jnp.array([1.0, -2.0])}
-    state, seen = optimizer.init(params), []
+    state, weights = optimizer.init(params), []
     for gradient in ([3.0, 4.0], [-1.0, 0.5]):
         change, state = optimizer.update({"w": jnp.array(gradient)}, state, params)
-        seen += change["w"].tolist()
-    return seen
+        weights += change["w"].tolist()
+    return weights
 
 
 def sampling_params(config):
@@ -216,8 +216,8 @@ def evaluation(config):
     run = build.setup(config)
     with jax.set_mesh(run.mesh):
         key, params, _ = load_policy(run, None)
-        found = Evaluator(run, None)(key, params)
-    return found.metrics, len(found.samples)
+        result = Evaluator(run, None)(key, params)
+    return result.metrics, len(result.samples)
 
 
 def evaluated_in(config):
@@ -226,7 +226,7 @@ def evaluated_in(config):
     return [str(x.dtype) for x in jax.tree.leaves(network.init_cache(1, 8))]
 
 
-def drawn(config):
+def sampled_tokens(config):
     """How the method draws its groups."""
     return (build.setup(config).method.draw,)
 
@@ -276,10 +276,10 @@ ON_TASK = {
     "tree.above": (programs, "tree.above=0.5", "tree.kind=branch"),
     "tree.roots": (programs, "tree.roots=1", "tree.kind=branch"),
     "tree.rounds": (programs, "tree.rounds=2", "tree.kind=branch"),
-    "tree.by": (drawn, "tree.by=uct", "tree.kind=search"),
-    "tree.width": (drawn, "tree.width=2", "tree.kind=search"),
-    "tree.tokens": (drawn, "tree.tokens=2", "tree.kind=search"),
-    "tree.exploration": (drawn, "tree.exploration=2.0", "tree.kind=search"),
+    "tree.by": (sampled_tokens, "tree.by=uct", "tree.kind=search"),
+    "tree.width": (sampled_tokens, "tree.width=2", "tree.kind=search"),
+    "tree.tokens": (sampled_tokens, "tree.tokens=2", "tree.kind=search"),
+    "tree.exploration": (sampled_tokens, "tree.exploration=2.0", "tree.kind=search"),
     "value.kind": (programs, "value.kind=network", "method=ppo"),
     "lora.rank": (programs, "lora.rank=2"),
     "lora.alpha": (programs, "lora.alpha=4.0", "lora.rank=2"),

@@ -131,11 +131,11 @@ def assert_ends_as_unbroken(directory, unbroken, steps):
     for name, leaf in unbroken.items():
         assert np.array_equal(leaf, broken[name]), name
     assert steps_logged(directory) == list(range(1, steps + 1))
-    kept, all_ = (
+    completions, all_ = (
         [(s["step"], s["completion"]) for s in read_jsonl(d / "samples.jsonl")]
         for d in (directory, full)
     )
-    assert kept == all_
+    assert completions == all_
 
 
 @pytest.mark.parametrize(
@@ -279,12 +279,14 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_within_a_minute(tmp_path, 
         pytest.skip("no right to mount a file system")
     place = tmp_path / "disk"
     place.mkdir()
-    own = fills == "checkpoints"
-    changes = ("checkpoint.every=5", "checkpoint.keep=99") if own else ("checkpoint.every=0",)
+    on_checkpoints = fills == "checkpoints"
+    changes = (
+        ("checkpoint.every=5", "checkpoint.keep=99") if on_checkpoints else ("checkpoint.every=0",)
+    )
     script = DISK.format(
-        size="1300k" if own else "4m",
+        size="1300k" if on_checkpoints else "4m",
         place=place,
-        filler="" if own else FILLER.format(place=place),
+        filler="" if on_checkpoints else FILLER.format(place=place),
         python=sys.executable,
         settings=" ".join(map(shlex.quote, settings(place / "run", ENDLESS, *changes))),
     )
@@ -299,7 +301,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_within_a_minute(tmp_path, 
     assert done.returncode == 4
     (line,) = done.stderr.splitlines()
     assert "earlier steps are unchanged; free disk space" in line
-    if own:
+    if on_checkpoints:
         assert re.search(r"; step \d+ is saved; `jrl train .*run` resumes from it$", line)
     else:
         assert line.endswith(f"no checkpoint is in {place / 'run'}")
@@ -483,12 +485,12 @@ def test_a_reward_that_raises_saves_before_it_ends_the_run(text, tmp_path, monke
     (text / "raise").unlink(missing_ok=True)
     show = loops.Progress.step
 
-    def told(self, done, record):
+    def step(self, done, record):
         show(self, done, record)
         if done == 2:
             (text / "raise").touch()
 
-    monkeypatch.setattr(loops.Progress, "step", told)
+    monkeypatch.setattr(loops.Progress, "step", step)
     run = tmp_path / "run"
     config = load_config(None, text_settings(text, run, "raises_when_told", "train.steps=4"))
     with pytest.raises(UserError, match="raised RuntimeError: out of luck"):
@@ -520,13 +522,13 @@ def test_a_signal_during_a_reward_that_hangs_saves_the_step_before(text, tmp_pat
     (text / "hang").unlink(missing_ok=True)
     show = loops.Progress.step
 
-    def told(self, done, record):
+    def step(self, done, record):
         show(self, done, record)
         if done == 2:
             (text / "hang").touch()
             threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
 
-    monkeypatch.setattr(loops.Progress, "step", told)
+    monkeypatch.setattr(loops.Progress, "step", step)
     run = tmp_path / "run"
     overrides = text_settings(text, run, "hangs_when_told", "reward_pool.workers=0", ENDLESS)
     try:
@@ -563,12 +565,12 @@ def test_a_reward_that_hangs_beyond_the_limit_saves_and_ends_the_run(text, tmp_p
     (text / "hang").unlink(missing_ok=True)
     show = loops.Progress.step
 
-    def told(self, done, record):
+    def step(self, done, record):
         show(self, done, record)
         if done == 2:
             (text / "hang").touch()
 
-    monkeypatch.setattr(loops.Progress, "step", told)
+    monkeypatch.setattr(loops.Progress, "step", step)
     run, lines = tmp_path / "run", []
     more = ("reward_pool.workers=0", "train.wait_seconds=3", ENDLESS)
     try:

@@ -275,5 +275,5 @@ def test_a_run_resumes_to_more_steps(meshes, bound, host, tmp_path, no_report):
     assert_same(host.records, more.records, bound)
     assert more.summary["accuracy_before"] == host.summary["accuracy_before"]
     assert more.summary["accuracy_after"] == host.summary["accuracy_after"]
-    kept, full = ([s for s in r.samples if "split" not in s] for r in (more, host))
-    assert [s for s in kept if s["step"] == 2] == [s for s in full if s["step"] == 2]
+    samples, full = ([s for s in r.samples if "split" not in s] for r in (more, host))
+    assert [s for s in samples if s["step"] == 2] == [s for s in full if s["step"] == 2]

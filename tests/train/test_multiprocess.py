@@ -94,7 +94,7 @@ def records(folder):
     return [json.loads(line) for line in lines]
 
 
-def drawn(folder):
+def samples_of(folder):
     """The kept samples of training; those of evaluations depend on where a run was broken."""
     lines = (folder / "samples.jsonl").read_text().splitlines()
     return [r for r in map(json.loads, lines) if r.get("split") != "eval"]
@@ -138,7 +138,7 @@ def test_two_processes_train_sample_save_and_resume_as_one_does(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
     ends = [json.loads((d / "summary.json").read_text())["accuracy_after"] for d in (one, two)]
     assert ends[0] == ends[1]
-    assert drawn(one) == drawn(two) != []
+    assert samples_of(one) == samples_of(two) != []
 
 
 HALF = """
@@ -175,7 +175,7 @@ def test_a_run_resumes_with_another_number_of_processes(counts, config, tmp_path
     for mine, theirs in zip(resumed, records(one)[1:], strict=True):
         for name in ("reward", "loss", "grad_norm", "length", "completion_tokens"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
-    assert drawn(run) == drawn(one) != []
+    assert samples_of(run) == samples_of(one) != []
 
 
 def test_processes_that_disagree_all_stop_with_one_message(config):
@@ -186,9 +186,9 @@ def test_processes_that_disagree_all_stop_with_one_message(config):
         start([*command, f"train.prompts={n}", *flags, f"--process={i}"], 4)
         for i, n in enumerate((8, 16))
     ]
-    found = ended(both)
-    says = [output[output.index("jrl: error:") :].splitlines()[:2] for _, output in found]
-    assert [code for code, _ in found] == [2, 2]
+    results = ended(both)
+    says = [output[output.index("jrl: error:") :].splitlines()[:2] for _, output in results]
+    assert [code for code, _ in results] == [2, 2]
     assert says[0] == says[1]
     assert "the processes of this run disagree on their configuration" in says[0][0]
     assert says[0][1].strip() == "train.prompts = 8 in process 0, 16 in process 1"

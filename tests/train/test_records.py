@@ -164,15 +164,15 @@ def test_the_best_evaluation_is_saved_and_the_last_one_counts(tmp_path, monkeypa
 
 
 def test_metrics_of_evaluations_are_checked_before_anything_is_compiled(tmp_path):
-    for asked, said in {
+    for override, message in {
         "checkpoint.best=eval/acuracy": r"checkpoint.best = 'eval/acuracy'; did you mean 'eval/acc",
         "checkpoint.best=-eval/lenght": r"checkpoint.best = 'eval/lenght'; did you mean 'eval/len",
         'watch={"eval/acuracy"={below=0.1}}': r"watch = 'eval/acuracy'; did you mean 'eval/acc",
     }.items():
-        with pytest.raises(UserError, match=said):
-            go(tmp_path / "run", asked, "eval.every=1", "train.steps=3")
+        with pytest.raises(UserError, match=message):
+            go(tmp_path / "run", override, "eval.every=1", "train.steps=3")
         with pytest.raises(UserError, match="needs evaluations between the steps; set eval.every"):
-            go(tmp_path / "run", asked, "train.steps=3")
+            go(tmp_path / "run", override, "train.steps=3")
     assert not (tmp_path / "run").exists()
 
 
@@ -397,14 +397,14 @@ def test_what_checkpoints_take_is_said_before_training(tmp_path, monkeypatch):
     more, lines = ("train.steps=1", "checkpoint.keep=3", "checkpoint.every=1"), []
     config = load_config(None, [*TASK, *more, f"run.dir={json.dumps(str(tmp_path / 'run'))}"])
     train(config, echo=lines.append)
-    (said,) = [line for line in lines if line.startswith("checkpoints: ")]
+    (line,) = [line for line in lines if line.startswith("checkpoints: ")]
     (stored,) = [p for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()]
     written = sum(f.stat().st_size for f in (stored / "state").rglob("*") if f.parent.name == "d")
-    sizes = re.findall(r"([\d.]+) MB", said.replace(",", ""))  # and what is free, often in GB
+    sizes = re.findall(r"([\d.]+) MB", line.replace(",", ""))  # and what is free, often in GB
     each, needed = (float(x) * 1e6 for x in sizes[:2])
     assert each / 2 - 1e5 < written < 2 * each + 1e5
     assert needed == pytest.approx(2 * each, abs=1e5)  # the first and the last step's
-    assert "MB for 2 at a time" in said
+    assert "MB for 2 at a time" in line
 
     Room = collections.namedtuple("Room", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Room(10**9, 10**9, 1000))

@@ -202,9 +202,9 @@ WAYS = {
 def said_to_be_saved(err):
     """The newest step that the last line says is on disk; None where it says that none is."""
     last = err.splitlines()[-1]
-    found = re.search(r"stopped after step (\d+); saved in|step (\d+) is saved", last)
-    if found:
-        return int(found[1] or found[2])
+    match = re.search(r"stopped after step (\d+); saved in|step (\d+) is saved", last)
+    if match:
+        return int(match[1] or match[2])
     assert last == "jrl: stopped" or "no checkpoint is in" in last or "does not exist" in last, last
     return None
 
@@ -272,10 +272,10 @@ def test_signals_at_any_moment(place, tmp_path, moment):
             assert took < most, case
             assert "Traceback" not in err, case
             run = runs[way]
-            there = Checkpoints(run / "checkpoints", 2).steps() if run.exists() else []
-            assert max(there, default=None) == said_to_be_saved(err), case
+            saved_steps = Checkpoints(run / "checkpoints", 2).steps() if run.exists() else []
+            assert max(saved_steps, default=None) == said_to_be_saved(err), case
             if len(WAYS[way]) == 1:
-                assert there == steps, case
+                assert saved_steps == steps, case
             states[state_left(run)] = run
         list(threads.map(lambda run: check_resume(place, run, workers, moment), states.values()))
         print(f"{moment}: {len(states)} states resumed")
