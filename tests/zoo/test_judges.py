@@ -24,14 +24,14 @@ class Toy:
     """A judge that is a function of the last message and the vote."""
 
     def __init__(self, reply):
-        self.reply, self.seen = reply, []
+        self.reply, self.prompts = reply, []
 
-    def verdicts(self, asked):
-        texts = [each.question.messages[-1]["content"] for each in asked]
-        self.seen += texts
-        replies = [self.reply(text, each.vote) for text, each in zip(texts, asked, strict=True)]
-        read = [each.question.read(reply) for each, reply in zip(asked, replies, strict=True)]
-        return read, dict.fromkeys(COUNTS, 0.0) | {"judge_calls": float(len(asked))}
+    def verdicts(self, requests):
+        texts = [each.question.messages[-1]["content"] for each in requests]
+        self.prompts += texts
+        replies = [self.reply(text, each.vote) for text, each in zip(texts, requests, strict=True)]
+        read = [each.question.read(reply) for each, reply in zip(requests, replies, strict=True)]
+        return read, dict.fromkeys(COUNTS, 0.0) | {"judge_calls": float(len(requests))}
 
 
 def sample(completion, answer="4", row=0, step=0, **meta):
@@ -103,7 +103,7 @@ def test_rlaif_v_counts_rejected_claims():
     assert points == [[-2.0], [0.0], [-1.0], [None], [None]]
     assert counts["judge_calls"] == 15 + 3 * (3 + 2 + 2 + 0 + 2)
     single = "A reply to it claims something. b"
-    assert any(single in text and "a b c" not in text for text in toy.seen)  # asked alone
+    assert any(single in text and "a b c" not in text for text in toy.prompts)  # asked alone
 
 
 # ---------------------------------------------------------------- CAPO
@@ -243,17 +243,17 @@ def test_srpo_pays_what_reflection_makes_of_an_answer():
 
 
 def test_the_length_of_a_reflection_has_a_target():
-    whole, bare = (make_reward("srpo", "rewards.srpo", length=x) for x in (0.1, 0.0))
+    with_length, bare = (make_reward("srpo", "rewards.srpo", length=x) for x in (0.1, 0.0))
     near = reflected("4", "4").replace("t" * 9, "t" * 400)
     ratio = len(near) / 401
     assert 2.1 < ratio < 2.4
-    (a,), (b,) = whole([sample(near)]), bare([sample(near)])
+    (a,), (b,) = with_length([sample(near)]), bare([sample(near)])
     assert a - b == pytest.approx(0.1 * math.exp(-(((ratio - 2) / 0.5) ** 2)), abs=1e-12)
     for pad in (0, 30):
         text = reflected("4", "4", pad=pad)
         ratio = len(text) / 10  # nine letters of thought, and the answer
         points = 0.1 * math.exp(-(((ratio - 2) / 0.5) ** 2))
-        (a,), (b,) = whole([sample(text)]), bare([sample(text)])
+        (a,), (b,) = with_length([sample(text)]), bare([sample(text)])
         assert a - b == pytest.approx(points, abs=1e-12)
     near = make_reward("srpo", "rewards.srpo", target=ratio, most=ratio + 1)
     assert near([sample(text)])[0] - b == pytest.approx(0.1, abs=1e-12)
@@ -340,8 +340,8 @@ def test_steps_and_the_whole_count_in_equal_shares():
     assert points[2] == [None]
     assert counts["judge_calls"] == 2
     wrong = ('{"steps": [1, 2], "whole": 3}', '{"steps": [9]}', '{"steps": [9], "whole": 3}', "4")
-    for said in wrong:
-        (points, _), _ = judged(units[1:2], lambda text, vote, said=said: said, **options)
+    for answer in wrong:
+        (points, _), _ = judged(units[1:2], lambda text, vote, answer=answer: answer, **options)
         assert points == [[None]]
 
 
@@ -349,15 +349,15 @@ def test_the_steps_of_an_episode_are_its_turns():
     turns = [("assistant", "import x"), ("tool", "error"), ("assistant", "so 4")]
     messages = tuple({"role": role, "content": text} for role, text in turns)
     unit = [dataclasses.replace(sample("so 4"), messages=messages)]
-    seen = []
+    prompts = []
 
     def reply(text, vote):
-        seen.append(text)
+        prompts.append(text)
         return '{"steps": [10, 1], "whole": 10}'
 
     (points, _), _ = judged([unit], reply, form="datarus")
     assert points == [[pytest.approx((5.5 + 10) / 2 / 9 - 1 / 9, abs=1e-12)]]
-    assert "Step 1: import x\n\ntool: error\n\nStep 2: so 4" in seen[0]
+    assert "Step 1: import x\n\ntool: error\n\nStep 2: so 4" in prompts[0]
 
 
 # ---------------------------------------------------------------- PTA-GRPO
@@ -383,7 +383,9 @@ def test_a_plan_is_worth_the_share_of_its_solutions_that_are_right():
     expected = [np.mean([float(vote < n) for vote in range(4)]) for n in right.values()]
     assert [x for (x,) in points] == [*expected, 0.0, 0.0, 0.0]
     assert counts["judge_calls"] == 12  # nothing is asked about completions without a plan
-    assert all("2+2?" in text and "9" not in text for text in toy.seen)  # the plan alone is shown
+    assert all(
+        "2+2?" in text and "9" not in text for text in toy.prompts
+    )  # the plan alone is shown
 
 
 def test_the_policy_solves_by_plans_where_a_configuration_says_so():

@@ -33,8 +33,8 @@ def test_numbers_are_written_with_as_many_figures_each():
 @pytest.mark.parametrize("flags", [2, 5, 6])
 def test_a_board_of_flags_is_one_figure_a_cell(flags):
     board = np.random.default_rng(flags).random((2, 3, flags)) < 0.4
-    said = text(jnp.asarray(board))
-    for cell, figure in zip(board.reshape(-1, flags), said, strict=True):
+    figures = text(jnp.asarray(board))
+    for cell, figure in zip(board.reshape(-1, flags), figures, strict=True):
         first = int(np.argmax(cell)) + 1 if cell.any() else 0
         bits = int(sum(2**i for i in np.flatnonzero(cell)))
         assert FIGURES.index(figure) == (bits if flags <= 5 else first)
@@ -131,8 +131,8 @@ def test_other_players_draw_legal_actions_until_it_is_the_policys_turn(opponent)
 def test_a_turn_that_is_no_action_ends_the_episode():
     env = array_env(race(players=1), turns=10).check()
     state = env.generate(jax.random.key(0), "train").state
-    for said in ("3", "+"):
-        tokens = jnp.array(env.tokenizer.encode(said))
+    for word in ("3", "+"):
+        tokens = jnp.array(env.tokenizer.encode(word))
         _, turn = env.step(state, tokens, jnp.int32(1), jax.random.key(0))
         assert (float(turn.reward), bool(turn.done), bool(turn.success)) == (-1, True, False)
     _, turn = env.step(state, jnp.array([env.stop_id]), jnp.int32(1), jax.random.key(0))
@@ -146,13 +146,13 @@ def test_points_add_up_to_the_goal_and_many_actions_take_two_letters():
     game = Game("sum", lambda key: jnp.int32(0), step, lambda state: state, actions=30)
     env = array_env(game, turns=3, goal=2.0, digits=3, show=lambda x: x * 2).check()
     assert (env.turn_tokens, env.reply_tokens) == (2, 3)
-    state, said, ids = env.generate(jax.random.key(0), "train").state, [], []
+    state, turns, ids = env.generate(jax.random.key(0), "train").state, [], []
     for letters in ("BC", "AB", "BD"):  # 28, 1, 29
         tokens = jnp.array(env.tokenizer.encode(letters))
         state, turn = env.step(state, tokens, jnp.int32(2), jax.random.key(0))
-        said.append((shown(env, turn), bool(turn.success)))
+        turns.append((shown(env, turn), bool(turn.success)))
         ids.append(int(turn.state_id))
-    assert said == [("01k", False), ("01m", True), ("038", True)]
+    assert turns == [("01k", False), ("01m", True), ("038", True)]
     assert len(set(ids)) == 3
     _, turn = env.step(state, jnp.array(env.tokenizer.encode("BE")), jnp.int32(2), KEY)  # 30
     assert float(turn.reward) == -1
@@ -186,8 +186,8 @@ def test_random_keys_of_a_state_are_integers_to_the_host():
     """NumPy holds no typed keys, and groups of several draws are joined as its arrays."""
 
     def step(state, action, key):
-        key, drawn = jax.random.split(state["key"])
-        total = state["total"] + jax.random.randint(drawn, (), 0, 10)
+        key, step_key = jax.random.split(state["key"])
+        total = state["total"] + jax.random.randint(step_key, (), 0, 10)
         return {"key": key, "total": total}, jnp.float32(0), total > 20
 
     game = Game(

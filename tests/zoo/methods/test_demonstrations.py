@@ -55,14 +55,14 @@ def grpo_rows(d):
     def row(n, i, tokens):
         return np.mean([clipped_loss(ratio(d, (n, i, t)), a[n, i]) for t in tokens])
 
-    return [row(*found) for found in sequences(d) if found[1] != GIVEN]
+    return [row(*sequence) for sequence in sequences(d) if sequence[1] != GIVEN]
 
 
 def nll_rows(d, prompts=None):
-    given = [row for row in sequences(d) if row[1] == GIVEN]
+    demonstrations = [row for row in sequences(d) if row[1] == GIVEN]
     return [
         -np.mean([d.logprobs[n, i, t] for t in tokens])
-        for n, i, tokens in given
+        for n, i, tokens in demonstrations
         if prompts is None or n in prompts
     ]
 
@@ -83,8 +83,8 @@ def binary(d, rng):
 
 
 def unsolved(d):
-    own = {n: own_members(d, n) for n in range(len(d.rewards))}
-    return {n for n in own if own[n] and max(d.rewards[n, i] for i in own[n]) <= 0}
+    members = {n: own_members(d, n) for n in range(len(d.rewards))}
+    return {n for n in members if members[n] and max(d.rewards[n, i] for i in members[n]) <= 0}
 
 
 def test_relift_is_grpo_and_sft_where_nothing_was_right():
@@ -240,8 +240,8 @@ def test_redi_without_rejected_traces_is_sft_on_the_chosen_ones():
 
 def test_spin_is_dpo_on_the_demonstration_and_an_own_sample():
     def reference(d, frozen):
-        given = np.broadcast_to(np.arange(4) == GIVEN, d.rewards.shape) * 1.0
-        return pair_mean(d, given, dpo(d, 0.2))
+        demonstrated = np.broadcast_to(np.arange(4) == GIVEN, d.rewards.shape) * 1.0
+        return pair_mean(d, demonstrated, dpo(d, 0.2))
 
     check(get_method("spin", beta=0.2), reference, **SHAPE)
     d = ragged(8, g=2, demonstrations=1)
@@ -261,14 +261,14 @@ def test_spin_renews_its_reference():
 @pytest.mark.parametrize("filtered", [True, False])
 def test_self_reinforcement_prefers_the_own_answer(filtered):
     def reference(d, frozen):
-        kept = types.SimpleNamespace(**vars(d))
-        kept.members = d.members.copy()
+        without = types.SimpleNamespace(**vars(d))
+        without.members = d.members.copy()
         for n, i in np.ndindex(d.members.shape):
             beats = not d.members[n, GIVEN] or d.rewards[n, i] > d.rewards[n, GIVEN]
             if filtered and i != GIVEN and not beats:
-                kept.members[n, i] = False
-        own = np.broadcast_to(np.arange(4) != GIVEN, d.rewards.shape) * 1.0
-        return pair_mean(kept, own, dpo(d, 0.3))
+                without.members[n, i] = False
+        sampled = np.broadcast_to(np.arange(4) != GIVEN, d.rewards.shape) * 1.0
+        return pair_mean(without, sampled, dpo(d, 0.3))
 
     method = get_method("self_reinforcement", beta=0.3, filtered=filtered)
     check(method, reference, prepare=written, **SHAPE)
@@ -297,11 +297,11 @@ def with_uniform(d, rng):
     d.logprobs = np.minimum(d.logprobs, -0.01).astype(np.float32).astype(np.float64)
 
 
-def centred(d, n, i, own, normalise):
+def centred(d, n, i, pool_members, normalise):
     """The advantage of member i when the members ``own`` make the statistics."""
-    if len(own) < 2:
+    if len(pool_members) < 2:
         return 0.0
-    group = [d.rewards[n, j] for j in own]
+    group = [d.rewards[n, j] for j in pool_members]
     a = d.rewards[n, i] - np.mean(group)
     return a / ((np.std(group, ddof=1) or 1.0) + 1e-6) if normalise else a
 
@@ -310,9 +310,9 @@ def rl_plus_loss(d, frozen, pool="group", gamma=0.5, normalise=False, clip=False
     total, entropy = 0.0, []
     for n, i, tokens in sequences(d):
         entropy += [d.entropy[n, i, t] for t in tokens]
-        given = d.external[n].max(axis=-1) > 0
-        own = [j for j in members_of(d, n) if pool == "group" or not given[j]]
-        a = centred(d, n, i, own, normalise)
+        external = d.external[n].max(axis=-1) > 0
+        pool_members = [j for j in members_of(d, n) if pool == "group" or not external[j]]
+        a = centred(d, n, i, pool_members, normalise)
         for t in tokens:
             at = (n, i, t)
             if d.external[at]:

@@ -146,8 +146,10 @@ def test_pro_ranks_the_whole_list(gaps):
                 below = [i for i in who if r[i] < r[k]]
                 if below:
                     inverse = {i: r[k] - r[i] if gaps else 1.0 for i in below}
-                    own = p[k] * max(inverse.values())
-                    total += np.logaddexp.reduce([own, *(p[i] * inverse[i] for i in below)]) - own
+                    score = p[k] * max(inverse.values())
+                    total += (
+                        np.logaddexp.reduce([score, *(p[i] * inverse[i] for i in below)]) - score
+                    )
             return total - 0.05 * (len(who) - 1) ** 2 * imitated(d, n, who, lambda s: s.lp)
 
         return mean_over_groups(d, loss)
@@ -180,13 +182,13 @@ def test_rationales_add_their_likelihood(name, form):
         total, count = 0.0, 0
         for n in range(len(d.rewards)):
             answers = [i for i in members_of(d, n) if i != 3]
-            found = best_and_worst(d, n, d.rewards[n], answers)
-            if not found:
+            pair = best_and_worst(d, n, d.rewards[n], answers)
+            if not pair:
                 continue
-            w, l = (side(d, n, i) for i in found)
+            w, l = (side(d, n, i) for i in pair)
             lp = 0.05 * side(d, n, 3).lp
-            told = -lp if form == "nll" else softplus(-lp)
-            total += (dpo(w, l) if name == "rdpo" else orpo(w, l, 0.1)) + told
+            extra = -lp if form == "nll" else softplus(-lp)
+            total += (dpo(w, l) if name == "rdpo" else orpo(w, l, 0.1)) + extra
             count += 1
         return total / max(count, 1)
 
@@ -328,7 +330,7 @@ def test_bco_keeps_a_running_mean(decay, share):
 
 def test_bco_weighs_each_step_by_its_completions():
     objective = get_method("bco").objective
-    state, seen, mean = objective.init(), 0, 0.0
+    state, total, mean = objective.init(), 0, 0.0
     for seed, n in enumerate((2, 5, 3)):
         d = ragged(seed, n=n, binary=True)
         kinds = [[], []]
@@ -337,7 +339,7 @@ def test_bco_weighs_each_step_by_its_completions():
             kinds[int(d.rewards[m, i] > 0.5)].append(s.start - s.ref)
         count = sum(map(len, kinds))
         now = np.mean([np.mean(kind) for kind in kinds if kind])
-        seen, mean = seen + count, mean + count / (seen + count) * (now - mean)
+        total, mean = total + count, mean + count / (total + count) * (now - mean)
         _, batch, state, _ = compute_advantages(objective, as_batch(d), state)
         assert float(batch.stats["shift"][0, 0, 0]) == pytest.approx(mean, abs=1e-5)
 

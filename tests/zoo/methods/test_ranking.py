@@ -37,8 +37,8 @@ def test_orders_have_the_probabilities_of_the_distribution(live, seed):
     scores = numbers(np.random.default_rng(seed), 4, scale=2.0)
     orders = list(itertools.permutations(range(live)))
     padded = np.array([[*order, *range(live, 4)] for order in orders])
-    there = np.broadcast_to(np.arange(4) < live, padded.shape)
-    got = sampling_params(4)(jnp.asarray(scores[padded], jnp.float32), jnp.asarray(there)).sum(1)
+    in_order = np.broadcast_to(np.arange(4) < live, padded.shape)
+    got = sampling_params(4)(jnp.asarray(scores[padded], jnp.float32), jnp.asarray(in_order)).sum(1)
     expected = [order_logprob(scores, order) for order in orders]
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert np.exp(np.asarray(got)).sum() == pytest.approx(1, rel=1e-5)
@@ -86,10 +86,10 @@ def test_utilities_are_their_definitions(kind):
 
 
 def groups(d):
-    found = {}
+    members = {}
     for n, i, _ in sequences(d):
-        found.setdefault(n, []).append(i)
-    return found
+        members.setdefault(n, []).append(i)
+    return members
 
 
 @functools.cache
@@ -220,10 +220,10 @@ def rank_grpo_loss(
         for t in tokens:
             ranks.setdefault(item[t], []).append(t)
         losses = {}
-        for k, own in ranks.items():
-            gaps = [d.logprobs[n, i, t] - d.sampler_logprobs[n, i, t] for t in own]
+        for k, rank_tokens in ranks.items():
+            gaps = [d.logprobs[n, i, t] - d.sampler_logprobs[n, i, t] for t in rank_tokens]
             s = np.exp(np.clip(sum(gaps) / len(gaps), -20, 20))
-            for t in own:
+            for t in rank_tokens:
                 a = 0.0
                 if 0 <= k < wanted and not (shaping and t == stop):
                     a = standardised(
@@ -236,7 +236,7 @@ def rank_grpo_loss(
         kl = [d.ref_logprobs[n, i, t] - d.logprobs[n, i, t] for t in tokens]
         kl = [beta * (np.exp(gap) - gap - 1) for gap in kl]
         if average == "ranks":
-            means = [np.mean([losses[t] for t in own]) for own in ranks.values()]
+            means = [np.mean([losses[t] for t in rank_tokens]) for rank_tokens in ranks.values()]
             rows.append(np.mean(means) + np.mean(kl))
         else:
             every += [loss + term for loss, term in zip(losses.values(), kl, strict=True)]
@@ -258,12 +258,12 @@ def test_rank_grpo_is_the_papers():
 
 @pytest.mark.parametrize(("gain", "average"), [("own", "tokens"), ("tail", "batch")])
 def test_rank_grpo_by_tokens_and_by_tail(gain, average):
-    given = {"gain": gain, "average": average}
+    options = {"gain": gain, "average": average}
     shaping = 0.0 if average == "tokens" else 0.2
-    method = get_method("rank_grpo", **given, length_shaping=shaping, clip_low=0.2, kl_coef=0.1)
+    method = get_method("rank_grpo", **options, length_shaping=shaping, clip_low=0.2, kl_coef=0.1)
 
     def loss(d, frozen):
-        return rank_grpo_loss(d, frozen, **given, shaping=shaping, clips=(0.2, 0.08), beta=0.1)
+        return rank_grpo_loss(d, frozen, **options, shaping=shaping, clips=(0.2, 0.08), beta=0.1)
 
     check(method, loss, prepare=lists, t=7)
 

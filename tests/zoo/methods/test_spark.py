@@ -161,15 +161,15 @@ def stepped():
 
 def test_questions_are_groups_of_the_same_step(stepped):
     groups, trained, after, counts = stepped
-    made = np.flatnonzero(np.asarray(groups.round).max(axis=1) > 0)
+    questions = np.flatnonzero(np.asarray(groups.round).max(axis=1) > 0)
     # a verdict of the groups 0, 1 and 2, no more than 2; reflections on 1 (too long), 2 and 3
     assert counts["rounds"] == 2
-    assert 2 <= len(made) <= 4
+    assert 2 <= len(questions) <= 4
     assert trained.ticket.shape == (2 * N,)  # the room of a batch: N problems, N questions
-    assert np.asarray(trained.members()).any(axis=1).sum() == N + len(made)
+    assert np.asarray(trained.members()).any(axis=1).sum() == N + len(questions)
     # the data's order goes on behind the N problems
     assert int(after.cursor) == N
-    for n in made.tolist():
+    for n in questions.tolist():
         row, rollout = int(groups.row[n]), groups.rollout
         prompt = rollout.prompt_tokens[n, : rollout.prompt_lengths[n]].tolist()
         head = rollout.tokens[n, 0, : rollout.lengths[n, 0]].tolist()
@@ -184,10 +184,10 @@ def test_questions_are_groups_of_the_same_step(stepped):
 def test_verdicts_are_paid_by_agreement_and_reflections_by_the_problem(stepped):
     groups = stepped[0]
     rewards, silent = np.asarray(groups.rewards), np.asarray(groups.ids[SILENT])
-    made = np.flatnonzero(np.asarray(groups.round).max(axis=1) > 0)
+    questions = np.flatnonzero(np.asarray(groups.round).max(axis=1) > 0)
     np.testing.assert_array_equal(silent[:N], 2)
     verdicts = 0
-    for n in made.tolist():
+    for n in questions.tolist():
         row = int(groups.row[n])
         if silent[n, 0] == 0:  # every member said yes, and then B, which is no verdict of this kind
             verdicts += 1

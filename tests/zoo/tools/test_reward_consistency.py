@@ -56,17 +56,25 @@ def sample(question, completion):
 
 def test_points_are_fused_with_those_of_like_examples():
     examples = [sample("q", text) for text in ("aaa", "aab", "ddd", "eee", "abc")]
-    worth = {"aaa": 1.0, "aab": 2.0, "ddd": -5.0, "eee": None, "abc": 4.0, "aaaa": 0.5, "x": None}
+    points_of = {
+        "aaa": 1.0,
+        "aab": 2.0,
+        "ddd": -5.0,
+        "eee": None,
+        "abc": 4.0,
+        "aaaa": 0.5,
+        "x": None,
+    }
 
     def model(samples):
-        return [worth[s.completion] for s in samples], {"seen": float(len(samples))}
+        return [points_of[s.completion] for s in samples], {"seen": float(len(samples))}
 
     fused = reward_fusion(model, encode, examples, neighbours=2, least=0.9)
     points, counts = fused([sample("q", "aaaa"), sample("q", "x"), sample("q", "ddd")])
     texts = encode([f"q\n\n{t}" for t in ("aaaa", "aaa", "aab", "ddd", "abc")])
     unit = texts / np.linalg.norm(texts, axis=1, keepdims=True)
     alike = sorted(
-        ((unit[0] @ u, worth[t]) for u, t in zip(unit[1:], ("aaa", "aab", "ddd", "abc"))),  # noqa: B905
+        ((unit[0] @ u, points_of[t]) for u, t in zip(unit[1:], ("aaa", "aab", "ddd", "abc"))),  # noqa: B905
         reverse=True,
     )[:2]
     near = [(s, r) for s, r in alike if s >= 0.9]

@@ -78,12 +78,12 @@ def test_pairs_train_a_writer_and_a_judge_in_the_words_that_they_are_asked_in():
     pairs = contrastive_rubrics(ROWS[:1], write, judge)
     (written,) = writer_rows([*pairs, *pairs])
     assert json.loads(written["answer"]) == json.loads(RUBRIC)
-    asked = []
+    prompts = []
     (row,) = with_rubrics(
         [{"question": "Name a bird.", "id": 3}],
-        lambda messages: asked.append(messages[0]["content"]) or written["answer"],
+        lambda messages: prompts.append(messages[0]["content"]) or written["answer"],
     )
-    assert asked == [written["question"]]
+    assert prompts == [written["question"]]
     assert (row["id"], row["rubric"]) == (3, pairs[0]["rubric"])
     assert with_rubrics([{"question": "?"}], lambda messages: "none") == []
     both = judge_rows(pairs)

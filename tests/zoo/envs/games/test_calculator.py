@@ -26,10 +26,10 @@ def turn_of(text, stop=True):
 
 def python_result(text):
     """What the tool says to a call, by Python; "!" for one that is none."""
-    found = re.fullmatch(r"(-?\d{1,9})([-+*])(-?\d{1,9})", text)
-    if not found:
+    match = re.fullmatch(r"(-?\d{1,9})([-+*])(-?\d{1,9})", text)
+    if not match:
         return "!"
-    value = eval(f"({int(found[1])}){found[2]}({int(found[3])})")
+    value = eval(f"({int(match[1])}){match[2]}({int(match[3])})")
     return str(value) if abs(value) <= LARGEST else "!"
 
 
