@@ -115,7 +115,7 @@ def pytest_collection_modifyitems(config, items):
                 left[name] = True
                 item.add_marker(pytest.mark.slow)
     if not config.option.file_or_dir and not all(left.values()):
-        stale = ", ".join(name for name, found in left.items() if not found)
+        stale = ", ".join(name for name, matched in left.items() if not matched)
         raise pytest.UsageError(f"tests/slow.txt names what is no test: {stale}")
 
 

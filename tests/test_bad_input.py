@@ -98,14 +98,14 @@ def jrl(*arguments):
 PROGRAMS = {f"jit({n})" for n in ("make", "generate", "task_rollout", "step", "iterate")}
 
 
-def refused(overrides, *said, command="train"):
+def refused(overrides, *parts, command="train"):
     """One message with all of this in it, exit code 2, no program compiled, nothing written."""
     run = pathlib.Path(json.loads(overrides[-1].removeprefix("run.dir=")))
     before = (run.exists(), sorted(run.rglob("*")))
     with compilations() as compiled:
         result = jrl(command, *overrides)
     assert result.exit_code == 2, result.output
-    for part in said:
+    for part in parts:
         assert part in result.stderr
     assert result.stderr.startswith("jrl: error: ")
     assert "Traceback" not in result.output
@@ -203,8 +203,8 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_that_cannot_be(name, tmp_path):
-    changes, *said = SETTINGS[name]
-    refused(task(tmp_path, *changes), *said)
+    changes, *parts = SETTINGS[name]
+    refused(task(tmp_path, *changes), *parts)
 
 
 def test_a_file_that_is_no_configuration(tmp_path):
@@ -297,10 +297,10 @@ DATA = {
 @pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize("name", DATA)
 def test_data_that_cannot_be_used(name, split, place):
-    content, said = DATA[name]
+    content, message = DATA[name]
     (place / "broken.jsonl").write_text(content)
     changed = f"data.{split}={json.dumps(str(place / 'broken.jsonl'))}"
-    refused(text(place, changed), "broken.jsonl", said)
+    refused(text(place, changed), "broken.jsonl", message)
 
 
 def test_rows_that_cannot_be_used_may_be_left_out_and_counted(place):
@@ -401,8 +401,8 @@ def test_a_reward_that_fails_is_named_and_what_was_done_is_kept(how, place):
     changes = (user_reward(place, how=how), "checkpoint.every=1")
     result = jrl("train", *text(place, *changes))
     assert result.exit_code == 2, result.output
-    for said in FAILURES[how]:
-        assert said in result.stderr
+    for part in FAILURES[how]:
+        assert part in result.stderr
     assert "rewards.py:fails" in result.stderr
     assert 'fix the function, or set reward_pool.on_error = "zero"' in result.stderr
     assert "(prompt 2)" in result.stderr
@@ -423,26 +423,26 @@ def test_a_reward_that_fails_may_be_given_0_and_counted(place):
 
 
 def test_a_run_directory_that_holds_another_configuration(tmp_path):
-    whole = jrl("train", *task(tmp_path, "train.steps=1"))
-    assert whole.exit_code == 0, whole.output
-    kept = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    first = jrl("train", *task(tmp_path, "train.steps=1"))
+    assert first.exit_code == 0, first.output
+    files = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     refused(
         task(tmp_path, "train.steps=1", "seed=1", "optimizer.learning_rate=0.1"),
         *("holds a run with another configuration", "seed = 0 there, 1 now"),
         *("optimizer.learning_rate = 1e-06 there, 0.1 now", "name another directory"),
     )
     refused(task(tmp_path, "train.steps=1", "run.resume=never"), "holds a run", "'never'")
-    assert kept == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    assert files == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     # The other commands take its settings from there and know its checkpoints.
     run = tmp_path / "run"
-    for command, *said in (
+    for command, *parts in (
         (("eval", run, "--checkpoint", 7), "no checkpoint of step 7", "there are 1"),
         (("convert", run, tmp_path / "out", "--checkpoint", 7), "no checkpoint of step 7"),
         (("sample", run, "--prompt", "hi there"), "prompts of data.task = 'sorting' have up to 6"),
     ):
         result = jrl(*command)
         assert result.exit_code == 2, result.output
-        assert all(part in result.stderr for part in said)
+        assert all(part in result.stderr for part in parts)
     assert not (tmp_path / "out").exists()
 
 

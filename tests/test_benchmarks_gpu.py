@@ -212,14 +212,14 @@ def test_8_bits_are_read_as_such(capsys):
     args = gpu.parser().parse_args(["--int8", "cache", "--float8", "weights"])
     float8 = gpu_sampling.sampling_network(config, args)
     assert size(float8) == size(short)
-    made = jax.eval_shape(lambda key: float8.prepare(float8.init(key)), jax.random.key(0))
-    assert made["head"].values.dtype == "float8_e4m3fn"
+    weights = jax.eval_shape(lambda key: float8.prepare(float8.init(key)), jax.random.key(0))
+    assert weights["head"].values.dtype == "float8_e4m3fn"
     with pytest.raises(SystemExit):
         gpu.main(["--int8", "weights", "--float8", "weights"])
     assert "both name weights" in capsys.readouterr().err
-    drawn = floor.Completions(np.array([5]), np.array([[3, 1]]))
-    read = floor.decode_bytes(config, drawn, 0, config.head_dim + 4)
-    assert read / floor.decode_bytes(config, drawn, 0) == (128 + 4) / 256
+    completions = floor.Completions(np.array([5]), np.array([[3, 1]]))
+    read = floor.decode_bytes(config, completions, 0, config.head_dim + 4)
+    assert read / floor.decode_bytes(config, completions, 0) == (128 + 4) / 256
 
 
 # ---------------------------------------------------------------- profiles
@@ -257,8 +257,8 @@ def test_figures_of_a_token_step_are_those_of_the_loop():
     step = [(2, 0, 10), (2, 10, 10), (3, 20, 5), (4, 25, 1)]
     loop = [(i, begin + at, took) for at in (100, 140) for i, begin, took in step]
     loop.append((3, 179, 1))
-    whole, before = profile_of(*prefill, *loop), profile_of(*prefill)
-    figures = kernels.step_figures(whole, [before], 2, 70e-6)
+    profile, before = profile_of(*prefill, *loop), profile_of(*prefill)
+    figures = kernels.step_figures(profile, [before], 2, 70e-6)
     assert figures == {
         "kernels_a_step": 3.5,
         "copies_to_host_a_step": 1,
@@ -266,7 +266,7 @@ def test_figures_of_a_token_step_are_those_of_the_loop():
         "idle_share": pytest.approx(1 - 53 / 70),
         "profiled_idle_share": pytest.approx(1 - 53 / 80),
     }
-    first, second, *_ = kernels.largest(whole, 2, most=3)
+    first, second, *_ = kernels.largest(profile, 2, most=3)
     assert (first["kernel"], first["count"], first["mean_us"]) == ("prefill_gemm", 2, 50)
     assert (second["kernel"], second["a_step"], second["total_ms"]) == ("layer", 2, 0.04)
     assert "layer" in kernels.as_text([first, second])

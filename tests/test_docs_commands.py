@@ -98,8 +98,8 @@ GAMES = re.compile(r"env=\"(pgx|navix|jumanji|gymnax)\"")
 def needs_of(block):
     """Marks of the libraries of games that a block plays, whose own warnings are none of ours."""
     named = GAMES.findall(block)
-    own = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-    return [pytest.mark.extra("games", *sorted(set(named))), own] if named else []
+    filters = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+    return [pytest.mark.extra("games", *sorted(set(named))), filters] if named else []
 
 
 BLOCKS = [
@@ -160,8 +160,8 @@ def small(words):
 def sizes(words):
     named = re.fullmatch(r"configs/([\w/]+)\.toml", words[0])
     name = named[1] if named else ""
-    own = any(word.startswith(("model.", "[model")) for word in words)
-    with_sizes = name in WITH_SIZES and not own
+    sets_model = any(word.startswith(("model.", "[model")) for word in words)
+    with_sizes = name in WITH_SIZES and not sets_model
     return SMALL[name] + [SIZES] * with_sizes
 
 
@@ -194,8 +194,8 @@ def test_every_command_of_a_block_runs(page, block, place):
             if words[1].startswith("runs/"):  # resumed: as long as it was
                 assert "training finished" in run(words)
                 continue
-            said = run(small(words))
-            assert "training finished" in said or words[0] == "compare", said
+            output = run(small(words))
+            assert "training finished" in output or words[0] == "compare", output
         elif words[0] == "convert":
             source, target = ("RUN", "converted") if words[1] == "RUN" else words[1:]
             run(["convert", source, target])
@@ -203,8 +203,8 @@ def test_every_command_of_a_block_runs(page, block, place):
         else:
             run([*words, *["eval.problems=2"] * (words[0] == "eval")])
             if "--out" in words:
-                (found,) = place.glob("*/siblings.jsonl")
-                found.write_text(found.read_text() or lines(SIBLINGS))
+                (path,) = place.glob("*/siblings.jsonl")
+                path.write_text(path.read_text() or lines(SIBLINGS))
 
 
 LAUNCHES = [
@@ -220,8 +220,8 @@ LAUNCHES = [
 def test_what_launch_lines_start_is_complete(words):
     script, at = words[0].rpartition("/")[2], words.index("--")
     line = [ROOT / "tpu_scripts" / script, *words[1:at], "--dry-run", *words[at:]]
-    told = subprocess.run(line, capture_output=True, text=True, check=True).stdout
-    assert all(word in told for word in words[at + 1 :])
+    commands = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    assert all(word in commands for word in words[at + 1 :])
     config = load_config(ROOT / words[at + 1], words[at + 2 :])
     assert config.model.config is None
     assert None not in (config.model.path, config.data.train, config.run.dir)
@@ -232,9 +232,9 @@ def test_what_launch_lines_start_is_complete(words):
 def test_a_launch_line_trains_a_small_model_on_small_data(words, place):
     ours = {"model.path": "DIR", "data.train": "train.jsonl", "run.dir": "RUN"}
     named = [word.partition("=") for word in words[words.index("--") + 1 :]]
-    given = [f"{key}={ours.get(key, value)}" if eq else key for key, eq, value in named]
+    overrides = [f"{key}={ours.get(key, value)}" if eq else key for key, eq, value in named]
     here = ["sampling.mesh=", "sampling.max_new_tokens=8", "model.dtype=float32"]
-    assert "training finished" in run(["train", *given, *ALWAYS, *here])
+    assert "training finished" in run(["train", *overrides, *ALWAYS, *here])
 
 
 def test_what_is_left_out_is_tested_elsewhere():

@@ -68,7 +68,7 @@ def in_trl_form(completions, a, **columns):
 def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     add(tmp_path / "hub", "org/tiny", "model", model)
-    records, said = [], []
+    records, lines = [], []
     result = jrl.fit(
         ROWS,
         digits,
@@ -76,7 +76,7 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
         eval_rows=ROWS[:2],
         config=QUICK,
         on_step=records.append,
-        echo=said.append,
+        echo=lines.append,
         seed=3,
         log__samples_every=1,
     )
@@ -86,7 +86,7 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
     assert "accuracy_after" in result.summary
     assert result.config.seed == 3
     assert result.config.model.path == f"org/tiny@{COMMITS['first']}"
-    assert any("reward = digits (digits: The fraction of a completion" in x for x in said)
+    assert any("reward = digits (digits: The fraction of a completion" in x for x in lines)
     assert set(result.policy) == set(result.state.params["policy"])
     (first, _second) = result.sample("1+1?")
     assert first["prompt"] == "1+1?"
@@ -119,10 +119,10 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
         eval_rows=ROWS[:2],
         config=QUICK | {"train.steps": 3, "seed": 3, "log.samples_every": 1},
         dir=result.dir,
-        echo=said.append,
+        echo=lines.append,
     )
     assert [record["step"] for record in again.metrics] == [1, 2, 3]
-    assert any("resuming from step 2" in line for line in said)
+    assert any("resuming from step 2" in line for line in lines)
     with pytest.raises(UserError, match=r"(?s)another configuration.*data.train = 'python:rows-"):
         jrl.fit(ROWS[:2], digits, "org/tiny", config=QUICK | {"seed": 3}, dir=result.dir)
 
@@ -191,8 +191,8 @@ def test_a_task_sizes_and_a_network_as_values():
     quick = {k: v for k, v in QUICK.items() if not k.startswith(("data", "sampling.max"))}
     quick |= {"eval.problems": 4}
     sized = jrl.fit(model=SIZES, task=task, config=quick, echo=lambda line: None, dir="a")
-    own = jrl.fit(model=network, task="sorting", data__difficulty=3, config=quick, dir="b")
-    assert [r["reward"] for r in sized.metrics] == [r["reward"] for r in own.metrics]
+    from_network = jrl.fit(model=network, task="sorting", data__difficulty=3, config=quick, dir="b")
+    assert [r["reward"] for r in sized.metrics] == [r["reward"] for r in from_network.metrics]
     assert sized.sample("213>")[0]["prompt"] == "213>"
     with pytest.raises(
         UserError, match="prompt 1: '21321>' has 6 characters; prompts of data.task"
@@ -226,24 +226,24 @@ BAD = {
 def test_bad_input_is_said_before_anything_compiles(name, model, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(programs, "new_state", None)  # where the first program is compiled
-    changes, said = BAD[name]
+    changes, message = BAD[name]
     with pytest.raises(UserError) as caught:
         jrl.fit(**{"rows": ROWS, "reward": digits, "model": model, "config": QUICK} | changes)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "runs").exists()
 
 
 def test_dotted_and_nested_keys_come_together(model):
-    given = {"rewards": {f"{__name__}:none": {"weight": 2}}, "rewards.math.judge": True}
-    given |= {"train": {"stesp": 1}, "data.train": {"a.csv": 2.0}}
+    config = {"rewards": {f"{__name__}:none": {"weight": 2}}, "rewards.math.judge": True}
+    config |= {"train": {"stesp": 1}, "data.train": {"a.csv": 2.0}}
     with pytest.raises(UserError) as caught:  # before anything is read
-        jrl.fit(model=model, reward={"math": 0.5}, config=given)
+        jrl.fit(model=model, reward={"math": 0.5}, config=config)
     assert str(caught.value) == "unknown key train.stesp = 1; did you mean train.steps?"
-    assert given["rewards"] == {f"{__name__}:none": {"weight": 2}}  # ours is left alone
-    given |= {"train": {"steps": 1}, "data.train": {"a.csv": -2.0}}
+    assert config["rewards"] == {f"{__name__}:none": {"weight": 2}}  # ours is left alone
+    config |= {"train": {"steps": 1}, "data.train": {"a.csv": -2.0}}
     with pytest.raises(UserError, match=r"^data\.train\.a\.csv = -2\.0; must be above 0"):
-        jrl.fit(model=model, reward={"math": 0.5}, config=given)
+        jrl.fit(model=model, reward={"math": 0.5}, config=config)
     with pytest.raises(UserError, match=r"config\['seed.x'\]: seed is not a table"):
         jrl.fit(model=model, config={"seed": 3, "seed.x": 1})
 
@@ -268,10 +268,10 @@ def test_train_is_called_with_a_configuration(monkeypatch):
 
     with pytest.raises(UserError, match=r"method = 'gropo'; did you mean 'grpo'"):
         train(Config(method="gropo", data={"task": "sorting"}))
-    seen = []
-    monkeypatch.setattr("jrl.fit", lambda **values: seen.append(values))
+    calls = []
+    monkeypatch.setattr("jrl.fit", lambda **values: calls.append(values))
     train("configs/tiny.toml", dir="somewhere")
-    assert seen == [{"config": "configs/tiny.toml", "dir": "somewhere"}]
+    assert calls == [{"config": "configs/tiny.toml", "dir": "somewhere"}]
     assert build.__name__ == "jrl.train.build"  # it is a package all the same
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from jrl import user_code as own
+from jrl import user_code as user_code
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.models import hf
@@ -39,12 +39,12 @@ TASK = (
 )
 
 
-def refused(said, function, *arguments, **keywords):
+def refused(part, function, *arguments, **keywords):
     """One line, or two, with this in it; anything else that is raised fails the test."""
     with pytest.raises((UserError, ApiError)) as raised:
         function(*arguments, **keywords)
     message = str(raised.value)
-    assert said in message
+    assert part in message
     assert len(message.splitlines()) <= 2
     assert len(message) < 600
 
@@ -140,12 +140,12 @@ KEPT_ROWS = {
 def test_rows_of_a_run_from_python_that_are_damaged(line, tmp_path):
     path = tmp_path / "rows-1.jsonl"
     path.write_bytes(b'{"question": "1", "answer": "2"}\n' + line + b"\n")
-    refused(KEPT_ROWS[line], own.remember, tmp_path)
-    refused("restore the file, or pass the rows again in Python", own.remember, tmp_path)
+    refused(KEPT_ROWS[line], user_code.remember, tmp_path)
+    refused("restore the file, or pass the rows again in Python", user_code.remember, tmp_path)
     path.write_bytes(b'{"question": "1", "answer": "2"}\n')
     context = contextvars.copy_context()
-    context.run(own.remember, tmp_path)
-    rows = context.run(own.python_value, "python:rows-1", "data.train")
+    context.run(user_code.remember, tmp_path)
+    rows = context.run(user_code.python_value, "python:rows-1", "data.train")
     assert rows == [{"question": "1", "answer": "2"}]
 
 
@@ -176,10 +176,10 @@ def test_run_directories(tmp_path):
         refused("File name too long; name another directory", check_run_dir, config)
 
 
-@pytest.mark.parametrize("given", ["nonsense", "host:", ":1", "host:port", "host:70000"])
-def test_coordinators(given):
-    said = f"coordinator = {given!r}; must be HOST:PORT of process 0"
-    refused(said, processes.start, given, 2, 0)
+@pytest.mark.parametrize("address", ["nonsense", "host:", ":1", "host:port", "host:70000"])
+def test_coordinators(address):
+    message = f"coordinator = {address!r}; must be HOST:PORT of process 0"
+    refused(message, processes.start, address, 2, 0)
 
 
 REWARDS = {
@@ -212,8 +212,10 @@ def test_functions_that_make_parts(key, raises, tmp_path):
     body = "raise ValueError('no such size')" if raises else "return 5"
     takes = {"model.network": "vocab_size, max_length", "optimizer.name": "rate"}.get(key, "")
     path.write_text(f"def f({takes}):\n    {body}\n")
-    said = "own.py, line 2: ValueError: no such size" if raises else "own.py:f' returned 5; return"
-    refused(said, lambda: build.setup(load_config(None, [*TASK, PARTS[key].format(path)])))
+    message = (
+        "own.py, line 2: ValueError: no such size" if raises else "own.py:f' returned 5; return"
+    )
+    refused(message, lambda: build.setup(load_config(None, [*TASK, PARTS[key].format(path)])))
 
 
 def test_files_of_a_run_that_are_something_else(tmp_path):
@@ -258,15 +260,15 @@ def test_a_value_that_fills_the_screen_is_cut_in_the_middle(tmp_path):
     assert result.stderr.rstrip().endswith("nested too deeply; use fewer levels")
 
 
-@pytest.mark.parametrize("given", [["train"], ["eval"], ["report"], ["train", "data.task="]])
-def test_names_that_no_file_has(given):
+@pytest.mark.parametrize("arguments", [["train"], ["eval"], ["report"], ["train", "data.task="]])
+def test_names_that_no_file_has(arguments):
     from typer.testing import CliRunner
 
     from jrl.cli.app import app
 
     long = "a" * 5000
-    more = [f"model.path={long}", "data.train=x.jsonl"] if len(given) > 1 else [long]
-    result = CliRunner().invoke(app, [given[0], *given[1:], *more])
+    more = [f"model.path={long}", "data.train=x.jsonl"] if len(arguments) > 1 else [long]
+    result = CliRunner().invoke(app, [arguments[0], *arguments[1:], *more])
     assert result.exit_code == 2, result.output
     assert len(result.stderr.splitlines()) == 1
     assert len(result.stderr) < 1200
@@ -370,9 +372,9 @@ TENSORS = {
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_weights(name, place):
-    change, said = TENSORS[name]
+    change, message = TENSORS[name]
     weights(place / "model" / "model.safetensors", change)
-    refused(said, lambda: in_memory(hf.load(place / "model")[1]))
+    refused(message, lambda: in_memory(hf.load(place / "model")[1]))
 
 
 def test_finite_weights_of_every_type_are_taken():
@@ -443,9 +445,9 @@ def test_adapters_without_their_model(place):
 
 def test_two_tokens_with_one_id(place):
     path = place / "model" / "tokenizer.json"
-    found = json.loads(path.read_text())
-    found["model"]["vocab"]["a"] = found["model"]["vocab"]["b"]
-    path.write_text(json.dumps(found))
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["a"] = content["model"]["vocab"]["b"]
+    path.write_text(json.dumps(content))
     refused("both have id 2 in the vocabulary; the file is damaged", setup, place)
 
 
@@ -519,9 +521,9 @@ def test_answers_that_no_text_is_equal_to(answer, place):
     rows = [{"question": "a?", "answer": "1"}, {"question": "b?", "answer": answer}]
     (place / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load_config(None, overrides(place, data="d.jsonl"))
-    said = f"row 2: the answer is {answer}, and rewards.exact compares text and numbers"
+    message = f"row 2: the answer is {answer}, and rewards.exact compares text and numbers"
     run = build.setup(config)
-    refused(said, check_reward_columns, run.config, run.data.prompts)
+    refused(message, check_reward_columns, run.config, run.data.prompts)
 
 
 # ---------------------------------------------------------------- requests
@@ -579,9 +581,9 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "said"), BODIES, ids=lambda x: str(x)[:40])
-def test_bodies(changes, said):
+@pytest.mark.parametrize(("changes", "message"), BODIES, ids=lambda x: str(x)[:40])
+def test_bodies(changes, message):
     chat = "messages" in changes
     body = {"model": "m"} | ({} if chat else {"prompt": "1"}) | changes
-    given = {"tokenizer": Talker(), "limits": LIMITS, "model": "m", "most": 8}
-    refused(said, parse, body, chat=chat, **given)
+    options = {"tokenizer": Talker(), "limits": LIMITS, "model": "m", "most": 8}
+    refused(message, parse, body, chat=chat, **options)

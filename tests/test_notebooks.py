@@ -171,8 +171,8 @@ def test_names_and_keywords_of_the_library_exist(path):
         parameters = inspect.signature(function).parameters.values()
         if any(x.kind is x.VAR_KEYWORD for x in parameters):
             continue
-        given = {keyword.arg for keyword in call.keywords} - {None}
-        assert given <= {x.name for x in parameters}, ast.unparse(call)
+        keywords = {keyword.arg for keyword in call.keywords} - {None}
+        assert keywords <= {x.name for x in parameters}, ast.unparse(call)
     assert calls > 0
 
 
@@ -232,11 +232,11 @@ def test_the_first_cell_clones_the_address_that_a_maintainer_set(monkeypatch, tm
     address = "https://git.example.com/org/jrl"
     (tmp_path / "jrl-checkout" / "jrl").mkdir(parents=True)  # what git would write
     real = pathlib.Path.iterdir
-    seen = []
+    paths = []
 
     def iterdir(path):  # it is there from the second look on
-        seen.append(path)
-        return real(path) if len(seen) > 3 else iter(())
+        paths.append(path)
+        return real(path) if len(paths) > 3 else iter(())
 
     monkeypatch.setattr(pathlib.Path, "iterdir", iterdir)
     (tmp_path / "jrl-checkout" / "jrl" / "errors.py").touch()
@@ -285,71 +285,73 @@ def test_the_first_cell_asks_for_an_address_elsewhere(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_an_objective_by_hand(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[0], tmp_path, monkeypatch)
-    assert "all hold" in seen["stdout"]
-    assert float(re.search(r"largest difference (\S+)", seen["stdout"])[1]) < 1e-6
-    final = dict(re.findall(r"'([^']+)': ([\d.]+)", seen["stdout"].splitlines()[-1]))
+    result = execute(NOTEBOOKS[0], tmp_path, monkeypatch)
+    assert "all hold" in result["stdout"]
+    assert float(re.search(r"largest difference (\S+)", result["stdout"])[1]) < 1e-6
+    final = dict(re.findall(r"'([^']+)': ([\d.]+)", result["stdout"].splitlines()[-1]))
     assert float(final["GRPO"]) > 0.95
     assert set(final) == {"GRPO", "leave one out", "share of success"}
-    assert seen["plots"] == 5
-    assert not seen["stderr"]
+    assert result["plots"] == 5
+    assert not result["stderr"]
 
 
 @pytest.mark.slow
 def test_grpo_on_cpu(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[1], tmp_path, monkeypatch)
-    before, after = re.search(r"problems: ([\d.]+) before, ([\d.]+) after", seen["stdout"]).groups()
+    result = execute(NOTEBOOKS[1], tmp_path, monkeypatch)
+    before, after = re.search(
+        r"problems: ([\d.]+) before, ([\d.]+) after", result["stdout"]
+    ).groups()
     assert float(before) < 0.75
     assert float(after) > float(before) + 0.1
-    assert seen["plots"] == 2  # the live curve is drawn over, and the eight runs
-    assert "accuracy_after" in seen["stdout"]
-    assert not seen["stderr"]
+    assert result["plots"] == 2  # the live curve is drawn over, and the eight runs
+    assert "accuracy_after" in result["stdout"]
+    assert not result["stderr"]
 
 
 @pytest.mark.slow
 def test_sampling_and_slots(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[2], tmp_path, monkeypatch)
-    same, other = re.findall(r"scored at temperature [\d.]+: +(\S+) nats", seen["stdout"])
+    result = execute(NOTEBOOKS[2], tmp_path, monkeypatch)
+    same, other = re.findall(r"scored at temperature [\d.]+: +(\S+) nats", result["stdout"])
     assert float(same) < 1e-4 < 0.1 < float(other)
-    shares = [int(x) for x in re.findall(r"slots: +(\d+)% of", seen["stdout"])]
+    shares = [int(x) for x in re.findall(r"slots: +(\d+)% of", result["stdout"])]
     assert shares == sorted(shares)
     assert shares[-1] > shares[0]
-    assert seen["plots"] == 2
-    assert not seen["stderr"]
+    assert result["plots"] == 2
+    assert not result["stderr"]
 
 
 @pytest.mark.slow
 def test_a_whole_run_as_one_program(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[3], tmp_path, monkeypatch)
-    assert "16 runs of 20 steps" in seen["stdout"]
-    assert len(re.findall(r"^ +[1-9]e-0\d ", seen["stdout"], flags=re.MULTILINE)) == 16
-    assert seen["plots"] == 1
-    assert not seen["stderr"]
+    result = execute(NOTEBOOKS[3], tmp_path, monkeypatch)
+    assert "16 runs of 20 steps" in result["stdout"]
+    assert len(re.findall(r"^ +[1-9]e-0\d ", result["stdout"], flags=re.MULTILINE)) == 16
+    assert result["plots"] == 1
+    assert not result["stderr"]
 
 
 @pytest.mark.slow
 def test_lora_on_a_checkpoint(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[4], tmp_path, monkeypatch)
-    assert "adapter_model.safetensors" in seen["stdout"]
-    assert float(re.search(r"difference of a logit: (\S+)", seen["stdout"])[1]) < 1e-3
-    assert float(re.search(r"difference from transformers: (\S+)", seen["stdout"])[1]) < 1e-3
-    assert seen["plots"] == 1
+    result = execute(NOTEBOOKS[4], tmp_path, monkeypatch)
+    assert "adapter_model.safetensors" in result["stdout"]
+    assert float(re.search(r"difference of a logit: (\S+)", result["stdout"])[1]) < 1e-3
+    assert float(re.search(r"difference from transformers: (\S+)", result["stdout"])[1]) < 1e-3
+    assert result["plots"] == 1
 
 
 @pytest.mark.slow
 def test_a_multi_turn_tool_user(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[5], tmp_path, monkeypatch)
-    before, after = re.search(r"success ([\d.]+) before, ([\d.]+) after", seen["stdout"]).groups()
+    result = execute(NOTEBOOKS[5], tmp_path, monkeypatch)
+    before, after = re.search(r"success ([\d.]+) before, ([\d.]+) after", result["stdout"]).groups()
     assert float(after) > float(before) + 0.1
-    assert "environment" in seen["stdout"]
-    assert not seen["stderr"]
+    assert "environment" in result["stdout"]
+    assert not result["stderr"]
 
 
 @pytest.mark.slow
 def test_from_one_chip_to_a_pod(monkeypatch, tmp_path):
-    seen = execute(NOTEBOOKS[6], tmp_path, monkeypatch)
-    assert "8 devices" in seen["stdout"]
-    assert len(re.findall(r"fsdp 4 x tensor 2 +0\.", seen["stdout"])) == 1
+    result = execute(NOTEBOOKS[6], tmp_path, monkeypatch)
+    assert "8 devices" in result["stdout"]
+    assert len(re.findall(r"fsdp 4 x tensor 2 +0\.", result["stdout"])) == 1
 
 
 @pytest.mark.slow

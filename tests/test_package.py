@@ -109,19 +109,19 @@ def for_types_alone(tree):
 
 def imported(name):
     """Every module of jrl that a module imports, at its head or inside a function."""
-    found, unread = set(), for_types_alone(TREES[name])
+    modules, unread = set(), for_types_alone(TREES[name])
     for node in ast.walk(TREES[name]):
         if node in unread:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative import"
             inner = {f"{node.module}.{alias.name}" for alias in node.names} & set(SOURCES)
-            found |= inner or {node.module}
+            modules |= inner or {node.module}
             if inner and len(inner) < len(node.names):
-                found.add(node.module)
-    return {m for m in found if m == "jrl" or m.startswith("jrl.")}
+                modules.add(node.module)
+    return {m for m in modules if m == "jrl" or m.startswith("jrl.")}
 
 
 def test_only_the_fixed_names_stand_at_the_top():
@@ -218,9 +218,9 @@ def test_no_key_or_seed_has_a_default(name):
             continue
         positional = [*node.args.posonlyargs, *node.args.args]
         last = positional[len(positional) - len(node.args.defaults) :]
-        given = [*zip(last, node.args.defaults, strict=True)]
-        given += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-        for argument, default in given:
+        defaults = [*zip(last, node.args.defaults, strict=True)]
+        defaults += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+        for argument, default in defaults:
             random = argument.arg == "seed" or (
                 argument.arg == "key" and "Array" in ast.unparse(argument.annotation)
             )
@@ -393,11 +393,11 @@ def test_every_import_is_declared():
     declared = project()["project"]
     extras = declared["optional-dependencies"].values()
     everything = [*declared["dependencies"], *itertools.chain.from_iterable(extras)]
-    known = {
+    declared_names = {
         requirement.split(";")[0].split("[")[0].split(">")[0].split("=")[0].strip()
         for requirement in everything
     }
-    known |= {requirement.replace("_", "-") for requirement in known}
+    declared_names |= {requirement.replace("_", "-") for requirement in declared_names}
     transitive = {"etils", "absl", "ml_dtypes", "click", "rich"}  # of orbax, jax and typer
     for name, tree in TREES.items():
         for node in ast.walk(tree):
@@ -411,4 +411,4 @@ def test_every_import_is_declared():
                 if top in sys.stdlib_module_names or top == "jrl" or top in transitive:
                     continue
                 wanted = names.get(top, top.replace("_", "-"))
-                assert wanted in known or top in known, f"{name} imports {top}"
+                assert wanted in declared_names or top in declared_names, f"{name} imports {top}"

@@ -194,9 +194,9 @@ def test_the_mixture_of_the_docs_is_one():
 
 
 def test_the_rewards_of_the_docs_are_rewards():
-    found = re.findall(r"^    (def right\(.*\n(?:     .*\n)+)", OWN, flags=re.MULTILINE)
-    assert len(found) == 2
-    for code, form in zip(found, ("samples", "columns"), strict=True):
+    functions = re.findall(r"^    (def right\(.*\n(?:     .*\n)+)", OWN, flags=re.MULTILINE)
+    assert len(functions) == 2
+    for code, form in zip(functions, ("samples", "columns"), strict=True):
         namespace = {}
         exec(code, namespace)
         assert form_of(namespace["right"], "rewards") == form
