@@ -236,12 +236,14 @@ def entered(run):
 def hops_of_the_readme():
     """Hop -> the files or folders that README's figure names for it."""
     figure = README.read_text().partition("## Five hops")[2].partition("## ")[0]
-    named, hop = {}, 0
+    files_by_hop, hop = {}, 0
     for line in re.findall(r"^ {4}.*", figure, flags=re.M):  # the figure, not the prose after it
         if start := re.match(r" {0,4}([1-5]) ", line):
             hop = int(start[1])
-        named.setdefault(hop, []).extend(re.findall(r"(?<![\w/])[a-z]+/[\w/]*(?:\.py)?", line))
-    return {hop: names for hop, names in named.items() if hop and names}
+        files_by_hop.setdefault(hop, []).extend(
+            re.findall(r"(?<![\w/])[a-z]+/[\w/]*(?:\.py)?", line)
+        )
+    return {hop: names for hop, names in files_by_hop.items() if hop and names}
 
 
 def test_2_the_files_of_the_readme_are_the_first_of_their_hops():
@@ -278,11 +280,11 @@ def test_2_a_step_of_the_demo_enters_the_same_files(tmp_path, monkeypatch):
             sys.settrace(before)  # what is written after a step is not on the way to it
             return on_step(*step_args)
 
-        ended = []
+        results = []
         entered_files.extend(
-            entered(lambda: ended.append(train_steps(*args, on_step=after, **kwargs)))
+            entered(lambda: results.append(train_steps(*args, on_step=after, **kwargs)))
         )
-        return ended[0]
+        return results[0]
 
     monkeypatch.setattr("jrl.run.loops.train_steps", watched_steps)
     short = ["train.steps=1", "train.prompts=8", "sampling.group=4", "eval.problems=8"]
@@ -557,7 +559,7 @@ def test_8_off_policy_step_equals_a_hand_written_loop():
     assert_close(state.params["policy"], params, 1e-5)
 
 
-def judged(prompt, completion):
+def reward_of(prompt, completion):
     """(verify, partial) of one completion in text, by Python's own arithmetic."""
     left, sign, right = re.fullmatch(r"(\d+)([+-])(\d+)=", prompt).groups()
     value = int(left) + int(right) if sign == "+" else int(left) - int(right)
@@ -574,7 +576,7 @@ def test_8_rewards_are_of_their_own_problem():
     for i, row in enumerate(rollout.tokens):
         prompt = text(rollout.prompt_tokens[i, : rollout.prompt_lengths[i]])
         for j, tokens in enumerate(row):
-            points = judged(prompt, text(tokens[: rollout.lengths[i, j]]))
+            points = reward_of(prompt, text(tokens[: rollout.lengths[i, j]]))
             assert np.allclose(groups.rewards[i, j], points, atol=1e-6)
     assert (groups.rewards[:, :, 1] > 0).sum() > 10
     # Prompts in text: the pool's points are the numbers of the prompts.

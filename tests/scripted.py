@@ -27,6 +27,6 @@ async def play_turns(env, turns, prompt, seed=0, cut=False):
 
 
 def play(env, turns, prompt, seed=0, cut=False):
-    """``played`` outside of an event loop, as one list: the opening, then the feedbacks."""
+    """``play_turns`` outside of an event loop, as one list: the opening, then the feedbacks."""
     opening, feedbacks = asyncio.run(play_turns(env, turns, prompt, seed, cut))
     return [opening, *feedbacks]

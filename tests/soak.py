@@ -151,7 +151,7 @@ class Soak:
     def kill(self) -> None:
         """The other one: ended at a random moment, or left to finish after the last kill."""
         child = start(self.mode, self.killed, self.steps)
-        began = time.monotonic()
+        boot_time = time.monotonic()
         self.record["starts"]["killed"] += 1
         left = self.kills - len(self.record["kills"])
         before = last_record(self.killed).get("step", 0)
@@ -163,7 +163,7 @@ class Soak:
         while child.poll() is None and not self.late:
             time.sleep(self.random.uniform(0, 0.03))
             step = last_record(self.killed).get("step", 0)
-            due = time.monotonic() - began > boot if boots else step >= target
+            due = time.monotonic() - boot_time > boot if boots else step >= target
             if left and due:
                 child.send_signal(signal.SIGKILL)
                 child.wait()
@@ -177,8 +177,8 @@ class Soak:
             child.send_signal(signal.SIGTERM)
         code = child.wait()
         self.keep()
-        wanted = 0 if self.done(directory) else 130
-        assert code == wanted, f"{directory.name} ended with {code}; see {directory}.log"
+        expected = 0 if self.done(directory) else 130
+        assert code == expected, f"{directory.name} ended with {code}; see {directory}.log"
 
     def run(self) -> bool:
         """Whether both are done."""

@@ -307,10 +307,12 @@ def test_runs_print_every_figure(capsys, checkout, monkeypatch):
     assert one["run_s_per_seed_over_one"] == 1
     assert two["run_s_per_seed"] == pytest.approx(two["run_s"] / 2, rel=1e-3)
     assert two["with_compile_s"] > two["compile_s"] > 0
-    apart = result["apart"]
-    assert (apart["processes"], apart["train_s"], apart["accuracy_after"]) == (2, 4.0, 0.5)
+    disjoint = result["apart"]
+    assert (disjoint["processes"], disjoint["train_s"], disjoint["accuracy_after"]) == (2, 4.0, 0.5)
     assert result["one_process"] == {"seeds": 4, "wall_s": 5.0, "wall_s_per_seed": 1.25}
-    assert result["apart_over_one_process"] == pytest.approx(apart["wall_s"] / 2 / 1.25, rel=1e-3)
+    assert result["apart_over_one_process"] == pytest.approx(
+        disjoint["wall_s"] / 2 / 1.25, rel=1e-3
+    )
     alone, *processes = started
     assert sorted(command[-2] for command in processes) == ["seed=0", "seed=1"]
     assert all({"train.mode=compiled", "train.steps=2", *SMALL_RUN} <= set(c) for c in processes)
@@ -553,7 +555,7 @@ def test_a_wrong_flag_is_named_before_anything_runs(checkout):
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--micro", "3"], "--micro 3 does not divide --batch 4; choose 0 or one of [1, 2, 4]"),
         (["--micro", "8"], "--micro 8 does not divide --batch 4"),
@@ -561,12 +563,12 @@ def test_a_wrong_flag_is_named_before_anything_runs(checkout):
         (["--prompt-len", "1"], "--prompt-len 1: at least 2"),
     ],
 )
-def test_flags_that_no_setting_has_are_named(flags, says, monkeypatch, capsys):
+def test_flags_that_no_setting_has_are_named(flags, message, monkeypatch, capsys):
     monkeypatch.setattr(work, "place", lambda args: None)  # the process is ready
     with pytest.raises(SystemExit) as stopped:
         step.main(flags)
     assert stopped.value.code == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_setting_that_cannot_be_is_an_error_of_the_flags(monkeypatch, capsys):

@@ -55,8 +55,8 @@ def test_gpu_runs_on_a_cpu_and_writes_rows_as_they_come(capsys, monkeypatch, tmp
     assert (sampling["batch"], sampling["new"], sampling["group"]) == (4, 16, 2)
     assert (sampling["decode_s"], sampling["tok_s"]) == (2, 4 * 16 / 2)
     assert sampling["token_step_ms"] == 2 / 16 * 1e3
-    copied = rows["rate"][1]["copy_gb_s"] * 1e9
-    fraction = sampling["decode_bytes_s"] / copied
+    copy_bytes_s = rows["rate"][1]["copy_gb_s"] * 1e9
+    fraction = sampling["decode_bytes_s"] / copy_bytes_s
     assert sampling["decode_fraction"] == pytest.approx(fraction, rel=2e-3)
     assert min(sampling["compile_s"], sampling["lower_s"], sampling["setup_s"]) > 0
     assert (sampling["int8"], sampling["float8"]) == (["cache", "weights"], [])
@@ -86,12 +86,12 @@ def test_out_of_memory_is_a_row_and_other_errors_are_not():
     def exhausted():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 GiB\nmore")
 
-    def broken():
+    def failing():
         raise jax.errors.JaxRuntimeError("INTERNAL: no")
 
     assert gpu_programs.attempt(exhausted).row == {"does_not_fit": "RESOURCE_EXHAUSTED: 1 GiB"}
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        gpu_programs.attempt(broken)
+        gpu_programs.attempt(failing)
 
 
 def test_what_does_not_fit_is_known_before_it_runs():
@@ -247,8 +247,8 @@ def profile_of(*events):
         for i, begin, took in events
     )
     data = jax.profiler.ProfileData.from_text_proto(TRACE % text)
-    listed = kernels.device_events(data)
-    return kernels.Profile(listed, kernels.span(listed) / 1e9)
+    device_events = kernels.device_events(data)
+    return kernels.Profile(device_events, kernels.span(device_events) / 1e9)
 
 
 def test_figures_of_a_token_step_are_those_of_the_loop():
@@ -287,13 +287,15 @@ def test_a_profile_with_missing_events_has_a_note():
 
 
 def test_a_profiler_that_fails_costs_no_row(capsys):
-    def broken():
+    def failing_profile():
         raise RuntimeError("no rights")
 
     record = Record("", lambda record: "")
     record.add({"kind": "sampling"})
     args = gpu.parser().parse_args([])
-    gpu.add_profile(record, {"kind": "sampling", "shape": "tiny"}, Measured({}, broken), args)
+    gpu.add_profile(
+        record, {"kind": "sampling", "shape": "tiny"}, Measured({}, failing_profile), args
+    )
     (row,) = gpu_table.merged(record.rows)
     assert row["profile_error"] == "RuntimeError: no rights"
 

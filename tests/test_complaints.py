@@ -349,25 +349,25 @@ def test_the_stop_token_is_trained_even_where_it_is_the_padding(sample, params):
     """Row 10: what is live follows from lengths, never from ids."""
     batch = sample(0, params)
     tokens, lengths, mask = (np.asarray(x) for x in (batch.tokens, batch.lengths, batch.mask))
-    ended = ~np.asarray(batch.truncated)
-    assert ended.sum() >= 2
+    at_stop = ~np.asarray(batch.truncated)
+    assert at_stop.sum() >= 2
     np.testing.assert_array_equal(mask, np.arange(T) < lengths[:, :, None])
     last = np.take_along_axis(tokens, lengths[:, :, None] - 1, 2)[:, :, 0]
-    assert (last[ended] == STOP).all()
+    assert (last[at_stop] == STOP).all()
     assert (tokens[~mask] == PAD).any()
     step, begin = stepper(optax.sgd(1.0))
     step = jit(step)
 
-    def moved(batch):
+    def change_of(batch):
         after, _ = step(begin(params), batch, make_sampling_params())
         return jax.tree.leaves(jax.tree.map(np.subtract, params, after.params["policy"]))
 
-    without = mask & ~((np.arange(T) == lengths[:, :, None] - 1) & ended[:, :, None])
+    without = mask & ~((np.arange(T) == lengths[:, :, None] - 1) & at_stop[:, :, None])
     elsewhere = batch.replace(tokens=np.where(mask, tokens, 7))
-    movement = moved(batch)
-    cut = moved(batch.replace(mask=without))
-    assert any(np.abs(a - b).max() > 1e-4 for a, b in zip(movement, cut, strict=True))
-    for a, b in zip(movement, moved(elsewhere), strict=True):  # what pads does not matter
+    movement = change_of(batch)
+    without_stop = change_of(batch.replace(mask=without))
+    assert any(np.abs(a - b).max() > 1e-4 for a, b in zip(movement, without_stop, strict=True))
+    for a, b in zip(movement, change_of(elsewhere), strict=True):  # what pads does not matter
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 

@@ -319,13 +319,13 @@ def test_the_agent_of_the_recipes_learns_from_its_notes():
     assert namespace["learn"](speak, problems, judge, group=4, epochs=3) == {0: "Carry the one."}
     # Four attempts, their summaries and one edit; then groups that say nothing.
     assert first_words == ["What"] * 4 + ["Say"] * 4 + ["Attempts"] + ["What"] * 8
-    edited = namespace["edited"]
+    edit_notes = namespace["edited"]
     notes = {0: "a", 2: "b"}
     edits = [{"do": "modify", "id": 0, "text": "c"}, {"do": "delete", "id": 2}]
-    assert edited(notes, json.dumps(edits)) == {0: "c"}
-    assert edited(notes, json.dumps([{"do": "add", "text": "d"}])) == {**notes, 3: "d"}
+    assert edit_notes(notes, json.dumps(edits)) == {0: "c"}
+    assert edit_notes(notes, json.dumps([{"do": "add", "text": "d"}])) == {**notes, 3: "d"}
     for nonsense in ("no list", "[1]", '[{"do": "add"}]', "[] and ["):
-        assert edited(notes, nonsense) == notes
+        assert edit_notes(notes, nonsense) == notes
     assert notes == {0: "a", 2: "b"}
 
 

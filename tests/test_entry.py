@@ -95,9 +95,11 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
     # The saved configuration has the commit, so the directory means the same later; other commands
     # say that the rows were values.
     assert COMMITS["first"] in (result.dir / "config.toml").read_text()
-    refused = CliRunner().invoke(app, ["eval", str(result.dir)])
-    assert refused.exit_code == 2
-    assert "'python:digits' was passed to the run in Python and is not known here" in refused.stderr
+    evaluated = CliRunner().invoke(app, ["eval", str(result.dir)])
+    assert evaluated.exit_code == 2
+    assert (
+        "'python:digits' was passed to the run in Python and is not known here" in evaluated.stderr
+    )
     # Its rows are kept, so that what needs no reward works.
     arguments = ["sample", str(result.dir), "--prompt", "1+1?", "-n", "2", "--json"]
     sampled = CliRunner().invoke(app, arguments)
@@ -303,8 +305,8 @@ def test_functions_of_modules_run_in_processes_and_those_of_scripts_here(monkeyp
 @pytest.mark.parametrize("function", [digits, in_trl_form])
 def test_functions_that_were_passed_reach_a_process(function):
     with python_values({"mine": function}):
-        sent = pickle.dumps(make_reward("python:mine"))
+        pickled = pickle.dumps(make_reward("python:mine"))
     fields = {"id": 0, "text": "1", "tokens": [1], "answer": "2", "meta": {"a": 1}, "messages": ()}
     prompt = types.SimpleNamespace(**fields)
     sample = Sample(prompt, "12", np.arange(2), "length")
-    assert pickle.loads(sent)([sample]) == [1.0 if function is digits else 2.0]
+    assert pickle.loads(pickled)([sample]) == [1.0 if function is digits else 2.0]

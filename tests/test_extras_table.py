@@ -142,8 +142,8 @@ def test_an_extra_that_cannot_be_installed_fails(
 def test_a_failure_or_no_test_at_all_fails_an_extra(
     script, monkeypatch, tmp_path, outcomes, failed
 ):
-    listed = '[{"name": "Mcp", "version": "2.3.0"}]'
-    answers = {"list": listed, "index": "mcp (2.4.0)\n"}
+    packages = '[{"name": "Mcp", "version": "2.3.0"}]'
+    answers = {"list": packages, "index": "mcp (2.4.0)\n"}
     monkeypatch.setattr(
         script,
         "pip",

@@ -33,10 +33,10 @@ def gallery():
 def test_every_entry_has_command_time_curve_and_result(gallery):
     entries = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]
     pictures = [re.search(r"\]\(gallery/(\w+)\.svg\)", entry) for entry in entries]
-    shown = [picture[1] for picture in pictures if picture]
-    assert shown == list(gallery.PICTURES)
-    assert {path.stem for path in (ROOT / "docs" / "gallery").glob("*.svg")} == set(shown)
-    for entry in entries[: len(shown)]:
+    names = [picture[1] for picture in pictures if picture]
+    assert names == list(gallery.PICTURES)
+    assert {path.stem for path in (ROOT / "docs" / "gallery").glob("*.svg")} == set(names)
+    for entry in entries[: len(names)]:
         assert re.search(r"^    jrl (train|compare) configs/", entry, flags=re.MULTILINE), entry[
             :40
         ]

@@ -101,10 +101,10 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_files_of_a_split(name, tmp_path):
-    files, card, spec, wanted = LAYOUTS[name]
+    files, card, spec, expected = LAYOUTS[name]
     (tmp_path / "README.md").write_text(card)
     files_of_split = chosen_files(files, hub._card(tmp_path), hub_name(spec), "data.train")
-    assert files_of_split == (wanted or ["alt/train/0.parquet"])
+    assert files_of_split == (expected or ["alt/train/0.parquet"])
 
 
 REFUSED = {
@@ -179,10 +179,10 @@ CARDS = {  # configs of a card, files, what is asked for -> files
 
 @pytest.mark.parametrize("name", CARDS)
 def test_the_files_that_a_card_names(name, tmp_path):
-    configs, files, spec, wanted = CARDS[name]
+    configs, files, spec, expected = CARDS[name]
     (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
     chosen = chosen_files(files.split(), hub._card(tmp_path), hub_name(spec), "data.train")
-    assert chosen == sorted(files.split()[int(each)] for each in wanted)
+    assert chosen == sorted(files.split()[int(each)] for each in expected)
 
 
 @pytest.mark.parametrize("configs", ["hello", "[hello]", "[{data_files: 3}]", "{a: b}"])

@@ -88,7 +88,7 @@ def test_addresses_are_well_formed():
 
 @fetching
 def test_addresses_are_there():
-    lost = {}
+    failures = {}
     for address, pages in addresses().items():
         if urllib.parse.urlsplit(address).hostname in HERE or address in NO_PAGE:
             continue
@@ -97,8 +97,8 @@ def test_addresses_are_there():
             with urllib.request.urlopen(request, timeout=30) as answer:
                 assert answer.status == 200
         except urllib.error.URLError as error:
-            lost[address] = (pages, error)
-    assert not lost
+            failures[address] = (pages, error)
+    assert not failures
 
 
 @fetching

@@ -84,7 +84,7 @@ def execute(path, folder, monkeypatch, times=1):
 @by_name
 def test_no_cell_gives_a_function_or_import_another_meaning(path):
     """Such a cell cannot run twice, which "change the numbers as you read" invites to."""
-    named = {}
+    kinds = {}
     for cell in [c for c in read(path).cells if c.cell_type == "code"][1:]:
         here = {}
         for node in ast.parse(cell.source).body:
@@ -96,9 +96,9 @@ def test_no_cell_gives_a_function_or_import_another_meaning(path):
                 stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
                 here |= {n.id: "value" for n in stored if isinstance(n.ctx, ast.Store)}
         for name, kind in here.items():
-            earlier = named.get(name, "value")
+            earlier = kinds.get(name, "value")
             assert earlier in ("value", kind), f"{name} was a {earlier}: {cell.source}"
-        named |= here
+        kinds |= here
 
 
 @pytest.mark.slow
@@ -163,8 +163,8 @@ def test_names_and_keywords_of_the_library_exist(path):
     calls = 0
     for call in (x for x in ast.walk(tree) if isinstance(x, ast.Call)):
         partial = isinstance(call.func, ast.Name) and call.func.id == "partial"
-        called = call.args[0] if partial else call.func
-        function = names.get(called.id) if isinstance(called, ast.Name) else None
+        callee = call.args[0] if partial else call.func
+        function = names.get(callee.id) if isinstance(callee, ast.Name) else None
         if not inspect.isfunction(function) or not function.__module__.startswith("jrl"):
             continue
         calls += 1
@@ -252,10 +252,10 @@ def test_the_address_is_written_in_one_place():
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())
     address = about["project"]["urls"]["Repository"]
     assert f"\n    git clone {address} jrl\n" in (ROOT / "README.md").read_text()
-    wanted = "" if address == PLACEHOLDER else address
+    expected = "" if address == PLACEHOLDER else address
     for path in NOTEBOOKS:
         source = next(c.source for c in read(path).cells if c.cell_type == "code")
-        assert f'REPO = "{wanted}"' in source
+        assert f'REPO = "{expected}"' in source
 
 
 def test_a_maintainer_sets_the_address_with_one_command(tmp_path):
@@ -356,7 +356,7 @@ def test_from_one_chip_to_a_pod(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_cell_that_fails_fails_the_test(monkeypatch, tmp_path):
-    broken = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("assert 1 == 2")])
-    nbformat.write(broken, tmp_path / "broken.ipynb")
+    failing = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("assert 1 == 2")])
+    nbformat.write(failing, tmp_path / "broken.ipynb")
     with pytest.raises(AssertionError, match="assert 1 == 2"):
         execute(tmp_path / "broken.ipynb", tmp_path, monkeypatch)

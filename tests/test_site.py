@@ -46,20 +46,20 @@ def pages(site, tmp_path_factory):
 
 def write_notebook(source, target):
     cells = json.loads(source.read_text())["cells"]
-    written = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    target.write_text("\n\n".join(written))
+    texts = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    target.write_text("\n\n".join(texts))
 
 
-def listed(nav):
+def pages_of(nav):
     """Pages of a navigation as Zensical reads it."""
     for entry in nav:
         for value in [entry] if isinstance(entry, str) else entry.values():
-            yield from [value] if isinstance(value, str) else listed(value)
+            yield from [value] if isinstance(value, str) else pages_of(value)
 
 
 def test_every_page_is_in_the_navigation_once(site, pages):
     paths = sorted(path.relative_to(pages).as_posix() for path in pages.rglob("*.md"))
-    assert sorted(listed(site.navigation())) == paths
+    assert sorted(pages_of(site.navigation())) == paths
     assert len(site.NAV) < 10  # groups, not a list of pages
 
 
@@ -162,16 +162,21 @@ def test_the_command_of_a_method_sets_a_run_up(site, method, data, monkeypatch):
 
 def test_the_reference_names_what_packages_list_and_what_pages_import(site, pages):
     text = "".join(page.read_text() for page in (pages / "reference").glob("*.md"))
-    named = set(re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE))
-    assert {"jrl.fit", "jrl.make_step", "jrl.objectives.grpo_loss", "jrl.types.StopReason"} <= named
-    assert "jrl.episodes.tool_env" in named
-    assert {f"jrl.{name}" for name in site.reference.PACKAGES} <= named
-    for name in named:  # each is there; griffe finds it by itself when the site is built
+    documented = set(re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE))
+    assert {
+        "jrl.fit",
+        "jrl.make_step",
+        "jrl.objectives.grpo_loss",
+        "jrl.types.StopReason",
+    } <= documented
+    assert "jrl.episodes.tool_env" in documented
+    assert {f"jrl.{name}" for name in site.reference.PACKAGES} <= documented
+    for name in documented:  # each is there; griffe finds it by itself when the site is built
         module, _, last = name.rpartition(".")
         assert hasattr(importlib.import_module(module or "jrl"), last), name
     public = {n for n in jrl.__all__ if n != "__version__"}
     assert {f"jrl.{n}" for n in public if not hasattr(getattr(jrl, n), "__path__")} <= (
-        named | {f"jrl.{n}" for n in site.reference.PACKAGES}
+        documented | {f"jrl.{n}" for n in site.reference.PACKAGES}
     )
 
 

@@ -118,8 +118,8 @@ def test_gke_builds_the_image_that_it_runs_or_says_how():
     assert push == ["docker", "push", image]
     (only,) = dry("gke.sh", *GKE, "--project", "p", "--", "x.toml")
     assert only == create
-    refused = script("gke.sh", *GKE, "--dry-run", "--", "x.toml", ok=False)
-    assert "write --project PROJECT --build to make" in refused
+    error_output = script("gke.sh", *GKE, "--dry-run", "--", "x.toml", ok=False)
+    assert "write --project PROJECT --build to make" in error_output
 
 
 def test_the_dockerfile_copies_what_is_there_and_installs_extras_that_exist():
@@ -190,8 +190,8 @@ def test_the_benchmark_plans_here_and_measures_on_all_slices_at_once():
     assert commands[0] == [
         *("jrl", "plan", "c.toml", "mesh.data=2", "--topology", "2*v5e:4x4", "--json")
     ]
-    copied, measured = commands[1:3], commands[3:]
-    assert [c[5:7] for c in copied] == [["a-plan.json", f"a-{i}:jrl/plan.json"] for i in (0, 1)]
+    copies, measured = commands[1:3], commands[3:]
+    assert [c[5:7] for c in copies] == [["a-plan.json", f"a-{i}:jrl/plan.json"] for i in (0, 1)]
     assert sorted(c[5] for c in measured) == ["a-0", "a-1"]
     (line,) = {c[-1].removeprefix("--command=") for c in measured}
     start = "cd $HOME/jrl && JRL_DISTRIBUTED=auto .venv/bin/python -m benchmarks.tpu c.toml"

@@ -234,27 +234,29 @@ def test_a_run_of_ones_own_functions(mine, tmp_path, monkeypatch):
 def test_what_a_network_of_ones_own_cannot_have_is_refused(mine):
     base = [*RUN, "data.task=sorting", f"model.network={mine}:network"]
 
-    def refused(*more):
+    def error_of(*more):
         with pytest.raises(UserError) as caught:
             build.setup(load_config(None, [*base, *more]))
         return str(caught.value)
 
-    assert "and [lora] are both given" in refused("lora.rank=2")
-    assert "and sampling.int8 are both given" in refused("sampling.int8=cache")
-    assert "and sampling.float8 are both given" in refused("sampling.float8=weights")
-    assert "model.config.layer = 2: there is no such option; did" in refused("model.config.layer=2")
-    error = refused(f"model.network={mine}:no_network")
+    assert "and [lora] are both given" in error_of("lora.rank=2")
+    assert "and sampling.int8 are both given" in error_of("sampling.int8=cache")
+    assert "and sampling.float8 are both given" in error_of("sampling.float8=weights")
+    assert "model.config.layer = 2: there is no such option; did" in error_of(
+        "model.config.layer=2"
+    )
+    error = error_of(f"model.network={mine}:no_network")
     assert "returned 3; return a jrl.Network, which jrl.linen_network and jrl.nnx_network" in error
-    error = refused(f"model.network={mine}:unsized", "model.config.layers=2")
+    error = error_of(f"model.network={mine}:unsized", "model.config.layers=2")
     assert error.endswith("unsized(layers) must take vocab_size and max_length")
     sizes = ["model.config.width=8", "model.config.depth=2", "model.config.heads=2"]
-    error = refused(*sizes)
+    error = error_of(*sizes)
     assert error == (
         "[model.config] has width, depth, heads, which network(vocab_size, max_length, layers) does"
         " not take; choose from vocab_size, max_length, layers"
     )
     text = ["data.task=", "data.train=x.jsonl"]
-    assert "with text needs model.path, the directory of its tokenizer" in refused(*text)
+    assert "with text needs model.path, the directory of its tokenizer" in error_of(*text)
 
 
 def test_an_import_that_blocks_has_a_limit(tmp_path, monkeypatch):

@@ -219,7 +219,7 @@ def _kernels_of_a_step() -> Iterator[tuple[Callable[..., Any], tuple]]:
         yield attend, (floats(2, 64, 8, 4, size), *caches, turn, reach)
 
 
-def refused(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:
+def refusals(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:
     """What is said of configurations that cannot be planned for."""
     from jrl.config import build_config
     from jrl.errors import UserError
@@ -255,7 +255,7 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
     for name in programs:
         text = lowering[name](run).compile(compiler_options=plan.effort_options(-1.0)).as_text()
         bodies = set(re.findall(r"body=%([\w.\-]+)", text))
-        calls, loops, inside, entry, copied = [], 0, "", False, 0
+        calls, loops, inside, entry, largest = [], 0, "", False, 0
         for line in text.splitlines():
             if line.endswith("{") and not line.startswith(" "):
                 entry = line.startswith("ENTRY ")
@@ -263,11 +263,11 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
             if 'custom_call_target="tpu_custom_call"' in line:
                 calls.append(line.split(" = ")[0].split("%")[-1].split(".")[0])
                 loops += inside in bodies
-            moved = re.search(r" = \w+\[([\d,]+)\]\S* (?:copy|scatter)\(", line)
-            if moved and "/decode/" in line and not entry:
-                copied = max(copied, math.prod(map(int, moved[1].split(","))))
+            match = re.search(r" = \w+\[([\d,]+)\]\S* (?:copy|scatter)\(", line)
+            if match and "/decode/" in line and not entry:
+                largest = max(largest, math.prod(map(int, match[1].split(","))))
         kernels_of[name] = {"kernels": sorted(calls), "in_loop": loops, "devices": run.mesh.size}
-        kernels_of[name] |= {"copied": copied, "loops": len(bodies)} if name == "sampler" else {}
+        kernels_of[name] |= {"copied": largest, "loops": len(bodies)} if name == "sampler" else {}
     return kernels_of
 
 

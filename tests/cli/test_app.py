@@ -66,10 +66,10 @@ def test_help_lists_the_commands_and_each_explains_itself():
 
 
 def test_show_config_help_describes_every_key():
-    shown = " ".join(jrl("show-config", "--help").stdout.split())
+    text = " ".join(jrl("show-config", "--help").stdout.split())
     for key in describe():
-        assert key.name in shown
-        assert " ".join(key.text.split()) in shown
+        assert key.name in text
+        assert " ".join(key.text.split()) in text
     assert max(map(len, keys_text().splitlines())) <= 100
 
 
@@ -134,10 +134,10 @@ def test_wrong_arguments_are_named(arguments, message, tmp_path):
 
 
 def test_a_fault_of_the_program_keeps_its_traceback(replace):
-    def broken(config, *, checkpoint):
+    def failing_evaluate(config, *, checkpoint):
         raise ZeroDivisionError
 
-    replace("jrl.evaluate", evaluate_run=broken)
+    replace("jrl.evaluate", evaluate_run=failing_evaluate)
     assert isinstance(jrl("eval", "seed=1").exception, ZeroDivisionError)
 
 
@@ -175,19 +175,19 @@ def test_train_gets_the_configuration_and_its_summary_is_printed(replace, tmp_pa
 def test_a_lost_config_toml_is_read_from_the_header(run_dir, replace):
     before = (run_dir / "config.toml").read_text()
     (run_dir / "config.toml").unlink()
-    shown = jrl("show-config", run_dir, "train.steps=7")
-    assert shown.exit_code == 0
-    assert shown.stderr == (
+    result = jrl("show-config", run_dir, "train.steps=7")
+    assert result.exit_code == 0
+    assert result.stderr == (
         f"jrl: {run_dir / 'config.toml'} is missing; the configuration is that of the header of"
         " metrics.jsonl\n"
     )
-    assert "seed = 4" in shown.stdout
-    assert "steps = 7" in shown.stdout
-    assert f'dir = "{run_dir}"' in shown.stdout
+    assert "seed = 4" in result.stdout
+    assert "steps = 7" in result.stdout
+    assert f'dir = "{run_dir}"' in result.stdout
     (run_dir / "config.toml").write_text(before.replace("seed = 4", "seed = ="))
-    broken = jrl("show-config", run_dir)
-    assert broken.exit_code == 2
-    assert f"delete {run_dir / 'config.toml'} to use the configuration of" in broken.stderr
+    result = jrl("show-config", run_dir)
+    assert result.exit_code == 2
+    assert f"delete {run_dir / 'config.toml'} to use the configuration of" in result.stderr
     (run_dir / "config.toml").unlink()
     (run_dir / "metrics.jsonl").write_text('{"config": {"see')
     assert "it has no config.toml" in jrl("show-config", run_dir).stderr
@@ -356,13 +356,13 @@ def test_report_prints_the_page(run_dir):
 
 
 def test_methods_lists_them_for_people_and_for_scripts():
-    listed = json.loads(jrl("methods", "--json").stdout)
-    assert {"name", "paper", "family"} <= listed[0].keys()
-    assert "grpo" in {item["name"] for item in listed}
+    methods = json.loads(jrl("methods", "--json").stdout)
+    assert {"name", "paper", "family"} <= methods[0].keys()
+    assert "grpo" in {item["name"] for item in methods}
     lines = jrl("methods", "--all").stdout.splitlines()
     assert lines[0].split() == ["name", "family", "runs", "arxiv", "summary"]
-    assert len(lines) == len(listed) + 1  # a row is never wrapped
-    for item, line in zip(listed, lines[1:], strict=True):
+    assert len(lines) == len(methods) + 1  # a row is never wrapped
+    for item, line in zip(methods, lines[1:], strict=True):
         assert line.split()[:3] == [
             *(item["name"], item["family"], "partly" if item["unsupported"] else "yes")
         ]
@@ -380,10 +380,10 @@ def test_methods_shows_those_used_most_first():
 
     lines = jrl("methods").stdout.splitlines()
     heads = [line.removesuffix(":") for line in lines if line.endswith(":")]
-    shown = [line.split()[0] for line in lines if line.startswith("  ")]
+    names = [line.split()[0] for line in lines if line.startswith("  ")]
     assert heads == [*COMMON]
-    assert shown == [name for names in COMMON.values() for name in names]
-    assert shown[:3] == ["grpo", "dr_grpo", "dapo"]
+    assert names == [name for names in COMMON.values() for name in names]
+    assert names[:3] == ["grpo", "dr_grpo", "dapo"]
     for line in lines[:-1]:
         assert line.endswith(":") or line.endswith(all_methods()[line.split()[0]].summary)
     assert f"--all` lists all {len(all_methods())};" in lines[-1]
@@ -433,9 +433,9 @@ def test_a_method_of_ones_own_is_shown(tmp_path, monkeypatch):
     plain = jrl("methods", "mine.py:plain").stdout
     assert "A method of mine." in plain
     assert "scale  (default 2.0; any)" in plain
-    shown = jrl("methods", "mine.py:mine").stdout
-    assert "clip_high  (default 0.28;" in shown
-    assert "power  (default 1.0;" in shown
+    output = jrl("methods", "mine.py:mine").stdout
+    assert "clip_high  (default 0.28;" in output
+    assert "power  (default 1.0;" in output
 
 
 def test_short_help():
@@ -486,8 +486,8 @@ def test_the_run_directory_in_quotes_survives_odd_names(tmp_path):
     odd = tmp_path / 'a "b" \\c'
     config = load_config(None, [f"run.dir={json.dumps(str(odd))}"])
     RunWriter(config)
-    shown = json.loads(jrl("show-config", "--json", odd).stdout)
-    assert shown["run"]["dir"] == str(odd)
+    settings = json.loads(jrl("show-config", "--json", odd).stdout)
+    assert settings["run"]["dir"] == str(odd)
     assert config_hash(load_config(odd / "config.toml")) == config_hash(config)
 
 

@@ -30,8 +30,8 @@ PLAIN = get_method("grpo")
 class Script:
     """Groups whose tokens say which position they are of; good ones have unequal rewards."""
 
-    def __init__(self, good, baseline=False, listed=False):
-        self.good, self.baseline, self.listed = set(good), baseline, listed
+    def __init__(self, good, baseline=False, as_list=False):
+        self.good, self.baseline, self.listed = set(good), baseline, as_list
         self.calls = []
 
     def order(self, tickets):
@@ -39,8 +39,8 @@ class Script:
 
     def prompts(self, key, rows):
         rows = np.asarray(rows)
-        listed = [f"prompt {i}" for i in rows.tolist()]
-        return (listed if self.listed else {"id": rows}), listed
+        texts = [f"prompt {i}" for i in rows.tolist()]
+        return (texts if self.listed else {"id": rows}), texts
 
     def finish(self, complete):
         assert complete
@@ -107,9 +107,9 @@ def test_without_an_editor_everything_is_kept():
     assert batch.tokens.sharding.mesh == MESH
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_refilling_until_the_batch_is_full(listed):
-    script = Script(good=[101, 103, 106, 108, 109], listed=listed)
+@pytest.mark.parametrize("as_list", [False, True])
+def test_refilling_until_the_batch_is_full(as_list):
+    script = Script(good=[101, 103, 106, 108, 109], as_list=as_list)
     batch, groups, cursor = collected(script, editing(refill(max_rounds=10)))
     assert script.calls == [
         (3, [100, 101, 102, 103]),
@@ -121,7 +121,7 @@ def test_refilling_until_the_batch_is_full(listed):
     assert batch.tokens[:, 0, 0].tolist() == expected
     assert batch.prompt_tokens[:, 0].tolist() == expected
     assert np.asarray(batch.rewards)[:, 0, 1].tolist() == expected
-    if listed:
+    if as_list:
         assert groups.subject == [f"prompt {i}" for i in expected]
     else:
         assert groups.subject["id"].tolist() == expected
@@ -210,9 +210,9 @@ def test_the_rewards_seam(changes):
 
     def rewards(groups, view):
         first_tokens.append(groups.rollout.tokens[:, 0, 0].tolist())
-        edited = np.array(groups.rewards)
-        edited[:, 1, 0] = 5.0  # now every group has a spread
-        return groups.replace(rewards=edited)
+        rewards_with_spread = np.array(groups.rewards)
+        rewards_with_spread[:, 1, 0] = 5.0  # now every group has a spread
+        return groups.replace(rewards=rewards_with_spread)
 
     method = editing(changes)._replace(rewards=rewards)
     batch, groups, _ = collected(Script(good=()), method)
@@ -328,9 +328,9 @@ def test_lines_of_a_text_are_steps_where_a_method_wants_it(lines):
     program = lambda *args: (rollout, np.int32(1))  # noqa: E731
     source = TextSource(prompts, P, None, program, None, None, Letters(), lines=lines)
     ids = source.draw(request_for(1)).ids
-    wanted = [0, 0, 1, 2, 2, 3][: tokens.shape[2]]
+    steps = [0, 0, 1, 2, 2, 3][: tokens.shape[2]]
     assert ("step" in ids) == bool(lines)
-    assert not lines or ids["step"].tolist() == [[wanted] * tokens.shape[1]]
+    assert not lines or ids["step"].tolist() == [[steps] * tokens.shape[1]]
 
 
 def test_which_methods_have_lines_for_steps():

@@ -83,12 +83,12 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
             state, metrics = train(state, batch, SAMPLING)
             log.append(with_slot_use(jax.device_get(metrics | groups.counts)))
 
-    def spied(state, batch, sampling_params):
+    def record_step(state, batch, sampling_params):
         state, metrics = step(state, batch, sampling_params)
         return state, metrics | {"tokens": batch.tokens}
 
     iteration = make_iteration(
-        spied,
+        record_step,
         method=method,
         task=ENV,
         network=network,
@@ -96,9 +96,9 @@ def test_host_and_compiled_agree(network, draw, quick_jit):
         prompts=PROMPTS,
         group=GROUP,
     )
-    state_, begun = fresh(), iteration.begin(fresh())
+    state_, start = fresh(), iteration.begin(fresh())
     run = quick_jit(partial(iterate, iteration, steps=STEPS))
-    scanned, _, curves = run(state_, begun, SAMPLING)
+    scanned, _, curves = run(state_, start, SAMPLING)
     assert np.array_equal(curves.pop("tokens"), np.stack(tokens))
     assert_close(scanned.params, state.params, 1e-5)
     assert curves.keys() == log[0].keys() >= {"turns", "slot_use"}
@@ -169,10 +169,10 @@ def test_gigpo_compares_turns_taken_in_the_same_state(batch):
                     total if t == mask[n, g].nonzero()[0][-1] else 0.9 * total
                 )
                 turns.setdefault(int(state[n, g, t]), []).append((g, t, total))
-        for taken in turns.values():
-            several += len(taken) > 1
-            steps = normalised([total for *_, total in taken])
-            for (g, t, _), step in zip(taken, steps, strict=True):
+        for turns_in_state in turns.values():
+            several += len(turns_in_state) > 1
+            steps = normalised([total for *_, total in turns_in_state])
+            for (g, t, _), step in zip(turns_in_state, steps, strict=True):
                 np.testing.assert_allclose(got[n, g, t], episode_advantages[g] + step, atol=2e-3)
     assert several > 8
 

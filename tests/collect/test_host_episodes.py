@@ -147,8 +147,8 @@ def test_groups_left_too_small_are_played_again(make_source, params, caplog):
     assert (groups.rollout.stop < StopReason.FAILED).all()
     assert groups.counts["groups_redrawn"] == 1
     assert groups.counts["env_errors"] == 3
-    broken = make_source(digits_env(lambda prompt: prompt.id == 11))
-    groups = broken.draw(request_for(params, 0, 3))
+    failing = make_source(digits_env(lambda prompt: prompt.id == 11))
+    groups = failing.draw(request_for(params, 0, 3))
     assert (groups.rollout.stop[1] == StopReason.FAILED).all()
     assert groups.counts["groups_redrawn"] == 2  # and then given up
     assert "environment: 4 failed: RuntimeError: no room" in caplog.text
@@ -241,12 +241,12 @@ def points_of(groups):
     return dict(zip(("reward", "said", "judged"), groups.rewards.transpose(2, 0, 1), strict=True))
 
 
-def waits_for(called, env):
+def waits_for(may_end, env):
     """The environment, whose last problem is answered once somebody was called about a row."""
 
     async def step(prompt, reply):
         end = time.monotonic() + 60
-        while prompt.id == 12 and not called():
+        while prompt.id == 12 and not may_end():
             assert time.monotonic() < end, "nobody was called before all rows had ended"
             await asyncio.sleep(0.01)
         return await env.step(prompt, reply)
@@ -260,7 +260,7 @@ def test_rewards_and_judges_are_called_as_rows_end(make_source, params, tmp_path
     With slots for two of three groups the calls come from rows of the first two.
     """
     notes = tmp_path / "notes"
-    reward = make_reward(f"{JUDGES}:noted", file=str(notes))
+    reward = make_reward(f"{JUDGES}:write_note", file=str(notes))
 
     def digits(body, number):
         return f"Score: {sum(c.isdigit() for c in body['messages'][-1]['content'])}"
@@ -270,8 +270,8 @@ def test_rewards_and_judges_are_called_as_rows_end(make_source, params, tmp_path
         rewards = f"rewards={{reward={{}}, {table}}}"
         config = load_config(None, ["data.train=x.jsonl", "model.path=x", rewards])
         judges = judge_parts(endpoint_judges(config), TOKENIZER, 9, "train")
-        called = lambda: bool(bodies) and notes.exists()  # noqa: E731
-        inner = make_source(waits_for(called, digits_env()) if early else digits_env(), reward=1.0)
+        may_end = lambda: bool(bodies) and notes.exists()  # noqa: E731
+        inner = make_source(waits_for(may_end, digits_env()) if early else digits_env(), reward=1.0)
         inner._speaks = True
         with RewardPool({"said": reward}, workers=1, timeout_seconds=20.0) as pool:
             on_host = HostScorer(pool, TOKENIZER, "train", 9)
@@ -291,13 +291,13 @@ def test_rewards_and_judges_are_called_as_rows_end(make_source, params, tmp_path
                 (draw_groups(url, bodies, early), sorted(notes.read_text().splitlines()))
             )
             notes.unlink()
-            sent = len(bodies)
+            request_count = len(bodies)
     (late, calls_late), (soon, calls_soon) = results
     for name, points in points_of(late).items():
         np.testing.assert_array_equal(points_of(soon)[name], points)
     assert calls_soon == calls_late  # one call a member: none was made twice
     assert len(calls_late) == 3 * G
-    assert soon.counts["judge_calls"] == sent == late.counts["judge_calls"]
+    assert soon.counts["judge_calls"] == request_count == late.counts["judge_calls"]
     np.testing.assert_array_equal(soon.rollout.tokens, late.rollout.tokens)
 
 

@@ -100,12 +100,12 @@ def both(groups, view):
     return (*refill(groups, view), *extra(groups, view))
 
 
-def fifo(capacity=8, taken=2):
+def fifo(capacity=8, count=2):
     """Right members wait in a store; the oldest take the places of wrong ones."""
 
     def apply(store, groups, view):
         right = groups.members() & (groups.success() > 0.5)
-        store, rows, hits = store.pop(taken)
+        store, rows, hits = store.pop(count)
         first = jnp.arange(groups.use.shape[0]) == 0
         rows = {n: x[None] for n, x in rows.items()}
         wrong = groups.members() & ~right & first[:, None]
@@ -285,8 +285,8 @@ def test_host_and_compiled_runs_have_the_same_groups(name):
 def test_a_restore_changes_nothing(name):
     steps = STEPS.get(name, 3)
     unbroken, _ = on_host(METHODS[name], KEY, steps)
-    broken, _ = on_host(METHODS[name], KEY, steps, restored_at=steps - 1)
-    for one, other in zip(unbroken, broken, strict=True):
+    resumed, _ = on_host(METHODS[name], KEY, steps, restored_at=steps - 1)
+    for one, other in zip(unbroken, resumed, strict=True):
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
@@ -320,10 +320,10 @@ def test_rewards_are_edited_by_member_group_batch_and_step():
 
 
 def test_plans_see_the_rewards_that_the_method_pays():
-    shown = []
+    rewards_by_step = []
 
     def next_asks(groups, view):
-        shown.append(np.asarray(groups.rewards))
+        rewards_by_step.append(np.asarray(groups.rewards))
         return ()
 
     doubled = of_parts(lambda parts, rollout: 2 * parts + rollout.lengths[:, :, None])
@@ -331,8 +331,8 @@ def test_plans_see_the_rewards_that_the_method_pays():
     setting, draw = setting_of(method), partial(draw_toy, key=KEY, step=np.int32(0))
     state = new_collected(setting), Now(KEY, np.int32(0)), setting, host_rounds
     groups, *_ = sample_step(draw, *state)
-    np.testing.assert_array_equal(groups.rewards, shown[0])
-    assert set(np.unique(shown[0])) <= {T, T + 2}
+    np.testing.assert_array_equal(groups.rewards, rewards_by_step[0])
+    assert set(np.unique(rewards_by_step[0])) <= {T, T + 2}
 
 
 def test_members_are_numbered_over_all_asks():

@@ -138,11 +138,11 @@ def test_the_batch_is_what_is_on_disk(model, sessions):
     check_trainable(run)
     source = run_source(run, None)
     groups = source.draw(simple_request(None, {}, 0, TICKET, rows=source.order(TICKET)))
-    written = rewarded(sessions)
+    completions = rewarded(sessions)
     mask = groups.rollout.mask
-    assert groups.rollout.tokens[mask].tolist() == [t for x in written for t in x["drawn"]]
+    assert groups.rollout.tokens[mask].tolist() == [t for x in completions for t in x["drawn"]]
     logprobs = groups.rollout.sampler_logprobs[mask].tolist()
-    assert logprobs == [p for x in written for p in x["logprobs"]]
+    assert logprobs == [p for x in completions for p in x["logprobs"]]
     assert set(groups.rollout.versions[mask].tolist()) == {0}
     assert set(groups.rollout.versions[~mask].tolist()) == {-1}
     assert groups.rewards[0, :, 0].tolist() == [1, 0, 1, 0, 1, 0, 0, 0]

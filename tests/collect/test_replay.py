@@ -96,14 +96,14 @@ def versions(store):
 def rows(groups, place):
     """All that is known of a member, but for whose place it has, up to its length."""
     length = int(groups.rollout.lengths[place])
-    cut = {
+    columns = {
         name: getattr(groups.rollout, name)[place][:length].tolist()
         for name in ("tokens", "mask", "sampler_logprobs", "versions")
     }
-    cut["turn"] = groups.ids["turn"][place][:length].tolist()
-    cut["paid"] = groups.stats["paid"][place][:length].tolist()
-    cut["rest"] = (length, int(groups.rollout.stop[place]), int(groups.ids["stratum"][place]))
-    return cut | {"reward": groups.rewards[place].tolist()}
+    columns["turn"] = groups.ids["turn"][place][:length].tolist()
+    columns["paid"] = groups.stats["paid"][place][:length].tolist()
+    columns["rest"] = (length, int(groups.rollout.stop[place]), int(groups.ids["stratum"][place]))
+    return columns | {"reward": groups.rewards[place].tolist()}
 
 
 def test_a_failed_group_gets_an_earlier_success_as_it_was_drawn():
@@ -156,15 +156,15 @@ def test_what_is_stored_is_the_newest_of_the_prompts_added_to_lately():
     for step, (prompt, points) in enumerate([(1, 1), (2, 1), (1, 1), (1, 1), (3, 1), (3, 0)]):
         store, _ = recall(store, groups_of([prompt], [[0, points, 0]], step=step))
     assert versions(store) == {1: [2, 3], 3: [4]}
-    failed, taken = groups_of([1], [[0, 0, 0]], step=9), set()
+    failed, stored_versions = groups_of([1], [[0, 0, 0]], step=9), set()
     for seed in range(8):
         key = jax.random.key(seed)
         _, swapped = recall(store, failed, key=key)
         draws = jax.random.uniform(jax.random.split(key, 1)[0], (2,))  # of the older and the newer
         version = int(swapped.rollout.versions[0, 0, 0])
         assert version == [2, 3][int(draws[1] < draws[0])]
-        taken.add(version)
-    assert taken == {2, 3}
+        stored_versions.add(version)
+    assert stored_versions == {2, 3}
 
 
 @pytest.mark.parametrize(
@@ -246,10 +246,10 @@ def collected(collector, step):
 
 def test_a_run_stores_what_a_whole_step_drew():
     collector = collector_of(Script(fails=True))
-    begun = collector.notes()
+    at_start = collector.notes()
     with pytest.raises(OSError, match="lost"):
         collected(collector, 0)
-    jax.tree.map(np.testing.assert_array_equal, collector.notes(), begun)
+    jax.tree.map(np.testing.assert_array_equal, collector.notes(), at_start)
     collector.source = Script()
     collected(collector, 0)
     note = jax.device_get(collector.notes())

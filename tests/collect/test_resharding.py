@@ -154,20 +154,20 @@ def test_a_device_is_sent_only_what_it_keeps(meshes, expert):
     with jax.set_mesh(sampling_mesh):
         program = weights_program(run, network_on(run, sampling_mesh), sampling_mesh)
         text = program.lower(programs.policy_layout(run)).compile().as_text()
-    sent = {}
+    bytes_by_kind = {}
     for cost in program_costs(text, (4, 2)):
         for c in cost.collectives:
-            sent[c.kind] = sent.get(c.kind, 0.0) + cost.runs * c.bytes
+            bytes_by_kind[c.kind] = bytes_by_kind.get(c.kind, 0.0) + cost.runs * c.bytes
     c = run.shape
     layer = (2 * c.heads + 2 * c.kv_heads) * c.head_dim + 3 * c.mlp_dim
     matrices = c.embed_dim * (c.layers * layer + 2 * c.vocab_size)
     # a CPU sends bfloat16 as float32
-    assert sent["all-gather"] < 1.3 * 4 * matrices / 2 * 3 / 4
-    assert sum(sent.values()) < 1.8 * 4 * matrices / 2
+    assert bytes_by_kind["all-gather"] < 1.3 * 4 * matrices / 2 * 3 / 4
+    assert sum(bytes_by_kind.values()) < 1.8 * 4 * matrices / 2
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         (
             ("mesh.fsdp=8", "sampling.mesh.tensor=4"),
@@ -201,8 +201,8 @@ def test_a_device_is_sent_only_what_it_keeps(meshes, expert):
         ),
     ],
 )
-def test_a_sampler_mesh_that_cannot_be_is_named(changes, says):
-    with pytest.raises(UserError, match=re.escape(says)):
+def test_a_sampler_mesh_that_cannot_be_is_named(changes, message):
+    with pytest.raises(UserError, match=re.escape(message)):
         build.setup(config(*changes))
 
 

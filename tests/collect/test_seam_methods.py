@@ -108,10 +108,10 @@ def test_dars_adds_as_many_members_as_the_papers_formula(balance):
             a = max(right / n, 0.5 / n)
             s = 2 * np.sqrt(a * (1 - a))
             peak = n * (2 * (1 - a) if balance == "hard" else 1.0)
-            wanted = int(np.ceil((peak - n * s) / s - 1e-9)) if a < 0.5 else 0
-            wanted = min(max(wanted, 0), 32 - n)
+            expected = int(np.ceil((peak - n * s) / s - 1e-9)) if a < 0.5 else 0
+            expected = min(max(expected, 0), 32 - n)
             rate, size = jnp.array([right / n], jnp.float32), jnp.array([n])
-            assert further_members(rate, size, 32, balance).tolist() == [wanted], (n, right)
+            assert further_members(rate, size, 32, balance).tolist() == [expected], (n, right)
 
 
 def placed(scores, round_=None, members=None):
@@ -333,12 +333,12 @@ def test_a_task_is_trained_alike_on_the_host_and_in_one_program(
 
     step, fresh = step_and_state(network, method)
 
-    def spied(state, batch, sampling_params):
+    def record_step(state, batch, sampling_params):
         state, metrics = step(state, batch, sampling_params)
         return state, metrics | {"batch": batch}
 
     iteration = make_iteration(
-        spied,
+        record_step,
         method=method,
         task=task,
         network=network,
@@ -347,9 +347,9 @@ def test_a_task_is_trained_alike_on_the_host_and_in_one_program(
         group=G,
         judge=0,
     )
-    begun = fresh(), iteration.begin(fresh())
+    start = fresh(), iteration.begin(fresh())
     run = quick_jit(partial(iterate, iteration, steps=STEPS))
-    scanned, _, curves = run(*begun, SAMPLING)
+    scanned, _, curves = run(*start, SAMPLING)
     for i, (batch, _) in enumerate(batches):
         traced = jax.tree.map(lambda x: x[i], curves["batch"])  # noqa: B023
         jax.tree.map(np.testing.assert_array_equal, live_tokens(traced), live_tokens(batch))

@@ -72,22 +72,22 @@ def even_share(tokens):
     return float(np.mean(np.asarray(tokens) % 2 == 0))
 
 
-def problems(lost=lambda tokens: False):
-    judged = []
+def problems(unjudged=lambda tokens: False):
+    judged_paths = []
 
     def judge(about, prompts, rollout):
         n, g, _ = rollout.tokens.shape
         paths = [rollout.tokens[i, j, : rollout.lengths[i, j]] for i in range(n) for j in range(g)]
-        judged.extend((p.id, tuple(x.tolist())) for p, x in zip(prompts, paths, strict=True))
+        judged_paths.extend((p.id, tuple(x.tolist())) for p, x in zip(prompts, paths, strict=True))
         points = np.array([[even_share(x), 9.0] for x in paths], np.float32).reshape(n, g, 2)
-        out = np.array([lost(x) for x in paths]).reshape(n, g)
+        out = np.array([unjudged(x) for x in paths]).reshape(n, g)
         stop = np.where(out, np.int32(StopReason.ABORTED), rollout.stop)
         return Groups(rollout.replace(stop=stop), points, about, {"judged": float(n)}, {})
 
     chosen = lambda key, rows: ([PROMPTS[i] for i in rows],) * 2  # noqa: E731
     rest = {"notes": dict, "finish": lambda complete: None, "order": lambda tickets: tickets}
     source = SimpleNamespace(prompts=chosen, judge=judge, **rest)
-    return source, judged
+    return source, judged_paths
 
 
 WEIGHTS = np.array([1.0, 0.0])
@@ -101,14 +101,14 @@ def request(step, search, weights, group=G):
     return plain_request.replace(asks=(plain_request.asks[0].replace(tree=search),))
 
 
-def run_search(search, lost=lambda tokens: False, estimate=None, group=G, **sizes):
+def run_search(search, unjudged=lambda tokens: False, estimate=None, group=G, **sizes):
     """The groups of one draw, the source, and what was judged."""
-    prompts, judged = problems(lost)
+    prompts, judged_paths = problems(unjudged)
     weights = {"policy": params(), **({} if estimate is None else {"value": "value"})}
     how = {"width": P, "ends": (END,), "estimate": estimate}
     source = TreeSearch(RunRows(rows(**sizes)), search, prompts, WEIGHTS, **how)
     groups = source.draw(request(5, search, weights, group))
-    return groups, source, judged
+    return groups, source, judged_paths
 
 
 def odd_share(weights, tokens, lengths):
@@ -135,42 +135,42 @@ def search_case(request):
 def test_nodes_are_chosen_and_backed_up_as_the_search_says(search_case):
     """Each tree is grown once more, node by node, from what was drawn."""
     search, groups, source, _, guided = search_case
-    named = SEARCHES[search.by]
+    kind = SEARCHES[search.by]
     for n, tree in enumerate(source.trees):
         again, filled, here = Tree(), False, 1
-        for _ in range(1 if named.whole else search.rounds):
-            chosen = named.select(search.width, search.exploration)(again)
+        for _ in range(1 if kind.whole else search.rounds):
+            chosen = kind.select(search.width, search.exploration)(again)
             if len(again.leaves()) >= G or not chosen:
                 break
             assert len(chosen) <= search.width
             for node in np.repeat(chosen, search.width):
                 assert tree.nodes[here].parent == node
-                add(again, n, tree, here, named, guided)
+                add(again, n, tree, here, kind, guided)
                 here += 1
         leaves = len(again.leaves())
         for i in range(here, len(tree.nodes)):  # what completes the group
             filled = True
-            add(again, n, tree, i, named, guided)
+            add(again, n, tree, i, kind, guided)
         assert (leaves < G) == filled
         assert len(again.leaves()) == max(leaves, G)
         mine = groups.ids["node"][n]
-        values = np.array([0.0] + [named.value(node) for node in again.nodes[1:]])
+        values = np.array([0.0] + [kind.value(node) for node in again.nodes[1:]])
         np.testing.assert_allclose(groups.stats["node_value"][n], values[mine], atol=1e-6)
 
 
-def add(again, n, tree, number, named, guided):
+def add(again, n, tree, number, kind, guided):
     step = tree.nodes[number].step
     again.add(tree.nodes[number].parent, Step(step.content, *step[1:]))
     path_tokens = np.concatenate([tree.nodes[i].step.content for i in tree.path(number)])
     if step.done:
-        named.backup(again, number, even_share(path_tokens))
+        kind.backup(again, number, even_share(path_tokens))
     elif guided:
         path_tokens = np.concatenate([PROMPTS[n].tokens, path_tokens])
-        named.backup(again, number, float(np.mean(path_tokens % 2)))
+        kind.backup(again, number, float(np.mean(path_tokens % 2)))
 
 
 def test_members_are_leaves_and_each_step_is_trained_once(search_case):
-    search, groups, source, judged, _ = search_case
+    search, groups, source, judged_paths, _ = search_case
     whole_completions = SEARCHES[search.by].whole
     rollout = groups.rollout.check()
     node, mask = groups.ids["node"], np.asarray(rollout.mask)
@@ -204,7 +204,7 @@ def test_members_are_leaves_and_each_step_is_trained_once(search_case):
         for n, tree in enumerate(source.trees)
         for leaf in tree.leaves()
     ]
-    assert sorted(judged) == sorted(every)  # once each
+    assert sorted(judged_paths) == sorted(every)  # once each
 
 
 def test_the_trainers_log_probabilities_are_the_searchs(search_case):
@@ -259,17 +259,17 @@ def test_where_rounds_run_out_open_nodes_are_completed():
     groups, source, _ = run_search(Search("puct", 2, 1, 3))
     for tree in source.trees:
         assert tree.nodes[0].children == [1, 2]
-        ended = len([i for i in (1, 2) if tree.nodes[i].done])
+        done = len([i for i in (1, 2) if tree.nodes[i].done])
         assert len(tree.leaves()) == G
-        if not ended:  # two more each, one step after the other
+        if not done:  # two more each, one step after the other
             assert [len(tree.nodes[i].children) for i in (1, 2)] == [2, 2]
             assert all(len(n.children) <= 1 for n in tree.nodes[3:])
     assert (groups.rollout.stop < StopReason.FAILED).all()
 
 
 def test_a_leaf_that_nobody_could_judge_leaves_its_group():
-    lost = lambda tokens: len(tokens) % 2 == 1  # noqa: E731
-    groups, source, _ = run_search(SEARCHED["uct"], lost)
+    unjudged = lambda tokens: len(tokens) % 2 == 1  # noqa: E731
+    groups, source, _ = run_search(SEARCHED["uct"], unjudged)
     out = groups.rollout.lengths % 2 == 1
     assert 0 < out.sum() < out.size
     np.testing.assert_array_equal(groups.rollout.stop == StopReason.ABORTED, out)
@@ -277,7 +277,7 @@ def test_a_leaf_that_nobody_could_judge_leaves_its_group():
     mask, node = np.asarray(groups.rollout.mask), groups.ids["node"]
     for n in range(3):
         live = ~out[n]
-        wanted = {
+        expected = {
             (int(t), int(node[n, i, t]))
             for i in range(G)
             for t in np.nonzero(node[n, i])[0]
@@ -289,7 +289,7 @@ def test_a_leaf_that_nobody_could_judge_leaves_its_group():
             for t in np.nonzero(mask[n, i])[0]
             if live[i]
         ]
-        assert sorted(trained) == sorted(wanted)
+        assert sorted(trained) == sorted(expected)
     for tree in source.trees:
         judged_leaves = [i for i in tree.leaves() if sum(len(s) for s in path_of(tree, i)) % 2 == 0]
         assert tree.nodes[0].visits == len(judged_leaves)
@@ -336,9 +336,9 @@ def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
     order = sorted(range(3), key=lambda n: n in rows_by_prompt)
     for n, tree in zip(order, source.trees, strict=True):
         stored_rows = rows_by_prompt.get(n, ())
-        apart = all(len(node.children) <= 1 for node in tree.nodes[1:])
+        is_path = all(len(node.children) <= 1 for node in tree.nodes[1:])
         if stored_rows:
-            assert apart
+            assert is_path
             assert len(tree.nodes[0].children) == G
             nodes = [set(again.ids["node"][n, g][again.rollout.mask[n, g]]) for g in range(G)]
             assert sum(map(len, nodes)) == len(set.union(*nodes))

@@ -200,8 +200,8 @@ def test_a_key_of_some_kinds_says_which():
 def test_every_key_is_described_and_every_leaf_is_listed():
     keys = {key.name: key for key in describe()}
     assert all(key.text for key in keys.values())
-    listed = {name for name in flatten(load_config(None)) if name not in ("rewards", "objective")}
-    assert listed <= keys.keys()
+    names = {name for name in flatten(load_config(None)) if name not in ("rewards", "objective")}
+    assert names <= keys.keys()
     assert keys["train.mode"].kind == "host | in_flight | packed | compiled"
     assert keys["run.dir"].kind == "text"
 

@@ -28,11 +28,11 @@ def test_other_options_are_kept(name):
 
 def test_nothing_that_is_written_holds_a_secret_and_the_run_has_it():
     config = build_config(TREE)
-    for written in (dump(config), str(flatten(config)), str(as_tree(config, none=True))):
-        assert "sk-123" not in written
-        assert "'pw'" not in written
-        assert HIDDEN in written
-        assert "max_tokens" in written
+    for text in (dump(config), str(flatten(config)), str(as_tree(config, none=True))):
+        assert "sk-123" not in text
+        assert "'pw'" not in text
+        assert HIDDEN in text
+        assert "max_tokens" in text
     options = config.rewards["a.py:judge"].options
     assert reveal(options, "rewards.x") == TREE["rewards"]["a.py:judge"]
 
@@ -96,9 +96,9 @@ OWN = {
 
 def test_secrets_of_every_table_of_options_are_hidden():
     config = build_config(OWN)
-    for written in (dump(config), str(flatten(config)), str(as_tree(config))):
-        assert "sk-77x" not in written
-        assert written.count(HIDDEN) == 6
+    for text in (dump(config), str(flatten(config)), str(as_tree(config))):
+        assert "sk-77x" not in text
+        assert text.count(HIDDEN) == 6
     assert build_config(OWN).data.train == "rows.jsonl"
 
 
@@ -211,11 +211,11 @@ HARMLESS = {
 
 @pytest.mark.parametrize("name", SECRETS)
 def test_secrets_are_hidden_by_their_kind(name):
-    shown = hide({name: SECRETS[name]})[name]
-    assert "1234" not in str(shown).replace("123456:", "")
-    assert HIDDEN in str(shown)
-    if isinstance(shown, list):
-        assert shown[0] == SECRETS[name][0]  # the rest of a command stays
+    hidden = hide({name: SECRETS[name]})[name]
+    assert "1234" not in str(hidden).replace("123456:", "")
+    assert HIDDEN in str(hidden)
+    if isinstance(hidden, list):
+        assert hidden[0] == SECRETS[name][0]  # the rest of a command stays
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -241,9 +241,9 @@ def test_the_environment_gives_what_stands_beside_a_name(value, monkeypatch):
 
 def test_messages_hold_no_secrets():
     text = "rewards.j.url = 'http://me:pw12@host/v1?api_key=pw12&n=3' refuses sk-abcdefghpw12345"
-    shown = without_secrets(text)
-    assert "pw12" not in shown
-    assert "n=3" in shown
+    hidden = without_secrets(text)
+    assert "pw12" not in hidden
+    assert "n=3" in hidden
     plain = "train.max_tokens = 'x'; see http://host/page?token_count=3 or data.answer_key = 'y'"
     assert without_secrets(plain).startswith("train.max_tokens = 'x'; see http://host/page?token_c")
     assert without_secrets("objective.key = 'x'; use 3") == "objective.key = 'x'; use 3"

@@ -52,8 +52,8 @@ def prompt_of(tokenizer, row, solution_key=None, **words):
 
 def pair_of(tokenizer, row):
     sizes = {"max_prompt_tokens": 900, "max_completion_tokens": 400}
-    (judged,), _ = build_judged(MemoryRows([row]), Wording(tokenizer), **sizes)
-    return judged
+    (judged_row,), _ = build_judged(MemoryRows([row]), Wording(tokenizer), **sizes)
+    return judged_row
 
 
 @pytest.mark.parametrize("question", [SPELLED, [{"role": "user", "content": SPELLED}]])
@@ -270,8 +270,8 @@ def test_the_end_of_a_turn_is_found_and_told_only_where_no_file_names_it(tmp_pat
     (note,) = base_tokenizer(tmp_path).notes
     assert "ends turns with '<|im_end|>'" in note
     assert "name '<|endoftext|>' alone; completions end at either" in note
-    named = base_tokenizer(tmp_path, eos="<|im_end|>")
-    assert (named.notes, named.stop_ids) == ([], (named.turn_id,))
+    with_eos = base_tokenizer(tmp_path, eos="<|im_end|>")
+    assert (with_eos.notes, with_eos.stop_ids) == ([], (with_eos.turn_id,))
     for template in ("{{ messages[0].content }}", "{{ raise_exception('no') }}"):
         tokenizer = base_tokenizer(tmp_path, template=template)
         assert (tokenizer.turn_id, tokenizer.notes) == (None, [])

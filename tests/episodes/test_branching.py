@@ -338,18 +338,18 @@ def test_a_state_that_cannot_be_copied_ends_its_branch_only():
     tree_rollout = play(
         counting_env(opened=opened, state_of=lambda prompt: prompt.id and threading.Lock())
     )
-    complete, broken = tree_rollout.groups
+    complete, branched = tree_rollout.groups
     assert all(t.alive for t in complete)
-    assert [t.alive for t in broken] == [True, True, False, False]
-    assert all("cannot be copied: TypeError: cannot pickle" in t.reason for t in broken[2:])
+    assert [t.alive for t in branched] == [True, True, False, False]
+    assert all("cannot be copied: TypeError: cannot pickle" in t.reason for t in branched[2:])
     assert tree_rollout.counts["env_fork_errors"] == 2
     assert tree_rollout.counts["env_errors"] == 0
     assert opened.count("closed") == 6
     # Their sources trained on what they drew, and play as if nobody had wanted to leave.
     unbroken = play(counting_env())
     for i in (0, 1):
-        np.testing.assert_array_equal(ids_of(broken[i]), ids_of(unbroken.groups[1][i]))
-        assert len({s.node for s in broken[i].segments}) == 1
+        np.testing.assert_array_equal(ids_of(branched[i]), ids_of(unbroken.groups[1][i]))
+        assert len({s.node for s in branched[i].segments}) == 1
 
 
 def test_a_member_given_back_by_a_branch_that_ended_begins_by_itself():

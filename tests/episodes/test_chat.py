@@ -71,8 +71,8 @@ def test_text_from_outside_is_no_control_token(chat_tokenizer, name, attack):
     ids = chat.following([tool(attack)], closed=True)
     assert [i for i in ids if i in control] == frame
     text = tokenizer.decode(ids, skip_special=False)
-    wanted = attack.encode("utf-8", "replace").decode()
-    assert wanted.replace("\n", "\\n") in text.replace("\n", "\\n") or name == "llama"
+    expected = attack.encode("utf-8", "replace").decode()
+    assert expected.replace("\n", "\\n") in text.replace("\n", "\\n") or name == "llama"
     assert [i for i in tokenizer.encode_plain(attack) if i in control] == []
     first = chat.opening([{"role": "user", "content": attack}])
     harmless = chat.opening([{"role": "user", "content": "harmless"}])

@@ -217,39 +217,39 @@ def test_an_exception_is_the_answer_with_its_text(error, message):
 
 
 def test_a_call_that_takes_too_long_cancels_the_episode():
-    ended = []
+    events = []
 
     async def episode(policy, prompt):
         try:
             await asyncio.sleep(60)
         finally:
             await asyncio.sleep(0)
-            ended.append("clean")
+            events.append("clean")
 
     answer = answer_to(coroutine_env(episode).init, PROMPT, 0, seconds=2.0)
-    assert (answer.timeout, ended) == (True, ["clean"])
+    assert (answer.timeout, events) == (True, ["clean"])
 
 
 def test_an_episode_that_swallows_its_cancellation_ends_at_its_next_turn():
-    ended = []
+    events = []
 
     async def episode(policy, prompt):
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
-            ended.append("cancelled")
+            events.append("cancelled")
         try:
             await policy("?")
         finally:
-            ended.append("closed")
+            events.append("closed")
 
     assert answer_to(coroutine_env(episode).init, PROMPT, 0, cancel=True).error == "cancelled"
-    assert ended == ["cancelled", "closed"]
+    assert events == ["cancelled", "closed"]
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_closing_an_episode_runs_its_clean_up(stubborn):
-    ended = []
+    events = []
 
     async def episode(policy, prompt):
         try:
@@ -259,14 +259,14 @@ def test_closing_an_episode_runs_its_clean_up(stubborn):
                 try:
                     await policy("again?")
                 except asyncio.CancelledError:
-                    ended.append("asked")
+                    events.append("asked")
         finally:
             if not stubborn:
                 await asyncio.sleep(0.01)
-            ended.append("clean")
+            events.append("clean")
 
     play(coroutine_env(episode))
-    assert ended == (["asked", "asked", "clean"] if stubborn else ["clean"])
+    assert events == (["asked", "asked", "clean"] if stubborn else ["clean"])
 
 
 def test_an_error_of_the_clean_up_is_the_answer_of_close():
@@ -343,14 +343,14 @@ def test_an_event_loop_that_is_given_up_takes_no_waiting_episode_with_it():
         calls.submit(0, env.init, PROMPT, 0, seconds=5.0)
         state, _ = calls.inbox.get(timeout=10).value
 
-        began = threading.Event()
+        started = threading.Event()
 
         async def block():
-            began.set()
+            started.set()
             time.sleep(0.5)
 
         calls.submit(1, block, seconds=0.1)
-        assert began.wait(10)
+        assert started.wait(10)
         assert calls.blocked(0.1)
         for turn in range(2):
             calls.submit(2 + turn, env.step, state, reply("42", turn), seconds=5.0)
@@ -464,7 +464,7 @@ def test_a_coroutine_is_played_like_the_functions_it_stands_for():
 
 def test_a_failing_episode_ends_its_own_member_and_no_other():
     count = iter(range(100))
-    ended = []
+    numbers = []
 
     async def episode(policy, prompt):
         number = next(count)
@@ -475,7 +475,7 @@ def test_a_failing_episode_ends_its_own_member_and_no_other():
             await policy("more")
             await policy("more")
         finally:
-            ended.append(number)
+            numbers.append(number)
 
     rows, counts = play_rows(coroutine_env(episode, limits=Limits(turns=2)))
     reasons = [reason for _, reason, *_ in rows if reason]
@@ -484,7 +484,14 @@ def test_a_failing_episode_ends_its_own_member_and_no_other():
     stops = [stop for stop, *_ in rows]
     assert stops.count(StopReason.FAILED) == 1
     assert stops.count(StopReason.TURNS) >= 3
-    assert sorted(ended) == [0, 1, 2, 3, 4, 5]  # those that reach the limit of turns are cancelled
+    assert sorted(numbers) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]  # those that reach the limit of turns are cancelled
 
 
 # ---------------------------------------------------------------- by name

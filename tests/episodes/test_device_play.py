@@ -302,7 +302,7 @@ def test_a_scripted_episode_is_laid_out_as_a_played_one():
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"step": None}, "environment 'echo': step = None; give a function"),
         ({"turns": 0}, "environment 'echo': turns = 0; give a whole number, at least 1"),
@@ -316,8 +316,8 @@ def test_a_scripted_episode_is_laid_out_as_a_played_one():
         ),
     ],
 )
-def test_bad_environments_are_named_in_one_line(changes, says):
-    with pytest.raises(UserError, match=says) as error:
+def test_bad_environments_are_named_in_one_line(changes, message):
+    with pytest.raises(UserError, match=message) as error:
         echo_env(**changes).check()
     assert "\n" not in str(error.value)
 

@@ -132,10 +132,10 @@ def test_every_player_is_a_row_in_a_group_of_its_own(episodes_and_starts):
             logprobs = np.where(mask, episodes.rollout.sampler_logprobs[n, g], 0)
             assert np.array_equal(rows.rollout.sampler_logprobs[row, g], logprobs)
             assert np.array_equal(rows.rollout.versions[row, g], np.where(mask, 5, -1))
-            moved = bool(mask.any())
-            assert live[row, g] == moved
-            unmoved += not moved
-            if moved:
+            has_turn = bool(mask.any())
+            assert live[row, g] == has_turn
+            unmoved += not has_turn
+            if has_turn:
                 assert rows.paid[row, g].sum() == episodes.success[n, g, player]
                 assert rows.success[row, g] == episodes.success[n, g, player]
             else:

@@ -149,11 +149,9 @@ def test_thoughts_that_the_template_drops_later_are_learned(chat_tokenizer, thou
     ((first, second),) = read(tokenizer, {"messages": talk, "reward": 1}).groups
     texts = [tokenizer.decode(trained(row)[0], skip_special=False) for row in (first, second)]
     assert texts == [f"{before}42<|im_end|>", f"{before}Yes.<|im_end|>"]
-    shown = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n42<|im_end|>\n"
-    shown += (
-        f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{before}Yes.<|im_end|>"
-    )
-    assert tokenizer.decode(ids(second), skip_special=False) == shown
+    text = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n42<|im_end|>\n"
+    text += f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{before}Yes.<|im_end|>"
+    assert tokenizer.decode(ids(second), skip_special=False) == text
     assert sum(i in tokenizer.stop_ids for i in ids(second)) == 4
 
 

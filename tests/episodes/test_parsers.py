@@ -252,13 +252,13 @@ def test_thoughts_hold_no_calls_and_arguments_may_hold_their_end(family):
     ends = "[/THINK]" if family == "mistral" else "</think>"
     argument = f"a {ends} b" if family != "gemma" else f"a {ends}"
     call, other = (as_a_model_writes(family, "add", {"s": x}) for x in (argument, "no"))
-    parse, wanted = PARSERS[family].parse, (Call("add", {"s": argument}),)
+    parse, calls = PARSERS[family].parse, (Call("add", {"s": argument}),)
     schemas = {"add": SCHEMA}
-    assert parse(call, schemas) == wanted
+    assert parse(call, schemas) == calls
     assert parse(f"I could:\n{other}\nor not.{ends}No need.", schemas) == ()
-    assert parse(f"hm\n{other}{ends}\n{call}", schemas) == wanted
+    assert parse(f"hm\n{other}{ends}\n{call}", schemas) == calls
     begins = ends.replace("/", "")
-    assert parse(f"{call}\n{begins}Or:\n{other}{ends}", schemas) == wanted
+    assert parse(f"{call}\n{begins}Or:\n{other}{ends}", schemas) == calls
 
 
 def test_a_mark_in_words_beside_calls_is_a_word():
@@ -267,8 +267,8 @@ def test_a_mark_in_words_beside_calls_is_a_word():
     one = (Call("add", {"a": 1}),)
     assert hermes(f"I use <tool_call> for it.\n{call}\nThat was a <tool_call>.", {}) == one
     assert mistral('[TOOL_CALLS]add[ARGS]{"a": 1}\nSee [TOOL_CALLS] there.', {}) == one
-    broken = "<tool_call>add(1)</tool_call>\n"
-    assert [type(x) for x in hermes(broken + call, {})] == [Malformed, Call]
+    malformed = "<tool_call>add(1)</tool_call>\n"
+    assert [type(x) for x in hermes(malformed + call, {})] == [Malformed, Call]
 
 
 ONE, TWO = Call("add", {"a": 1}), Call("add", {"a": 2})
@@ -366,9 +366,9 @@ def test_half_surrogates_do_not_leave(family):
 
 def test_reasons_hold_no_addresses():
     for value in ("x", "f(1)", "lambda: 0", "{1: x}", "[*y]"):
-        (broken,) = PARSERS["gemma"].parse(f"```tool_code\nadd(a={value})\n```", {})
-        assert "0x" not in broken.reason
-        assert "a" in broken.reason
+        (malformed,) = PARSERS["gemma"].parse(f"```tool_code\nadd(a={value})\n```", {})
+        assert "0x" not in malformed.reason
+        assert "a" in malformed.reason
 
 
 def test_what_cannot_be_checked_is_told_without_addresses(monkeypatch):

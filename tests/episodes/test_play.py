@@ -294,14 +294,14 @@ def test_draws_do_not_depend_on_where_rows_wait(undelayed, place):
         await asyncio.sleep(chance.random() * 0.02)
 
     choose = by_chance(3) if place is None else lambda wait: place
-    moved = play(counting_env(wait), choose=choose)
-    assert turns_of(moved) == turns_of(undelayed)
-    for mine, theirs in zip(moved.groups, undelayed.groups, strict=True):
+    moved_rows = play(counting_env(wait), choose=choose)
+    assert turns_of(moved_rows) == turns_of(undelayed)
+    for mine, theirs in zip(moved_rows.groups, undelayed.groups, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             for x, y in zip(a.segments[::2], b.segments[::2], strict=True):  # those drawn
                 most = 0 if place in (WaitingPlace.HELD, WaitingPlace.PARKED) else 1e-5
                 np.testing.assert_allclose(x.logprobs, y.logprobs, rtol=0, atol=most)
-    counts = moved.counts
+    counts = moved_rows.counts
     assert (counts["parked"] > 0) == (place in (WaitingPlace.PARKED, None))
     assert (counts["dropped"] > 0) == (place in (WaitingPlace.DROPPED, None))
     assert (counts["reread_tokens"] > 0) == (counts["dropped"] > 0)
@@ -356,9 +356,9 @@ def test_all_slots_waiting_is_a_wait_and_no_loop(monkeypatch):
     monkeypatch.setattr(Rows, "decode", lambda *a: chunks.append(1) or decode(*a))
     play(counting_env(turns=2, turn_tokens=3), count=1, group=2)
     chunks.clear()
-    began, spent = time.monotonic(), time.thread_time()
+    start, spent = time.monotonic(), time.thread_time()
     rollout = play(counting_env(wait, turns=2, turn_tokens=3), count=1, group=2)
-    took, spent = time.monotonic() - began, time.thread_time() - spent
+    took, spent = time.monotonic() - start, time.thread_time() - spent
     assert 0.25 < rollout.counts["idle_seconds"] < took
     assert len(chunks) <= 4
     assert spent < 0.5 * took
@@ -428,15 +428,15 @@ def test_slots_are_refilled_while_others_wait():
 
 def test_turns_that_are_cut_are_ended_for_the_policy():
     rollout = play(counting_env(turn_tokens=4))
-    cut = [
+    cut_turns = [
         (a, b)
         for g in rollout.groups
         for t in g
         for a, b in zip(t.segments, t.segments[1:], strict=False)
         if a.drawn and a.tokens[-1] not in STOPS
     ]
-    assert cut
-    for turn, answer in cut:
+    assert cut_turns
+    for turn, answer in cut_turns:
         assert len(turn.tokens) == 4
         assert answer.tokens[0] == TOKENIZER.eos_id
 

@@ -106,9 +106,9 @@ def test_a_shared_past_is_trained_on_where_the_reward_came(writer, tmp_path):
     writer.reward(1)
     writer.write([*past, 8], [10], read=1)  # the same request again, of which nothing came
     (group,) = writer.read(tmp_path).groups
-    rewarded, lost = group
+    rewarded, unrewarded = group
     assert [s.drawn for s in rewarded.segments] == [True, False, True]
-    assert [s.drawn for s in lost.segments] == [False, False, True]
+    assert [s.drawn for s in unrewarded.segments] == [False, False, True]
     assert [row.metrics[REWARDED] for row in group] == [1, 0]
     assert [row.episode for row in group] == [0, 1]
 

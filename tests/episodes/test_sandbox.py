@@ -263,5 +263,5 @@ def test_the_tool_says_how_it_ended(sandbox):
     tool = python_tool(sandbox)
     assert asyncio.run(tool.call(code="print(3)")) == "3"
     assert asyncio.run(tool.call(code="x = 1")) == "[no output]"
-    ended = asyncio.run(tool.call(code="print(5)\nwhile True: pass"))
-    assert ended == "5\n[ended after 1.5 seconds]"
+    output = asyncio.run(tool.call(code="print(5)\nwhile True: pass"))
+    assert output == "5\n[ended after 1.5 seconds]"

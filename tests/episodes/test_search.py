@@ -295,11 +295,11 @@ def test_a_fault_ends_its_path_alone():
 
 
 def test_what_cannot_be_searched_is_named():
-    async def broken(prompt, seed):
+    async def failing_init(prompt, seed):
         raise OSError("no server")
 
     with pytest.raises(UserError, match=r"no environment opened: .*no server"):
-        opened(play(game([], init=broken), search_plan("beam", 3)))
+        opened(play(game([], init=failing_init), search_plan("beam", 3)))
 
 
 # ---------------------------------------------------------------- contexts and players
@@ -405,8 +405,8 @@ def test_players_take_turns_in_a_search_as_the_environment_says():
         state.sums.append(int(reply.tokens[0]))
         answer = [{"role": "user", "content": f"{len(state.sums)}>"}]
         # Player 1 keeps the word; after player 0 it is the next one's turn.
-        named = 1 if reply.tokens[0] % 2 else None
-        return state, Feedback(answer, 1.0, len(state.sums) == TURNS, True, next=named)
+        next_player = 1 if reply.tokens[0] % 2 else None
+        return state, Feedback(answer, 1.0, len(state.sums) == TURNS, True, next=next_player)
 
     players_asked = []
     env = game([], step=step)._replace(players=3)
@@ -539,12 +539,12 @@ def test_failed_members_of_a_search_leave_their_group():
         through = {s.node for row in group if row.alive for s in row.segments}
         assert sorted(owners) == sorted(through)
 
-    async def broken(prompt, seed):
+    async def failing_init(prompt, seed):
         if prompt.id == 1:
             raise OSError("no server")
         return Game([]), [{"role": "user", "content": prompt.text}]
 
-    search, trees = grown(paid_game([], init=broken))
+    search, trees = grown(paid_game([], init=failing_init))
     assert [sum(row.alive for row in group) for group in search.groups] == [G, 0, G]
     assert [len(group) for group in search.groups] == [G] * 3
     assert "no server" in search.groups[1][0].reason

@@ -185,14 +185,14 @@ def test_the_row_with_the_longest_wait_makes_room(monkeypatch):
     table.fill()
     assert first.row_state.row is None
     assert second.row_state.row is not None
-    began = first.clock.began
+    start = first.clock.began
     clock[0] += 1.0
     hear(table, first, [7])
     clock[0] += 5.0  # without a slot
     table.fill()
     assert second.row_state.row is None  # parked in turn
     assert first.row_state.row is not None
-    assert (first.clock.began, first.clock.turn_began) == (began + 5.0, clock[0])
+    assert (first.clock.began, first.clock.turn_began) == (start + 5.0, clock[0])
 
 
 @pytest.mark.parametrize("room", [1, 0])
@@ -213,8 +213,8 @@ def test_a_branch_begins_with_a_copy_where_there_is_room(room):
     assert table.slots[branch.row_state.row] is branch
     row = branch.row_state.row
     if room:  # rewound to the turn's first token, and nothing is read
-        copied = ("fork", source.row_state.row, 3, 4, 12)
-        assert rows.done == [copied, ("resume", row, f"fork of row {source.row_state.row}")]
+        fork = ("fork", source.row_state.row, 3, 4, 12)
+        assert rows.done == [fork, ("resume", row, f"fork of row {source.row_state.row}")]
         assert counts["reread_tokens"] == 0
     else:  # prompt, turn and answer, all of which the source has read
         past = [3, 4, 7, 8]

@@ -120,12 +120,12 @@ def test_tools_of_one_turn_run_side_by_side(env):
 
 
 def test_a_structure_that_cannot_be_read_ends_or_is_told(env):
-    broken = "It is 42. <tool_call>{"
-    _, feedback = turn(env, opened(env)[0], broken)
+    malformed = "It is 42. <tool_call>{"
+    _, feedback = turn(env, opened(env)[0], malformed)
     assert (feedback.done, feedback.reward) == (True, 1.0)  # judged as any last turn
     assert feedback.metrics["tool_structure_errors"] == 1
     telling = tool_env(TOOLS, HERMES, reward, Limits(), malformed="tell")
-    _, feedback = turn(telling, opened(telling)[0], broken)
+    _, feedback = turn(telling, opened(telling)[0], malformed)
     assert not feedback.done
     assert feedback.messages[0]["content"] == "Error: </tool_call> is missing"
 
@@ -181,14 +181,14 @@ def test_limits_that_nothing_can_keep_are_named():
 def test_an_answer_that_was_cut_is_truncated_unless_it_is_right(env):
     state, _ = opened(env)
 
-    def ended(text, cut):
+    def end_of(text, cut):
         reply = Reply(text, text, np.zeros(1, np.int32), 0, cut)
         feedback = asyncio.run(env.step(state, reply))[1]
         return feedback.done, feedback.cut
 
-    assert ended("It is 4", True) == (True, True)
-    assert ended("It is 42", True) == (True, False)
-    assert ended("It is 4", False) == (True, False)
+    assert end_of("It is 4", True) == (True, True)
+    assert end_of("It is 42", True) == (True, False)
+    assert end_of("It is 4", False) == (True, False)
 
 
 def test_ids_that_the_policy_gave_come_back():

@@ -56,7 +56,9 @@ def test_a_search_leaves_rows_to_train_on(tmp_path):
     files = {
         name: read_jsonl(tmp_path / "rows" / f"{name}.jsonl") for name in ("siblings", "paths")
     }
-    assert {name: len(listed) for name, listed in files.items()} == {n: rows[n] for n in files}
+    assert {name: len(file_rows) for name, file_rows in files.items()} == {
+        n: rows[n] for n in files
+    }
     assert files["paths"]
     task = kind_of(tiny()).task
     for row in files["paths"]:

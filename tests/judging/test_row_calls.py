@@ -29,12 +29,12 @@ PROMPTS = [Prompt(i, f"{i}", np.zeros(1, np.int32), str(i)) for i in range(N)]
 NAMES = ("said", "rank", "judged")
 
 
-def sampled(called):
+def sampled(may_go_on):
     """A sampler of digits that follow from ticket and member; the second part waits for a call."""
 
     def program(key, params, ids, lengths, sampling_params, version, tickets, members):
         end = time.monotonic() + 60
-        while tickets[0] == N // 2 and not called():
+        while tickets[0] == N // 2 and not may_go_on():
             assert time.monotonic() < end, "nobody was called before all parts were sampled"
             time.sleep(0.01)
         shape = (len(tickets), G, T)
@@ -57,17 +57,17 @@ def sampled(called):
     return program
 
 
-def judged_groups(url, notes, draws, called=lambda: True):
+def judged_groups(url, notes, draws, may_go_on=lambda: True):
     table = f"judged={{function='judge', url='{url}', model='m', template='{{completion}}'}}"
     config = load_config(None, ["data.train=x.jsonl", "model.path=x", f"rewards={{{table}}}"])
     judges = judge_parts(endpoint_judges(config), TOKENIZER, 9, "train")
     functions = {
-        "said": make_reward(f"{JUDGES}:noted", file=str(notes)),
+        "said": make_reward(f"{JUDGES}:write_note", file=str(notes)),
         "rank": make_reward(f"{JUDGES}:rank"),
     }
     with RewardPool(functions, workers=1, timeout_seconds=20.0) as pool:
         calls = RowCalls(HostScorer(pool, TOKENIZER, "train", 9), judges) if draws > 1 else None
-        program = sampled(called)
+        program = sampled(may_go_on)
         how = {"max_new_tokens": T, "steps": 9, "draws": draws, "calls": calls}
         source = TextSource(PROMPTS, 1, None, program, None, pool, TOKENIZER, **how)
         stages = [judge_stage(judges, lambda groups: groups.subject)]
@@ -92,14 +92,14 @@ def test_one_part_is_judged_while_the_next_is_sampled(tmp_path, monkeypatch):
             groups = judged_groups(url, notes, draws, both if draws > 1 else lambda: True)
             results.append((groups, sorted(notes.read_text().splitlines()), len(bodies)))
             notes.unlink()
-    (at_once, noted, calls), (parts, noted_in_parts, asked_in_parts) = results
+    (at_once, notes_at_once, calls), (parts, noted_in_parts, asked_in_parts) = results
     np.testing.assert_array_equal(parts.rewards, at_once.rewards)
     np.testing.assert_array_equal(parts.rollout.tokens, at_once.rollout.tokens)
     for name, ids in at_once.ids.items():
         np.testing.assert_array_equal(parts.ids[name], ids)
     assert parts.subject == at_once.subject
-    assert noted_in_parts == noted  # one call a member
-    assert len(noted) == N * G
+    assert noted_in_parts == notes_at_once  # one call a member
+    assert len(notes_at_once) == N * G
     assert asked_in_parts == calls
     assert len(np.unique(at_once.rewards[..., 2])) > 2
 

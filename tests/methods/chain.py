@@ -296,8 +296,8 @@ def train(name):
                 others["ref"] = params["policy"]
             elif after.on == "step":
                 moments = OPTIMIZER.init(params)
-        noted = out["metrics"] | {"loss": out["loss"], "nonfinite": out["nonfinite"]}
-        metrics.append({k: x.mean(0) for k, x in noted.items()} | {"grad_norm": float(norm)})
+        step_metrics = out["metrics"] | {"loss": out["loss"], "nonfinite": out["nonfinite"]}
+        metrics.append({k: x.mean(0) for k, x in step_metrics.items()} | {"grad_norm": float(norm)})
     return expected_reward(start()), expected_reward(params["policy"]["table"]), metrics
 
 
@@ -328,10 +328,10 @@ OTHERWISE = {
 
 def assert_learns(name, before, after, metrics):
     """Asserts that all metrics are finite and the policy, or what learns instead, got better."""
-    for i, noted in enumerate(metrics):
-        broken = [key for key, value in noted.items() if not np.isfinite(value).all()]
-        assert not broken, f"step {i}: {broken}"
-    assert max(noted["grad_norm"] for noted in metrics) > 0
+    for i, step_metrics in enumerate(metrics):
+        nonfinite = [key for key, value in step_metrics.items() if not np.isfinite(value).all()]
+        assert not nonfinite, f"step {i}: {nonfinite}"
+    assert max(step_metrics["grad_norm"] for step_metrics in metrics) > 0
     if name in OTHERWISE:
         key, sign = OTHERWISE[name]
         first, last = (np.mean([m[key] for m in part]) for part in (metrics[:5], metrics[-5:]))

@@ -243,12 +243,12 @@ def assert_matches(method, reference, d, wrt=("logprobs",)):
     slopes = {}
     for name in wrt:
 
-        def moved(x, name=name):
+        def perturbed(x, name=name):
             point = copy.copy(d)
             setattr(point, name, x)
             return reference(point, d)
 
-        slopes[name] = central_differences(moved, getattr(d, name), d.live)
+        slopes[name] = central_differences(perturbed, getattr(d, name), d.live)
     scale = max(1.0, *(np.abs(slope).max() for slope in slopes.values()))
     np.testing.assert_allclose(value, reference(d, d), rtol=2e-5, atol=2e-5 * scale)
     for name, slope in slopes.items():

@@ -39,12 +39,12 @@ def side(d, n, i):
 
 def best_and_worst(d, n, scores, members=None):
     """(best, worst) member, ties by the tie-breaker; None without a gap."""
-    who = eligible(d, n, members)
-    if not who:
+    members_left = eligible(d, n, members)
+    if not members_left:
         return None
     tie_breaker = d.ids["tie_breaker"][n]
-    best = max(who, key=lambda i: (scores[i], tie_breaker[i]))
-    worst = max(who, key=lambda i: (-scores[i], tie_breaker[i]))
+    best = max(members_left, key=lambda i: (scores[i], tie_breaker[i]))
+    worst = max(members_left, key=lambda i: (-scores[i], tie_breaker[i]))
     return (best, worst) if scores[best] > scores[worst] else None
 
 
@@ -92,8 +92,8 @@ def orpo(w, l, lam=0.3):
 
 
 def win_rate(d, n, i, others_only, model):
-    who = eligible(d, n)
-    opponents = [j for j in who if j != i] if others_only else who
+    others = eligible(d, n)
+    opponents = [j for j in others if j != i] if others_only else others
     gaps = [d.rewards[n, i] - d.rewards[n, j] for j in opponents]
     wins = [sigmoid(x) if model == "bradley_terry" else (np.sign(x) + 1) / 2 for x in gaps]
     return np.mean(wins) if wins else 0.5

@@ -162,8 +162,8 @@ def reordered(trained, batch, prompts, members):
         return x[:, members] if x.ndim > 1 else x
 
     weights, texts = batch.reward_weights, batch.prompt_tokens[prompts]
-    moved = jax.tree.map(move, (trained, batch.replace(reward_weights=None, prompt_tokens=None)))
-    return moved[0], moved[1].replace(reward_weights=weights, prompt_tokens=texts)
+    permuted = jax.tree.map(move, (trained, batch.replace(reward_weights=None, prompt_tokens=None)))
+    return permuted[0], permuted[1].replace(reward_weights=weights, prompt_tokens=texts)
 
 
 def with_garbage(trained, batch, rng):
@@ -192,7 +192,7 @@ def evaluate(objective, trained, batch, keep, state):
     and gradients of parts of a batch add up. Gradients are of the loss times the count of the
     surrogate's term: sums, of the size of one token's.
     """
-    advantages, batch, state, noted = compute_advantages(objective, batch, state)
+    advantages, batch, state, metrics_of_advantage = compute_advantages(objective, batch, state)
     counts = term_counts(objective, batch)
     batch = batch.replace(members=batch.members & keep[:, None])
 
@@ -210,7 +210,7 @@ def evaluate(objective, trained, batch, keep, state):
         "gradients": gradients,
         "state": update_state(objective, state, metrics),
         "metrics": metrics,
-        "nonfinite": metrics["nonfinite"] + noted["nonfinite_rewards"][0],
+        "nonfinite": metrics["nonfinite"] + metrics_of_advantage["nonfinite_rewards"][0],
     }
 
 

@@ -142,9 +142,12 @@ def of_statistic(statistic):
     """The program of a statistic, whatever it is over."""
     if statistic.over == "vocabulary":
         names = (*statistic.policies, "logits")
-        shown = {name: jnp.zeros(V) for name in (*names, "base", "q_target")}
-        shown |= {"q": jnp.zeros((2, V)), "v": jnp.zeros(())}  # by a network with token values
-        return traced(statistic.apply, shown, jnp.int32(0))
+        vocabulary_view = {name: jnp.zeros(V) for name in (*names, "base", "q_target")}
+        vocabulary_view |= {
+            "q": jnp.zeros((2, V)),
+            "v": jnp.zeros(()),
+        }  # by a network with token values
+        return traced(statistic.apply, vocabulary_view, jnp.int32(0))
     mask = jnp.ones(T, bool)
     if statistic.over == "hidden":
         return traced(statistic.apply, jnp.zeros((T, 3)), mask)
@@ -205,11 +208,11 @@ def of_rewards(edit):
         rewards = np.linspace(-2, 2, N * G * parts).reshape(N, G, parts).astype(np.float32)
         groups = placed_groups().replace(rewards=jnp.asarray(rewards), weights=jnp.ones(parts))
         try:
-            edited = edit(groups, step_view())
+            groups_edited = edit(groups, step_view())
         except UserError:
             out.append(None)
         else:
-            out.append([np.asarray(x).tolist() for x in jax.tree.leaves(edited)])
+            out.append([np.asarray(x).tolist() for x in jax.tree.leaves(groups_edited)])
     return out
 
 

@@ -176,8 +176,8 @@ def two_steps(config):
     """The metrics of two training steps, as ``jrl train`` makes them."""
     metrics = []
 
-    def note(done, state, noted, groups, cursor):
-        metrics.append(jax.device_get(noted))
+    def note(done, state, step_metrics, groups, cursor):
+        metrics.append(jax.device_get(step_metrics))
         return False
 
     run = build.setup(config)
@@ -209,11 +209,11 @@ def test_two_steps_change_the_weights(name, place):
     config, _ = first_that_fits(name, place)
     steps = two_steps(config)
     assert len(steps) == 2
-    for noted in steps:
-        assert np.isfinite(noted["loss"])
-        assert np.isfinite(noted["grad_norm"])
-        assert not noted["skipped_updates"]
-    assert max(noted["grad_norm"] for noted in steps) > 0
+    for step_metrics in steps:
+        assert np.isfinite(step_metrics["loss"])
+        assert np.isfinite(step_metrics["grad_norm"])
+        assert not step_metrics["skipped_updates"]
+    assert max(step_metrics["grad_norm"] for step_metrics in steps) > 0
 
 
 def test_what_a_method_reads_of_the_data_is_said_before_anything_compiles(place):

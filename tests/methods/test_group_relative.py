@@ -167,8 +167,8 @@ def grpo_geometric_mis_loss(d, lp, frozen, cap=1.2):
 def grpo_off_policy_loss(d, lp, frozen, limit=0.1):
     a, total = standard_score(d), 0.0
     for n, i, tokens in sequences(d):
-        moved = np.mean([d.sampler_logprobs[n, i, t] - frozen[n, i, t] for t in tokens])
-        if a[n, i] < 0 and moved > limit:
+        drift = np.mean([d.sampler_logprobs[n, i, t] - frozen[n, i, t] for t in tokens])
+        if a[n, i] < 0 and drift > limit:
             continue
         losses = [clipped_loss(ratio_at(d, lp, (n, i, t)), a[n, i]) for t in tokens]
         total += sum(losses) / len(tokens)
@@ -411,9 +411,9 @@ def test_coefficients_may_be_traced(make_ragged, make_batch):
     highs, coefs = jnp.array([0.1, 0.3]), jnp.array([0.0, 0.5])
     together = jax.jit(jax.vmap(loss))(highs, coefs)
     pairs = [(float(high), float(coef)) for high, coef in zip(highs, coefs, strict=True)]
-    apart = [jax.jit(lambda pair=pair: loss(*pair))() for pair in pairs]
-    np.testing.assert_allclose(together, apart, rtol=1e-5)
-    assert abs(apart[0] - apart[1]) > 1e-3
+    one_by_one = [jax.jit(lambda pair=pair: loss(*pair))() for pair in pairs]
+    np.testing.assert_allclose(together, one_by_one, rtol=1e-5)
+    assert abs(one_by_one[0] - one_by_one[1]) > 1e-3
 
 
 # ---------------------------------------------------------------- rewards of agents

@@ -154,11 +154,11 @@ def dppo_loss(kind, limit, cap=2.0):
 
         def of_token(*at):
             p, q = (min(np.exp(x[at]), 1.0) for x in (frozen.logprobs, d.sampler_logprobs))
-            moved = abs(p - q)
+            divergence = abs(p - q)
             if kind == "kl":
-                moved = q * -log_ratio(frozen, at)
-                moved += (1 - q) * np.log((1 - q + 1e-8) / (1 - p + 1e-8))
-            if moved > limit and (p > q if a[at[:2]] > 0 else p < q):
+                divergence = q * -log_ratio(frozen, at)
+                divergence += (1 - q) * np.log((1 - q + 1e-8) / (1 - p + 1e-8))
+            if divergence > limit and (p > q if a[at[:2]] > 0 else p < q):
                 return 0.0
             return -min(ratio(frozen, at), cap) * a[at[:2]] * d.logprobs[at]
 
@@ -391,9 +391,9 @@ def test_token_mean_of_an_off_policy_batch_is_cut():
         wide = dict.fromkeys(coefficients, 50.0)
         d = ragged(2, spread=1.0)
         lower(d, None)
-        _, cut = run(get_method(name, **coefficients), d)
+        _, masked = run(get_method(name, **coefficients), d)
         _, uncut = run(get_method(name, **wide), d)
-        assert np.abs(cut["logprobs"] - uncut["logprobs"]).max() > 1e-3
+        assert np.abs(masked["logprobs"] - uncut["logprobs"]).max() > 1e-3
 
 
 # ---------------------------------------------------------------- identities

@@ -139,11 +139,11 @@ def test_otr_s_gradient_is_dft_s_up_to_a_factor(rollout_loss):
 
 def test_otr_never_draws_a_removed_token_and_keeps_a_nan(rollout_loss):
     loss = rollout_loss(-0.3, 2.0)
-    cut = jnp.array([0.5, -jnp.inf, 0.0, 1.0])
-    (value, slope), (small, _) = loss(cut, 3), loss(cut[jnp.array([0, 2, 3])], 2)
+    truncated = jnp.array([0.5, -jnp.inf, 0.0, 1.0])
+    (value, slope), (small, _) = loss(truncated, 3), loss(truncated[jnp.array([0, 2, 3])], 2)
     assert value == pytest.approx(float(small), rel=1e-6)
     assert slope[1] == 0
-    assert np.isnan(loss(cut.at[0].set(jnp.nan), 3)[0])
+    assert np.isnan(loss(truncated.at[0].set(jnp.nan), 3)[0])
 
 
 def test_otr_minimises_its_statistic():
@@ -419,6 +419,6 @@ def test_a_nan_reward_reaches_the_loss_of_its_group():
     n, i, _ = imitated(d)[0]
     batch = as_batch(d)
     for method in (NFT, get_method("w_reinforce"), PACS):
-        broken = batch.replace(rewards=batch.rewards.at[n, i].set(np.nan))
-        loss, _ = loss_and_gradient(method, broken, live_statistics(method, d))
+        with_nan = batch.replace(rewards=batch.rewards.at[n, i].set(np.nan))
+        loss, _ = loss_and_gradient(method, with_nan, live_statistics(method, d))
         assert np.isnan(loss)

@@ -52,8 +52,8 @@ def train(name):
     metrics = []
     for i in range(STEPS):
         batch = batch_of(method, i, state.params["policy"]["table"])
-        state, noted = step(state, batch, SAMPLING)
-        metrics.append(jax.device_get(noted))
+        state, step_metrics = step(state, batch, SAMPLING)
+        metrics.append(jax.device_get(step_metrics))
     return expected_reward(start()), expected_reward(state.params["policy"]["table"]), metrics
 
 
@@ -66,7 +66,7 @@ def train(name):
 )
 def test_the_librarys_step_moves_the_right_way(name):
     metrics = assert_learns(name, *train(name))
-    assert not any(noted["skipped_updates"] for noted in metrics)
+    assert not any(step_metrics["skipped_updates"] for step_metrics in metrics)
 
 
 # ---------------------------------------------------------------- whole runs

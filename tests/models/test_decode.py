@@ -74,11 +74,11 @@ def decode_costs(gather):
     costs = program_costs(compiled.as_text(), list(mesh.shape.values()))
     before, loop = [cost for cost in costs if cost.flops]  # prefill; a token
 
-    def sent(cost, axis):
+    def bytes_of(cost, axis):
         at, size = (list(mesh.shape).index(axis),), mesh.shape[axis]
         return {c.kind: c.bytes for c in cost.collectives if c.axes == at and c.size == size}
 
-    return tokens, sent(before, "fsdp"), sent(loop, "fsdp"), sent(loop, "tensor")
+    return tokens, bytes_of(before, "fsdp"), bytes_of(loop, "fsdp"), bytes_of(loop, "tensor")
 
 
 def test_no_token_waits_for_weights_that_the_mesh_divides():
@@ -93,10 +93,12 @@ def test_no_token_waits_for_weights_that_the_mesh_divides():
 
 
 def test_devices_that_divide_the_vocabulary_keep_their_logits():
-    sent = decode_costs(True)[3]
+    bytes_by_kind = decode_costs(True)[3]
     half = 2 * 64 * 4 / 2  # bytes, of the logits of a device's rows
-    assert sent["all-reduce"] > 0  # what layers and the draw add up
-    assert sent.get("all-gather", 0) + sent.get("collective-permute", 0) < half / 2
+    assert bytes_by_kind["all-reduce"] > 0  # what layers and the draw add up
+    assert (
+        bytes_by_kind.get("all-gather", 0) + bytes_by_kind.get("collective-permute", 0) < half / 2
+    )
 
 
 @pytest.mark.parametrize("gather", [True, False])

@@ -58,8 +58,8 @@ def test_one_sequence_a_row_needs_tokens_alone():
     dense = network(lambda params, tokens: logits(params, tokens, None, tokens + 1), packed=False)
     params = init(jax.random.key(1))
     alone, _ = dense.hidden(params, TOKENS[:1, :3], POSITIONS[:1, :3], SEGMENTS[:1, :3])
-    apart = (jnp.array([[3, 0, 1, 4]]), jnp.array([[0, 0, 1, 2]]), jnp.array([[1, 0, 1, 1]]))
-    packed_hidden, _ = dense.hidden(params, *apart)
+    with_gap = (jnp.array([[3, 0, 1, 4]]), jnp.array([[0, 0, 1, 2]]), jnp.array([[1, 0, 1, 1]]))
+    packed_hidden, _ = dense.hidden(params, *with_gap)
     np.testing.assert_allclose(packed_hidden[0, [0, 2, 3]], alone[0], atol=1e-6)
 
 

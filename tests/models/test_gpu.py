@@ -129,13 +129,13 @@ def test_a_step_of_attention_is_the_plain_one(
     out, new = attend_cache(halves, row_cache, prompt, turn, reach, how=how, interpret=True)
     want, stored = plain_step(x, row_cache, prompt, turn, reach, how)
     live = np.asarray(column >= 0)
-    wanted, actual = (np.asarray(a, np.float32)[live] for a in (want, out))
-    assert np.linalg.norm(actual - wanted) < 6e-3 * np.linalg.norm(wanted)
+    reference, actual = (np.asarray(a, np.float32)[live] for a in (want, out))
+    assert np.linalg.norm(actual - reference) < 6e-3 * np.linalg.norm(reference)
     assert np.isfinite(np.asarray(out, np.float32)).all()
     for name in row_cache:  # of 8 bits one step, where a tie is rounded the other way
         off = 1 if in_8_bits and "scale" not in name else 0.04
-        wanted, entry = (np.asarray(a[name], np.float32) for a in (stored, new))
-        np.testing.assert_allclose(entry, wanted, atol=off)
+        reference, entry = (np.asarray(a[name], np.float32) for a in (stored, new))
+        np.testing.assert_allclose(entry, reference, atol=off)
         if name in "kv":
             np.testing.assert_array_equal(
                 entry[~live], np.asarray(row_cache[name], np.float32)[~live]
@@ -302,8 +302,8 @@ def test_devices_that_divide_the_vocabulary_draw_what_one_draws(rows, monkeypatc
     mesh = make_mesh({"data": 2, "tensor": 2})
     with jax.set_mesh(mesh):
         where = NamedSharding(mesh, PartitionSpec("data", "tensor"))
-        apart = jax.device_put(logits, where)
-        several = jax.jit(sample)(uniform, apart, params), jax.jit(kept_tokens)(apart, params)
+        divided = jax.device_put(logits, where)
+        several = jax.jit(sample)(uniform, divided, params), jax.jit(kept_tokens)(divided, params)
     chex.assert_trees_all_equal(jax.device_get(several), jax.device_get(one))
 
 

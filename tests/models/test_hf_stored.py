@@ -87,11 +87,11 @@ def test_no_device_reads_more_than_its_part(checkpoint, monkeypatch):
 
     monkeypatch.setattr(Stored, "read", watched)
     hf.place(open_checkpoint(directory)[1], where)
-    wanted = {
+    expected = {
         x.shape: at.shard_shape(x.shape)
         for x, at in zip(*map(jax.tree.leaves, (params, where)), strict=True)
     }
-    assert dict(most) == wanted
+    assert dict(most) == expected
     assert any(np.prod(part) * 8 == np.prod(shape) for shape, part in most)
 
 

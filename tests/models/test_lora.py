@@ -39,8 +39,8 @@ def noisy(network, seed=0):
     trained, base = network.extras.split.split(params)
     leaves, treedef = jax.tree.flatten(trained)
     keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    moved = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return network.extras.split.join(treedef.unflatten(moved), base)
+    perturbed = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return network.extras.split.join(treedef.unflatten(perturbed), base)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -80,8 +80,8 @@ def test_extend_equals_hidden_on_ragged_rows(variant, pieces):
         at = (prompts + step)[:, None]
         token = jnp.take_along_axis(tokens, at, axis=1)
         out, cache = extend(weights, cache, token, at, jnp.ones((rows, 1), bool))
-        wanted = jnp.take_along_axis(expected, at[:, :, None], axis=1)
-        np.testing.assert_allclose(out, wanted, atol=1e-5)
+        want = jnp.take_along_axis(expected, at[:, :, None], axis=1)
+        np.testing.assert_allclose(out, want, atol=1e-5)
 
 
 def test_extend_writes_only_live_tokens():
@@ -93,8 +93,8 @@ def test_extend_writes_only_live_tokens():
     live = jnp.array([[True, False], [True, True]])
     _, cache = network.extend(weights, cache, tokens, positions, live)
     keys = np.array([np.asarray(piece["k"]) for (piece,) in cache.rows])
-    written = (keys != 0).any((0, 2, 4))
-    assert written.tolist() == [[True, False, False, False], [True, False, False, False]]
+    live_columns = (keys != 0).any((0, 2, 4))
+    assert live_columns.tolist() == [[True, False, False, False], [True, False, False, False]]
 
 
 @pytest.mark.parametrize("variant", ["gemma", "mixed"])
@@ -377,14 +377,14 @@ def test_a_tables_gradient_goes_to_the_shard_that_holds_it():
     ]
     with jax.set_mesh(mesh):
         lowered = jax.jit(jax.grad(loss), out_shardings=table_sharding).lower(*args)
-    sent = dict.fromkeys(range(5), 0.0)
+    bytes_by_axis = dict.fromkeys(range(5), 0.0)
     for cost in program_costs(lowered.compile().as_text(), list(mesh.shape.values())):
         for c in cost.collectives:
             for axis in c.axes:
-                sent[axis] += cost.runs * c.bytes
+                bytes_by_axis[axis] += cost.runs * c.bytes
     shard = 4 * np.prod(table) / 4
-    assert sent[0] == shard  # twice, and half of it each time
-    assert sent[1] <= 2 * 4 * np.prod(rows) * config.embed_dim / 2
+    assert bytes_by_axis[0] == shard  # twice, and half of it each time
+    assert bytes_by_axis[1] <= 2 * 4 * np.prod(rows) * config.embed_dim / 2
 
 
 @pytest.mark.parametrize("pieces", [1, 4])

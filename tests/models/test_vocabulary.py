@@ -95,9 +95,9 @@ def test_fused_gradients_in_bfloat16_leave_in_the_operands_dtypes():
 
 def test_a_number_that_is_not_finite_is_not_hidden():
     hidden, weight, tokens = head_inputs(300, 0)
-    broken = hidden.at[0, 0, 0].set(jnp.nan)
+    with_nan = hidden.at[0, 0, 0].set(jnp.nan)
     head, one = Head(weight, 0), jnp.float32(1)
-    stats = fused_logprobs(broken, head, tokens, one, entropy=True, at_once=0, room=0)
+    stats = fused_logprobs(with_nan, head, tokens, one, entropy=True, at_once=0, room=0)
     for x in stats.values():
         assert np.isnan(x[0, 0])
         assert np.isfinite(np.asarray(x).reshape(-1)[1:]).all()

@@ -111,9 +111,9 @@ def test_extremes_stay_finite_and_nan_stays_nan(kind, value_and_slope):
     far = f32(np.array([200.0, -200.0, 0, 0, 0, 0]))
     for value in jax.tree.leaves(value_and_slope[kind](far, -far)):
         assert np.isfinite(value).all()
-    broken = far.at[1].set(jnp.nan)
-    assert np.isnan(value_and_slope[kind](broken, far)[0])
-    assert np.isnan(value_and_slope[kind](far, broken)[0])
+    with_nan = far.at[1].set(jnp.nan)
+    assert np.isnan(value_and_slope[kind](with_nan, far)[0])
+    assert np.isnan(value_and_slope[kind](far, with_nan)[0])
 
 
 def test_equal_distributions_are_no_distance_apart(value_and_slope):
@@ -140,7 +140,7 @@ def test_total_variation_is_half_the_sum_of_differences():
 def test_trl_computes_the_same():
     """TRL's ends of beta, 0 and 1, are the forward and the reverse divergence."""
     stored = json.loads((FIXTURES / "trl_pairs.json").read_text())["jsd"]
-    student, teacher = (f32(stored[f"{who}_logits"]) for who in ("student", "teacher"))
+    student, teacher = (f32(stored[f"{role}_logits"]) for role in ("student", "teacher"))
     mask = np.asarray(stored["mask"], bool)
     for case in stored["cases"]:
         kind = {0.0: "forward", 1.0: "reverse"}.get(case["beta"], "jsd")

@@ -20,11 +20,11 @@ def cases(draw):
     shape = draw(st.sampled_from(SHAPES))
     size = int(np.prod(shape))
     number = st.sampled_from([0.1, 0.1, -2.5, 3.0, 1e6, 7.7, -0.3])
-    listed = lambda elements: draw(st.lists(elements, min_size=size, max_size=size))  # noqa: E731
-    values = np.array(listed(number), np.float32).reshape(shape)
-    live = np.array(listed(st.booleans()), bool).reshape(shape)
-    first = np.array(listed(st.sampled_from([-7, 0, 3, 2**31 - 1])), np.int32).reshape(shape)
-    second = np.array(listed(st.sampled_from([0, 1])), np.int32).reshape(shape)
+    list_of = lambda elements: draw(st.lists(elements, min_size=size, max_size=size))  # noqa: E731
+    values = np.array(list_of(number), np.float32).reshape(shape)
+    live = np.array(list_of(st.booleans()), bool).reshape(shape)
+    first = np.array(list_of(st.sampled_from([-7, 0, 3, 2**31 - 1])), np.int32).reshape(shape)
+    second = np.array(list_of(st.sampled_from([0, 1])), np.int32).reshape(shape)
     return values, live, first, second
 
 

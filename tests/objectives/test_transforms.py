@@ -205,25 +205,30 @@ def test_what_a_truncated_member_drew_for_others_stays(make_batch):
     node[:, :2, 0] = g + 1  # the first two begin alike, and the first drew it
     mask = np.ones((n, g, t), bool)
     mask[:, 1, 0] = False
-    cut = np.zeros((n, g), bool)
-    cut[:, 0] = True
+    truncated = np.zeros((n, g), bool)
+    truncated[:, 0] = True
     batch = batch.replace(
-        mask=mask, members=np.ones((n, g), bool), truncated=cut, ids={**batch.ids, "node": node}
+        mask=mask,
+        members=np.ones((n, g), bool),
+        truncated=truncated,
+        ids={**batch.ids, "node": node},
     )
     _, edited = apply(transforms.mask_truncated(), np.zeros((n, g)), batch)
-    wanted = mask & ~cut[:, :, None]
-    wanted[:, 0, 0] = True
-    np.testing.assert_array_equal(edited.mask, wanted)
+    expected = mask & ~truncated[:, :, None]
+    expected[:, 0, 0] = True
+    np.testing.assert_array_equal(edited.mask, expected)
 
 
 @pytest.mark.parametrize("from_group", [False, True])
 def test_mask_truncated_edits_masks(from_group, make_batch):
-    cut = np.array([[True, False], [False, False]])
-    batch = make_batch(SCORE, MASK, truncated=cut)
+    truncated = np.array([[True, False], [False, False]])
+    batch = make_batch(SCORE, MASK, truncated=truncated)
     values, edited = apply(transforms.mask_truncated(from_group=from_group), SCORE, batch)
     assert values.tolist() == SCORE.tolist()
-    np.testing.assert_array_equal(edited.mask, MASK & ~cut[..., None])
-    np.testing.assert_array_equal(edited.members, ~cut if from_group else np.ones_like(cut))
+    np.testing.assert_array_equal(edited.mask, MASK & ~truncated[..., None])
+    np.testing.assert_array_equal(
+        edited.members, ~truncated if from_group else np.ones_like(truncated)
+    )
 
 
 def test_clip_holds_values_and_keeps_nan(make_batch):

@@ -231,8 +231,10 @@ KERNELS = {
 
 def test_the_text_has_kernels_returns_and_networks():
     sizes = {"weights": 2.0**33, "total": 2.0**33}
-    sent = {"all-gather/fsdp": 3e9, "all-reduce/data+fsdp": 1e9}
-    program = Program(sizes, True, 1e12, 1e12, sent, 1.0, {"memory": 1.0}, 1.0, kernels=KERNELS)
+    bytes_by_kind = {"all-gather/fsdp": 3e9, "all-reduce/data+fsdp": 1e9}
+    program = Program(
+        sizes, True, 1e12, 1e12, bytes_by_kind, 1.0, {"memory": 1.0}, 1.0, kernels=KERNELS
+    )
     small_plan = Plan(
         parse_topology("2*h100x8"), {"data": 2, "fsdp": 8}, {"sampler": program}, True, [], 5, 6
     )._replace(layers=28)

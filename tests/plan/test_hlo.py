@@ -41,28 +41,30 @@ ENTRY %main (a: f32[8,16]) -> f32[8,16] {
 
 def totals(text, mesh=(2, 2), **trips):
     costs = program_costs(text, mesh, trips=trips)
-    sent = {}
+    bytes_by_kind = {}
     for cost in costs:
         for c in cost.collectives:
-            sent[c.kind, c.axes] = sent.get((c.kind, c.axes), 0) + cost.runs * c.bytes
+            bytes_by_kind[c.kind, c.axes] = (
+                bytes_by_kind.get((c.kind, c.axes), 0) + cost.runs * c.bytes
+            )
     flops = sum(c.runs * c.flops for c in costs)
-    return flops, sum(c.runs * c.bytes for c in costs), sent
+    return flops, sum(c.runs * c.bytes for c in costs), bytes_by_kind
 
 
 def test_the_body_of_a_loop_counts_as_often_as_it_runs():
-    flops, moved, sent = totals(LOOP)
+    flops, byte_count, bytes_by_kind = totals(LOOP)
     assert flops == 5 * 2 * 8 * 16 * 16
-    assert sent == {("all-reduce", (1,)): 5 * 2 * (8 * 16 * 4) / 2}
+    assert bytes_by_kind == {("all-reduce", (1,)): 5 * 2 * (8 * 16 * 4) / 2}
     # x, w and the product; what is reduced, twice; the counter and its sum; the condition
-    assert moved == 5 * (4 * (2 * 128 + 256) + 4 * 2 * 128 + 12 + 9)
+    assert byte_count == 5 * (4 * (2 * 128 + 256) + 4 * 2 * 128 + 12 + 9)
 
 
 def test_the_trip_count_of_a_loop_may_be_given_for_its_scope():
     """For a loop that ends early, such as one that draws tokens until a queue is empty."""
     loop = "condition=%condition, body=%body"
-    named = LOOP.replace(loop, f'{loop}, metadata={{op_name="jit(f)/queue/decode/while"}}')
-    assert totals(named, decode=7, queue=2)[0] == 7 / 5 * totals(LOOP)[0]
-    assert totals(named, queue=2)[0] == totals(named)[0] == totals(LOOP)[0]
+    text = LOOP.replace(loop, f'{loop}, metadata={{op_name="jit(f)/queue/decode/while"}}')
+    assert totals(text, decode=7, queue=2)[0] == 7 / 5 * totals(LOOP)[0]
+    assert totals(text, queue=2)[0] == totals(text)[0] == totals(LOOP)[0]
     inner = LOOP.replace(loop, f'{loop}, metadata={{op_name="jit(f)/decode/while/body/while"}}')
     assert totals(inner, decode=7)[0] == totals(LOOP)[0]
 
@@ -217,8 +219,8 @@ def test_each_collective_sends_its_share_over_its_axes():
     }
 
 
-@pytest.mark.parametrize(("kind", "sent"), [("ALL_REDUCE", 512.0), ("ONE_TO_ONE", 512.0)])
-def test_transfers_to_other_slices_are_counted(kind, sent):
+@pytest.mark.parametrize(("kind", "expected"), [("ALL_REDUCE", 512.0), ("ONE_TO_ONE", 512.0)])
+def test_transfers_to_other_slices_are_counted(kind, expected):
     """As XLA writes it for two slices, of which only the first axis of a mesh tells one apart."""
     text = """ENTRY %main (a: f32[8,16]) -> f32[8,16] {
   %a = f32[8,16]{1,0} parameter(0)
@@ -231,7 +233,7 @@ def test_transfers_to_other_slices_are_counted(kind, sent):
     attribute = f'_xla_megascale_target="{{1,2}}x{{0:3}}",_xla_megascale_transfer_type="{kind}"'
     _, _, transfers = totals(text.replace("FOR", f"frontend_attributes={{{attribute}}}"), (2, 4))
     name = "all-reduce" if kind == "ALL_REDUCE" else "collective-permute"
-    assert transfers == {(name, (0,)): sent}
+    assert transfers == {(name, (0,)): expected}
 
 
 def test_the_attention_kernel_counts_as_the_products_it_makes():

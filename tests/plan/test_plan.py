@@ -156,8 +156,8 @@ def test_a_tiny_run_is_compiled_and_its_numbers_add_up():
     assert least < sampler["flops"] < 4 * least
     # the weights are gathered once, in bfloat16; the embedding is also transposed for the output,
     # before or after it is sent
-    sent = sampler["collective_bytes_by_kind"]["all-gather/fsdp"]
-    assert 2 * (layer + head) * 3 / 4 < sent < 1.5 * 2 * (layer + 2 * head) * 3 / 4
+    gathered = sampler["collective_bytes_by_kind"]["all-gather/fsdp"]
+    assert 2 * (layer + head) * 3 / 4 < gathered < 1.5 * 2 * (layer + 2 * head) * 3 / 4
     prepared = 2 * (layer + 2 * head)
     assert sampler["bytes_by_part"]["prepared"] == pytest.approx(prepared, rel=0.02)
     assert "verdict: fits" in data["text"]
@@ -190,13 +190,13 @@ def test_a_sampler_on_its_own_mesh_gets_its_weights_by_a_program_that_is_counted
     assert (data["mesh"]["fsdp"], data["sampling_mesh"]["tensor"]) == (4, 2)
     layer, head = 4 * 128 * 128 + 3 * 128 * 256, 128 * 512
     prepared = 2 * (layer + 2 * head)  # in 16 bits; the embedding is turned for the output, too
-    moved, sampler = data["programs"]["resharding"], data["programs"]["sampler"]
-    for program in (moved, sampler):
+    resharding, sampler = data["programs"]["resharding"], data["programs"]["sampler"]
+    for program in (resharding, sampler):
         assert program["bytes_by_part"]["prepared"] == pytest.approx(prepared / 2, rel=0.05)
         assert program["bytes_per_chip"] == pytest.approx(sum(program["bytes_by_part"].values()))
     # a quarter of the weights is on each chip: half of it is exchanged, then it is gathered by two
-    sent = moved["collective_bytes"]
-    assert 0.25 * prepared < sent < 0.45 * prepared
+    bytes_sent = resharding["collective_bytes"]
+    assert 0.25 * prepared < bytes_sent < 0.45 * prepared
     # the token loop sends what tensor parallelism adds up, and no weights; across the batch only
     # tokens and whether all rows are done
     kinds = sampler["collective_bytes_by_kind"]
@@ -247,9 +247,9 @@ def test_the_weights_of_405b_are_sent_to_1024_chips_as_integers():
     embed = 16384 * 128256
     prepared = (2 * layer + embed + 2 * embed) / 8  # the embedding alone has 16 bits
     assert program["bytes_by_part"]["prepared"] == pytest.approx(prepared, rel=0.01)
-    sent = program["collective_bytes_by_kind"]
-    assert sent["all-gather/fsdp"] == pytest.approx(prepared * 127 / 128, rel=0.01)
-    assert sum(sent.values()) < 1.02 * sent["all-gather/fsdp"]
+    bytes_by_kind = program["collective_bytes_by_kind"]
+    assert bytes_by_kind["all-gather/fsdp"] == pytest.approx(prepared * 127 / 128, rel=0.01)
+    assert sum(bytes_by_kind.values()) < 1.02 * bytes_by_kind["all-gather/fsdp"]
     # what is there beside: one matrix before it is in place, not all of them
     assert program["bytes_by_part"]["temporaries"] < 0.6 * prepared
 
@@ -277,9 +277,9 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
             "mesh.data = 1 does not divide over 2 slices",
         ),
     ]
-    topologies, tables, says = zip(*cases, strict=True)
-    messages = ask("refused", [tiny_tree(**x) for x in tables], topologies)
-    for line, expected in zip(messages, says, strict=True):
+    topologies, tables, expected_lines = zip(*cases, strict=True)
+    messages = ask("refusals", [tiny_tree(**x) for x in tables], topologies)
+    for line, expected in zip(messages, expected_lines, strict=True):
         assert re.search(expected, line), line
 
 
@@ -338,10 +338,10 @@ def test_a_copy_for_the_sampler_that_does_not_fit_is_refused_before_anything_com
     mesh = make_mesh({"fsdp": 8}, jax.devices()[:8])
     monkeypatch.setattr(programs, "device_memory", lambda mesh: 20 * plan_memory.GIB)
     run = lower.abstract_run(load_config(CONFIGS / "pod_8b_v6e.toml", overrides), mesh)
-    with pytest.raises(UserError, match="sampling.mesh: a device would hold 15.3 GiB") as refused:
+    with pytest.raises(UserError, match="sampling.mesh: a device would hold 15.3 GiB") as caught:
         programs.check_resharding(run)
     does = "6.7 GiB more than its 20 GiB; raise sampling.mesh.tensor to 8, set sampling.int8 to"
-    assert does in str(refused.value)
+    assert does in str(caught.value)
     config = load_config(CONFIGS / "pod_8b_v6e.toml", [*overrides, "sampling.int8=['weights']"])
     programs.check_resharding(lower.abstract_run(config, mesh))
 
@@ -354,9 +354,11 @@ def test_a_deep_program_is_extrapolated_from_few_layers(monkeypatch):
         layers = run.model.layers
         compiled.append((layers, *names))
         sizes = {"weights": gib, "temporaries": layers * gib, "total": (1 + layers) * gib}
-        sent = {"all-gather/fsdp": 5.0 * layers, f"odd/{layers}": 1.0}
+        bytes_by_kind = {"all-gather/fsdp": 5.0 * layers, f"odd/{layers}": 1.0}
         bound = {"compute": 2.0, "memory": 1.0 * layers, "network": 0.0}
-        program = Program(sizes, True, 3.0 + 2 * layers, 7.0, sent, sum(bound.values()), bound, 1)
+        program = Program(
+            sizes, True, 3.0 + 2 * layers, 7.0, bytes_by_kind, sum(bound.values()), bound, 1
+        )
         return {name: program for name in names if name != "resharding"}
 
     def quick(**model):
@@ -521,9 +523,9 @@ def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch, inline):
     assert fitting == sorted(fitting)
     assert [f["fits"] for f in ranked] == sorted((f["fits"] for f in ranked), reverse=True)
     move = 2 * plan_memory.GIB / topology.chip.link_bandwidth
-    apart = next(f for f in ranked if f["placement"] == "disjoint" and f["fits"])
-    assert apart["step_seconds"] == pytest.approx(8.0 + move)
-    assert apart["seconds"] == {"sampler": 8.0, "train_step": apart["microbatches"]}
+    disjoint = next(f for f in ranked if f["placement"] == "disjoint" and f["fits"])
+    assert disjoint["step_seconds"] == pytest.approx(8.0 + move)
+    assert disjoint["seconds"] == {"sampler": 8.0, "train_step": disjoint["microbatches"]}
     together = [f for f in ranked if f["placement"] == "colocated" and f["fits"]]
     assert (together[0]["step_seconds"], together[0]["sampling_mesh"] is None) == (6.0, False)
     shared = next(f for f in together if f["sampling_mesh"] is None)
@@ -532,10 +534,10 @@ def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch, inline):
     mixed = load_config(CONFIGS / "pod_8b_v6e.toml", together[0]["changes"].split())
     assert mixed.sampling.mesh_axes == together[0]["sampling_mesh"] | {"context": 1}
     # what is printed can be given as overrides, and is then planned for as it was
-    again = load_config(CONFIGS / "pod_8b_v6e.toml", apart["changes"].split())
-    assert again.sampling.mesh_axes == apart["rollout_mesh"] | {"context": 1}
+    again = load_config(CONFIGS / "pod_8b_v6e.toml", disjoint["changes"].split())
+    assert again.sampling.mesh_axes == disjoint["rollout_mesh"] | {"context": 1}
     same = plan_disjoint(again, topology, pretend_plan, effort=-1.0)
-    assert same.step_seconds == apart["step_seconds"]
+    assert same.step_seconds == disjoint["step_seconds"]
 
 
 def test_a_candidate_whose_compilation_ends_the_process_is_one_of_the_found(monkeypatch, inline):
@@ -607,8 +609,8 @@ def test_a_rollout_mesh_that_cannot_fit_is_compiled_for_once(monkeypatch, inline
     monkeypatch.setattr(plan_search, "quick_plan", cannot)
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
     ranked = plan_search.search(config, parse_topology("v6e:8x8"), limit=400)
-    apart = [str(f["rollout_mesh"]) for f in ranked if f["placement"] == "disjoint"]
-    assert len(apart) == len(set(apart)) == 2
+    disjoint_meshes = [str(f["rollout_mesh"]) for f in ranked if f["placement"] == "disjoint"]
+    assert len(disjoint_meshes) == len(set(disjoint_meshes)) == 2
     assert len(ranked) > 10
     assert not any(f["fits"] for f in ranked)
 

@@ -146,9 +146,9 @@ ROWS = json.loads((CONFIGS.parent / "benchmarks" / "pods.json").read_text())
 
 
 def test_the_page_on_configurations_has_the_table_of_the_compiled_plans():
-    shown = pods.table(pods.complete(ROWS))
-    assert shown.count("\n") == 1 + len(pods.SLICES)
-    assert shown in (CONFIGS / "README.md").read_text()
+    table = pods.table(pods.complete(ROWS))
+    assert table.count("\n") == 1 + len(pods.SLICES)
+    assert table in (CONFIGS / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", pods.SLICES)

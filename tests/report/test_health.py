@@ -47,7 +47,7 @@ def test_accuracy_is_judged_by_its_own_intervals():
 
 
 @pytest.mark.parametrize(
-    ("name", "sound", "broken", "words"),
+    ("name", "sound", "faulty", "words"),
     [
         ("zero_std_groups", 0.3, 0.8, "most groups give no gradient"),
         ("truncated", 0.02, 0.4, "raise sampling.max_new_tokens"),
@@ -58,16 +58,16 @@ def test_accuracy_is_judged_by_its_own_intervals():
         ("reward_failures", 0.0, 0.2, "fail"),
     ],
 )
-def test_limits(name, sound, broken, words):
+def test_limits(name, sound, faulty, words):
     assert remarks(curve(name, [sound] * 50))[name] == ("", "")
-    note, level = remarks(curve(name, [sound] * 25 + [broken] * 25))[name]
+    note, level = remarks(curve(name, [sound] * 25 + [faulty] * 25))[name]
     assert words in note
     assert level == "look"
 
 
 def test_no_key_is_named_where_a_task_sets_the_length():
-    cut = [curve("truncated", [0.4] * 50)]
-    (finding,) = findings(cut, fixed_length=True)
+    truncated = [curve("truncated", [0.4] * 50)]
+    (finding,) = findings(truncated, fixed_length=True)
     assert (finding.note, finding.level) == (
         "many are truncated: they do not stop after the answer",
         "look",
@@ -77,14 +77,14 @@ def test_no_key_is_named_where_a_task_sets_the_length():
 
 
 def test_entropy_that_goes_and_lengths_that_double():
-    gone = curve("entropy", [2 * math.exp(-i / 20) for i in range(200)])
-    assert "nearly 0" in remarks(gone)["entropy"][0]
+    falling = curve("entropy", [2 * math.exp(-i / 20) for i in range(200)])
+    assert "nearly 0" in remarks(falling)["entropy"][0]
     assert "doubled" in remarks(curve("entropy", noisy(1, 3)))["entropy"][0]
     assert remarks(curve("length", noisy(100, 300, 5)))["length"][0] == "doubled"
     assert remarks(curve("length", noisy(300, 50, 5)))["length"][0] == "halved"
     # where nearly everything is solved, both are as they should be
     solved = curve("eval/accuracy", [0.3, 0.97], [0.2, 0.95], [0.4, 0.99])
-    notes = remarks(solved, gone, curve("zero_std_groups", [0.9] * 50))
+    notes = remarks(solved, falling, curve("zero_std_groups", [0.9] * 50))
     assert notes["entropy"][1] == notes["zero_std_groups"][1] == ""
 
 

@@ -155,9 +155,14 @@ def test_a_cosine_shifts_from_form_to_content():
 
 
 def test_group_contrast_pays_a_behaviour_that_helps():
-    shown = [[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 1.0, 0.0]]
+    behaviour = [
+        [1.0, 1.0, 0.0, 0.0],
+        [1.0, 0.0, 0.0, 0.0],
+        [1.0, 1.0, 1.0, 1.0],
+        [1.0, 0.0, 1.0, 0.0],
+    ]
     right = [[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
-    c = Columns(np.stack([shown, right], axis=-1), np.ones((4, 4), bool), ("aux", "right"))
+    c = Columns(np.stack([behaviour, right], axis=-1), np.ones((4, 4), bool), ("aux", "right"))
     combined = make_combined("aux", "group_contrast", ["shown", "right"], {}).combine(c)
     expected = [[1, 1, 0, 0], [-1, 0, 0, 0], [0] * 4, [0] * 4]
     np.testing.assert_array_equal(combined, expected)

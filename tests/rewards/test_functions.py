@@ -215,8 +215,8 @@ def test_agreement_in_a_group():
     assert points("new_answer", *group, floor=0.1) == pytest.approx([2 / 3, 2 / 3, 1, 1])
     assert points("new_answer", group[0], group[0], floor=0.1) == [0.1, 0.1]
     # EMPO's code pays nothing where all answers differ; a band of entropies says nothing outside
-    apart = [sample(f"\\boxed{{{i}}}") for i in range(3)]
-    assert points("answer_share", *apart) == [0.0] * 3
+    different = [sample(f"\\boxed{{{i}}}") for i in range(3)]
+    assert points("answer_share", *different) == [0.0] * 3
     entropy = 1.5 * math.log(2)  # of shares 1/2, 1/4, 1/4
     assert points("answer_share", *group, high=entropy - 0.01) == [None] * 4
     assert points("answer_share", *group, high=entropy + 0.01) == [0.5, 0.5, 0.25, 0.0]
@@ -294,8 +294,8 @@ def test_semantic_entropy_is_that_of_the_classes_of_answers():
     )
     assert points("semantic_entropy", *group[:2]) == [0.0, 0.0]
     silent = [sample("no idea"), sample("none"), *group[:2]]  # two classes of their own
-    apart = sum(-p * math.log(p) for p in (0.25, 0.25, 0.5))
-    assert points("semantic_entropy", *silent) == pytest.approx([-apart] * 4)
+    nats = sum(-p * math.log(p) for p in (0.25, 0.25, 0.5))
+    assert points("semantic_entropy", *silent) == pytest.approx([-nats] * 4)
 
 
 EMBEDDINGS = """
@@ -401,12 +401,14 @@ def test_darling_may_compare_right_answers_alone(tmp_path):
 
 
 def test_tulu_s_reward_is_10_for_a_verified_answer_and_minus_10_without_an_end():
-    cut = [Sample(s.prompt, s.completion, s.tokens, "length") for s in (sample(r"\boxed{4}"),)]
-    group = [sample(r"\boxed{4}"), sample(r"\boxed{5}"), *cut]
+    truncated = [
+        Sample(s.prompt, s.completion, s.tokens, "length") for s in (sample(r"\boxed{4}"),)
+    ]
+    group = [sample(r"\boxed{4}"), sample(r"\boxed{5}"), *truncated]
     parts = np.array([[points("ended", s)[0], points("math", s)[0]] for s in group])
     total = make_combined("total", "veto", ["ended", "math"], {"below": 1.0, "points": -1.0})
     assert (10 * total.combine(columns(parts))).tolist() == [[10.0, 0.0, -10.0]]
-    assert points("ended", cut[0]) == [0.0]
+    assert points("ended", truncated[0]) == [0.0]
 
 
 def test_demonstration_similarity_is_that_of_the_nearest_clauses(tmp_path):
@@ -423,7 +425,7 @@ def test_demonstration_similarity_is_that_of_the_nearest_clauses(tmp_path):
     def cosine(a, b):
         return a @ b / np.sqrt((a @ a) * (b @ b))
 
-    mine, shown = ["abba", "cd", "hh h"], ["ab", "dc e"]
+    mine, demonstration_parts = ["abba", "cd", "hh h"], ["ab", "dc e"]
     encoder = f"{tmp_path}/letters.py:encode"
     samples = [
         sample("abba. cd; hh h!", "ab\ndc e?"),
@@ -431,7 +433,9 @@ def test_demonstration_similarity_is_that_of_the_nearest_clauses(tmp_path):
         sample("a", 1, note="a"),
     ]
     ours = points("demonstration_similarity", *samples, encoder=encoder)
-    expected = np.mean([max(cosine(vector(a), vector(b)) for b in shown) for a in mine])
+    expected = np.mean(
+        [max(cosine(vector(a), vector(b)) for b in demonstration_parts) for a in mine]
+    )
     assert ours[0] == pytest.approx(expected, abs=1e-9)
     assert 0.3 < expected < 0.9
     assert ours[1] is None
@@ -471,7 +475,11 @@ def test_r3_is_the_released_code_s(tmp_path):
     words += [["cats", "and", "dogs", "sat", "together", "."], []]
     options = {"embed": f"{tmp_path}/embed.py:letters", "limit": 700}
     question = "do cats dig"
-    for kind, beside in (("OPENENDED", question), ("CONSTRAINED", "a good cat"), (None, question)):
+    for kind, reference in (
+        ("OPENENDED", question),
+        ("CONSTRAINED", "a good cat"),
+        (None, question),
+    ):
         meta = {"qtype": kind, "reference": "a good cat"}
         prompt = Prompt(0, question, np.zeros(1, np.int32), "4", meta)
         group = [Sample(prompt, text, np.zeros(3, np.int32), "stop_token") for text in texts]
@@ -479,7 +487,7 @@ def test_r3_is_the_released_code_s(tmp_path):
             trigrams = [tuple(split[i : i + 3]) for i in range(len(split) - 2)]
             distinct = len(set(trigrams)) / len(trigrams) if trigrams else 1.0
             scale = 7 / 3.5 if kind == "CONSTRAINED" else len(split) / 100
-            assert mine == pytest.approx(scale * relevance(beside, text) * distinct)
+            assert mine == pytest.approx(scale * relevance(reference, text) * distinct)
 
 
 def test_r3_names_what_is_missing(tmp_path):

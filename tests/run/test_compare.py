@@ -152,7 +152,7 @@ def test_the_table_is_sorted_with_the_best_first(small, tmp_path):
     assert result["low"] <= result["value"] <= result["high"]
 
 
-def refused(tmp_path, *changes, methods=("grpo",), tasks=("sequence",), seeds=2):
+def error_of(tmp_path, *changes, methods=("grpo",), tasks=("sequence",), seeds=2):
     with pytest.raises(UserError) as caught:
         compare(
             load_config(None, [*TINY, *changes]),
@@ -166,16 +166,16 @@ def refused(tmp_path, *changes, methods=("grpo",), tasks=("sequence",), seeds=2)
 
 
 def test_what_cannot_be_compared_is_refused_by_name_before_anything_runs(tmp_path):
-    message = refused(tmp_path, methods=("grpo", "deepsearch", "grbo"))
+    message = error_of(tmp_path, methods=("grpo", "deepsearch", "grbo"))
     assert "deepsearch: train.mode = 'compiled' does not go with" in message
     assert "grbo: " in message
     assert "grpo: " not in message
-    assert "--methods grpo,grpo: name one or more, without repetition" in refused(
+    assert "--methods grpo,grpo: name one or more, without repetition" in error_of(
         tmp_path, methods=("grpo", "grpo")
     )
-    assert "--task sequence:hard; write NAME" in refused(tmp_path, tasks=("sequence:hard",))
-    assert "--seeds 1: an interval needs at least 2" in refused(tmp_path, seeds=1)
-    message = refused(tmp_path, "objective.kl_ceof=0.1", methods=("grpo", "filtered_bc"))
+    assert "--task sequence:hard; write NAME" in error_of(tmp_path, tasks=("sequence:hard",))
+    assert "--seeds 1: an interval needs at least 2" in error_of(tmp_path, seeds=1)
+    message = error_of(tmp_path, "objective.kl_ceof=0.1", methods=("grpo", "filtered_bc"))
     assert "filtered_bc: " in message
     assert "grpo: objective.kl_ceof = 0.1: grpo has no such coefficient" in message
 

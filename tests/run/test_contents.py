@@ -28,7 +28,7 @@ def prompt(**changes):
     return dataclasses.replace(Prompt(0, "1 + 1?", ids(3, 4), "2", **fields), **changes)
 
 
-def judged(**changes):
+def row(**changes):
     return Judged(0, "q", ids(3), (ids(4, 1), ids(5, 1)), (1.0, 0.0), (False, False))._replace(
         **changes
     )
@@ -63,10 +63,10 @@ CHANGES = {
     "a question of the evaluation": ("data.eval", ([], [prompt()]), ([], [prompt(answer="3")])),
     "a chosen answer": (
         "data.pairs",
-        ([], [], [judged()]),
-        ([], [], [judged(completions=(ids(6, 1), ids(5, 1)))]),
+        ([], [], [row()]),
+        ([], [], [row(completions=(ids(6, 1), ids(5, 1)))]),
     ),
-    "a score": ("data.pairs", ([], [], [judged()]), ([], [], [judged(scores=(0.0, 1.0))])),
+    "a score": ("data.pairs", ([], [], [row()]), ([], [], [row(scores=(0.0, 1.0))])),
     "a dialogue": ("data.train", ([], [], [], [session()]), ([], [], [], [session(6)])),
 }
 

@@ -181,9 +181,9 @@ def test_sampling_parameters_of_other_rows_change_no_bit(engine, distributions):
 
 def test_reports_are_of_each_rows_own_distribution_and_change_no_bit(engine, alone):
     """One row asks for alternatives, one for log-probabilities, others for neither."""
-    wanted = {0: 3, 2: 48 // 3, 3: 5, 4: 0, 6: 20}
+    top_by_request = {0: 3, 2: 48 // 3, 3: 5, 4: 0, 6: 20}
     submitted = [
-        dataclasses.replace(r, top_logprobs=wanted.get(i)) for i, r in enumerate(requests())
+        dataclasses.replace(r, top_logprobs=top_by_request.get(i)) for i, r in enumerate(requests())
     ]
     numbers = {engine.submit(r): i for i, r in enumerate(submitted)}
     events = list(engine.run())
@@ -193,15 +193,15 @@ def test_reports_are_of_each_rows_own_distribution_and_change_no_bit(engine, alo
     for (i, member), completion in alone.items():
         mine = [e for e in events if (numbers[e.request], e.member) == (i, member)]
         reports = [report for e in mine for report in e.reports]
-        if i not in wanted:
+        if i not in top_by_request:
             assert not reports
             continue
         assert len(reports) == len(completion.tokens)
         expected = distribution_of(submitted[i], completion.tokens)
         for token, report, row in zip(completion.tokens, reports, expected, strict=True):
             assert report.logprob == pytest.approx(row[token], abs=1e-5)
-            assert len(report.top) == wanted[i]
-            order = np.argsort(-row, kind="stable")[: wanted[i]]
+            assert len(report.top) == top_by_request[i]
+            order = np.argsort(-row, kind="stable")[: top_by_request[i]]
             np.testing.assert_allclose([x for _, x in report.top], row[order], atol=3e-5)
             live = [t for t, x in report.top if x > -np.inf]
             assert live == order[: len(live)].tolist()
@@ -266,9 +266,9 @@ def test_a_request_is_aborted(engine, alone):
     events = list(engine.run())
     done = {(e.request, e.member): e.completion for e in events if e.completion}
     for member in range(3):
-        gone = done[first, member]
-        assert gone.stop == StopReason.ABORTED or len(gone.tokens) < 4
-        assert gone.tokens.tolist() == alone[1, member].tokens[: len(gone.tokens)].tolist()
+        aborted = done[first, member]
+        assert aborted.stop == StopReason.ABORTED or len(aborted.tokens) < 4
+        assert aborted.tokens.tolist() == alone[1, member].tokens[: len(aborted.tokens)].tolist()
     assert done[others[2], 0].tokens.size == 0
     assert not engine.busy
     assert done[others[0], 0].tokens.tolist() == alone[0, 0].tokens.tolist()
@@ -277,8 +277,8 @@ def test_a_request_is_aborted(engine, alone):
 def test_stop_strings(engine, alone):
     completion = max((c for (i, _), c in alone.items() if i < 3), key=lambda c: len(c.text))
     (i, member) = next(k for k, c in alone.items() if c is completion)
-    cut = len(completion.text) // 2
-    stop = completion.text[cut : cut + 2]  # two characters, two tokens
+    middle = len(completion.text) // 2
+    stop = completion.text[middle : middle + 2]  # two characters, two tokens
     at = completion.text.find(stop)
     request = requests()[i]
     fields = {k: getattr(request, k) for k in ("tokens", "max_new_tokens", "seed", "n")}
@@ -374,7 +374,7 @@ FINE = {"tokens": (1, 2), "max_new_tokens": 4}
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("wrong", "message"),
     [
         ({"tokens": ()}, "the prompt is empty"),
         ({"tokens": (1,) * 9}, r"has 9 tokens.*up to 8"),
@@ -406,8 +406,8 @@ FINE = {"tokens": (1, 2), "max_new_tokens": 4}
     ],
     ids=str,
 )
-def test_requests_that_are_refused(engine, wrong, named):
-    with pytest.raises(UserError, match=named):
+def test_requests_that_are_refused(engine, wrong, message):
+    with pytest.raises(UserError, match=message):
         engine.submit(Request(**FINE | wrong))
     assert not engine.busy
 
@@ -458,8 +458,8 @@ def test_blocks_of_steps_without_branches_change_nothing(monkeypatch):
                 engine.abort(1)
         assert engine.executables == programs  # none was left to compile
         ends = [u.completion and u.completion.stop for u in out]
-        shown = [(u.request, u.member, u.tokens, u.logprobs, u.text, u.reports) for u in out]
-        return list(zip(shown, ends, strict=True)), engine.slot_steps
+        updates = [(u.request, u.member, u.tokens, u.logprobs, u.text, u.reports) for u in out]
+        return list(zip(updates, ends, strict=True)), engine.slot_steps
 
     updates, steps = events()
     monkeypatch.setattr(gpu, "steps_at_once", lambda: 16)

@@ -146,14 +146,14 @@ def test_smaller_states_are_for_long_completions_that_may_end():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "named"),
+    ("sizes", "message"),
     [
         ({"slots": 2, "block": 4}, "slots = 2 do not hold one block of 4"),
         ({"slots": 6, "block": 3}, "block = 3 does not divide the 4 members"),
     ],
 )
-def test_sizes_that_do_not_go_together(sizes, named):
-    with pytest.raises(UserError, match=named):
+def test_sizes_that_do_not_go_together(sizes, message):
+    with pytest.raises(UserError, match=message):
         sampled(**sizes)
 
 
@@ -190,7 +190,7 @@ def collectives_in_loops(text):
             bodies[name] = []
         elif name is not None:
             bodies[name].append(line)
-    called = {
+    callees = {
         name: {
             word.strip("%,){}(")
             for line in lines
@@ -207,7 +207,7 @@ def collectives_in_loops(text):
     assert inside  # there is a loop over tokens
     frontier = set(inside)
     while frontier:
-        frontier = set().union(*(called[name] for name in frontier)) - inside
+        frontier = set().union(*(callees[name] for name in frontier)) - inside
         inside |= frontier
     return [
         line.strip()

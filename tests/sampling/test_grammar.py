@@ -73,8 +73,10 @@ def engine():
 
 def completions(engine, *requests):
     numbers = [engine.submit(request) for request in requests]
-    ended = {(u.request, u.member): u.completion for u in engine.run() if u.completion}
-    return [ended[n, m] for n, r in zip(numbers, requests, strict=True) for m in range(r.n)]
+    completions_by_row = {(u.request, u.member): u.completion for u in engine.run() if u.completion}
+    return [
+        completions_by_row[n, m] for n, r in zip(numbers, requests, strict=True) for m in range(r.n)
+    ]
 
 
 FREE = Request((5, 6), 60, seed=3, temperature=0.9, top_k=30)
@@ -135,8 +137,10 @@ def test_a_suspended_engine_goes_on_with_its_grammars(engine):
     for _ in range(9):
         first.step()
     second.resume(first.suspend())
-    ended = sorted((u.completion for u in second.run() if u.completion), key=lambda x: x.member)
-    assert [x.text for x in ended] == [x.text for x in uninterrupted]
+    after_resume = sorted(
+        (u.completion for u in second.run() if u.completion), key=lambda x: x.member
+    )
+    assert [x.text for x in after_resume] == [x.text for x in uninterrupted]
 
 
 def test_programs_do_not_depend_on_the_grammar():

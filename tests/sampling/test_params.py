@@ -304,7 +304,7 @@ def test_logits_of_low_precision_are_scored_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("knobs", "named"),
+    ("knobs", "message"),
     [
         ({"temperature": -0.1}, "sampling.temperature = -0.1"),
         ({"top_k": -1}, "sampling.top_k = -1"),
@@ -317,8 +317,8 @@ def test_logits_of_low_precision_are_scored_in_float32():
         ({"temperature": float("inf")}, "sampling.temperature = inf"),
     ],
 )
-def test_numbers_outside_their_domain(knobs, named):
-    with pytest.raises(UserError, match=named):
+def test_numbers_outside_their_domain(knobs, message):
+    with pytest.raises(UserError, match=message):
         make_sampling_params(**knobs)
 
 

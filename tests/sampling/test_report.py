@@ -35,20 +35,20 @@ def test_greedy_rows_report_the_models_own_and_others_what_they_draw_from():
     assert np.isinf(reported[2]).sum() >= 45
 
 
-@pytest.mark.parametrize("wanted", [[-1, -1, -1, -1], [0, -1, -1, -1], [-1, 2, 3, -1]], ids=str)
-def test_a_step_fills_its_column_where_a_row_wants_it(wanted):
-    report = TokenReport.empty(jnp.array(wanted, jnp.int32), 3, 4)
+@pytest.mark.parametrize("columns", [[-1, -1, -1, -1], [0, -1, -1, -1], [-1, 2, 3, -1]], ids=str)
+def test_a_step_fills_its_column_where_a_row_wants_it(columns):
+    report = TokenReport.empty(jnp.array(columns, jnp.int32), 3, 4)
     tokens = jnp.array([4, 3, 2, 1], jnp.int32)
     step = jax.jit(TokenReport.with_step)
     report = step(report, jnp.int32(1), jnp.asarray(LOGITS), tokens, mixed())
     expected = np.asarray(reported_logprobs(jnp.asarray(LOGITS), mixed()))
     assert not np.asarray(report.logprobs)[:, [0, 2]].any()
-    if max(wanted) >= 0:
+    if max(columns) >= 0:
         chosen = expected[np.arange(4), np.asarray(tokens)]
         np.testing.assert_array_equal(report.logprobs[:, 1], chosen)
     else:
         assert not np.asarray(report.logprobs).any()
-    if max(wanted) > 0:
+    if max(columns) > 0:
         order = np.argsort(-expected, axis=1, kind="stable")[:, :4]
         np.testing.assert_array_equal(report.top_ids[:, 1], order)
         np.testing.assert_array_equal(

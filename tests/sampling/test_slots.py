@@ -320,12 +320,12 @@ def test_chunks_are_bit_equal_to_one_go(chunk):
 
 @pytest.mark.parametrize("limits", [{}, {"until": 6}])
 def test_a_loop_that_looks_at_its_end_less_often_ends_where_it_should(limits, monkeypatch):
-    def ended(steps_at_once):
+    def decode_until(steps_at_once):
         monkeypatch.setattr(gpu, "steps_at_once", lambda: steps_at_once)
         how = {"network": NETWORK, "steps": T, "stop_tokens": STOPS} | limits
         return jit(partial(decode, **how))(weights(), begin(), VERSION)
 
-    (slots, count), (want, steps) = ended(4), ended(1)
+    (slots, count), (want, steps) = decode_until(4), decode_until(1)
     assert count == steps
     assert_same(slots, want)
 
@@ -403,10 +403,10 @@ def test_limits():
     r = rollout()
     free = r.lengths.reshape(-1)
     assert np.array_equal(slots.lengths, np.minimum(free, limits))
-    cut = np.asarray(limits) < free
-    assert cut.any()
-    assert (~cut).any()
-    reasons = np.where(cut, StopReason.LENGTH, r.stop.reshape(-1))
+    at_limit = np.asarray(limits) < free
+    assert at_limit.any()
+    assert (~at_limit).any()
+    reasons = np.where(at_limit, StopReason.LENGTH, r.stop.reshape(-1))
     assert np.array_equal(slots.stop, reasons)
     for i in range(N * G):
         n = int(slots.lengths[i])
@@ -536,16 +536,16 @@ def test_what_does_not_fit():
         sampled(max_new_tokens=20)
 
 
-@pytest.mark.parametrize(("wanted", "limit"), [(N * G, 0), (N * G, 5), (N * G - 2, 3), (0, 0)])
-def test_decoding_returns_before_more_slot_steps_are_idle(wanted, limit):
-    ended = np.asarray(rollout().lengths).ravel()
+@pytest.mark.parametrize(("live_wanted", "limit"), [(N * G, 0), (N * G, 5), (N * G - 2, 3), (0, 0)])
+def test_decoding_returns_before_more_slot_steps_are_idle(live_wanted, limit):
+    ends = np.asarray(rollout().lengths).ravel()
     idle, steps = 0, 0  # the first step is taken in any case
-    while steps < T and (steps == 0 or idle + max(wanted - (ended > steps).sum(), 0) <= limit):
-        idle += max(wanted - (ended > steps).sum(), 0)
+    while steps < T and (steps == 0 or idle + max(live_wanted - (ends > steps).sum(), 0) <= limit):
+        idle += max(live_wanted - (ends > steps).sum(), 0)
         steps += 1
-    idle_limit = IdleLimit(jnp.int32(wanted), jnp.int32(limit))
+    idle_limit = IdleLimit(jnp.int32(live_wanted), jnp.int32(limit))
     slots, count = _decode_until_idle(weights(), begin(), idle_limit)
-    assert int(count) == min(steps, ended.max())
-    assert count < T or wanted == 0
-    assert np.array_equal(slots.lengths, np.minimum(ended, steps))
+    assert int(count) == min(steps, ends.max())
+    assert count < T or live_wanted == 0
+    assert np.array_equal(slots.lengths, np.minimum(ends, steps))
     assert_same(advance(slots, steps=T), rollout())  # and goes on as if it had not

@@ -69,13 +69,13 @@ def test_a_row_that_returns_to_another_slot_resumes_as_if_it_had_stayed():
     stayed = run(weights(), slots, 3)
     parked = pick(slots, np.array([1]))
     elsewhere = put(run(weights(), begin(weights(), 5), 2), np.array([3]), parked)
-    moved = run(weights(), elsewhere, 3)
-    assert_row(moved, 3, stayed, 1)
+    resumed = run(weights(), elsewhere, 3)
+    assert_row(resumed, 3, stayed, 1)
     assert stayed.lengths.tolist() == [6] * S
     # and whoever was there before it is as it was
     others = run(weights(), begin(weights(), 5), 5)
     for row in range(3):
-        assert_row(moved, row, others, row)
+        assert_row(resumed, row, others, row)
 
 
 def test_a_place_that_is_not_there_takes_nothing():

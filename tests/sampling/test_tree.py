@@ -76,12 +76,12 @@ def test_where_no_token_is_worth_leaving_the_group_is_drawn_apart():
     out = jit(partial(generate, network=NETWORK, group=G, max_new_tokens=T, stop_tokens=STOPS))(
         jax.random.key(1), params(), prompts(), LENGTHS, SAMPLING, VERSION, IDS
     )
-    apart, rollout = jax.device_get(out)[0], grown(above=99.0).rollout
+    independent, rollout = jax.device_get(out)[0], grown(above=99.0).rollout
     for name in ("lengths", "mask", "versions", "stop", "baseline"):
-        np.testing.assert_array_equal(getattr(rollout, name), getattr(apart, name), name)
-    live = apart.mask
-    np.testing.assert_array_equal(rollout.tokens[live], apart.tokens[live])
-    np.testing.assert_allclose(rollout.sampler_logprobs, apart.sampler_logprobs, atol=1e-5)
+        np.testing.assert_array_equal(getattr(rollout, name), getattr(independent, name), name)
+    live = independent.mask
+    np.testing.assert_array_equal(rollout.tokens[live], independent.tokens[live])
+    np.testing.assert_allclose(rollout.sampler_logprobs, independent.sampler_logprobs, atol=1e-5)
 
 
 def assert_is_a_tree(tree):
@@ -185,10 +185,10 @@ def test_a_tree_depends_on_neither_slots_nor_neighbours():
         one = getattr(reference.rollout, name)
         same = np.array_equal if name != "sampler_logprobs" else partial(np.allclose, atol=1e-5)
         live = reference.rollout.lengths[:, :, None] > np.arange(T)
-        cut = (lambda x, live=live: np.where(live, x, 0)) if one.ndim == 3 else lambda x: x
-        assert same(cut(one), cut(getattr(some.rollout, name))), name
+        live_part = (lambda x, live=live: np.where(live, x, 0)) if one.ndim == 3 else lambda x: x
+        assert same(live_part(one), live_part(getattr(some.rollout, name))), name
         back = getattr(turned.rollout, name)[[1, 3, 0, 2]]
-        assert same(cut(one), cut(back)), name
+        assert same(live_part(one), live_part(back)), name
     np.testing.assert_array_equal(reference.node, some.node)
     np.testing.assert_array_equal(reference.node, turned.node[[1, 3, 0, 2]])
 

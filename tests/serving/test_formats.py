@@ -193,7 +193,7 @@ TOOLS = [
 ]
 
 
-def called(choice):
+def calls_of(choice):
     return [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]
 
 
@@ -201,13 +201,13 @@ def test_required_tools_are_called(client):
     ask = ASK | {"tools": TOOLS, "tool_choice": "required", "n": 3}
     schemas = {"weather": WEATHER, "clock": CLOCK}
     one = client.chat.completions.create(**ask, parallel_tool_calls=False).choices
-    assert [len(called(choice)) for choice in one] == [1, 1, 1]
+    assert [len(calls_of(choice)) for choice in one] == [1, 1, 1]
     several = client.chat.completions.create(**ask, temperature=9.0).choices
     for choice in (*one, *several):
         if choice.finish_reason == "length":  # a random policy goes on and on
             continue
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-        for name, arguments in called(choice):
+        for name, arguments in calls_of(choice):
             jsonschema.validate(arguments, schemas[name])
 
 
@@ -216,14 +216,14 @@ def test_of_allowed_tools_one_must_be_called(client):
     tools = {"mode": "required", "tools": [clock]}
     ask = ASK | {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": tools}}
     choices = client.chat.completions.create(**ask, n=3, parallel_tool_calls=False).choices
-    assert [name for choice in choices for name, _ in called(choice)] == ["clock"] * 3
+    assert [name for choice in choices for name, _ in calls_of(choice)] == ["clock"] * 3
 
 
 def test_a_named_tool_is_called_once_and_streams(client):
     only = {"type": "function", "function": {"name": "weather"}}
     ask = ASK | {"tools": TOOLS, "tool_choice": only}
     (choice,) = client.chat.completions.create(**ask).choices
-    ((name, arguments),) = called(choice)
+    ((name, arguments),) = calls_of(choice)
     jsonschema.validate(arguments, WEATHER)
     *_, last = client.chat.completions.create(**ask, stream=True)
     (call,) = last.choices[0].delta.tool_calls
@@ -346,7 +346,7 @@ def test_the_grammar_of_every_family_is_read_by_its_parser(family):
         schemas["weather"] = {"type": "object", "properties": {"city": {"type": "string"}}}
         del schemas["mix"]["properties"]["note"]
     grammar = "start: calls\n" + call_rules(parser, schemas, grammars.literal, 3)
-    rng, ended = np.random.default_rng(0), 0
+    rng, count = np.random.default_rng(0), 0
     for _ in range(30):
         constraint, ids = grammars.start(grammar), []
         for _ in range(500):
@@ -360,13 +360,13 @@ def test_the_grammar_of_every_family_is_read_by_its_parser(family):
             constraint.push([token])
         else:
             continue
-        ended += 1
+        count += 1
         calls = parser.parse(talker.decode(ids), schemas)
         assert calls, talker.decode(ids)
         for call in calls:
             assert isinstance(call, Call), (call, talker.decode(ids))
             jsonschema.validate(call.arguments, schemas[call.name])
-    assert ended > 10
+    assert count > 10
 
 
 def harmony_tokenizer(place):

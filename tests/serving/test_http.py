@@ -731,7 +731,7 @@ def test_sigterm_lets_requests_finish():
 
 
 def test_requests_are_ended_after_the_grace_period():
-    began = time.monotonic()
+    start = time.monotonic()
     replies, threads = [], []
 
     def work(together):
@@ -739,7 +739,7 @@ def test_requests_are_ended_after_the_grace_period():
 
     together = Together(work)
     together(1.0)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - start < 8
     (status, reply), pieces = whole_and_pieces(threads, replies)
     assert status == 503
     assert "stopping" in reply["error"]["message"]
@@ -958,10 +958,10 @@ def test_a_client_that_goes_away_frees_its_slots_in_the_engine(policy, monkeypat
 def test_an_engine_that_fails_fails_all_requests():
     with real() as (client, worker):
 
-        def broken():
+        def failing_step():
             raise ZeroDivisionError("a fault of the device")
 
-        worker._engine.step = broken
+        worker._engine.step = failing_step
         for status in (500, 503):
             with pytest.raises(openai.InternalServerError, match="a fault of the device") as caught:
                 client.completions.create(model="tiny", prompt="1")

@@ -77,10 +77,10 @@ def test_any_request_to_jetstream_is_taken_or_refused(kind, text, ids, most):
     )
     sizes = {"prompt_tokens": 12, "new_tokens": 20, "vocab_size": 48}
     engine = types.SimpleNamespace(tokenizer=CharTokenizer(), **sizes)
-    taken = []
-    message = outcome(lambda: taken.append(jetstream._check(request, engine)))
-    if taken:
-        tokens, _ = taken[0]
+    requests = []
+    message = outcome(lambda: requests.append(jetstream._check(request, engine)))
+    if requests:
+        tokens, _ = requests[0]
         assert 0 < len(tokens) <= 12
         assert all(0 <= i < 48 for i in tokens)
         assert 1 <= most <= 20

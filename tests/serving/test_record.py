@@ -81,10 +81,10 @@ class Trims(Exact):
     """A template that leaves the first letter of what the assistant said away."""
 
     def chat(self, messages, **variables):
-        cut = [
+        cut_messages = [
             {**m, "content": m["content"][1:]} if m["role"] == "assistant" else m for m in messages
         ]
-        return super().chat(cut)
+        return super().chat(cut_messages)
 
 
 class Recording(EngineWorker):
@@ -198,9 +198,9 @@ def test_three_turns_with_a_tool_are_on_disk_id_for_id(tmp_path):
         assert last.session_id == "task-1"
         assert agent.reward("task-1", {"reward": 0.5, "done": True})[0] == 200
         kept = agent.worker.completions
-    written = completions(tmp_path)
-    assert len(kept) == len(written) == 3
-    for (prompt, completion), line in zip(kept, written, strict=True):
+    on_disk = completions(tmp_path)
+    assert len(kept) == len(on_disk) == 3
+    for (prompt, completion), line in zip(kept, on_disk, strict=True):
         assert line["prompt"] == prompt
         assert line["drawn"] == completion.tokens.tolist()
         assert np.float32(line["logprobs"]).tolist() == completion.logprobs.tolist()
@@ -208,7 +208,7 @@ def test_three_turns_with_a_tool_are_on_disk_id_for_id(tmp_path):
         assert line["stop"] == completion.stop.name.lower()
         assert line["sampling"]["temperature"] == 1.0
         assert line["session"] == "task-1"
-    assert written[-1]["request"] == last.id
+    assert on_disk[-1]["request"] == last.id
     assert SECRET not in "".join(p.read_text() for p in tmp_path.iterdir())
     recorded = read_recorded(tmp_path)
     ((row,),) = recorded.groups

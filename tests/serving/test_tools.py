@@ -180,13 +180,13 @@ def test_a_session_of_calls_is_trained_on_id_for_id(tmp_path):
     recorder = Recorder(tmp_path)
     recorder.begin({"model": "m", "version": 0})
     with contextlib.closing(recorder), serving(CALLS, "18", recorder=recorder) as (client, _):
-        named = {"extra_headers": {"X-Session-Id": "task"}}
-        message = client.chat.completions.create(**ASKED, **named).choices[0].message
+        session = {"extra_headers": {"X-Session-Id": "task"}}
+        message = client.chat.completions.create(**ASKED, **session).choices[0].message
         results = [
             {"role": "tool", "tool_call_id": call.id, "content": "9"} for call in message.tool_calls
         ]
         messages = [*ASK, message.model_dump(exclude_none=True), *results]
-        client.chat.completions.create(**ASKED | {"messages": messages}, **named)
+        client.chat.completions.create(**ASKED | {"messages": messages}, **session)
     recorded = read_recorded(tmp_path)
     ((row,),) = recorded.groups
     assert (recorded.counts.rerendered, recorded.counts.rows) == (0, 1)
@@ -256,8 +256,8 @@ def test_effort_is_a_variable_of_templates_that_read_it(chat_tokenizer):  # noqa
 
 def test_a_developer_is_the_system_where_the_template_knows_none(chat_tokenizer):  # noqa: F811
     template = "{% for m in messages %}{{ m.role + ':' + m.content + ' ' }}{% endfor %}"
-    named = template + "{# developer #}"
-    for source, role in ((template, "system"), (named, "developer")):
+    with_developer = template + "{# developer #}"
+    for source, role in ((template, "system"), (with_developer, "developer")):
         tokenizer = chat_tokenizer(source)
         ask = {"model": "m", "messages": [{"role": "developer", "content": "be brief"}, *ASK]}
         parsed = parse(ask, chat=True, tokenizer=tokenizer, limits=WIDE, model="m")

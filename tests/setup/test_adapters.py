@@ -344,7 +344,7 @@ def test_the_reference_of_a_run_is_the_policy_that_it_starts_from(loaded, make_b
         want = frozenset({name})
         return score(policies, batch, SAMPLING, network=network, value=None, want=want)[name]
 
-    ref, bare, began = (
+    ref, bare, at_start = (
         quick_jit(functools.partial(scored, name=name))(policies)
         for policies, name in (
             (policies_of(state.params, state.frozen, network), "ref_logprobs"),
@@ -352,7 +352,7 @@ def test_the_reference_of_a_run_is_the_policy_that_it_starts_from(loaded, make_b
             ({"policy": start if loaded else base}, "logprobs"),
         )
     )
-    np.testing.assert_array_equal(ref, began)
+    np.testing.assert_array_equal(ref, at_start)
     assert (np.abs(ref - bare).max() > 1e-3) == loaded
     step = quick_jit(make_step(**parts))
     one, first = step(state, batch, SAMPLING)

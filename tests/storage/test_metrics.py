@@ -158,9 +158,9 @@ def test_an_edit_of_config_toml_is_seen_and_a_damaged_header_is_not_one(tmp_path
     path, log = tmp_path / "config.toml", tmp_path / "metrics.jsonl"
     before, header = path.read_text(), json.loads(log.read_text())
     rate = header["config"]["optimizer"]["learning_rate"]
-    edited = re.sub(r"learning_rate = .*", "learning_rate = 0.01", before, count=1)
-    assert edited != before
-    path.write_text(edited)
+    edited_text = re.sub(r"learning_rate = .*", "learning_rate = 0.01", before, count=1)
+    assert edited_text != before
+    path.write_text(edited_text)
     message = f"learning_rate = {rate!r} in the header of metrics.jsonl, 0.01 there; restore it, or"
     with pytest.raises(UserError, match=re.escape(message)):
         check_run_dir(load_config(path))

@@ -56,10 +56,10 @@ def test_data_without_its_extra_names_the_line(extra, monkeypatch, tmp_path):
 
 
 def tracked():
-    listed = subprocess.run(
+    output = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    return [ROOT / name for name in listed.split("\0") if name]
+    return [ROOT / name for name in output.split("\0") if name]
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")

@@ -25,9 +25,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("data", "says"), BAD)
-def test_one_line_says_where_and_why(data, says):
-    with pytest.raises(UserError, match=says) as raised:
+@pytest.mark.parametrize(("data", "message"), BAD)
+def test_one_line_says_where_and_why(data, message):
+    with pytest.raises(UserError, match=message) as raised:
         parse_json(data, "train.jsonl, line 3")
     assert str(raised.value).startswith("train.jsonl, line 3: ")
     assert "\n" not in str(raised.value)

@@ -71,22 +71,22 @@ LONG = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**8)"
 """A call of half a minute that, like a compiler, lets other threads run and no handler."""
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_compiler_is_left_where_nothing_is_lost(lost):
+@pytest.mark.parametrize("loses_work", [False, True])
+def test_a_compiler_is_left_where_nothing_is_lost(loses_work):
     """A compiler of a second and a half, or half a minute."""
-    began = time.monotonic()
+    start = time.monotonic()
     code, stderr = ends(f"""
         import os, threading
         with signals.end_at_once(), signals.Stopping() as stopping:
-            stopping.at_rest = lambda: not {lost}
+            stopping.at_rest = lambda: not {loses_work}
             stopping.saved = lambda: "step 3 is saved"
             threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
-            {LONG.replace("10**8", "5 * 10**6") if lost else LONG}
+            {LONG.replace("10**8", "5 * 10**6") if loses_work else LONG}
             raise SystemExit(5)
     """)
     saved = (INTERRUPTED, "jrl: stopped while compiling; step 3 is saved\n")
-    assert (code, stderr) == ((5, "") if lost else saved)
-    assert time.monotonic() - began < 20
+    assert (code, stderr) == ((5, "") if loses_work else saved)
+    assert time.monotonic() - start < 20
 
 
 def test_a_signal_is_heard_while_the_main_thread_is_in_a_compiler():
@@ -144,7 +144,7 @@ def test_one_that_came_before_ends_the_next_phase_that_may_end():
 
 def test_a_wait_is_given_up_after_its_time_even_when_code_of_users_catches(monkeypatch):
     monkeypatch.setattr(signals, "STEP_SECONDS", 0.2)
-    began = time.monotonic()
+    start = time.monotonic()
     with Stopping() as stopping:
         threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
 
@@ -158,7 +158,7 @@ def test_a_wait_is_given_up_after_its_time_even_when_code_of_users_catches(monke
         with pytest.raises(KeyboardInterrupt):
             stubborn()
         assert stopping.gave_up
-    assert 0.3 <= time.monotonic() - began < 10
+    assert 0.3 <= time.monotonic() - start < 10
 
 
 def until_given_up(stopping):

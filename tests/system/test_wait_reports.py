@@ -47,12 +47,12 @@ def test_what_always_takes_long_is_said_once():
 
 
 def test_a_wait_without_progress_is_ended_and_one_with_progress_is_not():
-    ended = threading.Event()
+    overdue = threading.Event()
     lines = []
 
     def end(line):
         lines.append(line)
-        ended.set()
+        overdue.set()
 
     with Waits(0.3, lambda line: None, end):
         count = iter(range(10**9))
@@ -62,17 +62,20 @@ def test_a_wait_without_progress_is_ended_and_one_with_progress_is_not():
             time.sleep(0.5)
         assert not lines
         with waiting("saving", of="step 3"):
-            assert ended.wait(5)
+            assert overdue.wait(5)
     assert lines == ["waited too long for the saving of step 3: 0 s"]
 
 
 def test_a_detail_that_fails_and_a_terminal_that_is_gone_change_nothing():
-    def gone(line):
+    def closed_terminal(line):
         raise OSError("no terminal")
 
-    ended = threading.Event()
-    with Waits(0.2, gone, lambda line: ended.set()), waiting("rewards", lambda: str(1 / 0)):
-        assert ended.wait(5)
+    overdue = threading.Event()
+    with (
+        Waits(0.2, closed_terminal, lambda line: overdue.set()),
+        waiting("rewards", lambda: str(1 / 0)),
+    ):
+        assert overdue.wait(5)
 
 
 def test_where_nobody_listens_a_wait_is_noted_and_forgotten():
@@ -83,7 +86,7 @@ def test_where_nobody_listens_a_wait_is_noted_and_forgotten():
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_a_wait_beyond_its_limit_ends_what_may_be_interrupted(stubborn):
-    began = time.monotonic()
+    start = time.monotonic()
 
     def judge():
         with waiting("rewards", of="step 2"), stopping.interruptible():
@@ -98,7 +101,7 @@ def test_a_wait_beyond_its_limit_ends_what_may_be_interrupted(stubborn):
         with pytest.raises(Overdue, match="waited too long for the rewards of step 2"):
             judge()
         assert not stopping.is_set()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start < 10
 
 
 def test_a_process_that_cannot_be_interrupted_is_ended(tmp_path):

@@ -96,12 +96,12 @@ def test_host_and_compiled_agree(network, task, quick_jit):
 
     tokens = []
 
-    def spied(state, batch, sampling_params):
+    def record_step(state, batch, sampling_params):
         state, metrics = step(state, batch, sampling_params)
         return state, metrics | {"tokens": batch.tokens, "ids": batch.ids["prompt"]}
 
     iteration = make_iteration(
-        spied,
+        record_step,
         method=method,
         task=task,
         network=network,
@@ -109,9 +109,9 @@ def test_host_and_compiled_agree(network, task, quick_jit):
         prompts=PROMPTS,
         group=GROUP,
     )
-    state_, begun = fresh(), iteration.begin(fresh())
+    state_, start = fresh(), iteration.begin(fresh())
     run = quick_jit(partial(iterate, iteration, steps=STEPS))
-    scanned, _, curves = run(state_, begun, SAMPLING)
+    scanned, _, curves = run(state_, start, SAMPLING)
     tokens = curves.pop("tokens")
     assert np.array_equal(tokens, np.stack(tokens_by_step))
     assert tokens.shape == (STEPS, PROMPTS, GROUP + 2, task.completion_tokens)
@@ -172,8 +172,8 @@ def test_a_run_is_a_function_of_its_key_and_hyperparameters(one):
     assert cold["entropy"][0] < curves["entropy"][0] < hot["entropy"][0]
     # No learning, no change after the warm start.
     still, _ = one(0, rate=0.0)
-    moved = np.abs(embed((still, None)) - first).max()
-    assert moved > 1e-3
+    change = np.abs(embed((still, None)) - first).max()
+    assert change > 1e-3
 
 
 def test_many_seeds_at_once(run, one, quick_jit):

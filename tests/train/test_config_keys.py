@@ -194,7 +194,7 @@ def mesh(config):
     return dict(build.setup(config).mesh.shape)
 
 
-def apart(config):
+def sampler_meshes(config):
     """Devices along each axis of both meshes."""
     run = build.setup(config)
     return [None if m is None else dict(m.shape) for m in (run.mesh, run.rollout_mesh)]
@@ -323,7 +323,7 @@ ON_TASK = {
 MORE_ON_TASK = {
     **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("fsdp", "tensor")},
     **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("context", "expert")},
-    "placement and sampling.mesh": (apart, "placement={}", "sampling.mesh.data=2"),
+    "placement and sampling.mesh": (sampler_meshes, "placement={}", "sampling.mesh.data=2"),
     "objective.router_replay": (programs, "objective.router_replay=true", SPARSE),
     "an option of the task": (programs, "data.difficulty=2"),
     "objective.entropy_coef": (programs, "objective.entropy_coef=0.1"),

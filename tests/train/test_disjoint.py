@@ -115,8 +115,10 @@ def test_a_frozen_base_moves_once_and_its_adapters_every_time(monkeypatch):
     )
     where = tree_shardings(rollout_mesh, AXES, tree())
     hand_over = AdapterHandover(split, where, mesh, rollout_mesh)
-    moved, move = [], handover._move
-    monkeypatch.setattr(handover, "_move", lambda x, to: moved.append(x.shape) or move(x, to))
+    shapes_moved, move = [], handover._move
+    monkeypatch.setattr(
+        handover, "_move", lambda x, to: shapes_moved.append(x.shape) or move(x, to)
+    )
     for version in (4, 5):
         weights = tree() | {"b": jnp.full((8, 12), version, jnp.bfloat16)}
         params = jax.device_put(weights, tree_shardings(mesh, AXES, weights))
@@ -124,8 +126,8 @@ def test_a_frozen_base_moves_once_and_its_adapters_every_time(monkeypatch):
         for name, leaf in weights.items():
             assert received[name].sharding == where[name]
             assert np.array_equal(np.asarray(received[name]), leaf)
-    assert moved.count((8, 12)) == 2
-    assert moved.count((2, 8, 4, 3)) == moved.count((5,)) == 1
+    assert shapes_moved.count((8, 12)) == 2
+    assert shapes_moved.count((2, 8, 4, 3)) == shapes_moved.count((5,)) == 1
     corrupted(hand_over._adapters)
     with pytest.raises(HandoverError, match=r"version 6 of the policy changed .*: b \(sent"):
         hand_over.receive(hand_over.send(params, 6), 6)
@@ -266,14 +268,14 @@ def stuck():
 
 def test_a_rollout_that_hangs_can_be_given_up_and_what_was_drawn_before_is_kept(stuck):
     slow = Loop(2, before_draw=lambda step: stuck.wait() if step == 2 else None)
-    began = time.monotonic()
+    start = time.monotonic()
     with slow.ahead as ahead:
         for step in range(2):
             ahead.collect(np.zeros(2, np.uint32), slow.state(step).params,
                           step=step, cursor=step)  # fmt: skip
         assert ahead.drawn(0.1) == []  # batch 2 is the next, and batch 3 waits for it
         assert ahead.drawn() == []  # not waited for again
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start < 10
 
 
 def test_an_interrupted_wait_for_a_batch_saves_the_batches_before_the_one_that_hangs(stuck):
@@ -447,7 +449,7 @@ def test_no_staleness_is_the_synchronous_run_bit_for_bit(policy, synchronous, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "apart"),
+    ("policy", "other_meshes"),
     [
         ("adapters on 8 bits", ("mesh.fsdp=4", "placement={}", "sampling.mesh.tensor=2")),
         ("adapters", ("mesh.tensor=2", "mesh.fsdp=2", "placement={}", "sampling.mesh.fsdp=4")),
@@ -455,12 +457,12 @@ def test_no_staleness_is_the_synchronous_run_bit_for_bit(policy, synchronous, tm
     ],
 )
 def test_meshes_that_divide_the_weights_otherwise_are_the_same_run(
-    policy, apart, synchronous, tmp_path
+    policy, other_meshes, synchronous, tmp_path
 ):
     """Up to rounding: sums over other devices are sums in another order."""
     changes = POLICIES[policy]
     records, samples, _ = synchronous(policy)
-    meshes = ("mesh.data=1", *apart)
+    meshes = ("mesh.data=1", *other_meshes)
     theirs, their_samples, _ = go(tmp_path / "disjoint", *changes, *meshes)
     assert [s["completion"] for s in their_samples] == [s["completion"] for s in samples]
     for mine, other in zip(records, theirs, strict=True):
@@ -518,7 +520,7 @@ def test_a_run_whose_weights_change_on_the_way_ends_before_it_draws_with_them(
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         (("placement.staleness=-1",), "staleness = -1; must be"),
         (("sampling.mesh.data=0",), "sampling.mesh.data = 0; must be"),
@@ -539,13 +541,13 @@ def test_a_run_whose_weights_change_on_the_way_ends_before_it_draws_with_them(
         ),
     ],
 )
-def test_a_split_that_cannot_be_is_refused(changes, says):
-    with pytest.raises(UserError, match=says):
+def test_a_split_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
         make_meshes(load_config(None, [*BASE, *changes]))
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         (
             ("sampling.mesh.data=1", "sampling.mesh.tensor=4"),
@@ -557,8 +559,8 @@ def test_a_split_that_cannot_be_is_refused(changes, says):
         ),
     ],
 )
-def test_a_run_that_cannot_draw_apart_is_refused(changes, says, tmp_path):
-    with pytest.raises(UserError, match=says):
+def test_a_run_that_cannot_draw_apart_is_refused(changes, message, tmp_path):
+    with pytest.raises(UserError, match=message):
         go(tmp_path / "run", *DISJOINT, *changes)
 
 

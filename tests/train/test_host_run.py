@@ -305,14 +305,16 @@ def test_reward_functions_stand_beside_an_environment(place, tmp_path, monkeypat
         text = body["messages"][-1]["content"]
         return f"Score: {10 if 'Go on.' in text else 1}"
 
-    begun = []  # as rows ended; what a call about all of them asks is none of it
+    begin_arguments = []  # as rows ended; what a call about all of them asks is none of it
     begin = TextParts.begin
-    monkeypatch.setattr(TextParts, "begin", lambda *args: begun.append(args[1]) or begin(*args))
+    monkeypatch.setattr(
+        TextParts, "begin", lambda *args: begin_arguments.append(args[1]) or begin(*args)
+    )
     with judge_server(by_turns) as (url, bodies):
         rewards = rewards.replace("URL", url)
         train(settings(place, run, "talk", *more, rewards, "log.samples_every=1"), echo=print)
     assert all("user: What is" in body["messages"][-1]["content"] for body in bodies[1:])
-    assert len(begun) == 8
+    assert len(begin_arguments) == 8
     (record,) = records_of(run)
     samples = read_jsonl(run / "samples.jsonl")
     for sample in samples:
@@ -367,15 +369,15 @@ def test_a_progress_estimator_pays_by_turn(place, tmp_path, monkeypatch):
 
 
 def test_a_reward_of_an_episode_that_nobody_gives_is_said(place, tmp_path):
-    def refused(rewards):
+    def error_of(rewards):
         with pytest.raises(UserError) as caught:
             train(settings(place, tmp_path / "run", "talk", "data.turns=2", rewards), echo=print)
         return str(caught.value)
 
-    assert "the environment pays reward, success, and reward functions are" in refused(
+    assert "the environment pays reward, success, and reward functions are" in error_of(
         "rewards={lenght={}}"
     )
-    assert "the environment pays a part of that name" in refused(
+    assert "the environment pays a part of that name" in error_of(
         "rewards={reward={function='exact'}}"
     )
 
@@ -385,15 +387,15 @@ APART = ("sampling.mesh.data=1", "data.turns=2", "data.eval=", "optimizer.learni
 
 def test_episodes_on_devices_of_their_own_are_the_synchronous_run(place, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
-    same, apart = tmp_path / "same", tmp_path / "apart"
+    same, disjoint = tmp_path / "same", tmp_path / "apart"
     train(settings(place, same, "talk", *APART[1:]), echo=lambda line: None)
-    train(settings(place, apart, "talk", *APART, "placement={}"), echo=lambda line: None)
+    train(settings(place, disjoint, "talk", *APART, "placement={}"), echo=lambda line: None)
     left = CLOCKS | BY_TIMING | {"staleness", "staleness_max"}
     mine, theirs = (
-        [{k: r[k] for k in r.keys() - left} for r in records_of(d)] for d in (same, apart)
+        [{k: r[k] for k in r.keys() - left} for r in records_of(d)] for d in (same, disjoint)
     )
     assert mine == theirs
-    assert read_jsonl(same / "samples.jsonl") == read_jsonl(apart / "samples.jsonl")
+    assert read_jsonl(same / "samples.jsonl") == read_jsonl(disjoint / "samples.jsonl")
 
 
 @pytest.mark.slow
@@ -597,10 +599,10 @@ def test_what_an_environment_labels_is_trained_on(place, tmp_path, method):
         "rank_grpo": ("ranked_list", "data.length=2", "rewards={rank_1={}, rank_2={}}"),
     }[method]
     more = ("data.eval=", "train.steps=2", "data.turn_tokens=6", "log.samples_every=1", *env[1:])
-    named = f"data.env={env[0]}"
+    env_override = f"data.env={env[0]}"
     limits = ("data.max_prompt_tokens=400", "sampling.max_new_tokens=20", f"method={method}")
     lines = []
-    config = settings(place, tmp_path, "talk", named, *limits, "objective={}", *more)
+    config = settings(place, tmp_path, "talk", env_override, *limits, "objective={}", *more)
     train(config, echo=lines.append)
     lacking = [line for line in lines if "the objective alone" in line]
     assert all("a judge of the notions" in line for line in lacking)  # of masa
@@ -767,7 +769,7 @@ def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch, env, mo
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
     more = (*more, "data.eval=", "train.steps=4", "optimizer.schedule=constant")
     train(settings(place, tmp_path / "whole", env, *more), echo=lambda line: None)
-    broken = settings(place, tmp_path / "broken", env, *more)
+    config = settings(place, tmp_path / "broken", env, *more)
     with monkeypatch.context() as patch:
         step = loops.Progress.step
 
@@ -778,8 +780,8 @@ def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch, env, mo
 
         patch.setattr(loops.Progress, "step", stop)
         with pytest.raises(KeyboardInterrupt, match="stopped after step 2; saved in"):
-            train(broken, echo=lambda line: None)
-    train(broken, echo=lambda line: None)
+            train(config, echo=lambda line: None)
+    train(config, echo=lambda line: None)
     timed = CLOCKS | BY_TIMING  # rows wait as long as their environment takes to answer
     mine, theirs = (
         [{k: v for k, v in r.items() if k not in timed} for r in records_of(tmp_path / name)]
@@ -807,8 +809,8 @@ PLAYERS = (
     ],
 )
 def test_each_player_is_a_row_and_may_be_a_policy_of_its_own(place, tmp_path, env, more):
-    named = env if ":" in env else f"{place}/own.py:{env}"
-    config = settings(place, tmp_path, "pair", f"data.env={json.dumps(named)}", *PLAYERS, *more)
+    spec = env if ":" in env else f"{place}/own.py:{env}"
+    config = settings(place, tmp_path, "pair", f"data.env={json.dumps(spec)}", *PLAYERS, *more)
     train(config, echo=lambda line: None)
     records = records_of(tmp_path)
     # Rows are scored by the policy that drew them, after updates that drive policies apart.
@@ -833,9 +835,9 @@ def debate(place):
 
 
 def test_the_coroutine_of_the_guide_is_trained_and_evaluated(place, tmp_path):
-    named = f"data.env={json.dumps(debate(place))}"
+    env_override = f"data.env={json.dumps(debate(place))}"
     more = ("data.turn_tokens=8", "sampling.max_new_tokens=300")
-    config = settings(place, tmp_path / "run", "talk", named, *more)
+    config = settings(place, tmp_path / "run", "talk", env_override, *more)
     assert train(config, echo=lambda line: None)["steps"] == 2
     records = records_of(tmp_path / "run")
     assert all(r["logprob_diff"] < 1e-4 for r in records)

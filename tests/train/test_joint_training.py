@@ -59,9 +59,9 @@ def shown_in(question):
     """The kind of the question, the problem and the answers that it shows, a token each."""
     kinds = {"Proposed answer:": 14, "Answer A:": 15, "attempt at it:": 16}
     (kind,) = [token for text, token in kinds.items() if text in question]
-    shown = [WORDS.index(x) for x in question.split("\n") if x in WORDS[6:]]
+    shares = [WORDS.index(x) for x in question.split("\n") if x in WORDS[6:]]
     (problem,) = [i for i in range(4) if f"q{i}" in question]
-    return np.array([kind, 10 + problem, *shown], np.int32)
+    return np.array([kind, 10 + problem, *shares], np.int32)
 
 
 def agreement_of(method, network):

@@ -168,7 +168,7 @@ JUDGE += ", max_tokens=24"
 
 
 @pytest.fixture(scope="module")
-def beside(tmp_path_factory):
+def models_directory(tmp_path_factory):
     """The sizes of a judge and of a reward model, without weights: nothing more is read."""
     root = tmp_path_factory.mktemp("beside")
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "head_dim": 8}
@@ -182,12 +182,13 @@ def beside(tmp_path_factory):
     return root
 
 
-def with_models(beside, *names):
+def with_models(models_directory, *names):
+    judge, reward = models_directory / "judge", models_directory / "reward"
     parts = {
-        "good": f"{{{JUDGE}, model='{beside / 'judge'}', at_once=5}}",
-        "again": f"{{{JUDGE}, model='{beside / 'judge'}', at_once=5}}",
+        "good": f"{{{JUDGE}, model='{judge}', at_once=5}}",
+        "again": f"{{{JUDGE}, model='{judge}', at_once=5}}",
         "own": f"{{{JUDGE}, model='policy', at_once=7}}",
-        "help": f"{{function='model', path=['{beside / 'reward'}', '{beside / 'reward'}']}}",
+        "help": f"{{function='model', path=['{reward}', '{reward}']}}",
     }
     chosen = ", ".join(f"{name}={parts[name]}" for name in names)
     return load_config(None, [*TASK, f"rewards={{verify={{}}, {chosen}}}"])
@@ -197,10 +198,10 @@ BLOCK = 16 * (2 + 2 * 1) * 8 + 2 * 8 * 16 + 3 * 16 * 32 + 2 * 16 + 2 * 8
 """Numbers of a layer: queries, keys, values; output; feed-forward; norms, those of heads too."""
 
 
-def test_judges_and_reward_models_are_counted_beside_the_policy(beside, monkeypatch):
+def test_judges_and_reward_models_are_counted_beside_the_policy(models_directory, monkeypatch):
     """By hand: float32 weights of 2 layers, an ensemble of two, one cache at a time."""
     trunk = 4 * (2 * BLOCK + 40 * 16 + 16)
-    config = with_models(beside, "good", "again", "own", "help")
+    config = with_models(models_directory, "good", "again", "own", "help")
     policy = ModelConfig(vocab_size=32, max_length=64, **SIZES)
     good, again, same_model, help_ = held_models(config, parts_of(config), policy)
     assert [each.weight_bytes() for each in (again, same_model)] == [0, 0]  # weights that are there
@@ -216,9 +217,9 @@ def test_judges_and_reward_models_are_counted_beside_the_policy(beside, monkeypa
     run.network = transformer(policy)
     weights = sum(4 * x.size for x in jax.tree.leaves(jax.eval_shape(run.network.init, KEY)))
     needed = weights + good.weight_bytes() + help_.weight_bytes() + same_model.working_bytes()
-    for least, refused in ((needed, False), (needed - 1, True)):
+    for least, too_small in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(fits, "available_bytes", lambda least=least: least)
-        if refused:
+        if too_small:
             message = r"rewards.good and .* and rewards.help: the weights beside .* at_once"
             with pytest.raises(UserError, match=message):
                 fits.check_held_models(run)
@@ -226,9 +227,9 @@ def test_judges_and_reward_models_are_counted_beside_the_policy(beside, monkeypa
             fits.check_held_models(run)
 
 
-def test_a_run_is_refused_before_its_judge_is_loaded(beside, monkeypatch):
+def test_a_run_is_refused_before_its_judge_is_loaded(models_directory, monkeypatch):
     """No weights are there; reading them would be another error."""
     monkeypatch.setattr(fits, "_policy_bytes", lambda run: 1e18)
     monkeypatch.setattr(fits, "check_weights", lambda run: None)
     with pytest.raises(UserError, match="rewards.good: the weights beside the policy's with what"):
-        build.setup(with_models(beside, "good"))
+        build.setup(with_models(models_directory, "good"))

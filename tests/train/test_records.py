@@ -98,14 +98,14 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
     def poisoned(run, shardings):
         step = make(run, shardings)
 
-        def broken(state, batch, sampling_params):
+        def poisoned_step(state, batch, sampling_params):
             state, metrics = step(state, batch, sampling_params)
             if int(state.step) == 3:
                 bad = jax.tree.map(lambda x: x + jnp.nan, state.params)
                 state = state.replace(params=bad)
             return state, metrics
 
-        return broken
+        return poisoned_step
 
     run, more = tmp_path / "run", ("train.steps=3", "checkpoint.every=2")
     with monkeypatch.context() as patch:
@@ -247,10 +247,10 @@ def test_a_signal_during_the_report_ends_at_once_with_all_saved(tmp_path, monkey
         time.sleep(60)
 
     monkeypatch.setattr(running, "write_report", slow)
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path / "run", "train.steps=1")
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - start < 60
     assert saved(tmp_path / "run") == [1]
     assert (tmp_path / "run" / "summary.json").exists()
 
@@ -292,9 +292,9 @@ def test_a_config_toml_that_was_edited_is_not_resumed(tmp_path):
         UserError,
         match=r"config.toml is not what the run began with: seed = 0 in the header of "
         "metrics.jsonl, 7 there; restore it, or delete",
-    ) as refused:
+    ) as caught:
         train(load_config(run / "config.toml", [f"run.dir={json.dumps(str(run))}"]))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
     (run / "config.toml").write_text(before.replace("steps = 1\n", "steps = 2\n"))
     train(load_config(run / "config.toml"), echo=lambda line: None)  # what may differ
     assert steps_logged(run) == [1, 2]
@@ -311,11 +311,11 @@ def test_logs_that_cannot_be_written_end_the_run_and_lose_no_record(tmp_path, mo
             (run / name).symlink_to("/dev/full")
 
     at_step(monkeypatch, 1, fill)
-    with pytest.raises(StorageError, match="cannot be written .No space left on device") as ended:
+    with pytest.raises(StorageError, match="cannot be written .No space left on device") as caught:
         go(run, *more)
-    assert f"step 2 is saved; `jrl train {run}` resumes from it" in str(ended.value)
-    assert "\n" not in str(ended.value)
-    assert (saved(run), ended.value.exit_code) == ([2], 4)
+    assert f"step 2 is saved; `jrl train {run}` resumes from it" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (saved(run), caught.value.exit_code) == ([2], 4)
     for name in files:
         (run / f"{name}.kept").replace(run / name)
     assert steps_logged(run) == [1]
@@ -399,10 +399,12 @@ def test_what_checkpoints_take_is_said_before_training(tmp_path, monkeypatch):
     train(config, echo=lines.append)
     (line,) = [line for line in lines if line.startswith("checkpoints: ")]
     (stored,) = [p for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()]
-    written = sum(f.stat().st_size for f in (stored / "state").rglob("*") if f.parent.name == "d")
+    bytes_written = sum(
+        f.stat().st_size for f in (stored / "state").rglob("*") if f.parent.name == "d"
+    )
     sizes = re.findall(r"([\d.]+) MB", line.replace(",", ""))  # and what is free, often in GB
     each, needed = (float(x) * 1e6 for x in sizes[:2])
-    assert each / 2 - 1e5 < written < 2 * each + 1e5
+    assert each / 2 - 1e5 < bytes_written < 2 * each + 1e5
     assert needed == pytest.approx(2 * each, abs=1e5)  # the first and the last step's
     assert "MB for 2 at a time" in line
 

@@ -86,7 +86,7 @@ def batch(sampled=None):
 
 
 @contextlib.contextmanager
-def spied(experts):
+def spying(experts):
     """Every routing decided while a program runs goes into a list, in order."""
     real = moe.route
 
@@ -121,7 +121,7 @@ def test_the_record_is_where_the_router_sends_whole_sequences():
     positions = np.broadcast_to(np.arange(P + T, dtype=np.int32), tokens.shape)
     segments = (positions < lengths[:, None]).astype(np.int32)
     experts = []
-    with spied(experts):
+    with spying(experts):
         hidden = jax.jit(NETWORK.hidden)(params(), tokens, positions, segments)
         jax.block_until_ready(hidden)
     expected = np.stack([x.reshape(*tokens.shape, K) for x in experts], axis=2)
@@ -181,9 +181,9 @@ def scored():
 
 def elsewhere():
     """Weights whose routers would send many tokens to other experts."""
-    moved = params()
+    weights = params()
     other = NETWORK.init(jax.random.key(9))
-    return jax.tree.map(lambda a, b: a + 0.3 * b, moved, other)
+    return jax.tree.map(lambda a, b: a + 0.3 * b, weights, other)
 
 
 def test_replay_changes_nothing_where_the_weights_are_the_samplers():
@@ -201,7 +201,7 @@ def test_replay_changes_nothing_where_the_weights_are_the_samplers():
 
 def test_training_visits_the_recorded_experts_whatever_its_own_router_says():
     rows, experts = batch(), []
-    with spied(experts):
+    with spying(experts):
         packed_rows = jax.jit(shared_rows)(rows)
         hidden, sums = jax.jit(NETWORK.extras.hidden_shared)(elsewhere(), packed_rows)
         jax.block_until_ready(hidden)
@@ -240,8 +240,8 @@ def test_the_router_learns_through_a_replayed_routing():
 
     def along(step):
         experts = at["layers"]["experts"]
-        moved = {**experts, "router": experts["router"] + step * slope / size}
-        return float(loss({**at, "layers": {**at["layers"], "experts": moved}}))
+        along_gradient = {**experts, "router": experts["router"] + step * slope / size}
+        return float(loss({**at, "layers": {**at["layers"], "experts": along_gradient}}))
 
     np.testing.assert_allclose((along(1e-2) - along(-1e-2)) / 2e-2, size, rtol=2e-2)
 

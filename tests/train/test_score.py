@@ -71,8 +71,8 @@ def alone(network, params, batch):
     """[N][G] logits before each completion token, from each sequence alone."""
 
     @jax.jit
-    def run(params, *laid):
-        return network.logits(params, network.hidden(params, *laid)[0])
+    def run(params, *inputs):
+        return network.logits(params, network.hidden(params, *inputs)[0])
 
     n, g, _ = batch.tokens.shape
     out = []
@@ -190,15 +190,15 @@ def test_a_prompt_read_once_gives_the_same_numbers_and_gradients(network, params
     calls = []
 
     def gradient(network):
-        spied = network._replace(hidden=lambda *args: calls.append(1) or network.hidden(*args))
+        spy = network._replace(hidden=lambda *args: calls.append(1) or network.hidden(*args))
 
         def loss(heads):
-            value = make(spied)
+            value = make(spy)
             stats = score(
                 heads,
                 batch,
                 DISTRIBUTIONS["cold"],
-                network=spied,
+                network=spy,
                 value=value,
                 want=want,
                 statistics=(HIDDEN,),
@@ -275,7 +275,7 @@ def branching(rng, group, width):
         paths.append([*past, *range(tokens_so_far, tokens_so_far + length)])
         tokens_so_far += length
     through = [tuple(g for g in range(group) if i in paths[g]) for i in range(tokens_so_far)]
-    names = {who: k for k, who in enumerate(dict.fromkeys(through), 1)}
+    names = {members: k for k, members in enumerate(dict.fromkeys(through), 1)}
     tokens, node, mask = np.zeros((3, group, width), np.int32)
     ids, used = rng.integers(0, 9, tokens_so_far), set()
     for g, path in enumerate(paths):
@@ -357,14 +357,14 @@ def test_the_head_in_chunks(network, params, monkeypatch, at_once):
     weights = jax.random.normal(jax.random.key(2), (2, 8, 5))
     sizes = []
 
-    def spied(params, hidden):
+    def count_logits(params, hidden):
         sizes.append(hidden.shape[:2])
         return network.logits(params, hidden)
 
     def run(limit):
         sizes.clear()
         monkeypatch.setattr(module, "_LOGITS_AT_ONCE", limit)
-        spy = network._replace(logits=spied).with_extras(head=None)
+        spy = network._replace(logits=count_logits).with_extras(head=None)
 
         def loss(params, hidden):
             stats = head_statistics(

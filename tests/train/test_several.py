@@ -169,8 +169,8 @@ def check_what_others_read(root):
     embeds = []
     for policy in range(2):
         export_run(config, root / f"policy_{policy}", policy=policy)
-        _, written = hf.open_checkpoint(root / f"policy_{policy}")
-        embeds.append(np.asarray(hf.in_memory(written)["embed"]))
+        _, tensors = hf.open_checkpoint(root / f"policy_{policy}")
+        embeds.append(np.asarray(hf.in_memory(tensors)["embed"]))
         np.testing.assert_array_equal(embeds[-1], weights["embed"][policy])
     assert (embeds[0] != embeds[1]).any()
     served = served_policy(config, checkpoint=None)

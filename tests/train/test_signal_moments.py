@@ -219,13 +219,13 @@ def wait_for_the_moment(child, run):
 
 def stop(child, numbers):
     """Sends signals half a second apart; (seconds until the end, standard error)."""
-    sent = time.monotonic()
+    signalled_at = time.monotonic()
     for i, number in enumerate(numbers):
         time.sleep(0.5 * i)
         if child.poll() is None:
             child.send_signal(number)
     _, err = child.communicate(timeout=60)
-    return time.monotonic() - sent, err
+    return time.monotonic() - signalled_at, err
 
 
 def state_left(run):

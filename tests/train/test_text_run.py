@@ -327,10 +327,10 @@ def test_transformers_reads_the_export_and_agrees(base, place, tmp_path):
     ours = network.logits(params, hidden)
     assert np.abs(ours - theirs).max() < 1e-4
     _, start = hf.load(place / "whole", dtype="float32")
-    moved = jax.tree.map(
+    change = jax.tree.map(
         lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), params, start
     )
-    assert max(jax.tree.leaves(moved)) > 1e-4  # what was exported is what was trained
+    assert max(jax.tree.leaves(change)) > 1e-4  # what was exported is what was trained
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     with pytest.raises(UserError, match="exists and is not empty"):
@@ -414,18 +414,18 @@ def test_a_judge_s_points_reach_the_reward(place, quick):
 @pytest.mark.slow
 def test_text_is_sampled_in_parts(quick, tmp_path, monkeypatch):
     """With sampling.draws = 2 all tokens and points are the same; calls begin after the first."""
-    begun, submit = [], RowCalls.submit_groups
+    submitted, submit = [], RowCalls.submit_groups
 
-    def spied(self, prompts, rollout, first):
-        begun.append((len(prompts), first))
+    def record_groups(self, prompts, rollout, first):
+        submitted.append((len(prompts), first))
         submit(self, prompts, rollout, first)
 
-    monkeypatch.setattr(RowCalls, "submit_groups", spied)
+    monkeypatch.setattr(RowCalls, "submit_groups", record_groups)
     (_, (one,), samples), (_, (two,), said_in_parts) = (
         quick("train.steps=1", f"sampling.draws={n}", f"run.dir={json.dumps(str(tmp_path / n))}")
         for n in "12"
     )
-    assert begun == [(2, 0)]
+    assert submitted == [(2, 0)]
     assert [s["completion"] for s in said_in_parts] == [s["completion"] for s in samples]
     assert [s["rewards"] for s in said_in_parts] == [s["rewards"] for s in samples]
     assert two["reward"] == one["reward"]
@@ -576,7 +576,7 @@ def test_gcpo_pays_a_behaviour_where_it_helps(place, quick):
         groups.setdefault((s["step"], s["prompt"]), []).append(s["rewards"])
     signs = set()
     for group in groups.values():
-        sides = [[p["right"] for p in group if p["aux"] == shown] for shown in (1.0, 0.0)]
+        sides = [[p["right"] for p in group if p["aux"] == value] for value in (1.0, 0.0)]
         gap = np.mean(sides[0]) - np.mean(sides[1]) if all(sides) else 0.0
         signs.add(np.sign(gap))
         for p in group:
@@ -591,9 +591,9 @@ def test_ppo_trains_a_value_head(quick):
     run = build.setup(config)
     start, _ = programs.new_state(run)
     state, _ = Checkpoints(pathlib.Path(config.run.dir) / "checkpoints", 1).restore(start)
-    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), start.params, state.params)
-    assert max(jax.tree.leaves(moved["value"])) > 0
-    assert max(jax.tree.leaves(moved["policy"])) > 0
+    change = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), start.params, state.params)
+    assert max(jax.tree.leaves(change["value"])) > 0
+    assert max(jax.tree.leaves(change["policy"])) > 0
 
 
 @pytest.mark.slow
@@ -628,10 +628,10 @@ def test_supervised_training_on_the_solutions_of_the_data(quick):
     lengths = {len(p.solution) for p in run.data.prompts["train"]}
     assert len(lengths) > 1
     # Cut where there is no room, and said to be.
-    _, _, cut = quick(
+    _, _, samples_cut = quick(
         "method=sft", "objective={}", "run.resume=never", f"run.dir={config.run.dir}2"
     )
-    assert {(s["stop"], s["length"]) for s in cut} == {("length", 6)}
+    assert {(s["stop"], s["length"]) for s in samples_cut} == {("length", 6)}
 
 
 HALF = """
@@ -680,7 +680,7 @@ def test_two_processes_judge_half_each_and_agree_on_what_is_left_to_chance(place
     notes = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
     tried = 2  # by each process, before anything compiles
     assert len(notes) == sum(r["rounds"] for r in records) * 8 * 4 + tried
-    assert [sum(who == each for who, _ in notes) for each in "01"] == [len(notes) / 2] * 2
+    assert [sum(process == each for process, _ in notes) for each in "01"] == [len(notes) / 2] * 2
     assert 0 < records[0]["reward"] < 1
 
 

@@ -60,18 +60,20 @@ def test_a_method_trains_on_trees_three_steps(name, network, first_letter, quick
     options = {"task": first_letter, "network": network, "group": GROUP}
     step = make_step(**common)
 
-    def spied(state, batch, sampling_params):
+    def record_step(state, batch, sampling_params):
         state, metrics = step(state, batch, sampling_params)
         return state, metrics | {"mask": batch.mask, "node": batch.ids["node"]}
 
-    iteration = make_iteration(spied, method=method, weights=WEIGHTS, prompts=PROMPTS, **options)
+    iteration = make_iteration(
+        record_step, method=method, weights=WEIGHTS, prompts=PROMPTS, **options
+    )
     state = init_state(KEY, **common)
     run = quick_jit(partial(iterate, iteration, steps=STEPS))
     after, _, curves = run(state, iteration.begin(state), SAMPLING)
     curves = jax.device_get(curves)
     assert np.isfinite(curves["loss"]).all()
-    moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), state.params, after.params)
-    assert max(jax.tree.leaves(moved)) > 1e-4
+    change = jax.tree.map(lambda a, b: float(abs(a - b).max()), state.params, after.params)
+    assert max(jax.tree.leaves(change)) > 1e-4
     for mask, node in zip(curves["mask"], curves["node"], strict=True):
         for n in range(PROMPTS):
             t, labels = np.nonzero(node[n].T)[0], node[n].T[node[n].T > 0]

@@ -47,9 +47,9 @@ HELD = {
 """Metric -> a value beyond the limit that holds without being asked for."""
 
 
-def lines_by_action(broken):
+def lines_by_action(verdict):
     """Action -> its lines, of those that have some."""
-    return {n: getattr(broken, n) for n in ("warn", "rollback", "stop") if getattr(broken, n)}
+    return {n: getattr(verdict, n) for n in ("warn", "rollback", "stop") if getattr(verdict, n)}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -61,12 +61,12 @@ def test_each_fault_is_seen_after_its_steps(fault, action):
     assert lines_by_action(watch(2, SOUND | {name: value})) == {}
     assert lines_by_action(watch(3, SOUND)) == {}  # not in a row
     watch(4, SOUND | {name: value})
-    broken = watch(5, SOUND | {name: value})
-    assert list(lines_by_action(broken)) == [action]
-    line = getattr(broken, action)[name]
+    verdict = watch(5, SOUND | {name: value})
+    assert list(lines_by_action(verdict)) == [action]
+    line = getattr(verdict, action)[name]
     assert line.startswith(f"step 5: {name} = ")
     assert line.endswith(" for 2 steps in a row")
-    assert (broken.since, broken.suspects) == ((4, True) if action == "rollback" else (5, False))
+    assert (verdict.since, verdict.suspects) == ((4, True) if action == "rollback" else (5, False))
     assert lines_by_action(watch(6, SOUND | {name: value})) == {}  # said once
 
 
@@ -78,8 +78,8 @@ def test_what_holds_without_being_asked_for():
     assert reasons["reward_failures"] == (
         "step 3: reward_failures = 1, above 0.99 for 3 steps in a row"
     )
-    broken = [watch(4 + i, SOUND | {"env_failures": 1.0}).stop for i in range(3)]
-    assert broken[2]["env_failures"].endswith("above 0.99 for 3 steps in a row")
+    verdicts = [watch(4 + i, SOUND | {"env_failures": 1.0}).stop for i in range(3)]
+    assert verdicts[2]["env_failures"].endswith("above 0.99 for 3 steps in a row")
     watch = Watch({})
     reasons = watch(4, SOUND | {"skipped_updates": 0.25}).stop
     assert reasons == {"skipped_updates": "step 4: skipped_updates = 0.25, above 0"}
@@ -198,8 +198,8 @@ def own_draws(bag, params, batch):
 @pytest.mark.parametrize("name", [None, *TAMPERED])
 def test_a_step_beyond_a_limit_is_left_out_and_counted(guarded, name):
     step, state, batch = guarded
-    broken = batch if name is None else TAMPERED[name][1](batch)
-    after, metrics = step(state, broken, make_sampling_params())
+    faulty = batch if name is None else TAMPERED[name][1](batch)
+    after, metrics = step(state, faulty, make_sampling_params())
     assert int(after.step) == 1
     assert metrics["skipped_steps"] == (name is not None)
     same = jax.tree.map(np.array_equal, *((s.params, s.opt_state) for s in (state, after)))

@@ -54,13 +54,13 @@ def packed():
     return Owners(*map(jnp.asarray, (positions, segments, owners, lengths)), PROMPT)
 
 
-def both(how, config, laid, inputs):
+def both(how, config, layout, inputs):
     """Values, and their gradients by a weight for each number of a live token."""
 
     def total(q, *keys_values):
         window = NO_WINDOW if config.window is None else config.window
-        out = shared_attention(how, config, laid)(q, *keys_values, window)
-        live = (laid.segments != 0)[:, :, None, None]
+        out = shared_attention(how, config, layout)(q, *keys_values, window)
+        live = (layout.segments != 0)[:, :, None, None]
         out = jnp.where(live, out, 0)
         return (out * inputs[-1]).sum(), out
 
@@ -90,9 +90,9 @@ def test_kernels_equal_dense_attention_on_packed_rows_behind_prompts(changes, mo
     config, packed_rows, inputs = dataclasses.replace(MODEL, **changes), packed(), random_inputs()
     expected = both("xla", config, packed_rows, inputs)
     for kind in ("blockwise", "splash"):
-        for got, wanted in zip(both(kind, config, packed_rows, inputs), expected, strict=True):
-            assert float(jnp.abs(wanted).max()) > 0.1
-            np.testing.assert_allclose(got, wanted, atol=2e-5, err_msg=kind)
+        for got, want in zip(both(kind, config, packed_rows, inputs), expected, strict=True):
+            assert float(jnp.abs(want).max()) > 0.1
+            np.testing.assert_allclose(got, want, atol=2e-5, err_msg=kind)
 
 
 def test_blocks_need_no_order_of_columns():
@@ -300,17 +300,17 @@ def test_rows_behind_their_prompts_need_no_mask(before, axes, monkeypatch):
     live = columns < lengths[:, None]
     positions = np.repeat(before, 2)[:, None] + columns
     marks = positions, live.astype(np.int32), np.zeros((4, COLUMNS), np.int32)
-    laid = Owners(*map(jnp.asarray, (*marks, before[:, None])), PROMPT)
+    layout = Owners(*map(jnp.asarray, (*marks, before[:, None])), PROMPT)
     sizes = [(4, COLUMNS, HEADS, SIZE), *[(2, KV_HEADS, PROMPT, SIZE)] * 2]
     sizes += [(4, KV_HEADS, COLUMNS, SIZE)] * 2
     inputs = [jax.random.normal(k, size) for k, size in zip(keys, sizes, strict=False)]
     probe = jax.random.normal(keys[5], sizes[0]) * live[:, :, None, None]
 
     def by_mask(*inputs):
-        return shared_attention("xla", MODEL, laid)(*inputs, NO_WINDOW)
+        return shared_attention("xla", MODEL, layout)(*inputs, NO_WINDOW)
 
     def by_lengths(*inputs):
-        rows = laid._replace(row_lengths=jnp.asarray(lengths))
+        rows = layout._replace(row_lengths=jnp.asarray(lengths))
         return shared_attention("cudnn", MODEL, rows)(*inputs, NO_WINDOW)
 
     @partial(jax.jit, compiler_options=QUICK)
@@ -379,15 +379,15 @@ def test_a_long_row_behind_its_prompt_goes_to_cudnn_without_a_mask():
     config, columns = dataclasses.replace(MODEL, dtype="bfloat16"), 2**16
     shape = jax.ShapeDtypeStruct
     row, one = shape((1, columns), jnp.int32), shape((1,), jnp.int32)
-    laid = Owners(row, row, row, shape((1, 1), jnp.int32), 8, None, one)
+    layout = Owners(row, row, row, shape((1, 1), jnp.int32), 8, None, one)
     sizes = [(1, columns, HEADS, SIZE), *[(1, KV_HEADS, 8, SIZE)] * 2]
     sizes += [(1, KV_HEADS, columns, SIZE)] * 2
     inputs = [shape(size, jnp.bfloat16) for size in sizes]
 
-    def look(laid, *inputs):
-        return shared_attention("auto", config, laid._replace(width=8))(*inputs, NO_WINDOW)
+    def look(layout, *inputs):
+        return shared_attention("auto", config, layout._replace(width=8))(*inputs, NO_WINDOW)
 
-    text = jax.jit(look).trace(laid, *inputs).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(look).trace(layout, *inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmax" in text
     assert f"{columns}x{columns}" not in text
 
@@ -508,5 +508,5 @@ def test_kernels_divide_rows_heads_and_queries_over_devices(kind, axes):
     expected = both("xla", config, packed_rows, inputs)
     with jax.set_mesh(make_mesh(axes)):
         results = both(kind, config, packed_rows, inputs)
-    for got, wanted in zip(results, expected, strict=True):
-        np.testing.assert_allclose(got, wanted, atol=2e-5)
+    for got, want in zip(results, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)

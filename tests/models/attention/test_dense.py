@@ -55,7 +55,7 @@ def test_attention_to_a_shared_past_equals_attention_to_copies_of_it(softcap):
         out = attend_shared(q, prefix, *row_part, mask_own, scale=0.7, softcap=softcap)
         return (weights * out).sum(), out
 
-    def copied(q, row_part, past):
+    def repeated(q, row_part, past):
         k, v = jnp.concatenate([jnp.repeat(past, members, axis=1), row_part], axis=3)
         mask = jnp.concatenate([mask_past, mask_own], axis=2)
         out = attend(q, k, v, mask, scale=0.7, softcap=softcap)
@@ -63,9 +63,9 @@ def test_attention_to_a_shared_past_equals_attention_to_copies_of_it(softcap):
 
     quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     got, out = quick(jax.grad(shared, (0, 1, 2), has_aux=True))(q, row_part, past)
-    wanted, expected = quick(jax.grad(copied, (0, 1, 2), has_aux=True))(q, row_part, past)
+    want, expected = quick(jax.grad(repeated, (0, 1, 2), has_aux=True))(q, row_part, past)
     np.testing.assert_allclose(out, expected, atol=1e-6)
-    for a, b in zip(got, wanted, strict=True):
+    for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -123,8 +123,8 @@ def test_write_stores_live_entries_at_their_columns():
     columns, live = jnp.array([[3, 4], [0, C]]), jnp.array([[True, False], [True, True]])
     out = write(old, new, columns, live)
     for name in ("k", "v"):
-        written = np.asarray(out[name]).any((1, 3))
-        assert [np.flatnonzero(row).tolist() for row in written] == [[3], [0]]
+        columns_written = np.asarray(out[name]).any((1, 3))
+        assert [np.flatnonzero(row).tolist() for row in columns_written] == [[3], [0]]
 
 
 @pytest.mark.parametrize("queries", [1, 256])

@@ -80,16 +80,16 @@ def test_tic_tac_toe_is_that_of_pgx(library):
 @uses("pgx")
 def test_a_random_opponent_of_pgx_moves_in_between(library):
     env = get_env("pgx", turns=5)
-    begun = set()
+    moves_before = set()
     for seed in range(6):
         prompt, turns = episode(env, [4, 4], key=jax.random.key(seed))
-        begun.add(prompt.count("2"))  # of the other player, seen by the policy
+        moves_before.add(prompt.count("2"))  # of the other player, seen by the policy
         if prompt[4] == "0":
             assert turns[0][0][4] == "1"
             assert turns[0][0].count("2") == prompt.count("2") + 1
             assert turns[1][1] == -1  # taken: illegal, and so lost
             assert turns[1][2]
-    assert begun == {0, 1}
+    assert moves_before == {0, 1}
 
 
 @uses("jumanji")
@@ -140,9 +140,9 @@ def test_a_pole_is_that_of_gymnax(library):
 
     assert prompt == text_of(observation)
     for reply, reward, done, _ in turns:
-        observation, state, paid, ended, _ = step(KEY, state, 1)
+        observation, state, paid, terminated, _ = step(KEY, state, 1)
         assert reply == text_of(observation)
-        assert (float(reward), done) == (float(paid), bool(ended))
+        assert (float(reward), done) == (float(paid), bool(terminated))
     assert 5 < len(turns) < 15  # pushed one way, it falls
 
 

@@ -67,20 +67,20 @@ def turns_of(env, split, seed, letters="ABC"):
     """An episode of random turns: (prompt, [(letter, turn, who took it)])."""
     rng = np.random.default_rng(seed)
     start = jax.device_get(env.generate(jax.random.key(seed), split))
-    step, state, taken = jit(env.step), start.state, []
-    while len(taken) < env.turns:
+    step, state, turns = jit(env.step), start.state, []
+    while len(turns) < env.turns:
         letter = str(rng.choice(list(letters)))
         tokens = jnp.array(env.tokenizer.encode(letter))
-        key = jax.random.key(100 * seed + len(taken))
+        key = jax.random.key(100 * seed + len(turns))
         mover = int(env.mover(state))
         state, turn = jax.device_get(step(state, tokens, jnp.int32(1), key))
-        taken.append((letter, turn, mover))
+        turns.append((letter, turn, mover))
         if turn.done:
             break
-    return env.render(start)[0], taken
+    return env.render(start)[0], turns
 
 
-def shown(env, turn):
+def state_text(env, turn):
     return env.tokenizer.decode(turn.reply[: turn.count].tolist())
 
 
@@ -88,9 +88,9 @@ def test_against_itself_the_policy_is_asked_for_every_player():
     env = array_env(race(), turns=10, opponent="self").check()
     assert env.players == 2
     for seed in range(8):
-        prompt, taken = turns_of(env, "train", seed)
+        prompt, turns = turns_of(env, "train", seed)
         total, player = int(prompt[0]), int(prompt[1])
-        for letter, turn, mover in taken:
+        for letter, turn, mover in turns:
             assert mover == player
             total += "ABC".index(letter) + 1
             expected = [0, 0] if total < 7 else [1 if p == player else -1 for p in range(2)]
@@ -98,7 +98,7 @@ def test_against_itself_the_policy_is_asked_for_every_player():
             assert turn.success.tolist() == [e == 1 for e in expected]
             assert turn.done == (total >= 7)
             player = 1 - player
-            assert shown(env, turn) == f"{total}{player}"
+            assert state_text(env, turn) == f"{total}{player}"
 
 
 @pytest.mark.parametrize("opponent", ["random", "self"])
@@ -107,17 +107,17 @@ def test_other_players_draw_legal_actions_until_it_is_the_policys_turn(opponent)
     split = "eval" if opponent == "self" else "train"
     moves, first, ends = set(), set(), set()
     for seed in range(30):
-        prompt, taken = turns_of(env, split, seed, letters="AB")
+        prompt, turns = turns_of(env, split, seed, letters="AB")
         total = int(prompt[0])
         first.add(total)
-        for letter, turn, mover in taken:
+        for letter, turn, mover in turns:
             assert mover == 0
             total += "AB".index(letter) + 1
             points = float(np.atleast_1d(turn.reward)[0])
             if total >= 7:
                 assert (points, bool(turn.done)) == (1, True)
             else:
-                after = int(shown(env, turn)[0])
+                after = int(state_text(env, turn)[0])
                 assert (points, bool(turn.done)) == (-float(after >= 7), after >= 7)
                 moves.add((total >= 4, after - total))
                 total = after
@@ -150,7 +150,7 @@ def test_points_add_up_to_the_goal_and_many_actions_take_two_letters():
     for letters in ("BC", "AB", "BD"):  # 28, 1, 29
         tokens = jnp.array(env.tokenizer.encode(letters))
         state, turn = env.step(state, tokens, jnp.int32(2), jax.random.key(0))
-        turns.append((shown(env, turn), bool(turn.success)))
+        turns.append((state_text(env, turn), bool(turn.success)))
         ids.append(int(turn.state_id))
     assert turns == [("01k", False), ("01m", True), ("038", True)]
     assert len(set(ids)) == 3
@@ -162,7 +162,7 @@ KEY = jax.random.key(0)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"turns": 0}, "data.turns = 0; choose an integer from 1 to 10000"),
         ({"digits": 9}, "data.digits = 9; choose an integer from 1 to 6"),
@@ -172,8 +172,8 @@ KEY = jax.random.key(0)
         ({"opponent": "self"}, "data.opponent = 'self': race has one player"),
     ],
 )
-def test_bad_options(options, says):
-    with pytest.raises(UserError, match=says):
+def test_bad_options(options, message):
+    with pytest.raises(UserError, match=message):
         array_env(race(players=1), **({"turns": 5} | options))
 
 

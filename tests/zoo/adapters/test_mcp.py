@@ -130,21 +130,21 @@ DRAFT_7 = {**PAIR, "$schema": "http://json-schema.org/draft-07/schema#"}
 
 def test_names_that_no_parser_reads_are_mapped():
     names = ("fs.read", "fs/read", "_x", "repo/search", "add")
-    listed = Listed(*(offered(name, EMPTY) for name in names))
-    plain = [tool.name for tool in listed.tools()]
+    server = Listed(*(offered(name, EMPTY) for name in names))
+    plain = [tool.name for tool in server.tools()]
     assert plain == ["fs_read", "fs_read_2", "tool_x", "repo_search", "add"]
-    assert [tool.name for tool in listed.tools(["repo/search"])] == ["repo_search"]
+    assert [tool.name for tool in server.tools(["repo/search"])] == ["repo_search"]
     assert len(plain_name("a" * 99, {"a" * 64})) == 64
-    tool_env(listed.tools(), get_parser("hermes"), lambda p, r: 1.0, Limits())
+    tool_env(server.tools(), get_parser("hermes"), lambda p, r: 1.0, Limits())
 
 
 def test_a_bad_tool_is_left_out_and_said(caplog):
-    listed = Listed(offered("bad", PAIR), offered("old", DRAFT_7), offered("add", EMPTY))
-    assert [tool.name for tool in listed.tools()] == ["old", "add"]
+    server = Listed(offered("bad", PAIR), offered("old", DRAFT_7), offered("add", EMPTY))
+    assert [tool.name for tool in server.tools()] == ["old", "add"]
     assert "tool 'bad': its schema is invalid" in caplog.text
     assert "left out" in caplog.text
     with pytest.raises(UserError, match="tool 'bad': its schema is invalid"):
-        listed.tools(["bad"])
+        server.tools(["bad"])
     with pytest.raises(UserError, match="no tool that can be used"):
         Listed(offered("bad", PAIR)).tools()
 

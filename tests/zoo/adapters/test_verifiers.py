@@ -174,14 +174,14 @@ def test_its_tools_are_called_through_the_parser_and_its_limit_scores(folder):
     assert (env.chat.family, env.chat.roles, env.limits.turns) == ("hermes", ("tool",), 3)
     parser = get_parser("hermes")
     call = parser.render(Call("loud_shout", {"text": "cba"}))
-    _, (tool_reply, broken, last) = play(env, [call, "<tool_call>oh</tool_call>", "ABC"])
+    _, (tool_reply, error_reply, last) = play(env, [call, "<tool_call>oh</tool_call>", "ABC"])
     (message,) = tool_reply.messages
     assert (message["role"], message["content"], message["name"]) == ("tool", "CBA", "loud_shout")
-    assert broken.messages[0]["role"] == "tool"
-    assert "error" in broken.messages[0]["content"]
+    assert error_reply.messages[0]["role"] == "tool"
+    assert "error" in error_reply.messages[0]["content"]
     assert (last.reward, last.done) == ((1.0,), True)
-    _, (*_, ended) = play(env, [call, call, call])  # its last call is not answered any more
-    assert (ended.reward, ended.done) == ((0.0,), True)
+    _, (*_, final) = play(env, [call, call, call])  # its last call is not answered any more
+    assert (final.reward, final.done) == ((0.0,), True)
     gemma = from_verifiers("shout-of-mine", parser="gemma")
     assert gemma.chat.roles == ("user",)
     _, (tool_reply,) = play(gemma, [get_parser("gemma").render(Call("loud_shout", {"text": "a"}))])
@@ -189,9 +189,9 @@ def test_its_tools_are_called_through_the_parser_and_its_limit_scores(folder):
 
 
 def test_what_goes_wrong_fails_the_member_and_is_cleaned_up(folder):
-    broken = from_verifiers("words-of-mine", arguments={"taskset": {"words": ["nekorb"]}})
+    env = from_verifiers("words-of-mine", arguments={"taskset": {"words": ["nekorb"]}})
     with pytest.raises(EnvError, match="it broke"):
-        play(broken, ["?"])
+        play(env, ["?"])
     play(from_verifiers("words-of-mine"), [])  # closed in the middle: nothing is left
     with pytest.raises(UserError, match="data.id = 'no-such-set': verifiers cannot load it"):
         from_verifiers("no-such-set")

@@ -67,10 +67,10 @@ def test_a_token_of_many_characters_has_the_label_of_the_first():
         arguments = paired, PlainFormat(TOKENIZER), Pairs(), 0, 0, np.array([1, 0, 2, 3]), False
         return (await call_step(*arguments))[1]
 
-    async def listed(state, reply):
+    async def step_with_list(state, reply):
         return state, Feedback((), 0.0, True, labels={"place": [*range(len(reply.text))]})
 
-    assert asyncio.run(play(listed)).labels == {"place": [0, 2, 2, 4]}
+    assert asyncio.run(play(step_with_list)).labels == {"place": [0, 2, 2, 4]}
 
     async def short(state, reply):
         return state, Feedback((), 0.0, True, labels={"place": [1]})

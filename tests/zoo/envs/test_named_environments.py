@@ -121,12 +121,12 @@ def test_a_simulated_search(place):
     assert env.limits.call_seconds == 9
     env.lifecycle.begin(10, "train")
     call = get_parser("hermes").render(Call("search", {"query": "six"}))
-    _, (documents, ended) = play(env, call, "It is 42.")
+    _, (documents, end) = play(env, call, "It is 42.")
     assert documents.messages[0]["content"] == "It is 42."
     assert "useless" in place[2][-1][0]["messages"][0]["content"]
-    assert ended.reward == (1.0,)
-    _, (_, ended) = play(make(text + '\nreward = "f1"', place), call, "Answer: the number 42.")
-    assert ended.reward[0] == pytest.approx(2 / 3)
+    assert end.reward == (1.0,)
+    _, (_, end) = play(make(text + '\nreward = "f1"', place), call, "Answer: the number 42.")
+    assert end.reward[0] == pytest.approx(2 / 3)
 
 
 @pytest.mark.extra("mcp")
@@ -143,9 +143,9 @@ def test_the_tools_of_an_mcp_server(tmp_path):
         patch.setenv("MY_WORD", "hello")
         env = make(text)
     call = get_parser("hermes").render(Call("add", {"a": 40, "b": 2}))
-    _, (result, ended) = play(env, call, "It is 42.")
+    _, (result, end) = play(env, call, "It is 42.")
     assert "42 hello" in result.messages[0]["content"]
-    assert (ended.reward, env.limits.turns) == ((1.0,), 3)
+    assert (end.reward, env.limits.turns) == ((1.0,), 3)
     with pytest.raises(UserError, match="has no tool 'sub'"):
         make(text.replace('["MY_WORD"]', '[]\nnames = ["sub"]'))
     assert threading.active_count() == threads

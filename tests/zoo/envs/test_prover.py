@@ -31,7 +31,7 @@ def problem(text):
 
 def play(env, statement, *turns, cut=False):
     """The opening, and the feedback to each turn."""
-    return asyncio.run(scripted.played(env, turns, problem(statement), cut=cut))
+    return asyncio.run(scripted.play_turns(env, turns, problem(statement), cut=cut))
 
 
 def test_a_proof_is_played_turn_by_turn():
@@ -152,13 +152,13 @@ def test_a_penalty_is_a_cost(penalty):
 
 
 def test_a_configuration_names_it():
-    named = "prover"
-    env = configured_env(named, {"turns": 5, "errors_end": False, "call_seconds": 2.0})
+    name = "prover"
+    env = configured_env(name, {"turns": 5, "errors_end": False, "call_seconds": 2.0})
     assert env.limits == Limits(turns=5, call_seconds=2.0)
     _, (feedback,) = play(env, "a -> a", "split")
     assert not feedback.done
     with pytest.raises(UserError, match=r"data.tactics = 1: there is no such option"):
-        configured_env(named, {"tactics": 1})
+        configured_env(name, {"tactics": 1})
 
 
 # ---------------------------------------------------------------- statements
@@ -196,9 +196,9 @@ def test_the_statements_that_are_shipped_are_those_that_are_drawn(tmp_path):
     main([str(tmp_path)])
     rows = {}
     for name in ("train", "eval"):
-        written, shipped = (p / f"{name}.jsonl" for p in (tmp_path, SHIPPED))
-        assert written.read_text() == shipped.read_text()
-        rows[name] = {json.loads(line)["question"] for line in written.read_text().splitlines()}
+        generated, shipped = (p / f"{name}.jsonl" for p in (tmp_path, SHIPPED))
+        assert generated.read_text() == shipped.read_text()
+        rows[name] = {json.loads(line)["question"] for line in generated.read_text().splitlines()}
     assert (len(rows["train"]), len(rows["eval"])) == (400, 100)
     assert not rows["train"] & rows["eval"]
 

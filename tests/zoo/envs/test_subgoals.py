@@ -46,8 +46,8 @@ def test_a_plan_is_made_anew_where_it_fails_and_what_was_proved_is_shared():
     assert failures == [Stuck("g"), Stuck("g", ("y",), ("y", "y -> g"))]
     assert asked_statements == [["g", "w"], ["y", "y -> g"], ["x", "x -> y", "x -> y -> g"]]
     provable.remove("x -> y")
-    (lost,) = prove_by_parts(["g"], prove, planner, plans=2)
-    assert lost == PlannedProof(False, (), 2)
+    (failure,) = prove_by_parts(["g"], prove, planner, plans=2)
+    assert failure == PlannedProof(False, (), 2)
 
 
 def test_what_a_plan_proves_holds():

@@ -54,7 +54,7 @@ def test_classic_proofs(statement, tactics):
 
 
 @pytest.mark.parametrize(
-    ("statement", "tactics", "shown"),
+    ("statement", "tactics", "expected"),
     [
         ("a -> b", ["intro"], "h1 : a |- b"),
         ("a -> b -> c", ["intros"], "h1 : a h2 : b |- c"),
@@ -78,8 +78,8 @@ def test_classic_proofs(statement, tactics):
         ),
     ],
 )
-def test_goals_that_a_tactic_leaves(statement, tactics, shown):
-    assert " ".join(show_goals(goals_after(statement, *tactics)).split()) == shown
+def test_goals_that_a_tactic_leaves(statement, tactics, expected):
+    assert " ".join(show_goals(goals_after(statement, *tactics)).split()) == expected
 
 
 def test_goals_are_shown_as_in_lean():

@@ -73,8 +73,8 @@ def test_a_corpus_that_cannot_be_read_is_named(tmp_path):
 def test_the_world_that_is_shipped_is_the_one_that_is_generated(tmp_path):
     hops.main(str(tmp_path))
     for name in ("corpus", "train", "eval"):
-        written, shipped = (p / f"{name}.jsonl" for p in (tmp_path, SEARCH))
-        assert written.read_text() == shipped.read_text()
+        generated, shipped = (p / f"{name}.jsonl" for p in (tmp_path, SEARCH))
+        assert generated.read_text() == shipped.read_text()
     train, evaluation = (
         {json.loads(line)["question"] for line in (SEARCH / f"{n}.jsonl").read_text().splitlines()}
         for n in ("train", "eval")

@@ -40,8 +40,8 @@ def test_new_tasks_that_can_be_done_are_taken_until_there_are_enough():
     assert tasks == ["buy shoe 0", "buy coat 0", "buy shoe 1", "buy coat 1"]
     assert len(model.prompts) == 2
     for text, missing in zip(model.prompts, (4, 2), strict=True):
-        shown = {f for f in FAILED if f"`{f}`" in text}
-        assert len(shown) == EXAMPLES
+        failures = {f for f in FAILED if f"`{f}`" in text}
+        assert len(failures) == EXAMPLES
         assert "In a shop." in text
         assert f"Write {missing} new tasks" in text
     assert all("In a shop." in text for text in model.checked)

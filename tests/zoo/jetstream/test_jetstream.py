@@ -266,9 +266,9 @@ def serving(engine, queue=8):
     try:
         yield running
     finally:
-        began = time.monotonic()
+        start = time.monotonic()
         running.stop(2.0)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - start < 15
         assert not any(t.is_alive() for t in running.driver._all_threads)
 
 
@@ -296,7 +296,7 @@ def ask(running, prompt, max_tokens=NEW):
 
 
 @contextlib.contextmanager
-def refused(name, message):
+def rpc_error(name, message):
     import grpc
 
     with pytest.raises(grpc.RpcError, match=message) as error:
@@ -385,9 +385,9 @@ def test_bad_requests_are_refused_and_affect_no_other(server):
             ("1", 0, "max_tokens = 0"),
             ("1", NEW + 1, "writes 1 to 20"),
         ]:
-            with refused("INVALID_ARGUMENT", message):
+            with rpc_error("INVALID_ARGUMENT", message):
                 list(client.Decode(request(prompt, count)))
-        with refused("INVALID_ARGUMENT", "both missing"):
+        with rpc_error("INVALID_ARGUMENT", "both missing"):
             list(client.Decode(jetstream_engine.library().proto.DecodeRequest(max_tokens=3)))
         assert len(list(stream)) == NEW - 1
     assert ask(server, "1")[1] == likeliest(TOKENIZER.encode("1"), NEW)
@@ -429,7 +429,7 @@ def test_a_full_queue_refuses():
     with serving(gated.inner, queue=1) as running, stub(running) as client:
         # One in the slot, and one each before insertion and transfer; then the queue.
         streams = []
-        with refused("RESOURCE_EXHAUSTED", "queue is full"):
+        with rpc_error("RESOURCE_EXHAUSTED", "queue is full"):
             for _ in range(8):
                 streams.append(client.Decode(request("1", 2)))
                 end = time.monotonic() + 0.5
@@ -509,7 +509,7 @@ def test_a_failure_in_a_thread_is_an_error_of_the_requests(caplog):
         streams = [client.Decode(request("1", NEW)) for _ in range(3)]
         gated.may.set()
         for one in streams:
-            with refused("INTERNAL", "a fault of the device"):
+            with rpc_error("INTERNAL", "a fault of the device"):
                 list(one)
         assert not client.HealthCheck(proto.HealthCheckRequest()).is_live
         with pytest.raises(grpc.RpcError, match="a fault of the device"):

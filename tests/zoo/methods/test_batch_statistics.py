@@ -208,12 +208,12 @@ def test_a_judge_may_have_chosen_the_reference():
     d.mask[:] = True
     d.rewards[:] = [[1.0, 0.0, -1.0, 1.0, -1.0]]
     d.ids["silent"] = np.array([[0, 1, 0, 0, 0]], np.int32)
-    judged = brpo(reference="judge")
-    apply = jax.jit(partial(compute_advantages, judged.objective))
-    advantages, batch, *_ = apply(as_batch(d), judged.objective.init())
+    by_judge = brpo(reference="judge")
+    apply = jax.jit(partial(compute_advantages, by_judge.objective))
+    advantages, batch, *_ = apply(as_batch(d), by_judge.objective.init())
     np.testing.assert_array_equal(advantages[0, :, 0], [1, 0, -1, 1, -1])
     assert batch.members[0].tolist() == [True, False, True, True, True]
-    assert (judged.lacks, bool(BRPO.lacks)) == ("", True)
+    assert (by_judge.lacks, bool(BRPO.lacks)) == ("", True)
 
 
 def test_another_tie_breaker_draws_another_reference():
@@ -353,8 +353,8 @@ def test_credit_and_the_tracked_quantiles_are_the_papers(credit):
     expected = risk_advantages(d, 2, credit, (-0.5, 1.0))
     np.testing.assert_allclose(got, expected, rtol=2e-4, atol=1e-4)
     scores = np.array([sum(d.rewards[at] for at in completions) for _, completions in papers(d, 2)])
-    moved = [q + 0.1 * (p - (scores < q).mean()) for q, p in ((-0.5, 0.2), (1.0, 0.8))]
-    np.testing.assert_allclose([after.low, after.high], moved, rtol=1e-5)
+    quantiles = [q + 0.1 * (p - (scores < q).mean()) for q, p in ((-0.5, 0.2), (1.0, 0.8))]
+    np.testing.assert_allclose([after.low, after.high], quantiles, rtol=1e-5)
     assert int(after.steps) == 4
 
 

@@ -67,13 +67,13 @@ def nll_rows(d, prompts=None):
     ]
 
 
-def written(d, rng):
+def write_steps(d, rng):
     """A demonstration has a token, if perhaps none that is trained on."""
     d.lengths[:, GIVEN] = np.maximum(d.lengths[:, GIVEN], 1)
 
 
 def binary(d, rng):
-    written(d, rng)
+    write_steps(d, rng)
     d.rewards = (rng.random(d.rewards.shape) < 0.4).astype(np.float64)
     d.rewards[0, :GIVEN] = 0  # an unsolved prompt
     d.members[0] = True
@@ -96,7 +96,7 @@ def test_relift_is_grpo_and_sft_where_nothing_was_right():
 
 def test_relift_with_every_prompt_solved_is_grpo_on_the_own_samples():
     d = ragged(3, **SHAPE)
-    written(d, None)
+    write_steps(d, None)
     d.rewards = np.abs(d.rewards) + 0.5
     d.members[:, :GIVEN] = True
     alone = types.SimpleNamespace(**vars(d))
@@ -110,7 +110,7 @@ def test_relift_with_every_prompt_solved_is_grpo_on_the_own_samples():
 
 def test_relift_with_no_prompt_solved_is_sft_on_the_demonstrations():
     d = ragged(4, **SHAPE)
-    written(d, None)
+    write_steps(d, None)
     d.rewards[:] = 0
     d.members[:] = True
     d.live = d.mask
@@ -126,12 +126,12 @@ def test_amft_is_a_balance_of_grpo_and_sft():
     def reference(d, frozen):
         return 0.7 * mean(grpo_rows(d)) + 0.3 * mean(nll_rows(d))
 
-    check(get_method("amft", initial=0.3), reference, prepare=written, **SHAPE)
+    check(get_method("amft", initial=0.3), reference, prepare=write_steps, **SHAPE)
 
 
 def test_amft_leans_to_imitation_when_entropy_is_below_its_target():
     d = ragged(5, **SHAPE)
-    written(d, None)
+    write_steps(d, None)
     d.rollout_entropy[:] = 0.5
     method = get_method("amft", initial=0.3, entropy_rate=0.2, target_entropy=1.5)
     stats = {"logprobs": d.logprobs.astype(np.float32)}
@@ -172,14 +172,14 @@ def test_auto_cei_rewards_a_refusal_by_the_reasoning_before_it():
     rewards = partial(rewritten, get_method("auto_cei", depth=4.0, slope=0.5))
     rollout = types.SimpleNamespace(mask=np.arange(8) < np.array([[[4], [8], [2], [3]]]))
     right = np.array([[1.0, 0.0, 0.0, np.nan]])
-    refused, steps = np.array([[0.0, 1.0, 0.0, 0.0]]), np.array([[9.0, 2.0, 9.0, 9.0]])
+    refusals, steps = np.array([[0.0, 1.0, 0.0, 0.0]]), np.array([[9.0, 2.0, 9.0, 9.0]])
     only = rewards(right[..., None], rollout)
     np.testing.assert_array_equal(only[..., 0], [[1, -1, -1, np.nan]])
     refusal = lambda d: 2 / (1 + np.exp(-0.5 * (d - 4.0))) - 1  # noqa: E731
-    by_tokens = rewards(np.stack([right, refused], -1), rollout)
+    by_tokens = rewards(np.stack([right, refusals], -1), rollout)
     np.testing.assert_allclose(by_tokens[..., 0], [[1, refusal(8), -1, np.nan]])
     assert not by_tokens[..., 1:].any()
-    by_steps = rewards(np.stack([right, refused, steps], -1), rollout)
+    by_steps = rewards(np.stack([right, refusals, steps], -1), rollout)
     np.testing.assert_allclose(by_steps[..., 0], [[1, refusal(2), -1, np.nan]])
 
 
@@ -271,7 +271,7 @@ def test_self_reinforcement_prefers_the_own_answer(filtered):
         return pair_mean(without, sampled, dpo(d, 0.3))
 
     method = get_method("self_reinforcement", beta=0.3, filtered=filtered)
-    check(method, reference, prepare=written, **SHAPE)
+    check(method, reference, prepare=write_steps, **SHAPE)
 
 
 def test_unfiltered_self_reinforcement_is_spin_with_the_sides_exchanged():
@@ -298,7 +298,7 @@ def with_uniform(d, rng):
 
 
 def centred(d, n, i, pool_members, normalise):
-    """The advantage of member i when the members ``own`` make the statistics."""
+    """The advantage of member i when the members ``pool_members`` make the statistics."""
     if len(pool_members) < 2:
         return 0.0
     group = [d.rewards[n, j] for j in pool_members]
@@ -464,8 +464,8 @@ def test_the_balance_follows_utility_and_entropy(batch):
         _, _, state = transform.apply(scores, batch, state)
         utility = np.mean(rewards)
         gain = 0 if before is None else utility - before
-        moved = 0.01 * gain * change / (change**2 + 1e-4) + 0.1 * (0.9 - 0.5)
-        new = min(max(mu + moved, 0.05), 0.95)
+        step = 0.01 * gain * change / (change**2 + 1e-4) + 0.1 * (0.9 - 0.5)
+        new = min(max(mu + step, 0.05), 0.95)
         mu, change, before = new, new - mu, utility
         assert state.mu == pytest.approx(mu, rel=1e-5)
     assert state.steps == 3

@@ -352,8 +352,8 @@ def efficient_loss(d, frozen):
         pool = [j for j in members_of(d, n) if not external[n, j]]
         a = 0.0 if external[n, i] else standardised(d, scores, n, i, pool)
         for t in tokens:
-            shown = -0.1 * d.external[n, i, t] * d.logprobs[n, i, t]
-            rows.append(clipped_loss(ratio(d, (n, i, t)), a, 0.2, 0.28, 10.0) + shown)
+            imitation = -0.1 * d.external[n, i, t] * d.logprobs[n, i, t]
+            rows.append(clipped_loss(ratio(d, (n, i, t)), a, 0.2, 0.28, 10.0) + imitation)
     return sum(rows) / max(len(rows), 1)
 
 

@@ -204,7 +204,7 @@ def test_epo_with_a_history_is_the_papers(step, hinge):
     value, gradients = loss_and_gradient(method, as_batch(d), live, state)
     reference = epo_loss(hinge, [1.0, 0.3], step)
     assert value == pytest.approx(reference(d, d), rel=1e-5)
-    moved = 0
+    differing = 0
     bonus = -0.3 / d.live.sum()
     for at in map(tuple, np.argwhere(d.live)):
         up, down = copy.deepcopy(d), copy.deepcopy(d)
@@ -212,8 +212,8 @@ def test_epo_with_a_history_is_the_papers(step, hinge):
         down.entropy[at] -= 1e-5
         slope = (reference(up, d) - reference(down, d)) / 2e-5
         assert gradients["entropy"][at] == pytest.approx(slope, abs=1e-5)
-        moved += abs(slope - bonus) > 1e-6
-    assert (moved > 0) == hinge, "the constant penalty has no gradient, the hinge has one"
+        differing += abs(slope - bonus) > 1e-6
+    assert (differing > 0) == hinge, "the constant penalty has no gradient, the hinge has one"
 
 
 def test_the_history_is_the_mean_over_steps_of_each_turns_entropy():

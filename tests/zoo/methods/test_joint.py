@@ -51,9 +51,9 @@ def tango_advantages(d, alpha, balance, ema):
     """By (n, i, t); ``ema`` of right and wrong solutions, as the code's ``pos_count_ema``."""
     out = {}
     any_step = any(ends(d, n, i) for n in (0, 2) for i in members_of(d, n))
-    judged = [(n, i) for n, i, _ in sequences(d) if n % 2]
+    verdicts = [(n, i) for n, i, _ in sequences(d) if n % 2]
     coefs = [1 / (math.sqrt(x) + 1e-6) for x in ema]
-    mean = np.mean([coefs[0 if d.ids["outcome"][at] else 1] for at in judged])
+    mean = np.mean([coefs[0 if d.ids["outcome"][at] else 1] for at in verdicts])
     for n in range(N):
         live = members_of(d, n)
         scores = np.array([d.rewards[n, i] for i in live])
@@ -74,9 +74,9 @@ def tango_advantages(d, alpha, balance, ema):
 
 
 def counts(d):
-    judged = [at[:2] for at in sequences(d) if at[0] % 2]
-    right = sum(int(d.ids["outcome"][at]) for at in judged)
-    return right, len(judged) - right
+    verdicts = [at[:2] for at in sequences(d) if at[0] % 2]
+    right = sum(int(d.ids["outcome"][at]) for at in verdicts)
+    return right, len(verdicts) - right
 
 
 @pytest.mark.parametrize("balance", [True, False])

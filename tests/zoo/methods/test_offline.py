@@ -76,8 +76,8 @@ def ilql_loss(d, frozen, tau=0.7, gamma=0.9, alpha=0.05, clone=0.5):
 
 def test_ilql_is_the_papers_and_values_end_where_a_completion_was_cut():
     method = get_method("ilql", discount=0.9, cql_coef=0.05, sft_coef=0.5)
-    moved = ("q_0", "q_1", "state_value", "q_unlikely", "base_surprise")
-    check(method, ilql_loss, wrt=moved, prepare=with_heads)
+    wrt = ("q_0", "q_1", "state_value", "q_unlikely", "base_surprise")
+    check(method, ilql_loss, wrt=wrt, prepare=with_heads)
 
 
 def mc_loss(d, frozen, gamma=0.9, alpha=0.05):

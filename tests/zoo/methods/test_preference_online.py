@@ -105,10 +105,10 @@ def p3o(pair):
     def reference(d, frozen):
         total, count = 0.0, 0
         for n in range(len(d.rewards)):
-            who = eligible(d, n)
-            losses = [pair(d, frozen, n, i, j) for k, i in enumerate(who) for j in who[k + 1 :]]
+            pool = eligible(d, n)
+            losses = [pair(d, frozen, n, i, j) for k, i in enumerate(pool) for j in pool[k + 1 :]]
             total += np.mean(losses) if losses else 0.0
-            count += bool(who)
+            count += bool(pool)
         return total / max(count, 1)
 
     return reference
@@ -148,12 +148,12 @@ def test_cream_trusts_the_policys_ranking_as_far_as_the_reference_agrees(ranking
     def reference(d, frozen):
         tau, losses, ranked = 0.0, [], 0
         for n in range(len(d.rewards)):
-            who = [side(frozen, n, i) for i in eligible(d, n)]
-            now = [s.start / len(s.tokens) for s in who]
+            sides = [side(frozen, n, i) for i in eligible(d, n)]
+            now = [s.start / len(s.tokens) for s in sides]
             if ranking == "implicit":
-                now = [s.start - summed(frozen, "initial_logprobs", n, s.i) for s in who]
-            before = [s.ref / len(s.tokens) for s in who]
-            size = len(who)
+                now = [s.start - summed(frozen, "initial_logprobs", n, s.i) for s in sides]
+            before = [s.ref / len(s.tokens) for s in sides]
+            size = len(sides)
             if size < 2:
                 continue
             ranked += 1
@@ -163,7 +163,7 @@ def test_cream_trusts_the_policys_ranking_as_far_as_the_reference_agrees(ranking
                 for j in range(i)
             ]
             tau += (np.mean(signs) + 1) / 2
-            w, l = (side(d, n, who[k].i) for k in (np.argmax(now), np.argmin(now)))
+            w, l = (side(d, n, sides[k].i) for k in (np.argmax(now), np.argmin(now)))
             losses.append((0.1 * w.h, 0.1 * l.h))
         c = tau / max(ranked, 1)
         total = sum(c * softplus(b - a) + (1 - c) * softplus(a - b) for a, b in losses)

@@ -206,11 +206,11 @@ def standardised(values, i, eps=1e-4):
 
 
 def rank_grpo_loss(
-    d, frozen, gain="own", average="ranks", shaping=0.1, wanted=3, clips=(0.06, 0.08), beta=0.001
+    d, frozen, gain="own", average="ranks", shaping=0.1, places=3, clips=(0.06, 0.08), beta=0.001
 ):
     rows, every = [], []
     for n, i, tokens in sequences(d):
-        item = {t: min(d.ids["item"][n, i, t], wanted) for t in tokens}
+        item = {t: min(d.ids["item"][n, i, t], places) for t in tokens}
         stop = tokens[-1] if not d.truncated[n, i] else None
         tokens = [t for t in tokens if item[t] >= 0 or t == stop]
         if not tokens:
@@ -225,13 +225,13 @@ def rank_grpo_loss(
             s = np.exp(np.clip(sum(gaps) / len(gaps), -20, 20))
             for t in rank_tokens:
                 a = 0.0
-                if 0 <= k < wanted and not (shaping and t == stop):
+                if 0 <= k < places and not (shaping and t == stop):
                     a = standardised(
                         {j: credit(d.rewards[n, j], k, gain) for j in members_of(d, n)}, i
                     )
-                a -= shaping * (k >= wanted)
+                a -= shaping * (k >= places)
                 if t == stop:
-                    a += shaping * ((emitted == wanted) - float(emitted < wanted))
+                    a += shaping * ((emitted == places) - float(emitted < places))
                 losses[t] = clipped_loss(s, a, *clips)
         kl = [d.ref_logprobs[n, i, t] - d.logprobs[n, i, t] for t in tokens]
         kl = [beta * (np.exp(gap) - gap - 1) for gap in kl]

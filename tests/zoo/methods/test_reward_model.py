@@ -354,7 +354,7 @@ def test_a_feature_is_a_fixed_direction_of_the_last_state():
 # ---------------------------------------------------------------- MetaRM
 
 
-def apart(d, frozen):
+def reference(d, frozen):
     """J in loops, the mean over groups whose scores are all equal."""
     total, count = 0.0, 0
     for n in range(len(d.rewards)):
@@ -370,4 +370,4 @@ def apart(d, frozen):
 def test_how_far_apart_unranked_responses_are_is_the_paper_s():
     ahead = get_method("meta_rm", ascent=0.5).schedule.ahead
     assert ahead.size == 0.5
-    check(Method(ahead.objective), apart, wrt=WRT, n=4)
+    check(Method(ahead.objective), reference, wrt=WRT, n=4)

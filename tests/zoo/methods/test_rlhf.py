@@ -106,15 +106,15 @@ def test_gepo_adds_groups_of_equivalent_demonstrations_to_grpo():
         )
         total, count = 0.0, 0
         for n in range(len(d.rewards)):
-            who = [i for i in members_of(d, n) if tokens_of(d, n, i)]
-            count += bool(who)
-            mine = [i for i in who if i < 2]
+            pool = [i for i in members_of(d, n) if tokens_of(d, n, i)]
+            count += bool(pool)
+            mine = [i for i in pool if i < 2]
             for i in mine:
                 tokens = tokens_of(d, n, i)
                 losses = [clipped_loss(ratio(d, (n, i, t)), advantages[n, i]) for t in tokens]
                 total += np.mean(losses) / len(mine)
             gap = d.logprobs[n] - d.ref_logprobs[n]
-            reward = {i: 0.1 * gap[i, tokens_of(d, n, i)].sum() for i in who if i >= 2}
+            reward = {i: 0.1 * gap[i, tokens_of(d, n, i)].sum() for i in pool if i >= 2}
             same = [r for i, r in reward.items() if d.rewards[n, i] > 0.5]
             other = [r for i, r in reward.items() if d.rewards[n, i] <= 0.5]
             if same and other:
@@ -184,8 +184,8 @@ def sigma(x):
 def hardness(d, parts, threshold):
     """DR-IRL's coefficients in float64, of the members 0 to 3; member 4 is the demonstration."""
     members = [(n, i) for n in range(len(parts)) for i in members_of(d, n) if i < 4]
-    shown = [n for n in range(len(parts)) if d.members[n, 4]]
-    gap = {(n, i): parts[n, 4, 0] - parts[n, i, 0] for n, i in members if n in shown}
+    with_demonstration = [n for n in range(len(parts)) if d.members[n, 4]]
+    gap = {(n, i): parts[n, 4, 0] - parts[n, i, 0] for n, i in members if n in with_demonstration}
     mean = np.mean(list(gap.values()))
     typical = [g for g in gap.values() if (g - mean) ** 2 <= threshold]
     responsive = sigma(np.mean(typical)) / sigma(mean) if typical else 1.0

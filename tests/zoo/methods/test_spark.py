@@ -39,13 +39,20 @@ def test_every_group_makes_the_question_of_its_kind():
         ["um", "um", "um", "um"],
         ["um", "5", "um", "so 4"],
     ]
-    listed = [recycled(*samples(*groups), step, 9) for step in range(300)]
+    questions_by_step = [recycled(*samples(*groups), step, 9) for step in range(300)]
     by_place = {
-        place: [q for each in listed for q in each if q.place == place and q.label is not None]
+        place: [
+            q
+            for each in questions_by_step
+            for q in each
+            if q.place == place and q.label is not None
+        ]
         for place in range(5)
     }
     reflections = {
-        place: [q for each in listed for q in each if q.place == place and q.label is None]
+        place: [
+            q for each in questions_by_step for q in each if q.place == place and q.label is None
+        ]
         for place in range(5)
     }
     assert {(q.label, q.pair) for q in by_place[0]} == {(1.0, False)}
@@ -71,13 +78,13 @@ def test_every_group_makes_the_question_of_its_kind():
         *("so 5", "um")
     }
     assert {q.text.split("attempt at it:\n")[1].split("\n")[0] for q in reflections[4]} == {"5"}
-    assert recycled(*samples(*groups), 7, 9) == listed[7]  # nothing else is random
+    assert recycled(*samples(*groups), 7, 9) == questions_by_step[7]  # nothing else is random
 
 
 def test_no_more_questions_than_asked_for_of_either_kind():
-    listed = recycled(*samples(*[["4", "5"]] * 12), 0, 3)
-    assert [q.label is None for q in listed] == [False] * 3 + [True] * 3
-    assert len({q.place for q in listed[:3]}) == 3
+    questions = recycled(*samples(*[["4", "5"]] * 12), 0, 3)
+    assert [q.label is None for q in questions] == [False] * 3 + [True] * 3
+    assert len({q.place for q in questions[:3]}) == 3
 
 
 @pytest.mark.parametrize(
@@ -201,7 +208,7 @@ def test_verdicts_are_paid_by_agreement_and_reflections_by_the_problem(stepped):
 
 def test_questions_are_made_once_a_step():
     """Of each completion the text is made once, and each question is written once."""
-    read, written = [], []
+    read, questions = [], []
 
     class Counting(Words):
         def decode(self, ids):
@@ -209,7 +216,7 @@ def test_questions_are_made_once_a_step():
             return super().decode(ids)
 
     def counting(question):
-        written.append(question)
+        questions.append(question)
         return recycled_prompt(question)
 
     method = spark(question_tokens=MORE, pointwise=1.0, kl_coef=0.0)
@@ -217,7 +224,7 @@ def test_questions_are_made_once_a_step():
     verdicts = int((np.asarray(groups.ids[SILENT])[N:, 0] == 0).sum())
     assert verdicts == 2
     assert len(read) == (N + verdicts) * G
-    assert len(written) == len(set(written)) == 4  # with the one that is too long
+    assert len(questions) == len(set(questions)) == 4  # with the one that is too long
     assert groups.prior == {}
 
 

@@ -81,7 +81,7 @@ def test_a_nan_entropy_is_not_taken_for_a_small_one():
 # ---------------------------------------------------------------- CAPO
 
 
-def judged(d, rng):
+def write_verdicts(d, rng):
     """Half of the tokens are in wrong steps, of which each costs three eighths of a point."""
     d.paid = -0.375 * ((rng.random(d.mask.shape) < 0.5) & d.mask)
     d.rewards = np.float32(d.rewards + d.paid.sum(axis=2)).astype(float)
@@ -110,12 +110,12 @@ def capo_loss(d, frozen):
 
 
 def test_capo_is_the_papers():
-    check(capo(), capo_loss, prepare=judged)
+    check(capo(), capo_loss, prepare=write_verdicts)
 
 
 def test_a_wrong_step_costs_its_tokens_alone():
     d = ragged(3)
-    judged(d, np.random.default_rng(3))
+    write_verdicts(d, np.random.default_rng(3))
     (n, i, ts) = next(s for s in sequences(d) if len(s[2]) > 2)
     d.rewards[n, i] -= d.paid[n, i, list(ts)].sum()
     d.paid[n, i] = 0

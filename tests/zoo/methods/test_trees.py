@@ -195,13 +195,15 @@ def test_a_tree_counted_by_hand():
 def test_each_token_drawn_is_trained_once_with_what_its_members_earn_together():
     """Summed over a tree the advantages are those of its members drawn apart, each token once."""
     d = toy([3.0, 1.0, 0.0, 0.5])
-    apart = standard_score(d)[0]
+    independent = standard_score(d)[0]
     shared = advantages_of(arpo(), d)[0]
     for i in range(4):
         for t in np.flatnonzero(d.mask[0, i]):
             through = going_through(d, 0, i, t)
             assert sum(d.mask[0, j, t] for j in through) == 1
-            np.testing.assert_allclose(shared[i, t] * len(through), apart[through].sum(), atol=1e-4)
+            np.testing.assert_allclose(
+                shared[i, t] * len(through), independent[through].sum(), atol=1e-4
+            )
 
 
 def test_without_branches_arpo_is_grpo_and_treerl_twice_the_centred_reward():
@@ -229,10 +231,10 @@ def test_values_are_backed_up_as_the_search_does():
         got = constrained_values(
             jnp.asarray(scores, jnp.float32), jnp.asarray(node), jnp.ones(4, bool)
         )
-        wanted = [
+        expected = [
             [tree.nodes[numbers[x]].total if x else 0.0 for x in row] for row in node.tolist()
         ]
-        np.testing.assert_allclose(got, wanted, atol=1e-6)
+        np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
 def test_deepsearch_reads_the_values_of_branches():

@@ -54,7 +54,7 @@ def test_movement_by_hand():
         [sample([4, 1], [-0.3, -0.2], 1), sample([5, 7, 8, 1], [-1.5, -2.0, -0.5, -0.1], 0)],
         [sample([4, 1], [-0.2, -0.2], 1), sample([5, 6, 1], [-1.1, -2.0, -0.5], 1)],
     ]
-    moved = movement(runs)
+    measured = movement(runs)
     deviation = lambda *x: np.std(x, ddof=1)  # noqa: E731
     expected = {
         "accuracy": (1 + 0.5 + 1) / 3,
@@ -69,14 +69,18 @@ def test_movement_by_hand():
         "logprob_std": (deviation(-0.1, -0.3, -0.2) / 2 + deviation(-1.0, -1.5, -1.1)) / 2,
         "logprob_most": 0.5,
     }
-    assert moved == pytest.approx(expected)
+    assert measured == pytest.approx(expected)
     same = movement([runs[0], runs[0]])
     assert same["divergence_index"] is None
     assert {k: v for k, v in same.items() if k.endswith("std")} == pytest.approx(
         dict.fromkeys(("accuracy_std", "length_std", "probability_std", "logprob_std"), 0)
     )
-    apart = movement([[sample([4], [-1.0], 0)], [sample([5], [-1.0], 0)]])
-    assert (apart["diverged"], apart["probability_std"], apart["logprob_most"]) == (1, None, None)
+    diverged = movement([[sample([4], [-1.0], 0)], [sample([5], [-1.0], 0)]])
+    assert (diverged["diverged"], diverged["probability_std"], diverged["logprob_most"]) == (
+        1,
+        None,
+        None,
+    )
 
 
 def test_each_part_of_a_setting_is_compared_alone_and_together():
@@ -118,9 +122,9 @@ SMALL = (*RUN, "model.param_dtype=bfloat16", "model.dtype=bfloat16")
 
 
 def test_a_run_moves_with_dtype_and_not_with_batch():
-    shown = CliRunner().invoke(app, ["drift", *SMALL, "--problems", "3", "--json"])
-    assert shown.exit_code == 0, shown.output
-    measured = json.loads(shown.output)
+    result = CliRunner().invoke(app, ["drift", *SMALL, "--problems", "3", "--json"])
+    assert result.exit_code == 0, result.output
+    measured = json.loads(result.output)
     assert measured["problems"] == 3
     assert [(e["batch"], e["dtype"]) for e in measured["settings"]] == [
         *((1, "bfloat16"), (8, "bfloat16"), (1, "float32"), (8, "float32"))
@@ -149,9 +153,9 @@ def test_the_command_prints_a_table(monkeypatch):
         lambda config, **options: calls.append(options) or result,
     )
     more = ["--batch", "2", "--mesh", "tensor=2", "--dtype", "bfloat16", "--checkpoint", "4"]
-    shown = CliRunner().invoke(app, ["drift", *RUN, *more])
-    assert shown.exit_code == 0, shown.output
-    assert shown.output.splitlines() == [
+    printed = CliRunner().invoke(app, ["drift", *RUN, *more])
+    assert printed.exit_code == 0, printed.output
+    assert printed.output.splitlines() == [
         "greedy completions of 3 problems, step 7",
         "  varies  dtype  settings  accuracy  diverged",
         "  batch   -      2         0.5       -",

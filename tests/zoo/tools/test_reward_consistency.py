@@ -39,10 +39,12 @@ def test_convex_da_keeps_the_copies_at_the_corners():
     copies = {"good": ["a", "b", "ab", "aabb", "ab"], "line": ["c", "cc", "ccc"]}
     rows = [{"prompt": "p", "chosen": c, "rejected": "bad"} for c in copies]
     out = convex_da(rows, lambda text, n: copies[text][:n], encode)
-    listed = {text: [copies[text].index(t) for t in dict.fromkeys(copies[text])] for text in copies}
+    corners = {
+        text: [copies[text].index(t) for t in dict.fromkeys(copies[text])] for text in copies
+    }
     expected = []
     for row in rows:
-        texts = [copies[row["chosen"]][i] for i in listed[row["chosen"]]]
+        texts = [copies[row["chosen"]][i] for i in corners[row["chosen"]]]
         expected += [{**row, "chosen": texts[i]} for i in hull_vertices(encode(texts))]
     assert out == expected
     assert [row["chosen"] for row in out if row["chosen"].startswith("c")] == ["c", "ccc"]

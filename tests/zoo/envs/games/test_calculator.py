@@ -49,8 +49,13 @@ def test_calls_are_worked_out():
         reply = ENV.tokenizer.decode(turns.reply[i, : turns.count[i]].tolist())
         if not turns.done[i]:
             assert reply == python_result(call), call
-    cut = turn_of("1" * ENV.turn_tokens, stop=False)
-    assert ENV.tokenizer.decode(step(cut[0][None], cut[1][None]).reply[0, :1].tolist()) == "!"
+    without_stop = turn_of("1" * ENV.turn_tokens, stop=False)
+    assert (
+        ENV.tokenizer.decode(
+            step(without_stop[0][None], without_stop[1][None]).reply[0, :1].tolist()
+        )
+        == "!"
+    )
 
 
 def test_answers_and_states():

@@ -146,7 +146,7 @@ def test_random_maps_can_be_solved_and_stay_in_their_split():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"map": "5x5"}, "data.map = '5x5'; choose from 4x4, 8x8, random"),
         ({"start": "middle"}, "data.start = 'middle'; choose from anywhere, corner"),
@@ -156,6 +156,6 @@ def test_random_maps_can_be_solved_and_stay_in_their_split():
         ({"holes": 3}, "data.holes = 3: there is no such option"),
     ],
 )
-def test_bad_options(options, says):
-    with pytest.raises(UserError, match=says):
+def test_bad_options(options, message):
+    with pytest.raises(UserError, match=message):
         get_env("gridworld", **options)

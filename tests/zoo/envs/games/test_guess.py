@@ -51,12 +51,12 @@ def test_the_solution_is_binary_search(numbers):
     env = get_env("guess_number", numbers=numbers)
     start = env.generate(jax.random.key(0), "eval")
 
-    def taken(secret):
-        begun = start.replace(state=start.state.replace(secret=secret))
-        log = scripted(jax.random.key(0), begun, env=env)[2]
+    def turns_needed(secret):
+        with_secret = start.replace(state=start.state.replace(secret=secret))
+        log = scripted(jax.random.key(0), with_secret, env=env)[2]
         return log.count[0], log.success
 
-    counts, success = jax.device_get(jit(jax.vmap(taken))(jnp.arange(numbers)))
+    counts, success = jax.device_get(jit(jax.vmap(turns_needed))(jnp.arange(numbers)))
     assert success.all()
 
     def search(low, high):  # guesses for each number between the two
@@ -75,10 +75,10 @@ def test_the_solution_is_binary_search(numbers):
 
 
 def test_bad_options():
-    for options, says in (
+    for options, message in (
         ({"numbers": 1}, "data.numbers = 1; choose an integer from 2 to 1000"),
         ({"cost": -1}, "data.cost = -1; give points, at least 0"),
         ({"turns": 1001}, "data.turns = 1001"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             get_env("guess_number", **options)
