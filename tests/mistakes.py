@@ -244,10 +244,10 @@ def all_mistakes() -> list[Mistake]:
                 continue
             value_shown = value if form not in ("table", "list", "twice", "null", "date") else ""
             value_shown = value_shown.strip("'") if form != "empty" else ""
-            named_key = (
+            blamed = (
                 "sampling.mesh" if key == "sampling.mesh.fsdp" else key
             )  # their product is wrong
-            mistakes.append(Mistake(named_key, form, (*sound, f"{key}={value}"), value_shown))
+            mistakes.append(Mistake(blamed, form, (*sound, f"{key}={value}"), value_shown))
         mistakes += _misnamed(key, sound)
     for key, *overrides in CONTRADICTIONS:
         base = BASES.get(overrides[0], ())

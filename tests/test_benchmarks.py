@@ -382,9 +382,7 @@ def test_decoding_reads_a_shared_prompt_once_a_step():
     config = ModelConfig(**sizes, layers=3, mlp_dim=7, max_length=64)
     entry = 2 * 3 * 2 * 6 * 4  # keys and values, layers, heads, size, bytes
     completions = floor.Completions(np.array([5]), np.array([[3, 1]]))
-    entries = (
-        0 + 1 + 2
-    )  # what the longer row has of its own at each of its steps; the other nothing
+    entries = 0 + 1 + 2  # own entries of the longer row at each of its steps; the other has none
     assert floor.decode_bytes(config, completions, 1000) == 3 * 1000 + entry * (entries + 3 * 5)
 
 

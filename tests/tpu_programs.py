@@ -220,7 +220,7 @@ def _kernels_of_a_step() -> Iterator[tuple[Callable[..., Any], tuple]]:
 
 
 def refusals(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:
-    """What is said of configurations that cannot be planned for."""
+    """Error messages of configurations that cannot be planned for, "" for others."""
     from jrl.config import build_config
     from jrl.errors import UserError
     from jrl.plan import compile as plan

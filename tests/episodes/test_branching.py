@@ -402,14 +402,14 @@ def source(env, tree=EVEN):
 
 
 def test_a_shared_token_has_the_mean_advantage_of_those_that_go_through_it():
-    source_of_trees = source(counting_env())
+    tree_source = source(counting_env())
     try:
         tickets = np.arange(2, dtype=np.int32)
-        groups = source_of_trees.draw(
+        groups = tree_source.draw(
             simple_request(jax.random.key(2), {"policy": params()}, 0, tickets, 4)
         )
     finally:
-        source_of_trees.close()
+        tree_source.close()
     batch = to_batch(
         groups.rollout, groups.rewards, np.ones(1, np.float32), groups.ids, groups.stats
     )

@@ -121,8 +121,8 @@ def values_are_those_behind_tokens(config):
     prompt, completion = np.array([[4, 3, 2, 5]], np.int32), np.array([[2, 3, 4, 1]], np.int32)
     with jax.set_mesh(run.mesh):
         model = model_of(config, run.mesh, 1, behind=True)
-        alive, four = np.ones(1, bool), np.array([4], np.int32)
-        demonstration = demonstration_rollout(prompt, four, completion, four, alive, 1)
+        complete, four = np.ones(1, bool), np.array([4], np.int32)
+        demonstration = demonstration_rollout(prompt, four, completion, four, complete, 1)
         values = model.of_tokens(demonstration)[0, 0]
         tokens = np.concatenate([prompt, completion], 1)
         columns, ones = np.arange(8, dtype=np.int32)[None], np.ones((1, 8), np.int32)

@@ -115,9 +115,9 @@ def whole_sequences(sampled):
 
 
 def test_the_record_is_where_the_router_sends_whole_sequences():
-    one, queued = rollout(), rollout(slots=5)
-    assert len(set(one.lengths.reshape(-1))) > 2
-    tokens, lengths = whole_sequences(one)
+    unqueued, queued = rollout(), rollout(slots=5)
+    assert len(set(unqueued.lengths.reshape(-1))) > 2
+    tokens, lengths = whole_sequences(unqueued)
     positions = np.broadcast_to(np.arange(P + T, dtype=np.int32), tokens.shape)
     segments = (positions < lengths[:, None]).astype(np.int32)
     experts = []
@@ -128,14 +128,14 @@ def test_the_record_is_where_the_router_sends_whole_sequences():
     assert expected.shape[2] == sum(CONFIG.sparse)
     for i in range(N * G):
         n, g = divmod(i, G)
-        p, t = one.prompt_lengths[n], one.lengths[n, g]
-        of_prompt, of_tokens = one.routing.prompts[n], one.routing.tokens[n, g]
+        p, t = unqueued.prompt_lengths[n], unqueued.lengths[n, g]
+        of_prompt, of_tokens = unqueued.routing.prompts[n], unqueued.routing.tokens[n, g]
         np.testing.assert_array_equal(of_prompt[: p - 1], expected[i, : p - 1])
         np.testing.assert_array_equal(of_tokens[:t], expected[i, p - 1 : p - 1 + t])
         assert (of_prompt[p - 1 :] == -1).all()
         assert (of_tokens[t:] == -1).all()
-    jax.tree.map(np.testing.assert_array_equal, one.routing, queued.routing)
-    assert one.routing.tokens.dtype == np.int8
+    jax.tree.map(np.testing.assert_array_equal, unqueued.routing, queued.routing)
+    assert unqueued.routing.tokens.dtype == np.int8
 
 
 def test_many_experts_are_recorded_in_16_bits():
