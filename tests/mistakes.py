@@ -244,9 +244,8 @@ def all_mistakes() -> list[Mistake]:
                 continue
             value_shown = value if form not in ("table", "list", "twice", "null", "date") else ""
             value_shown = value_shown.strip("'") if form != "empty" else ""
-            blamed = (
-                "sampling.mesh" if key == "sampling.mesh.fsdp" else key
-            )  # their product is wrong
+            # a mistake in one axis is reported as one in the product of all
+            blamed = "sampling.mesh" if key == "sampling.mesh.fsdp" else key
             mistakes.append(Mistake(blamed, form, (*sound, f"{key}={value}"), value_shown))
         mistakes += _misnamed(key, sound)
     for key, *overrides in CONTRADICTIONS:
