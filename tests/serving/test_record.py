@@ -197,10 +197,10 @@ def test_three_turns_with_a_tool_are_on_disk_id_for_id(tmp_path):
         last = agent.turns(["2+2=", "4", "5"], "task-1")
         assert last.session_id == "task-1"
         assert agent.reward("task-1", {"reward": 0.5, "done": True})[0] == 200
-        kept = agent.worker.completions
+        pairs = agent.worker.completions
     on_disk = completions(tmp_path)
-    assert len(kept) == len(on_disk) == 3
-    for (prompt, completion), line in zip(kept, on_disk, strict=True):
+    assert len(pairs) == len(on_disk) == 3
+    for (prompt, completion), line in zip(pairs, on_disk, strict=True):
         assert line["prompt"] == prompt
         assert line["drawn"] == completion.tokens.tolist()
         assert np.float32(line["logprobs"]).tolist() == completion.logprobs.tolist()
@@ -219,7 +219,7 @@ def test_three_turns_with_a_tool_are_on_disk_id_for_id(tmp_path):
     assert [s.drawn for s in row.segments] == [True, False, True, False, True]
     assert [s.turn for s in row.segments] == [0, 0, 1, 1, 2]
     ids = np.concatenate([row.opening, *(s.tokens for s in row.segments)]).tolist()
-    assert ids == kept[-1][0] + kept[-1][1].tokens.tolist()
+    assert ids == pairs[-1][0] + pairs[-1][1].tokens.tolist()
     rows = to_rollout(recorded.groups, ROOM)
     rollout = rows.rollout.check()
     mask = rollout.mask[0, 0]
