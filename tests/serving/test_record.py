@@ -223,7 +223,7 @@ def test_three_turns_with_a_tool_are_on_disk_id_for_id(tmp_path):
     rows = to_rollout(recorded.groups, ROOM)
     rollout = rows.rollout.check()
     mask = rollout.mask[0, 0]
-    sampled = [c for _, c in kept]
+    sampled = [c for _, c in pairs]
     assert rollout.tokens[0, 0][mask].tolist() == [t for c in sampled for t in c.tokens]
     assert rollout.sampler_logprobs[0, 0][mask].tolist() == [x for c in sampled for x in c.logprobs]
     assert set(rollout.versions[0, 0][mask]) == {VERSION}
