@@ -1,4 +1,4 @@
-"""What JAX compiles while a test looks on."""
+"""Programs that JAX compiles during a test."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""What every test shares: a quiet CPU backend with eight devices, and strict JAX settings.
+"""Setup of every test: a quiet CPU backend with eight devices, and strict JAX settings.
 
 The environment is written before anything imports JAX, so that subprocesses started by a test see
 the same machine.
@@ -131,7 +131,7 @@ def pytest_addoption(parser):
 
 
 def skipped_extras(reports):
-    """How many reports skipped for want of each extra."""
+    """Number of skipped reports by missing extra."""
     counts = {}
     for report in reports:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -1,4 +1,4 @@
-"""What the fuzz tests share: settings, values of any kind, damage to bytes, and how to judge."""
+"""Shared by the fuzz tests: settings, values of any kind, damage to bytes, and how to judge."""
 
 import json
 import os
@@ -41,7 +41,7 @@ anything = st.recursive(
 
 
 def outcome(function, *arguments):
-    """What it says where it refuses; other errors pass, and fail the test."""
+    """Message of a refusal, else ""; other errors propagate and fail the test."""
     try:
         function(*arguments)
     except (UserError, ApiError) as error:

@@ -150,7 +150,7 @@ class World:
             return self.sample(self.request(step, ids))
 
     def request(self, step, tickets, *, rows=None, key=None):
-        """What draws ask for with the state's policy."""
+        """Request of draws with the state's policy."""
         key, weights = self.state.key if key is None else key, policy_weights(self.state)
         return simple_request(key, weights, np.int32(step), tickets, GROUP, rows=rows)
 

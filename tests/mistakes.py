@@ -157,7 +157,7 @@ NEEDED = {
     "value.kind": ("method=ppo",),
     "value.path": ("method=ppo", "value.kind=network"),
 }
-"""What else must be given for a key to be read."""
+"""Further keys without which a key is not read."""
 
 WRONG = {
     "text": {

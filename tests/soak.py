@@ -36,7 +36,7 @@ BOOT_SHARE, BOOT_SECONDS = 0.2, 10.0  # of the kills, and how far into the start
 
 
 def of_mode(mode: str, directory: pathlib.Path) -> list[str]:
-    """What distinguishes a mode."""
+    """Settings of a mode."""
     if mode == "episodes":
         return ["data={env='guess_number', numbers=4, turns=3}"]
     task = ["data.task=sequence", "data.difficulty=1"]
@@ -210,7 +210,7 @@ def least(looks: list[dict], begin: float, end: float) -> dict:
 
 
 def compare(soak: Soak) -> dict:
-    """What the two runs end with; raises AssertionError where they differ or something grew."""
+    """Compares how both runs end; raises AssertionError where they differ or something grew."""
     import jax
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""What is wrong with the input is said before device work: exit code 2, the thing, the remedy."""
+"""Errors of input, before device work: exit code 2, the value, the remedy."""
 
 import json
 import pathlib

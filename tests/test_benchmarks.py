@@ -187,7 +187,7 @@ def small_pod(tmp_path):
 
 
 def small_plan(**changes):
-    """What the benchmark reads of a plan's JSON, of the small configuration on 4 chips."""
+    """The part of a plan's JSON that the benchmark reads, of the small configuration on 4 chips."""
     axes = dict.fromkeys(("data", "fsdp", "tensor", "context", "expert"), 1)
     programs = {
         name: {"roofline_seconds": seconds, "bytes_per_chip": size}

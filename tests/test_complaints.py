@@ -1,4 +1,4 @@
-"""What users of other libraries complain about most, and which tests hold that it is not so here.
+"""Frequent complaints about other libraries, and the tests that exclude them here.
 
 A row names a complaint of the public issue trackers of trl, verl, open-r1, tunix, marin and others;
 its tests must exist. ``OPEN`` says what of a row no test holds yet.

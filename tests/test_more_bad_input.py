@@ -335,7 +335,7 @@ def overrides(place, *changes, data="data.jsonl"):
 
 
 def setup(place, *changes, data="data.jsonl"):
-    """What such a run reads."""
+    """Files that such a run reads."""
     build.setup(load_config(None, overrides(place, *changes, data=data)))
 
 

@@ -1,4 +1,4 @@
-"""What the README says can be done is done here: its code runs, its commands and files exist."""
+"""The README's code runs, and its commands and files exist."""
 
 import pathlib
 import re

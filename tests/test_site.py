@@ -131,7 +131,7 @@ def test_the_page_of_keys_holds_every_key(pages):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """What the commands of the methods' pages name, small."""
+    """Small files for the commands of the methods' pages."""
     place = tmp_path_factory.mktemp("data")
     checkpoint(place / "DIR", chat=True)
     checkpoint(place / "TEACHER", chat=True)

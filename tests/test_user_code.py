@@ -22,7 +22,7 @@ from jrl.train import build
 from jrl.user_code import check_options, keep_rows, load, python_value, remember
 
 MINE = '''
-"""What a researcher writes: one file with a method, a task, a reward and a network."""
+"""A researcher's file: one file with a method, a task, a reward and a network."""
 
 from jrl.data.tasks import sorting
 from jrl.methods import get_method, published

@@ -1,4 +1,4 @@
-"""What tests ask of libtpu, and of the plugin for CUDA, in a process of its own.
+"""Compilations by libtpu and the plugin for CUDA, in a process of their own.
 
 libtpu serves one at a time.
 
@@ -28,7 +28,7 @@ needs_libtpu = pytest.mark.extra("plan")  # libtpu is for Linux on x86 alone
 
 
 def ask(function: str, *args: Any) -> Any:
-    """What a function of this module returns in a process of its own, when libtpu is free."""
+    """Result of a function of this module, run in a process of its own once libtpu is free."""
     command = [sys.executable, __file__, function, json.dumps(args)]
     with Path(tempfile.gettempdir(), "jrl-libtpu.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

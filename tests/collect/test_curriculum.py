@@ -72,7 +72,7 @@ class Run:
         self.collector = Collector(self.source, setting, mesh, rounds=self.rounds, notes=notes)
 
     def notes(self):
-        """What a checkpoint holds, written and read again."""
+        """State of a checkpoint, written and read again."""
         return json.loads(json.dumps(self.collector.notes(), default=lambda x: x.tolist()))
 
     def step(self, number, cursor=0):

@@ -1,4 +1,4 @@
-"""Where completions go: every token once, prompts with their block, little padding."""
+"""Packing of completions: every token once, prompts with their block, little padding."""
 
 import json
 from types import SimpleNamespace

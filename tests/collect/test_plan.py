@@ -206,7 +206,7 @@ def one_step(collected, key, step, setting, rounds, toy=draw_toy):
 
 
 def values_of(batch):
-    """What must be the same: members, their rewards and tokens, in their places."""
+    """Members, their rewards and tokens, by place, for comparison."""
     members = np.asarray(batch.members)
     return {
         "members": members,

@@ -94,7 +94,7 @@ WEIGHTS = np.array([1.0, 0.0])
 
 
 def request(step, search, weights, group=G):
-    """What is asked for of all prompts, each of which is searched."""
+    """A request for all prompts, each of which is searched."""
     plain_request = simple_request(
         jax.random.key(4), weights, step, np.arange(3, dtype=np.int32), group
     )

@@ -1,4 +1,4 @@
-"""What a file says never becomes a control token, and nothing of a conversation is dropped."""
+"""Text of a file never becomes a control token, and nothing of a conversation is dropped."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ TALK = [
 
 
 def controls(tokenizer, ids):
-    """How many turns begin and end, and thoughts begin, in these ids."""
+    """Number of turns that begin and end, and of thoughts that begin, in these ids."""
     ids = list(map(int, ids))
     return [ids.count(tokenizer.encode(mark)[0]) for mark in ("<|im_start|>", "<|im_end|>")]
 

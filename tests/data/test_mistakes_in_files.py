@@ -111,7 +111,7 @@ PROMPTS = {
 
 
 def said_of(place, name, content, read):
-    """What is said of a file; the error of a sound one fails the test."""
+    """Error message of a file; a sound file fails the test."""
     (place / name).write_bytes(content)
     with pytest.raises(UserError) as raised:
         read(open_source(str(place / name), key="data.train"))

@@ -29,7 +29,7 @@ ENTRIES = [
 
 @pytest.fixture(scope="module")
 def world():
-    """What programs would like to reach: sockets, a file and a secret of the caller's."""
+    """Targets of hostile programs: sockets, a file and a secret of the caller's."""
     # Not below the working directories of a run, which are its own there.
     root = pathlib.Path(tempfile.mkdtemp(prefix="canary-", dir="/var/lib" if _is_root() else None))
     root.chmod(0o777)
@@ -103,7 +103,7 @@ def alone(tmp_path_factory):
 
 
 def left_behind():
-    """What there is on the machine, by name, that a program could leave."""
+    """Things on the machine, by name, that a program could leave behind."""
     remains = {}
     for place in PLACES:
         if os.path.isdir(place):

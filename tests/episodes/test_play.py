@@ -110,7 +110,7 @@ def play(env, count=3, group=4, slots=4, chunk=3, **device):
 
 
 def turns_of(rollout):
-    """What was drawn, and what came between, of every member."""
+    """Sampled turns and replies of every member."""
     return [
         [(s.tokens.tolist(), s.drawn, s.reward) for s in t.segments]
         for group in rollout.groups

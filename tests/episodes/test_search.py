@@ -105,7 +105,7 @@ def many_sixes(paths):
 
 
 class SearchResult(NamedTuple):
-    """What a search found for a problem."""
+    """Result of a search for a problem."""
 
     opening: np.ndarray
     success: bool
@@ -159,7 +159,7 @@ def search_results():
 
 
 def replayed(turns):
-    """What a fresh environment says to the turns of a path."""
+    """Feedback of a fresh environment to the turns of a path."""
     env = game([])
 
     async def play():

@@ -1,4 +1,4 @@
-"""Who gets a slot, and what becomes of a row that waits, with rows that only note what is done."""
+"""Assignment of slots, and treatment of waiting rows, with rows that only record calls."""
 
 import collections
 import time

@@ -45,7 +45,7 @@ def rows(slots, complete):
 
 
 def sixes_in(tokens):
-    """How many of nine places hold a six."""
+    """Share of nine places that hold a six."""
     return float((tokens == 6).sum()) / 9
 
 

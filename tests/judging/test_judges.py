@@ -36,7 +36,7 @@ def config(url, parts, *more):
 
 
 def rewards_of(config, stop, points=None):
-    """What the judges of a configuration say about groups whose member j of group i is "i j"."""
+    """Rewards of a configuration's judges for groups whose member j of group i is "i j"."""
     n, g = np.shape(stop)
     tokens = np.stack(np.broadcast_arrays(np.arange(n)[:, None], np.arange(g)), axis=-1)
     rollout = types.SimpleNamespace(

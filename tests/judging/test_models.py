@@ -38,7 +38,7 @@ SIZES = {"layers": 1, "embed_dim": 64, "heads": 1, "kv_heads": 1, "head_dim": 8,
 SIZES |= {"max_length": 48, "tied_embeddings": False}
 CONFIG = ModelConfig(vocab_size=TOKENS.vocab_size, **SIZES)
 FOLLOWS = ("1y", "ye", "es", "0n", "no", "2z", "3y", "3n")
-"""What the judge of these tests says after a character: yes after 1, no after 0, either after 3."""
+"""The judge's reply after a character: yes after 1, no after 0, either after 3."""
 ONE = "function='judge', form='yes_no', template='{completion}', max_prompt_tokens=8, max_tokens=8"
 
 
@@ -221,7 +221,7 @@ def test_the_shipped_judge_needs_no_server(model):
 
 
 def test_a_run_that_its_policy_judges_repeats(tmp_path):
-    """What a random policy says is no verdict: it is counted, and costs no more than that."""
+    """A random policy's reply is no verdict; it is counted and has no other effect."""
     records = []
     for name in ("a", "b"):
         config = settings(f"{ONE}, model='policy'", f"run.dir={tmp_path / name}")

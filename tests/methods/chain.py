@@ -123,7 +123,7 @@ well formed and found with tools."""
 
 
 def rollout_of(method, step, table, parts=1):
-    """What the method's draw asks for, and its rewards, both as its seams leave them."""
+    """The method's rollout and its rewards, after plan, rewards and edits."""
     rng = np.random.default_rng(step)
     places = step * B + np.arange(B)
     prompts = 1 + places % (V - 1)

@@ -65,7 +65,7 @@ def differentiate(loss, at):
 
 
 def trainer(**fields):
-    """What TRL's losses read of the trainer they are methods of."""
+    """Attributes of TRL's trainer that its losses read."""
     same = lambda x, **_: x  # noqa: E731
     accelerator = Space(
         device="cpu",

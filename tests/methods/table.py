@@ -1,4 +1,4 @@
-"""What the tables over all methods share: a method's one program, and batches in its shape.
+"""Shared code of the tables over all methods: a method's one program, and batches in its shape.
 
 A method's advantages, loss, gradients and new state are one compiled program, ``program(name)``. It
 takes ``LANES`` batches side by side, so that rows in another order, garbage in the padding, halves

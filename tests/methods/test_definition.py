@@ -202,7 +202,7 @@ def of_regularizer(regularizer):
 
 
 def of_rewards(edit):
-    """What a method makes of one to three reward parts; a number of parts may be refused."""
+    """A method's rewards from one to three parts; it may refuse a number of parts."""
     out = []
     for parts in (1, 2, 3):
         rewards = np.linspace(-2, 2, N * G * parts).reshape(N, G, parts).astype(np.float32)
@@ -217,7 +217,7 @@ def of_rewards(edit):
 
 
 class Hints:
-    """What a plan may read of the data."""
+    """Data that a plan may read."""
 
     def hints(self, groups, level, levels):
         lengths = jnp.full(N, 7 * level // levels, jnp.int32)
@@ -323,7 +323,7 @@ def parts_of(method):
 
 
 def fingerprint(value):
-    """What a part is made of: equal where its code, and all that the code holds, are."""
+    """Fingerprint of a part: equal if its code and everything that the code holds are equal."""
     if isinstance(value, functools.partial):
         return fingerprint((value.func, value.args, value.keywords))
     if isinstance(value, types.FunctionType):
@@ -343,7 +343,7 @@ def fingerprint(value):
 
 
 DESCRIBED = {}
-"""What parts do, by what they are made of: most methods share most of theirs."""
+"""Results of parts by fingerprint, because methods share most parts."""
 
 
 def described(describe, part, made_of):

@@ -83,11 +83,11 @@ KINDS: dict[str, tuple[str, ...]] = {
     "two players": (*PLAYED, "data.env=PLACE/own.py:two"),
     "three players": (*PLAYED, "data.env=PLACE/own.py:three"),
 }
-"""What is tried, one after the other. Prompts in text compile soonest, and suit most methods."""
+"""Configurations to try, in order. Prompts in text compile soonest, and suit most methods."""
 
 
 def write_data(root):
-    """What PLACE stands for: two checkpoints, questions, pairs, lists with steps, and dialogues."""
+    """Files in PLACE: two checkpoints, questions, pairs, lists with steps, and dialogues."""
     about = {"eos_token": "<end>", "chat_template": TEMPLATE}
     for seed, name in enumerate(("model", "another")):
         params = jax.jit(transformer(SHAPE).init)(jax.random.key(seed))

@@ -1,4 +1,4 @@
-"""Which rows a store holds and gives back: the bookkeeping under arrays and rows on the host."""
+"""Rows that a store keeps and returns: the bookkeeping under arrays and rows on the host."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a page says of a run's health: of curves that show it, and of noise that does not."""
+"""Health remarks of a page: on curves with a trend, and none on noise."""
 
 import math
 import random

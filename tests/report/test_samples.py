@@ -1,4 +1,4 @@
-"""Which samples a page holds: whole groups, evenly over the run."""
+"""Samples of a page: complete groups, evenly over the run."""
 
 import collections
 import itertools

@@ -79,7 +79,7 @@ def until(true, seconds=60.0):
 
 
 def answer(worker, text):
-    """What a worker answers to a call; its exit code where it ends."""
+    """A worker's answer to a call, or its exit code if it ends."""
     if not worker.ready:
         until(lambda: worker.receive() == [])
         worker.ready = True

@@ -162,7 +162,7 @@ def test_pages_that_forks_share_are_asked_for_again_when_they_may_matter(monkeyp
 
 @PROC
 def test_shared_memory_of_others_does_not_count(tmp_path):
-    """What was there before, what is only read, and what another process writes."""
+    """Earlier files, files that are only read, and files of other processes."""
     mine = pathlib.Path(f"/dev/shm/jrl-test-mine-{os.getpid()}")
     mine.write_bytes(b"x" * (1 << 20))
     later = mine.with_name(f"{mine.name}-later")

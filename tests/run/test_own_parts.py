@@ -33,7 +33,7 @@ TASK = (
 
 
 def check(method, monkeypatch):
-    """What a run does before it compiles."""
+    """Checks of a run before it compiles."""
     import importlib
 
     module = importlib.import_module("tests_own_method")

@@ -1,4 +1,4 @@
-"""What is reported about drawn tokens, against float64."""
+"""Reports about sampled tokens, against float64."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is measured of the rows of episodes, and what follows from it."""
+"""Measured costs of episodes' rows, and the choices based on them."""
 
 import math
 

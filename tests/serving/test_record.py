@@ -1,4 +1,4 @@
-"""What ``jrl serve --record`` writes, by OpenAI's client over a real engine, and what is read back.
+"""Recordings of ``jrl serve --record``, by OpenAI's client and a real engine, and reading them.
 
 The last test trains on it.
 """

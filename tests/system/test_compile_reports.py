@@ -21,7 +21,7 @@ def patience(monkeypatch):
 
 
 def events(notes, name, seconds, traced=None):
-    """What JAX reports while a program is compiled for ``seconds``."""
+    """Events of JAX while a program is compiled for ``seconds``."""
     if traced is not None:
         notes._on_duration("/jax/core/compile/jaxpr_trace_duration", traced, fun_name=name)
     notes._on_duration("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1, fun_name=name)

@@ -27,7 +27,7 @@ SIZES = (
 
 @pytest.fixture
 def compiled():
-    """What is compiled during a test."""
+    """Programs compiled during a test."""
     with compilations() as compiled_programs:
         yield compiled_programs
 

@@ -96,7 +96,7 @@ def on_text(place):
 
 
 def prompts(config):
-    """What is asked and what is the answer."""
+    """Questions and answers."""
     run = build.setup(config)
     problems = {
         s: [(p.text, p.tokens.tolist(), p.answer, np.array(p.solution).tolist()) for p in ps]
@@ -206,13 +206,13 @@ def drawn_on(config):
 
 
 def shaped(config):
-    """What the run is made of, in numbers."""
+    """Sizes of the run's parts."""
     run = build.setup(config)
     return run.rewards.weights, run.width, run.model
 
 
 def evaluation(config):
-    """What an evaluation of the model before training finds."""
+    """Evaluation of the model before training."""
     run = build.setup(config)
     with jax.set_mesh(run.mesh):
         key, params, _ = load_policy(run, None)
@@ -237,7 +237,7 @@ def judge(config):
 
 
 def whole_run(config):
-    """What a run writes and says, clocks left out."""
+    """Files and lines of a run, without clocks."""
     lines = []
     summary = train(config, echo=lines.append)
     directory = pathlib.Path(config.run.dir)
@@ -338,7 +338,7 @@ MORE_ON_TASK = {
     "packed": (padding, "train.mode=packed"),
     "both in 8 bits": (programs, "sampling.int8=['weights', 'cache']", "sampling.int8=cache"),
 }
-"""What a key leads to besides: options, coefficients of every method, further values."""
+"""Further observations of keys: options, coefficients of every method, other values."""
 TEACHER = ("method=on_policy_distillation", "frozen.teacher=PLACE/model")
 TWO_TEACHERS = (
     *("method=align_distil", "frozen.dpo=PLACE/model", "frozen.reverse_dpo=PLACE/model"),
@@ -425,7 +425,7 @@ def test_the_test_elsewhere_is_there_and_names_the_key(key):
 
 @pytest.fixture(scope="module")
 def observe(tmp_path_factory):
-    """What a configuration leads to, or the error that it is; each one looked at once."""
+    """Observation of a configuration, or its error; each is made once."""
 
     @functools.cache
     def look(observer, overrides):
@@ -472,6 +472,6 @@ def test_a_change_shows(name, place, observe):
 
 @pytest.mark.parametrize("observer", [programs, updates, sampling_params, weights])
 def test_without_a_change_nothing_shows(observer):
-    """What the table relies on: two looks at one configuration see the same."""
+    """Two observations of one configuration are equal, as the table assumes."""
     config = load_config(None, TASK)
     assert observer(config) == observer(config)

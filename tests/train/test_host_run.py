@@ -519,7 +519,7 @@ def test_trees_of_episodes_continue_from_their_summaries(place, tmp_path, tree):
 
 
 def summaries_in(run):
-    """How many summaries the samples of a run hold, each of which begins the next context."""
+    """Number of summaries in a run's samples; each begins the next context."""
     count = 0
     for sample in read_jsonl(run / "samples.jsonl"):
         turns = sample["turns"]

@@ -30,7 +30,7 @@ BASE = (
 
 
 class Ran:
-    """What a finished run returned and wrote."""
+    """Results and files of a finished run."""
 
     def __init__(self, directory, *changes):
         self.lines = []

@@ -84,7 +84,7 @@ def start(command, devices):
 
 
 def results_of(running):
-    """What came of each process: (exit code, output)."""
+    """Result of each process: (exit code, output)."""
     outputs = [process.communicate(timeout=240)[0] for process in running]
     return [(p.returncode, output) for p, output in zip(running, outputs, strict=True)]
 

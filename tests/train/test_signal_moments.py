@@ -229,7 +229,7 @@ def stop(child, numbers):
 
 
 def state_left(run):
-    """What a run finds when it resumes: names of files, random parts left out, and logged steps."""
+    """State from which a run resumes: names of files, random parts left out, and logged steps."""
     names = {re.sub(r"[0-9a-f]{16,}", "#", str(p.relative_to(run))) for p in run.rglob("*")}
     log = run / "metrics.jsonl"
     steps = [record.get("step") for record in read_jsonl(log)] if log.exists() else None

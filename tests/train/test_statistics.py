@@ -1,4 +1,4 @@
-"""What the step computes: distributions, hidden states, frozen policies, tie-breakers, notes."""
+"""Statistics of the step: distributions, hidden states, frozen policies, tie-breakers, notes."""
 
 import itertools
 from functools import partial
@@ -392,7 +392,7 @@ def test_microbatches_of_bfloat16_weights_add_up_in_float32(bag, bag_params, mak
 
 
 def test_a_statistic_of_attention_sees_each_completion_alone(network, params, batch, quick_jit):
-    """What each completion token pays to the token right before it, prompts of any length."""
+    """Attention of each completion token to the one before it, with prompts of any length."""
 
     def apply(weights, lags, mask):
         return jnp.where(mask, (weights * (lags == 1)[None]).sum((0, 2)), 0)

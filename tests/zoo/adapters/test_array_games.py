@@ -51,7 +51,7 @@ def episode(env, actions, split="train", key=KEY):
 
 
 def own_state(env, key=KEY):
-    """What the library's state was at the start of that episode."""
+    """The library's state at the start of that episode."""
     return env.generate(key, "train").state.state
 
 

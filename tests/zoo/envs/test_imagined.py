@@ -1,4 +1,4 @@
-"""What a model is asked to imagine, and how its replies are read."""
+"""Prompts for imagined dialogues, and parsing of their replies."""
 
 import pytest
 

@@ -88,7 +88,7 @@ def drawn_alone(prompt, count, engine=None):
 
 
 def likeliest(prompt, count):
-    """What whole forward passes would choose, but for the stop token."""
+    """Greedy tokens by complete forward passes, without the stop token."""
     tokens = list(prompt)
     for _ in range(count):
         length = len(tokens)

@@ -34,7 +34,7 @@ def test_filtered_bc_clones_the_best_of_the_batch():
 
 
 def with_heads(d, rng):
-    """What the heads say of each token, and points for some turns.
+    """Outputs of the heads for each token, and rewards for some turns.
 
     The first group was cut: the references have V = 0 behind its last tokens, too, which is the
     departure from LMRL Gym that the docstrings of ``ilql`` and ``mc_returns`` state.

@@ -98,7 +98,7 @@ def noise_of(tie_breaker, count):
 
 
 def ndcg_gains(relevance, cutoff):
-    """What each rank adds to the utility."""
+    """Contribution of each rank to the utility."""
     gains = [max(x, 0.0) / np.log2(k + 2) * (k < cutoff) for k, x in enumerate(relevance)]
     best = utility_of("dcg", sorted(relevance, reverse=True), cutoff)
     return [gain / best if best else 0.0 for gain in gains]

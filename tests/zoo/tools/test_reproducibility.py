@@ -1,4 +1,4 @@
-"""How far results move with batch, mesh and dtype: the measures by hand, and a run."""
+"""Dependence of results on batch, mesh and dtype: the measures by hand, and a run."""
 
 import itertools
 import json

@@ -25,7 +25,7 @@ def turn_of(text, stop=True):
 
 
 def python_result(text):
-    """What the tool says to a call, by Python; "!" for one that is none."""
+    """The tool's reply to a call, by Python; "!" for an invalid one."""
     match = re.fullmatch(r"(-?\d{1,9})([-+*])(-?\d{1,9})", text)
     if not match:
         return "!"
