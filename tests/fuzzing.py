@@ -11,7 +11,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from jrl.errors import UserError
 from jrl.serving.openai_requests import ApiError
 
-KEPT = pathlib.Path(__file__).parent / "fuzz_examples"
+EXAMPLES = pathlib.Path(__file__).parent / "fuzz_examples"
 """Where hypothesis writes inputs that failed, and looks first; to be committed with the fix. What
 is worth reading stands as an ``@example`` besides."""
 
@@ -24,7 +24,7 @@ def settings(examples):
     return hypothesis.settings(
         max_examples=TIMES * examples,
         deadline=None,
-        database=DirectoryBasedExampleDatabase(KEPT),
+        database=DirectoryBasedExampleDatabase(EXAMPLES),
         suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
     )
 

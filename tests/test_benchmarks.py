@@ -386,7 +386,7 @@ def test_decoding_reads_a_shared_prompt_once_a_step():
     assert floor.decode_bytes(config, completions, 1000) == 3 * 1000 + entry * (entries + 3 * 5)
 
 
-def drawn_rollout(tokens, lengths, stop):
+def sampled_rollout(tokens, lengths, stop):
     """A rollout on the host: one prompt, tokens [G, T]."""
     tokens, lengths = np.array(tokens, np.int32)[None], np.array(lengths, np.int32)[None]
     mask = np.arange(tokens.shape[-1])[None, None] < lengths[:, :, None]
@@ -406,7 +406,7 @@ def drawn_rollout(tokens, lengths, stop):
 def test_the_token_that_ends_a_completion_is_neither_judged_nor_trained_on():
     end, limit = int(StopReason.STOP_TOKEN), int(StopReason.LENGTH)
     tokens = [[4, 5, 6, flags.EOS], [flags.EOS, 0, 0, 0], [3, 3, 8, flags.EOS]]
-    rollout = drawn_rollout(tokens, [4, 1, 4], [end, end, limit])
+    rollout = sampled_rollout(tokens, [4, 1, 4], [end, end, limit])
     left = work.without_stop(rollout).check()
     assert left.mask.sum(-1).tolist() == [[3, 0, 4]]
     assert ((left.versions >= 0) == left.mask).all()

@@ -15,7 +15,7 @@ from jrl.sampling.request import RequestLimits
 from jrl.serving.openai_requests import ACCEPTED, COMMON, NEUTRAL, parse
 
 NAMES = sorted(key.name for key in describe())
-FOUND = [
+OVERRIDES = [
     "seed=\udcff",
     "data.template='{question!r}'",
     "data.template='{question:>9999999999}'",
@@ -31,7 +31,7 @@ FOUND = [
 """Overrides that once ended in a traceback, or were taken."""
 
 
-@pytest.mark.parametrize("override", FOUND, ids=lambda o: repr(o)[:30])
+@pytest.mark.parametrize("override", OVERRIDES, ids=lambda o: repr(o)[:30])
 def test_overrides_that_were_found(override):
     message = outcome(load_config, None, ["data.train=a.jsonl", "model.path=x", override])
     assert message

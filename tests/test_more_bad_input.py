@@ -128,7 +128,7 @@ def test_functions_whose_arguments_nobody_knows(key):
     check_refused("the arguments of max cannot be read", make_reward, "builtins:max")
 
 
-KEPT_ROWS = {
+ROW_ERRORS = {
     b'{"question": "1", "answ': "rows-1.jsonl, line 2: not valid JSON",
     b"\xff\xfe": "rows-1.jsonl, line 2: not UTF-8 text",
     b"[1]": "rows-1.jsonl, line 2: holds [1] and no row",
@@ -136,11 +136,11 @@ KEPT_ROWS = {
 }
 
 
-@pytest.mark.parametrize("line", KEPT_ROWS, ids=lambda line: repr(line[:9]))
+@pytest.mark.parametrize("line", ROW_ERRORS, ids=lambda line: repr(line[:9]))
 def test_rows_of_a_run_from_python_that_are_damaged(line, tmp_path):
     path = tmp_path / "rows-1.jsonl"
     path.write_bytes(b'{"question": "1", "answer": "2"}\n' + line + b"\n")
-    check_refused(KEPT_ROWS[line], user_code.remember, tmp_path)
+    check_refused(ROW_ERRORS[line], user_code.remember, tmp_path)
     check_refused(
         "restore the file, or pass the rows again in Python", user_code.remember, tmp_path
     )

@@ -93,10 +93,10 @@ def test_a_run_that_is_refused_names_all_that_is_wrong(tmp_path):
     wrong += [f"rewards={{{defined}={{}}, {none}={{}}}}", f"run.dir={tmp_path / 'run'}"]
     with pytest.raises(UserError) as caught:
         train(load_config(None, wrong), echo=print)
-    lines_said = str(caught.value).splitlines()
-    assert len(lines_said) == 4
+    error_lines = str(caught.value).splitlines()
+    assert len(error_lines) == 4
     for part in ("objective.kl_cof = 1", "epochs = 0", "f(samples, level) needs it", "no function"):
-        assert sum(part in line for line in lines_said) == 1, (part, lines_said)
+        assert sum(part in line for line in error_lines) == 1, (part, error_lines)
     assert not (tmp_path / "run").exists()
 
 

@@ -138,7 +138,7 @@ def by_prompt():
 best_and_worst = edit_of(
     lambda groups, view: only(groups, rank(groups.score(), groups.members()) != 1)
 )
-kept_mixed = edit_of(lambda groups, view: only(groups, mixed(groups)[:, None]))
+only_mixed = edit_of(lambda groups, view: only(groups, mixed(groups)[:, None]))
 
 
 def shaped(groups, view):
@@ -157,7 +157,7 @@ METHODS = {
         None,
         curriculum=thompson(),
         plan=Plan(next=refill, rounds=2, prompts=lambda n: 2 * n),
-        edits=(kept_mixed,),
+        edits=(only_mixed,),
     ),
     "members": Method(None, plan=Plan(next=extra, rounds=2, members=lambda g: 4)),
     "all": Method(
@@ -170,7 +170,7 @@ METHODS = {
             members=lambda g: 2,
             prompts=lambda n: n,
         ),
-        edits=(kept_mixed, fifo()),
+        edits=(only_mixed, fifo()),
     ),
     "best_and_worst": Method(None, edits=(best_and_worst,)),
     "fifo": Method(None, curriculum=thompson(), edits=(fifo(),)),
@@ -216,7 +216,7 @@ def values_of(batch):
     }
 
 
-drawn_at_once = jax.jit(draw_toy)
+draw_toy_jit = jax.jit(draw_toy)
 
 
 def on_host(method, key, steps, restored_at=None):
@@ -227,7 +227,7 @@ def on_host(method, key, steps, restored_at=None):
         if step == restored_at:
             collected = restored(collected, setting)
         now = np.int32(step)
-        collected, batch = one_step(collected, key, now, setting, host_rounds, drawn_at_once)
+        collected, batch = one_step(collected, key, now, setting, host_rounds, draw_toy_jit)
         batches.append(values_of(batch))
     return batches, collected
 

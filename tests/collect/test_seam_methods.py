@@ -222,7 +222,7 @@ def network(make_bag, first_letter):
 
 
 @pytest.fixture(scope="module")
-def drawn_by_parts(network, first_letter, quick_jit):
+def draw_by_parts(network, first_letter, quick_jit):
     """The program that draws members and judges them by these parts; all methods share it."""
     options = {"sampling_params": SAMPLING, "task": first_letter, "network": network}
     return cache(lambda *parts: quick_jit(partial(task_rollout, parts=parts, **options)))
@@ -276,12 +276,12 @@ def live_tokens(batch):
 
 
 def test_problems_of_a_task_are_tested_between_rounds(
-    network, first_letter, quick_jit, drawn_by_parts
+    network, first_letter, quick_jit, draw_by_parts
 ):
     """By members of their own keys, and as a restored run has them."""
     rule, task = hard_problems(2, 6, 0.0, 0.25)._replace(pool=8), first_letter
     method = get_method("grpo").with_(curriculum=rule)
-    draw = drawn_by_parts("partial")
+    draw = draw_by_parts("partial")
     tested = []
 
     def draw_groups(request, **how):
@@ -313,13 +313,13 @@ def test_problems_of_a_task_are_tested_between_rounds(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_task_is_trained_alike_on_the_host_and_in_one_program(
-    name, network, first_letter, quick_jit, drawn_by_parts
+    name, network, first_letter, quick_jit, draw_by_parts
 ):
     method, task = method_of(name), first_letter
     table = pool_table(16) if method.curriculum is not None else None
 
     def collector_of(notes):
-        source = TaskSource(task, ("verify",), drawn_by_parts("verify"))
+        source = TaskSource(task, ("verify",), draw_by_parts("verify"))
         tools = partial(TaskTools, task)
         setting = Setting(method, N, G, np.ones(1), 0, tools=tools, table=table)
         return Collector(source, setting, MESH, notes=notes)

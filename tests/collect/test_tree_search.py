@@ -241,8 +241,8 @@ def test_a_search_depends_on_neither_slots_nor_chunks_nor_where_rows_are_kept(si
 def test_each_number_of_a_search_changes_its_trees(other):
     search = SEARCHED["puct"]
     both = search, search._replace(**other)
-    drew = (run_search(each, estimate=odd_share, group=12) for each in both)
-    (_, baseline, _), (_, source, _) = drew
+    searches = (run_search(each, estimate=odd_share, group=12) for each in both)
+    (_, baseline, _), (_, source, _) = searches
     assert [steps_of(a) for a in source.trees] != [steps_of(a) for a in baseline.trees]
 
 

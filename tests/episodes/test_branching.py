@@ -282,9 +282,9 @@ def test_branches_branch_and_states_are_closed_once_each():
     assert opened == [0, *["closed"] * 8]
     (group,) = tree_rollout.groups
     # 0 is left by 1 and keeps the half of 2..7 that 1 does not get; and so on down.
-    first_own = [next(s.turn for s in t.segments if s.drawn) for t in group]
-    assert first_own[:2] == [0, 1]
-    assert sorted(first_own) == [0, 1, 2, 2, 3, 3, 3, 3]
+    first_turns = [next(s.turn for s in t.segments if s.drawn) for t in group]
+    assert first_turns[:2] == [0, 1]
+    assert sorted(first_turns) == [0, 1, 2, 2, 3, 3, 3, 3]
 
 
 def test_branches_continue_behind_summaries():

@@ -112,7 +112,7 @@ class SearchResult(NamedTuple):
     tree: Tree
     expansions: int
     turns: int
-    drawn_tokens: int
+    sampled_tokens: int
     env_errors: int
 
 
@@ -189,7 +189,7 @@ def test_every_path_is_an_episode_of_its_own(search_results):
             assert 1 <= len(turns[-1].content) <= 6
             leaves += node.done
         assert (each.turns, each.env_errors) == (len(each.tree.nodes) - 1, 0)
-        assert each.drawn_tokens == sum(len(n.step.content) for n in each.tree.nodes[1:])
+        assert each.sampled_tokens == sum(len(n.step.content) for n in each.tree.nodes[1:])
         best = max(each.tree.leaves(), key=lambda i, t=each.tree: t.nodes[i].step.points)
         assert each.success == episode_at(each.tree, best).success
     assert leaves > 8
@@ -360,14 +360,14 @@ def test_a_search_continues_behind_summaries(name):
             at += len(segment.tokens)
     again = play(folding_game([]), plan, slots=7, count=2)
     other = [episode_at(tree, i) for tree in again.trees for i in range(1, len(tree.nodes))]
-    assert [said_in(e) for e in other] == [said_in(e) for e in episodes]
+    assert [replies_in(e) for e in other] == [replies_in(e) for e in episodes]
     # Every summary was sampled once, in the node behind whose turn the context was full.
     positions = [e for e in episodes if e.at.context and summarised(e)]
     assert search.counts["summaries"] == len(positions) > 0
     assert folded >= len(positions)
 
 
-def said_in(episode):
+def replies_in(episode):
     return [(s.tokens.tolist(), s.drawn, s.context, s.player) for s in episode.segments]
 
 

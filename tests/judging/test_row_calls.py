@@ -92,15 +92,15 @@ def test_one_part_is_judged_while_the_next_is_sampled(tmp_path, monkeypatch):
             groups = judged_groups(url, notes, draws, both if draws > 1 else lambda: True)
             results.append((groups, sorted(notes.read_text().splitlines()), len(bodies)))
             notes.unlink()
-    (at_once, notes_at_once, calls), (parts, noted_in_parts, asked_in_parts) = results
+    (at_once, notes_at_once, calls), (parts, notes_in_parts, calls_in_parts) = results
     np.testing.assert_array_equal(parts.rewards, at_once.rewards)
     np.testing.assert_array_equal(parts.rollout.tokens, at_once.rollout.tokens)
     for name, ids in at_once.ids.items():
         np.testing.assert_array_equal(parts.ids[name], ids)
     assert parts.subject == at_once.subject
-    assert noted_in_parts == notes_at_once  # one call a member
+    assert notes_in_parts == notes_at_once  # one call a member
     assert len(notes_at_once) == N * G
-    assert asked_in_parts == calls
+    assert calls_in_parts == calls
     assert len(np.unique(at_once.rewards[..., 2])) > 2
 
 

@@ -191,7 +191,7 @@ def test_rows_that_began_together_continue_apart():
     run = functools.partial(decode, network=network, steps=20, stop_tokens=())
 
     @functools.partial(jit, static_argnums=0)
-    def drawn_twice(aligned, params):
+    def sample_twice(aligned, params):
         weights = network.prepare(params)
         store = prefill(weights, prompts(), LENGTHS, network=network)
         prefilled = share(store, LENGTHS - 1, G, network=network, weights=weights, length=T)
@@ -210,7 +210,7 @@ def test_rows_that_began_together_continue_apart():
         slots = extend(weights, rewind(slots, lengths), tool, np.arange(N * G) % 4, network=network)
         return run(weights, slots, jnp.int32(2))[0]
 
-    one, other = (drawn_twice(aligned, params(network)) for aligned in (False, True))
+    one, other = (sample_twice(aligned, params(network)) for aligned in (False, True))
     for name in ("tokens", "lengths", "versions", "mask"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
     np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)

@@ -156,7 +156,7 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "length": 3}
 
 
-async def on_its_own(completions, **columns):
+async def async_reward(completions, **columns):
     return [None if c == "4" else 0.5 for c in completions]
 
 
@@ -179,7 +179,7 @@ def test_a_function_of_verl_is_asked_for_each_solution():
 
 
 def test_an_async_function_and_one_that_reads_the_step():
-    assert adapted(on_its_own)(SAMPLES) == [None, 0.5]
+    assert adapted(async_reward)(SAMPLES) == [None, 0.5]
     timed = [dataclasses.replace(s, step=3, steps=6) for s in SAMPLES]
     assert adapted(with_state)(timed) == [0.5, 0.5]
 

@@ -15,7 +15,7 @@ from jrl.models.tokenizer import CharTokenizer
 from jrl.zoo.jetstream import server as jetstream
 
 BODY = json.dumps(FINE).encode()
-WHOLE = HEAD + b"content-length: %d\r\n\r\n%s" % (len(BODY), BODY)
+MESSAGE = HEAD + b"content-length: %d\r\n\r\n%s" % (len(BODY), BODY)
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
 LINES = st.lists(
     st.sampled_from(
@@ -37,10 +37,10 @@ def server():
         yield running
 
 
-@hypothesis.given(edits.map(lambda changes: damaged(WHOLE, changes)) | LINES | st.binary())
+@hypothesis.given(edits.map(lambda changes: damaged(MESSAGE, changes)) | LINES | st.binary())
 @hypothesis.example(CHUNKED)
 @hypothesis.example(CHUNKED.replace(b"0\r\n\r\n", b"-1\r\n\r\n"))
-@hypothesis.example(WHOLE + WHOLE + HEAD)
+@hypothesis.example(MESSAGE + MESSAGE + HEAD)
 @hypothesis.example(HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n{}")
 @settings(150)
 def test_any_bytes_get_a_reply_or_the_connection_is_closed(server, data):

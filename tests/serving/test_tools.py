@@ -119,7 +119,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 DOUBLE = {"type": "function", "function": {"name": "double", "parameters": SCHEMA}}
 CALLS = HERMES.render(Call("double", {"a": 4})) + "\n" + HERMES.render(Call("double", {"a": 5}))
 ASK = [{"role": "user", "content": "Double 4 and 5."}]
-ASKED = {"model": "m", "tools": [DOUBLE], "messages": ASK}
+REQUEST = {"model": "m", "tools": [DOUBLE], "messages": ASK}
 
 
 def names_and_arguments(message):
@@ -128,7 +128,7 @@ def names_and_arguments(message):
 
 def test_calls_come_back_as_calls_and_their_results_are_told():
     with serving("I do.\n" + CALLS, "8 and 10") as (client, engine):
-        first = client.chat.completions.create(**ASKED)
+        first = client.chat.completions.create(**REQUEST)
         (choice,) = first.choices
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I do.")
         assert names_and_arguments(choice.message) == [("double", {"a": 4}), ("double", {"a": 5})]
@@ -140,7 +140,7 @@ def test_calls_come_back_as_calls_and_their_results_are_told():
             for each, text in zip(ids, ("8", "10"), strict=True)
         ]
         messages = [*ASK, choice.message.model_dump(exclude_none=True), *results]
-        second = client.chat.completions.create(**ASKED | {"messages": messages})
+        second = client.chat.completions.create(**REQUEST | {"messages": messages})
         assert second.choices[0].message.content == "8 and 10"
         assert (second.choices[0].finish_reason, second.choices[0].message.tool_calls) == (
             "stop",
@@ -154,13 +154,13 @@ def test_calls_come_back_as_calls_and_their_results_are_told():
 
 def test_a_stream_gives_the_calls_at_its_end():
     with serving("Now.\n" + CALLS, "plain") as (client, _):
-        pieces = list(client.chat.completions.create(stream=True, **ASKED))
+        pieces = list(client.chat.completions.create(stream=True, **REQUEST))
         text = "".join(p.choices[0].delta.content or "" for p in pieces)
         calls = [c for p in pieces for c in p.choices[0].delta.tool_calls or ()]
         assert text == "Now."
         assert [(c.index, c.function.name) for c in calls] == [(0, "double"), (1, "double")]
         assert pieces[-1].choices[0].finish_reason == "tool_calls"
-        pieces = list(client.chat.completions.create(stream=True, **ASKED))
+        pieces = list(client.chat.completions.create(stream=True, **REQUEST))
         assert "".join(p.choices[0].delta.content or "" for p in pieces) == "plain"
         assert pieces[-1].choices[0].finish_reason == "stop"
 
@@ -171,7 +171,7 @@ def test_a_stream_gives_the_calls_at_its_end():
 )
 def test_what_is_no_call_is_text(text, more):
     with serving(text) as (client, _):
-        (choice,) = client.chat.completions.create(**ASKED | more).choices
+        (choice,) = client.chat.completions.create(**REQUEST | more).choices
     assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
     assert choice.message.content == text
 
@@ -181,12 +181,12 @@ def test_a_session_of_calls_is_trained_on_id_for_id(tmp_path):
     recorder.begin({"model": "m", "version": 0})
     with contextlib.closing(recorder), serving(CALLS, "18", recorder=recorder) as (client, _):
         session = {"extra_headers": {"X-Session-Id": "task"}}
-        message = client.chat.completions.create(**ASKED, **session).choices[0].message
+        message = client.chat.completions.create(**REQUEST, **session).choices[0].message
         results = [
             {"role": "tool", "tool_call_id": call.id, "content": "9"} for call in message.tool_calls
         ]
         messages = [*ASK, message.model_dump(exclude_none=True), *results]
-        client.chat.completions.create(**ASKED | {"messages": messages}, **session)
+        client.chat.completions.create(**REQUEST | {"messages": messages}, **session)
     recorded = read_recorded(tmp_path)
     ((row,),) = recorded.groups
     assert (recorded.counts.rerendered, recorded.counts.rows) == (0, 1)
@@ -205,7 +205,7 @@ def allowed(mode, *tools):
 def test_of_allowed_tools_alone_the_model_is_told():
     """A call of another one never reaches the client, who would run it."""
     other = HERMES.render(Call("halve", {"a": 4}))
-    body = ASKED | {"tools": [DOUBLE, HALVE], "tool_choice": allowed("auto", DOUBLE)}
+    body = REQUEST | {"tools": [DOUBLE, HALVE], "tool_choice": allowed("auto", DOUBLE)}
     with serving(CALLS, other, other) as (client, engine):
         (choice,) = client.chat.completions.create(**body).choices
         assert [name for name, _ in names_and_arguments(choice.message)] == ["double", "double"]
@@ -221,7 +221,7 @@ def test_of_allowed_tools_alone_the_model_is_told():
 def test_one_call_where_the_client_takes_no_second(stream):
     with serving(CALLS) as (client, _):
         options = {"parallel_tool_calls": False, "stream": stream}
-        reply = client.chat.completions.create(**ASKED, **options)
+        reply = client.chat.completions.create(**REQUEST, **options)
         message = list(reply)[-1].choices[0].delta if stream else reply.choices[0].message
     assert names_and_arguments(message) == [("double", {"a": 4})]
 
@@ -316,19 +316,19 @@ BAD = [
 @pytest.mark.parametrize(("more", "message"), BAD)
 def test_bad_requests_are_named(more, message):
     with serving() as (client, _), pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(**ASKED | more)
+        client.chat.completions.create(**REQUEST | more)
     assert message in error.value.message
 
 
 def test_what_the_server_cannot_tell_or_read_is_named():
     with serving(parser=None) as (client, _), pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(**ASKED)
+        client.chat.completions.create(**REQUEST)
     assert "start the server with --tool-parser, one of hermes," in error.value.message
     with (
         serving(tokenizer=Silent()) as (client, _),
         pytest.raises(openai.BadRequestError) as error,
     ):
-        client.chat.completions.create(**ASKED)
+        client.chat.completions.create(**REQUEST)
     assert "chat template does not write the tool 'double'" in error.value.message
     with pytest.raises(UserError, match="parser = 'none'"):
         tool_parser("none", Talker())

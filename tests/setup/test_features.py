@@ -36,7 +36,7 @@ def network(make_bag):
     return make_bag(19, 8, 64)
 
 
-def found_names(network, monkeypatch):
+def feature_names(network, monkeypatch):
     """Every feature that is looked for, whether a run has it or not."""
     monkeypatch.setattr(features, "_present", lambda items: {name: name for name in items})
     env = HostEnv(init=None, step=None, limits=Limits(turns=1))
@@ -47,7 +47,7 @@ def found_names(network, monkeypatch):
 
 
 def test_every_name_in_the_table_is_looked_for(network, monkeypatch):
-    names = found_names(network, monkeypatch)
+    names = feature_names(network, monkeypatch)
     used = {row.name for row in TABLE}.union(*(row.needs | row.forbids for row in TABLE))
     assert used <= names
     assert set(WITHOUT) <= names

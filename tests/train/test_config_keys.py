@@ -200,7 +200,7 @@ def sampler_meshes(config):
     return [None if m is None else dict(m.shape) for m in (run.mesh, run.rollout_mesh)]
 
 
-def drawn_on(config):
+def draw_on(config):
     """Devices along each axis while completions are drawn."""
     return dict(compiled.drawing_mesh(build.setup(config)).shape)
 
@@ -317,7 +317,7 @@ ON_TASK = {
     "checkpoint.every": (whole_run, "checkpoint.every=0", COLD),
     "checkpoint.keep": (whole_run, "checkpoint.keep=3", COLD),
     "mesh": (mesh, "mesh.data=2"),
-    "sampling.mesh": (drawn_on, "sampling.mesh.data=2", "mesh.fsdp=2"),
+    "sampling.mesh": (draw_on, "sampling.mesh.data=2", "mesh.fsdp=2"),
     "log.samples_every": (whole_run, "log.samples_every=3", COLD),
 }
 MORE_ON_TASK = {

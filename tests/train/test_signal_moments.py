@@ -199,7 +199,7 @@ WAYS = {
 }
 
 
-def said_to_be_saved(err):
+def reported_step(err):
     """The newest step that the last line says is on disk; None where it says that none is."""
     last = err.splitlines()[-1]
     match = re.search(r"stopped after step (\d+); saved in|step (\d+) is saved", last)
@@ -273,7 +273,7 @@ def test_signals_at_any_moment(place, tmp_path, moment):
             assert "Traceback" not in err, case
             run = runs[way]
             saved_steps = Checkpoints(run / "checkpoints", 2).steps() if run.exists() else []
-            assert max(saved_steps, default=None) == said_to_be_saved(err), case
+            assert max(saved_steps, default=None) == reported_step(err), case
             if len(WAYS[way]) == 1:
                 assert saved_steps == steps, case
             states[state_left(run)] = run

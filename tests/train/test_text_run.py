@@ -421,13 +421,13 @@ def test_text_is_sampled_in_parts(quick, tmp_path, monkeypatch):
         submit(self, prompts, rollout, first)
 
     monkeypatch.setattr(RowCalls, "submit_groups", record_groups)
-    (_, (one,), samples), (_, (two,), said_in_parts) = (
+    (_, (one,), samples), (_, (two,), samples_in_parts) = (
         quick("train.steps=1", f"sampling.draws={n}", f"run.dir={json.dumps(str(tmp_path / n))}")
         for n in "12"
     )
     assert submitted == [(2, 0)]
-    assert [s["completion"] for s in said_in_parts] == [s["completion"] for s in samples]
-    assert [s["rewards"] for s in said_in_parts] == [s["rewards"] for s in samples]
+    assert [s["completion"] for s in samples_in_parts] == [s["completion"] for s in samples]
+    assert [s["rewards"] for s in samples_in_parts] == [s["rewards"] for s in samples]
     assert two["reward"] == one["reward"]
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-6)
 

@@ -278,7 +278,7 @@ def weights(directory, step):
     return {n: x for n, x in arrays.items() if n.startswith("params")}, int(arrays["step"])
 
 
-def drawn_as(shift, groups):
+def with_shift(shift, groups):
     logged = groups.rollout.sampler_logprobs
     other = np.zeros_like(logged) if shift is None else logged + np.float32(shift)
     return groups._replace(rollout=groups.rollout.replace(sampler_logprobs=other))
@@ -307,8 +307,8 @@ def use_memory(blocks, groups):
 def test_faults_of_a_run_are_warned_of_at_their_steps(go):
     blocks = []
     faults = {
-        3: partial(drawn_as, -1.0),
-        4: partial(drawn_as, None),
+        3: partial(with_shift, -1.0),
+        4: partial(with_shift, None),
         5: partial(paid, -9.0),
         6: compile_one,
         7: partial(use_memory, blocks),

@@ -73,7 +73,7 @@ def padded(prompt):
     return {"padded_tokens": tokens, "true_length": len(prompt)}
 
 
-def drawn_alone(prompt, count, engine=None):
+def tokens_alone(prompt, count, engine=None):
     """Tokens of one request with the slots to itself."""
     engine = engine or slot_engine()
     weights, state = engine.load_params(), engine.init_decode_state()
@@ -145,14 +145,14 @@ def test_what_is_too_long_is_refused_before_it_is_encoded():
 
 @pytest.mark.parametrize("prompt", [[5], [9, 3, 30, 2], list(range(2, 14))])
 def test_greedy_completions_are_those_of_whole_forward_passes(prompt):
-    tokens = drawn_alone(prompt, NEW + 3)
+    tokens = tokens_alone(prompt, NEW + 3)
     assert tokens == likeliest(prompt, NEW)  # and no more than there is room for
 
 
 def test_a_stop_token_ends_a_completion():
     often = np.where(np.arange(48) == 1, 4, 0).astype(np.float32)
     warm = build(sampling_params=make_sampling_params(temperature=1.0).replace(bias=often))
-    lengths = [len(drawn_alone([9, 3], NEW, warm)) for _ in range(4)]
+    lengths = [len(tokens_alone([9, 3], NEW, warm)) for _ in range(4)]
     assert min(lengths) < NEW
 
 
@@ -189,9 +189,9 @@ def test_nothing_compiles_after_the_warm_up():
         build(sampling_params=make_sampling_params()),
     )
     engine.compile()
-    expected = drawn_alone((3, 4, 5), 4, cold)
+    expected = tokens_alone((3, 4, 5), 4, cold)
     with compilations() as compiled:
-        assert drawn_alone((3, 4, 5), 4, engine) == expected
+        assert tokens_alone((3, 4, 5), 4, engine) == expected
         weights, state = engine.load_params(), engine.init_decode_state()
         for slot in (0, 2, 0, 1):  # one after the other, without a step between, and over another
             state = engine.insert(engine.prefill(params=weights, **padded([4, 8])), state, slot)
@@ -226,10 +226,10 @@ def test_a_prefix_may_be_deleted_once_inserted():
 
 def test_requests_have_their_own_keys():
     warm = build(sampling_params=make_sampling_params(temperature=1.0))
-    first, second = (drawn_alone([9, 3], 12, warm) for _ in range(2))
+    first, second = (tokens_alone([9, 3], 12, warm) for _ in range(2))
     assert first != second
     again = build(sampling_params=make_sampling_params(temperature=1.0))
-    assert drawn_alone([9, 3], 12, again) == first
+    assert tokens_alone([9, 3], 12, again) == first
 
 
 def test_what_does_not_fit_is_named():

@@ -36,11 +36,11 @@ from jrl.zoo.methods.demonstrations import (
 )
 
 SHAPE = {"g": 4, "demonstrations": 1}
-GIVEN = 3  # the demonstration's place in a group of four
+DEMONSTRATION = 3  # the demonstration's place in a group of four
 
 
 def own_members(d, n):
-    return [i for i in range(GIVEN) if d.members[n, i]]
+    return [i for i in range(DEMONSTRATION) if d.members[n, i]]
 
 
 def mean(rows):
@@ -49,17 +49,17 @@ def mean(rows):
 
 def grpo_rows(d):
     alone = types.SimpleNamespace(**vars(d))
-    alone.members = d.members & (np.arange(4) != GIVEN)
+    alone.members = d.members & (np.arange(4) != DEMONSTRATION)
     a = standard_score(alone)
 
     def row(n, i, tokens):
         return np.mean([clipped_loss(ratio(d, (n, i, t)), a[n, i]) for t in tokens])
 
-    return [row(*sequence) for sequence in sequences(d) if sequence[1] != GIVEN]
+    return [row(*sequence) for sequence in sequences(d) if sequence[1] != DEMONSTRATION]
 
 
 def nll_rows(d, prompts=None):
-    demonstrations = [row for row in sequences(d) if row[1] == GIVEN]
+    demonstrations = [row for row in sequences(d) if row[1] == DEMONSTRATION]
     return [
         -np.mean([d.logprobs[n, i, t] for t in tokens])
         for n, i, tokens in demonstrations
@@ -69,13 +69,13 @@ def nll_rows(d, prompts=None):
 
 def write_steps(d, rng):
     """A demonstration has a token, if perhaps none that is trained on."""
-    d.lengths[:, GIVEN] = np.maximum(d.lengths[:, GIVEN], 1)
+    d.lengths[:, DEMONSTRATION] = np.maximum(d.lengths[:, DEMONSTRATION], 1)
 
 
 def binary(d, rng):
     write_steps(d, rng)
     d.rewards = (rng.random(d.rewards.shape) < 0.4).astype(np.float64)
-    d.rewards[0, :GIVEN] = 0  # an unsolved prompt
+    d.rewards[0, :DEMONSTRATION] = 0  # an unsolved prompt
     d.members[0] = True
 
 
@@ -98,14 +98,14 @@ def test_relift_with_every_prompt_solved_is_grpo_on_the_own_samples():
     d = ragged(3, **SHAPE)
     write_steps(d, None)
     d.rewards = np.abs(d.rewards) + 0.5
-    d.members[:, :GIVEN] = True
+    d.members[:, :DEMONSTRATION] = True
     alone = types.SimpleNamespace(**vars(d))
-    alone.members = d.members & (np.arange(4) != GIVEN)
+    alone.members = d.members & (np.arange(4) != DEMONSTRATION)
     alone.live = d.mask & alone.members[..., None]
     (one, a), (other, b) = run(get_method("relift"), d), run(get_method("grpo"), alone)
     assert one == pytest.approx(other, rel=1e-5)
     np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-6)
-    assert not a["logprobs"][:, GIVEN].any()
+    assert not a["logprobs"][:, DEMONSTRATION].any()
 
 
 def test_relift_with_no_prompt_solved_is_sft_on_the_demonstrations():
@@ -116,7 +116,7 @@ def test_relift_with_no_prompt_solved_is_sft_on_the_demonstrations():
     d.live = d.mask
     value, gradients = run(get_method("relift"), d)
     assert value == pytest.approx(mean(nll_rows(d)), rel=1e-5)
-    assert not gradients["logprobs"][:, :GIVEN].any()
+    assert not gradients["logprobs"][:, :DEMONSTRATION].any()
 
 
 # ---------------------------------------------------------------- AMFT
@@ -240,7 +240,7 @@ def test_redi_without_rejected_traces_is_sft_on_the_chosen_ones():
 
 def test_spin_is_dpo_on_the_demonstration_and_an_own_sample():
     def reference(d, frozen):
-        demonstrated = np.broadcast_to(np.arange(4) == GIVEN, d.rewards.shape) * 1.0
+        demonstrated = np.broadcast_to(np.arange(4) == DEMONSTRATION, d.rewards.shape) * 1.0
         return pair_mean(d, demonstrated, dpo(d, 0.2))
 
     check(get_method("spin", beta=0.2), reference, **SHAPE)
@@ -264,10 +264,10 @@ def test_self_reinforcement_prefers_the_own_answer(filtered):
         without = types.SimpleNamespace(**vars(d))
         without.members = d.members.copy()
         for n, i in np.ndindex(d.members.shape):
-            beats = not d.members[n, GIVEN] or d.rewards[n, i] > d.rewards[n, GIVEN]
-            if filtered and i != GIVEN and not beats:
+            beats = not d.members[n, DEMONSTRATION] or d.rewards[n, i] > d.rewards[n, DEMONSTRATION]
+            if filtered and i != DEMONSTRATION and not beats:
                 without.members[n, i] = False
-        sampled = np.broadcast_to(np.arange(4) != GIVEN, d.rewards.shape) * 1.0
+        sampled = np.broadcast_to(np.arange(4) != DEMONSTRATION, d.rewards.shape) * 1.0
         return pair_mean(without, sampled, dpo(d, 0.3))
 
     method = get_method("self_reinforcement", beta=0.3, filtered=filtered)
