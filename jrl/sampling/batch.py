@@ -13,7 +13,7 @@ from flax import struct
 
 from jrl.models import gpu
 from jrl.sampling.admission import Admission
-from jrl.sampling.cache import put_prefixes, rows_of
+from jrl.sampling.cache import put_prefixes, rows_of, share
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.report import TokenReport
 from jrl.sampling.slots import (
@@ -21,13 +21,12 @@ from jrl.sampling.slots import (
     Measure,
     Slots,
     decode,
-    pieces_of,
     prefill,
     refresh,
     start,
 )
 from jrl.sampling.suspend import extend_rows, fork_row, put_rows, take_rows
-from jrl.types import Array, Cache, Network, Stack, StopReason
+from jrl.types import Array, Network, Stack, StopReason
 
 
 class DecodeBatch(struct.PyTreeNode):
@@ -105,10 +104,10 @@ def empty_batch(
 ) -> DecodeBatch:
     """An idle batch of the sizes of ``Rows``."""
     s, t = rows, max_new_tokens
-    # Own columns and prompts apart: an admission replaces a prompt alone.
-    pieces = network.init_cache(s, t, weights, pieces_of(t)).rows
-    prefix = network.init_cache(s, prompt_tokens, weights).rows
     zeros = jnp.zeros(s, jnp.int32)
+    # Own columns and prompts apart: an admission replaces a prompt alone.
+    prompts = network.init_cache(s, prompt_tokens, weights)
+    cache = share(prompts, zeros, 1, network=network, weights=weights, length=t)
     sampling_params = SamplingParams(
         temperature=jnp.ones(s, jnp.float32),
         top_k=zeros,
@@ -116,14 +115,13 @@ def empty_batch(
         min_p=jnp.zeros(s, jnp.float32),
         bias=jnp.zeros((s, network.vocab_size), jnp.float32) if biases else None,
     )
-    cache = Cache(rows=pieces, prefix=prefix, prefix_lengths=zeros)
     keys = jax.random.split(jax.random.key(0), s)
     # Without room for a token every slot has stopped, and so is free.
     slots = start(cache, zeros[:, None], zeros + 1, keys, sampling_params, zeros, max_new_tokens=t)
     # Decided once: a leaf that appears later would be another program.
     slots = slots.replace(measured=jnp.zeros((s, t), jnp.float32) if measured else None)
-    prompts = jnp.zeros((s, prompt_tokens), jnp.int32)
-    return DecodeBatch(slots, prompts, jnp.full((s, stop_width), -1, jnp.int32))
+    tokens = jnp.zeros((s, prompt_tokens), jnp.int32)
+    return DecodeBatch(slots, tokens, jnp.full((s, stop_width), -1, jnp.int32))
 
 
 def admit(weights: Any, batch: DecodeBatch, new: Admission, *, network: Network) -> DecodeBatch:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import chex
 import jax.numpy as jnp
+import numpy as np
 
 from jrl.sampling.device_loop import (
     as_rollout,
-    fill_slots,
+    first_slots,
     independent_axes,
     results_of,
     sample_rows,
@@ -77,9 +78,17 @@ def generate(
         # apart from the slots, and one more decode loop for each smaller state.
         inputs = inputs._replace(weights=network.prepare(params))
         sequences, weights = sequences_of(inputs, network), inputs.weights
-        queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
+        index = np.arange(sizes.slots, dtype=np.int32)
+        first = first_slots(
+            sequences, index, sizes.block, network=network, weights=weights, width=width
+        )
         rows, count = decode(
-            weights, queue.slots, version, network=network, steps=width, stop_tokens=stop_tokens
+            weights,
+            first.replace(aligned=True),
+            version,
+            network=network,
+            steps=width,
+            stop_tokens=stop_tokens,
         )
         results, routing = results_of(rows, sequences, network)
         return as_rollout(results, prompts, version, routing=routing), count * sizes.slots

@@ -112,19 +112,16 @@ def finish(
 def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Queue:
     """The queue with some or all slots written to their sequences' results."""
     slots, results = queue.slots, queue.results
+    chosen = (lambda x: x) if rows is None else (lambda x: x[rows])
+    index = chosen(queue.index)
 
     def put(out: Array, new: Array) -> Array:
-        index = queue.index
-        if rows is not None:
-            index, new = index[rows], new[rows]
-        return out.at[index].set(new, mode="drop")
+        return out.at[index].set(chosen(new), mode="drop")
 
     # The record of routing lies in the cache, and goes with the slot's next sequence.
     experts = results.experts
     if recorded is not None and experts is not None:
-        caches = slots.cache.rows
-        caches = caches if rows is None else jax.tree.map(lambda x: x[rows], caches)
-        index = queue.index if rows is None else queue.index[rows]
+        caches = jax.tree.map(chosen, slots.cache.rows)
         experts = experts.at[index].set(recorded(caches), mode="drop")
     return queue.replace(
         results=Results(

@@ -24,9 +24,6 @@ from jrl.sampling.params import SamplingParams, per_row, sample, sampling_logpro
 from jrl.sampling.report import TokenReport
 from jrl.types import Array, Cache, Network, StopReason
 
-_PIECE, _MOST_PIECES = 64, 8
-"""Least tokens in a piece of the cache and most pieces; every piece is a few operations more."""
-
 
 class Slots(struct.PyTreeNode):
     """S sequences being decoded. The cache holds all tokens of a row but the newest, ``pending``.
@@ -466,7 +463,6 @@ def refresh(weights: Any, slots: Slots, prompt_tokens: Array, *, network: Networ
             network=network,
             weights=weights,
             length=width,
-            pieces=pieces_of(width),
         )
         first = old.offsets()
     # Positions first .. first + width - 1 of each row: prompt, then completion.
@@ -478,12 +474,6 @@ def refresh(weights: Any, slots: Slots, prompt_tokens: Array, *, network: Networ
     live = positions < (slots.prompt_lengths + slots.lengths - 1)[:, None]
     _, cache = network.extend(weights, cache, tokens, positions, live)
     return slots.replace(cache=cache)
-
-
-def pieces_of(max_new_tokens: int) -> int:
-    """Pieces that the cache of completions is kept in: those not reached yet are not read."""
-    # Each piece is a branch of the step: more of them save fewer reads than the branches cost.
-    return min(max(max_new_tokens // _PIECE, 1), _MOST_PIECES)
 
 
 def check_length(network: Network, prompt_tokens: int, max_new_tokens: int) -> None:

@@ -42,7 +42,7 @@ def temporaries(function, *args, donate):
 
 def members_of_prompts(weights):
     """Slots of a batch: G members of each of N prompts, in pieces."""
-    sized = {"network": NETWORK, "weights": weights, "length": T, "pieces": 4}
+    sized = {"network": NETWORK, "weights": weights, "length": T}
     cache = share(NETWORK.init_cache(N, P, weights), jnp.full(N, P - 1), G, **sized)
     s = N * G
     return start(
