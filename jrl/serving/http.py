@@ -25,15 +25,11 @@ from jrl.sampling.grammar import Grammars
 from jrl.sampling.request import Completion, RequestLimits, Update
 from jrl.sampling.request import Request as EngineRequest
 from jrl.sampling.text import longest_text
+from jrl.serving.api_error import ApiError, Json
 from jrl.serving.openai_replies import ReplyChoice, reply_head, usage
-from jrl.serving.openai_requests import (
-    ApiError,
-    ApiRequest,
-    Json,
-    no_such_model,
-    parse,
-)
+from jrl.serving.openai_requests import ApiRequest, no_such_model, parse
 from jrl.serving.record import Recorder, read_reward, session_name
+from jrl.serving.worker import OnUpdate
 from jrl.system.json_text import TwoValues, one_value_each
 from jrl.types import StopReason
 
@@ -49,8 +45,6 @@ READ_SECONDS = 30.0
 RETRY_SECONDS = 1
 """When to try again after a full queue, as the reply says."""
 
-OnUpdate = Callable[[int, Update | Exception], None]
-"""Called with a member of a request and its update, or why it failed, from any thread."""
 OnCompleted = Callable[[int, Completion], None]
 """Called with the number of a choice that has ended and what was drawn, before the client is told.
 """
