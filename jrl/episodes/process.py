@@ -20,6 +20,7 @@ from typing import Any
 
 from jrl.episodes.gate import Gate
 from jrl.episodes.host import ChatOptions, EnvError, HostEnv, Lifecycle, Limits, Reply
+from jrl.episodes.sandbox import finish
 from jrl.errors import UserError
 from jrl.types import NOTHING, Prompt
 
@@ -70,13 +71,7 @@ class _Process:
     async def end(self) -> None:
         """Kills the process and waits for its end."""
         self.kill()
-        stdout = self._process.stdout
-        assert stdout is not None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                while await stdout.read(1 << 16):
-                    pass  # asyncio learns of the end once the pipe is read to its own
-                await self._process.wait()
+        await finish(self._process)
 
 
 def process_env(
@@ -87,7 +82,6 @@ def process_env(
     roles: tuple[str, ...] = ("user",),
     parts: tuple[str, ...] = ("reward",),
     limits: Limits = Limits(),  # noqa: B008 - a value that nobody can change
-    memory_bytes: int = 0,
     at_once: int = 0,
 ) -> HostEnv:
     """The environment that a function returns, played in processes.
@@ -102,7 +96,6 @@ def process_env(
       roles: of the messages that it answers with.
       parts: names of its reward parts.
       limits: of an episode.
-      memory_bytes: of addresses, for each process; 0 for any.
       at_once: processes, and so open episodes, at a time; others wait for one, which costs them no
         time of their own. 0 for as many as there are episodes: those in the decode slots, and the
         groups that are opened ahead, about twice the slots.
@@ -127,7 +120,7 @@ def process_env(
     arguments = dict(options)
     if isinstance(arguments.get("limits"), Limits):
         arguments["limits"] = arguments["limits"]._asdict()
-    settings = {"env": env, "options": arguments, "memory_bytes": memory_bytes}
+    settings = {"env": env, "options": arguments}
     # Bytes of the largest answer that can be taken: any character may be six of them in JSON.
     most = 1024 + 8 * limits.answer_chars
     pool = _Pool([python, str(_WORKER), json.dumps(settings)], most, at_once)

@@ -208,10 +208,10 @@ class Sandbox:
         finally:
             if status:
                 _kill(process.pid)
-            await _finish(process)
+            await finish(process)
             if not self.isolated:
                 _kill_left(process.pid, spec["uid"])
-            await _finish(process)  # what was killed only now had held the pipe
+            await finish(process)  # what was killed only now had held the pipe
         if not status:
             status = "ok" if process.returncode == 0 else "error"
             if process.returncode and process.returncode < 0:
@@ -250,7 +250,7 @@ async def _first(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _finish(process: asyncio.subprocess.Process) -> None:
+async def finish(process: asyncio.subprocess.Process) -> None:
     """Waits for the end of a process that has ended its output, or was killed.
 
     asyncio learns of it only once the pipe has been read to its end.

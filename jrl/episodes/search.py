@@ -22,7 +22,7 @@ from jrl.episodes.episode import ABSENT, EnvCall, Episode
 from jrl.episodes.follow import Continue
 from jrl.episodes.play import Device, Scheduler, uncopied
 from jrl.episodes.rounds import Expansion, Rounds, SearchCost, search_rounds
-from jrl.episodes.transcript import Segment, Transcript
+from jrl.episodes.transcript import Segment, Transcript, turns_of
 from jrl.episodes.tree import Node, SearchPlan, Select, Step, Tree, step_score
 from jrl.episodes.world import World
 from jrl.sampling.row_costs import WaitCosts, WaitingPlace
@@ -84,16 +84,6 @@ def path_of(episode: Episode) -> Path:
         total / max(sum(len(s.tokens) for s in sampled), 1),
         episode.ending is not None,
     )
-
-
-def turns_of(segments: Sequence[Segment]) -> list[int]:
-    """Indices of the turns; what was sampled last in a full context is a summary, and none."""
-    following = [s.context for s in segments[1:]] + [segments[-1].context] if segments else []
-    return [
-        i
-        for i, (segment, context) in enumerate(zip(segments, following, strict=True))
-        if segment.drawn and segment.context == context
-    ]
 
 
 def _logprob(segment: Segment) -> float:

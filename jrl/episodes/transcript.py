@@ -96,6 +96,16 @@ class Transcript(NamedTuple):
         return float(sum(sum(s.reward) for s in self.segments))
 
 
+def turns_of(segments: Sequence[Segment]) -> list[int]:
+    """Indices of the turns; what was sampled last in a full context is a summary, and none."""
+    following = [s.context for s in segments[1:]] + [segments[-1].context] if segments else []
+    return [
+        i
+        for i, (segment, context) in enumerate(zip(segments, following, strict=True))
+        if segment.drawn and segment.context == context
+    ]
+
+
 def conversation(transcript: Transcript, tokenizer: Tokenizer) -> list[Message]:
     """The conversation after the opening, with the policy as the assistant."""
     messages: list[Message] = []
@@ -307,20 +317,25 @@ def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:
     Raises:
       UserError: not even their first token.
     """
-    if not openings:
-        return np.zeros(0, np.int32)
-    # With the first one is enough: what equals it at a column equals all others there.
-    first, least = np.asarray(openings[0]), min(map(len, openings))
-    same = np.ones(least, bool)
-    for other in openings[1:]:
-        same &= np.asarray(other)[:least] == first[:least]
-    length = least if same.all() else int(np.argmin(same))
-    if length == 0:
+    opening = common_prefix(openings)
+    if openings and not len(opening):
         raise UserError(
             "the members of a group open with different first tokens; init must show all members "
             "of a group the same problem, so let it depend on the prompt and the seed alone"
         )
-    return first[:length]
+    return opening
+
+
+def common_prefix(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """[c] int32, the tokens that all rows begin with; empty where there are no rows."""
+    if not rows:
+        return np.zeros(0, np.int32)
+    # With the first one is enough: what equals it at a column equals all others there.
+    first, least = np.asarray(rows[0]), min(map(len, rows))
+    same = np.ones(least, bool)
+    for other in rows[1:]:
+        same &= np.asarray(other)[:least] == first[:least]
+    return first[: least if same.all() else int(np.argmin(same))]
 
 
 def _check(part: Segment, row: Transcript, end: int, shape: RowShape) -> None:

@@ -179,12 +179,10 @@ def descend(score: Score) -> Select:
     return select
 
 
-def frontier(
-    parent: float = 0.4, entropy: float = 0.4, depth: float = 0.2, *, max_depth: int = 64
-) -> Select:
+def frontier(max_depth: int = 64) -> Select:
     """The one node of all that can be expanded that has the greatest F.
 
-        F = parent tanh(value of the parent) + entropy H + depth sqrt(d / max_depth)
+        F = 0.4 tanh(value of the parent) + 0.4 H + 0.2 sqrt(d / max_depth)
 
     As in "DeepSearch: Overcome the Bottleneck of Reinforcement Learning with Verifiable Rewards via
     Monte Carlo Tree Search" (arXiv:2509.25454). The weights are ours.
@@ -196,7 +194,7 @@ def frontier(
         above = tree.nodes[node.parent].value if i else 0.0
         unsure = node.step.entropy if node.step else 0.0
         deep = math.sqrt(node.depth / max_depth)
-        return parent * math.tanh(above) + entropy * unsure + depth * deep
+        return 0.4 * math.tanh(above) + 0.4 * unsure + 0.2 * deep
 
     def select(tree: Tree) -> list[int]:
         candidates = [i for i in tree.open() if tree.nodes[i].depth < max_depth]
@@ -236,7 +234,7 @@ def step_score(tree: Tree, i: int) -> float:
     return 0.0 if step is None or step.points is None else step.points
 
 
-def beam(width: int, score: Score = promise) -> Select:
+def beam(width: int) -> Select:
     """The ``width`` best open nodes of the deepest level; the others are never looked at again."""
 
     def select(tree: Tree) -> list[int]:
@@ -245,12 +243,12 @@ def beam(width: int, score: Score = promise) -> Select:
         level = [i for i in tree.open() if tree.nodes[i].depth > last]
         # sorted() is stable: equal scores keep the order of drawing, so a resumed search takes the
         # same nodes.
-        return sorted(level, key=lambda i: -score(tree, i))[:width]
+        return sorted(level, key=lambda i: -promise(tree, i))[:width]
 
     return select
 
 
-def dvts(score: Score = promise) -> Select:
+def dvts() -> Select:
     """Diverse verifier tree search: a beam of one in every subtree below the root, side by side.
 
     As compared in "Can 1B LLM Surpass 405B LLM? Rethinking Compute-Optimal Test-Time Scaling"
@@ -266,7 +264,7 @@ def dvts(score: Score = promise) -> Select:
             rival = best.get(top)
             # Depth first: an older sibling with a better score belongs to a level that its subtree
             # has left.
-            key = lambda j: (tree.nodes[j].depth, score(tree, j))  # noqa: E731
+            key = lambda j: (tree.nodes[j].depth, promise(tree, j))  # noqa: E731
             if rival is None or key(i) > key(rival):
                 best[top] = i
         # A subtree is done with its first leaf; its budget goes to no other one.

@@ -44,7 +44,7 @@ def rows_of_tree(
     judged leaf below them are left out. Equal steps of one node count as one.
 
     Args:
-      tree: as ``grow`` left it, each step's content its ids; it stays as it is.
+      tree: of a search, each step's content its ids; it stays as it is.
       prompt: ids.
       points: of leaves, by the number of their node.
       backup: of the points, in the order of the leaves' numbers.
