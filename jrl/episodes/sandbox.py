@@ -377,7 +377,7 @@ def _runs(way: _Way) -> bool:
     return False
 
 
-def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
+def python_tool(sandbox: Sandbox) -> Tool:
     """Python as a tool with one argument, "code"; each call starts a fresh interpreter."""
     from jrl.episodes.tools import (  # brings JAX along, which reward workers do without
         Tool,
@@ -398,7 +398,7 @@ def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
         return "\n".join(text for text in parts if text) or "[no output]"
 
     return Tool(
-        name=name,
+        name="python",
         description="Runs Python and returns what it prints, and the value of the last line.",
         parameters=one_text("code"),
         call=call,

@@ -155,12 +155,15 @@ def _folder(out: str) -> pathlib.Path:
     return folder
 
 
-def problems_of(run: Run, key: Array, split: str) -> tuple[Any, list[Prompt]]:
-    """The first problems of a split, and their prompts."""
-    count = run.kind.problems(run.data, run.config.eval.problems, split)
+def problems_of(
+    run: Run, key: Array, split: str, most: int | None = None
+) -> tuple[Any, list[Prompt]]:
+    """The first problems of a split, at most ``most`` or ``eval.problems``, and their prompts."""
+    most = run.config.eval.problems if most is None else most
+    count = run.kind.problems(run.data, most, split)
     if not count:
         raise UserError(f"data.{split} is missing; name a file of prompts")
-    rows = np.arange(min(count, run.config.eval.problems))
+    rows = np.arange(min(count, most))
     return undrawn_source(run, None, split).prompts(key, rows)
 
 
