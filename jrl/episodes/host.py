@@ -118,8 +118,8 @@ class Feedback(NamedTuple):
       cut: whether it is done only because a limit of tokens ended the policy's turn; it then counts
         as truncated.
       next: the player that takes the next turn; None for the one after this turn's.
-      labels: whole numbers by name, of ``HostEnv.labels`` for the episode (the last one counts),
-        and of ``HostEnv.token_labels`` one for each character of the turn's text.
+      labels: whole numbers by name, of ``EnvExtras.labels`` for the episode (the last one counts),
+        and of ``EnvExtras.token_labels`` one for each character of the turn's text.
     """
 
     messages: Sequence[Message] = ()

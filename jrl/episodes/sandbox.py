@@ -111,7 +111,6 @@ class Sandbox:
     Attributes:
       isolated: whether the code has no network and its own processes and temporary directories.
       offline: whether it has no network.
-      traceless: whether nothing that it writes stays, and it starts nothing that outlives it.
 
     Raises:
       UserError: no Python here can be run with fewer rights than the caller's; or code would have
@@ -130,7 +129,6 @@ class Sandbox:
         self._way = _way_in()
         self.isolated = bool(self._way.prefix)
         self.offline = self.isolated or self._way.filtered
-        self.traceless = self.isolated or (self._way.filtered and self._way.fenced)
         self._uids = itertools.cycle(range(_FIRST_UID, _FIRST_UID + _UIDS))
         if not (self.offline or network):
             raise UserError(

@@ -31,7 +31,7 @@ from jrl.config import Config
 from jrl.episodes.search import Searched, by_path
 from jrl.episodes.tree import SearchPlan, search_plan
 from jrl.errors import UserError
-from jrl.evaluate import load_policy
+from jrl.evaluate.evaluator import load_policy
 from jrl.evaluate.search import ids_of, points_of, problems_of, right_answers
 from jrl.evaluate.searcher import searched_run, searcher_of
 from jrl.evaluate.statistics import wilson

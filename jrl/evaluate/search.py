@@ -30,7 +30,7 @@ from jrl.episodes.search import Searched, best_node, by_path, episode_at
 from jrl.episodes.tree import SEARCHES, Tree, search_plan
 from jrl.episodes.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
-from jrl.evaluate import load_policy, right_part
+from jrl.evaluate.evaluator import load_policy, right_part
 from jrl.evaluate.searcher import opened, searched_run, searcher_of
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of

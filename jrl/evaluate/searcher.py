@@ -23,7 +23,7 @@ from jrl.episodes.search import Searched, Searcher, by_likelihood, by_path, play
 from jrl.episodes.tree import search_plan
 from jrl.episodes.world import TextWorld
 from jrl.errors import UserError
-from jrl.evaluate import load_policy
+from jrl.evaluate.evaluator import load_policy
 from jrl.sampling.places import entropy
 from jrl.setup.run import Run
 from jrl.train import build, programs

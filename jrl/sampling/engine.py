@@ -164,11 +164,6 @@ class Engine:
                 self._leave(row, StopReason.ABORTED)
 
     @property
-    def queued(self) -> int:
-        """Completions waiting for a slot."""
-        return len(self._waiting)
-
-    @property
     def running(self) -> int:
         """Completions in slots."""
         return sum(member is not None for member in self._members)
@@ -187,11 +182,6 @@ class Engine:
     def weights(self) -> Any:
         """The policy's weights, as ``network.prepare`` returned them."""
         return self.rows.weights
-
-    @property
-    def slot_use(self) -> float:
-        """The fraction of slot-steps that sampled a token."""
-        return self.live_steps / max(self.slot_steps, 1)
 
     # ------------------------------------------------------------ decoding
 

@@ -56,7 +56,6 @@ def generate(
 
     Returns:
       The rollout, and the slot-steps it took, [] int32: slots in use, summed over decode steps.
-      ``slot_use`` of the two is the share of slot-steps that drew a token.
 
     Raises:
       UserError: prompt and completion do not fit the network, or the slots no block.
@@ -95,8 +94,3 @@ def generate(
     sampled = sample_rows(inputs, network=network, width=width, stop_tokens=stop_tokens, plan=plan)
     rollout = as_rollout(sampled.results, prompts, version, routing=sampled.routing)
     return rollout, sampled.slot_steps
-
-
-def slot_use(rollout: Rollout, slot_steps: Array) -> Array:
-    """[] float32: the share of slot-steps that drew a token; 1 where no slot ever idled."""
-    return rollout.mask.sum() / jnp.maximum(slot_steps, 1)
