@@ -3,6 +3,7 @@
 - ``evaluate_run``, ``sample_run``: of a run's policy, as ``jrl eval`` and ``jrl sample``
 - ``search_run``, ``budget_run``, ``searching``: with a search
 - ``Evaluator``: beside training
+- ``samples_of``: completions as records for people
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ HOMES = {
         *("Evaluation", "Evaluator", "evaluate_run", "evaluation_names", "load_policy"),
         *("sample_run",),
     ),
+    "jrl.evaluate.samples": ("samples_of",),
     "jrl.evaluate.search": ("search_run",),
     "jrl.evaluate.searcher": ("searching",),
 }
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from jrl.evaluate.evaluator import evaluation_names as evaluation_names
     from jrl.evaluate.evaluator import load_policy as load_policy
     from jrl.evaluate.evaluator import sample_run as sample_run
+    from jrl.evaluate.samples import samples_of as samples_of
     from jrl.evaluate.search import search_run as search_run
     from jrl.evaluate.searcher import searching as searching
 else:
