@@ -13,7 +13,6 @@ from jrl.episodes.parsers import Call, Parser, Schemas
 from jrl.episodes.schemas import allowed_kinds, resolved
 from jrl.errors import UserError
 
-
 Literal = Callable[..., str]
 """(text with control tokens, last=whether the completion may end with it) -> its expression."""
 MOST_CALLS = 16
