@@ -119,7 +119,7 @@ def tree_of(members: Sequence[Episode]) -> tuple[list[Transcript], int]:
             part = segment._replace(node=node[tuple(members_through)])
             if members_through[0] != episode.member:
                 shared += len(part.tokens)
-                part = part._replace(drawn=False, logprobs=None, versions=None)
+                part = part.as_past()
             segments.append(part)
         rows.append(row._replace(segments=tuple(segments)) if row.alive else row)
     return rows, shared

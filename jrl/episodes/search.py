@@ -400,7 +400,7 @@ def leaf_rows(
             part = segment._replace(node=node, value=value(tree.nodes[node]))
             if node in owned:
                 shared += len(part.tokens) * lives
-                part = part._replace(drawn=False, logprobs=None, versions=None)
+                part = part.as_past()
             segments.append(part)
         owned |= set(path if lives else ())
         rows.append(row._replace(segments=tuple(segments)))

@@ -57,6 +57,10 @@ class Segment(NamedTuple):
     labels: Mapping[str, np.ndarray] = NOTHING
     messages: tuple[Mapping[str, Any], ...] = ()
 
+    def as_past(self) -> Segment:
+        """The segment in a row of which the policy did not draw it."""
+        return self._replace(drawn=False, logprobs=None, versions=None)
+
 
 class Transcript(NamedTuple):
     """One row: an episode, or a part of one whose history was folded or branched.
@@ -287,7 +291,9 @@ def rows_of_players(groups: Sequence[Sequence[Transcript]], players: int) -> lis
 
     def row(whole: Transcript, player: int) -> Transcript:
         segments = tuple(
-            s if s.player == player or not s.drawn else s._replace(**_NOT_DRAWN)
+            s
+            if s.player == player or not s.drawn
+            else s.as_past()._replace(reward=(), labels=NOTHING)
             for s in whole.segments
         )
         # A row without a drawn token has no gradient, yet its points would move the group's
@@ -298,11 +304,6 @@ def rows_of_players(groups: Sequence[Sequence[Transcript]], players: int) -> lis
         return whole._replace(segments=segments, role=player, stop=stop, reason=reason)
 
     return [[row(whole, r) for whole in group] for group in groups for r in range(players)]
-
-
-_NOT_DRAWN: Mapping[str, Any] = {
-    **{"drawn": False, "logprobs": None, "versions": None, "reward": (), "labels": NOTHING}
-}
 
 
 def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:
