@@ -1,7 +1,7 @@
 """Conversations in messages, as transcripts that train the assistant's turns.
 
-    found = read_dialogues(open_source("talks.jsonl"), Wording(tokenizer))
-    print(found.counts)
+    dialogues = read_dialogues(open_source("talks.jsonl"), Wording(tokenizer))
+    print(dialogues.counts)
 
 A row is {"messages": [...], "reward": 0.7}, or with "rewards", one number for each message of the
 assistant. Each such message becomes what a policy would have drawn behind the messages before it:

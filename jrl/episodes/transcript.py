@@ -289,21 +289,21 @@ def rows_of_players(groups: Sequence[Sequence[Transcript]], players: int) -> lis
       players: R.
     """
 
-    def row(whole: Transcript, player: int) -> Transcript:
+    def row(episode: Transcript, player: int) -> Transcript:
         segments = tuple(
             s
             if s.player == player or not s.drawn
             else s.as_past()._replace(reward=(), labels=NOTHING)
-            for s in whole.segments
+            for s in episode.segments
         )
         # A row without a drawn token has no gradient, yet its points would move the group's
         # baseline.
         acted = any(s.drawn for s in segments)
-        stop = whole.stop if acted or not whole.alive else StopReason.FAILED
-        reason = whole.reason if acted or whole.reason else f"player {player} never moved"
-        return whole._replace(segments=segments, role=player, stop=stop, reason=reason)
+        stop = episode.stop if acted or not episode.alive else StopReason.FAILED
+        reason = episode.reason if acted or episode.reason else f"player {player} never moved"
+        return episode._replace(segments=segments, role=player, stop=stop, reason=reason)
 
-    return [[row(whole, r) for whole in group] for group in groups for r in range(players)]
+    return [[row(episode, r) for episode in group] for group in groups for r in range(players)]
 
 
 def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:
