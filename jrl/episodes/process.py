@@ -25,6 +25,8 @@ from jrl.errors import UserError
 from jrl.types import NOTHING, Prompt
 
 _WORKER = Path(__file__).with_name("worker.py")
+_ANY = 1 << 30
+"""Processes at a time where there is no limit."""
 
 
 class _Process:
@@ -142,7 +144,7 @@ class _Pool:
     def __init__(self, command: list[str], most: int, at_once: int) -> None:
         self._command, self._most = command, most
         # Calls wait in the order of their groups, so that a group's members all get in.
-        self._gate = Gate(at_once, "a process of the environment") if at_once else None
+        self._gate = Gate(at_once or _ANY, "a process of the environment")
         self._idle: list[_Process] = []
         self._alive: set[_Process] = set()
 
@@ -167,8 +169,7 @@ class _Pool:
 
     async def init(self, prompt: Prompt, seed: int) -> tuple[_Process, Any]:
         """See ``HostEnv``; the state is the process."""
-        if self._gate is not None:
-            await self._gate.enter()
+        await self._gate.enter()
         problem = {n: getattr(prompt, n) for n in ("id", "text", "answer")}
         problem["meta"] = {**prompt.meta}
         process = None
@@ -180,7 +181,7 @@ class _Pool:
                 if process is not None:
                     await self._drop(process)
             finally:
-                self._leave()
+                self._gate.leave()
             raise
 
     async def step(self, process: _Process, reply: Reply) -> tuple[_Process, Any]:
@@ -200,11 +201,7 @@ class _Pool:
                 else:
                     await self._drop(process)
             finally:
-                self._leave()
-
-    def _leave(self) -> None:
-        if self._gate is not None:
-            self._gate.leave()
+                self._gate.leave()
 
     async def shutdown(self) -> None:
         """Ends every process."""
