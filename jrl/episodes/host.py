@@ -146,11 +146,6 @@ def nothing_begins(step: int, split: str) -> None:
     """Begins a step of training, where that changes nothing."""
 
 
-def copied(state: Any) -> Any:
-    """A state that shares nothing with another one that changes."""
-    return copy.deepcopy(state)
-
-
 Writer = Callable[[Sequence[str], int, int], Any]
 """(texts of failed problems, how many are wanted, seed) -> new ones, each a text or a row as
 ``data.train`` has them; sync or async."""
@@ -247,7 +242,7 @@ class HostEnv(NamedTuple):
     init: Callable[[Prompt, int], Any]
     step: Callable[[Any, Reply], Any]
     close: Callable[[Any], Any] = nothing
-    fork: Callable[[Any], Any] | None = copied
+    fork: Callable[[Any], Any] | None = copy.deepcopy
     parts: tuple[str, ...] = ("reward",)
     players: int = 1
     limits: Limits = Limits()

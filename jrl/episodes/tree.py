@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -326,36 +327,27 @@ class NamedSearch(NamedTuple):
     Attributes:
       select: (width, exploration) -> nodes to expand.
       backup: of points.
-      value: of a node as the backup left it, points.
+      value: of a node as the backup left it, points; the mean of the backups to it.
       explores: whether ``select`` reads the second number.
       whole: whether a step is a whole completion or episode.
     """
 
     select: Callable[[int, float], Select]
-    backup: Backup
-    value: Callable[[Node], float]
+    backup: Backup = mean_backup
+    value: Callable[[Node], float] = operator.attrgetter("value")
     explores: bool = False
     whole: bool = False
 
 
-def mean_value(node: Node) -> float:
-    """Points: the mean of the backups to a node."""
-    return node.value
-
-
-def _total(node: Node) -> float:
-    return node.total
-
-
 SEARCHES: dict[str, NamedSearch] = {
-    "uct": NamedSearch(lambda n, c: descend(uct(c)), mean_backup, mean_value, explores=True),
-    "puct": NamedSearch(lambda n, c: descend(puct(c)), mean_backup, mean_value, explores=True),
-    "frontier": NamedSearch(lambda n, c: frontier(), constrained(), _total),
-    "best_first": NamedSearch(lambda n, c: best_first(), mean_backup, mean_value),
-    "beam": NamedSearch(lambda n, c: beam(n), mean_backup, mean_value),
-    "greedy": NamedSearch(lambda n, c: beam(1), mean_backup, mean_value),
-    "dvts": NamedSearch(lambda n, c: dvts(), mean_backup, mean_value),
-    "best_of_n": NamedSearch(lambda n, c: beam(1), mean_backup, mean_value, whole=True),
+    "uct": NamedSearch(lambda n, c: descend(uct(c)), explores=True),
+    "puct": NamedSearch(lambda n, c: descend(puct(c)), explores=True),
+    "frontier": NamedSearch(lambda n, c: frontier(), constrained(), operator.attrgetter("total")),
+    "best_first": NamedSearch(lambda n, c: best_first()),
+    "beam": NamedSearch(lambda n, c: beam(n)),
+    "greedy": NamedSearch(lambda n, c: beam(1)),
+    "dvts": NamedSearch(lambda n, c: dvts()),
+    "best_of_n": NamedSearch(lambda n, c: beam(1), whole=True),
 }
 """By name, in training (``Search.by``) and at evaluation (``jrl eval --search``). "frontier" is
 DeepSearch's; "greedy" samples ``width`` steps and continues from the best of them; "beam" keeps the

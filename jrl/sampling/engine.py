@@ -178,11 +178,6 @@ class Engine:
         """The version of the parameters in use."""
         return self.rows.version
 
-    @property
-    def weights(self) -> Any:
-        """The policy's weights, as ``network.prepare`` returned them."""
-        return self.rows.weights
-
     # ------------------------------------------------------------ decoding
 
     def step(self) -> list[Update]:

@@ -16,7 +16,6 @@ from jrl.episodes.tree import (
     dvts,
     frontier,
     mean_backup,
-    mean_value,
     puct,
     siblings,
     uct,
@@ -42,7 +41,7 @@ def letters(paths):
 
 def grow(tree, select, expand, backup, *, rounds, tokens=0):
     """Searches with steps that are there at once; the cost."""
-    plan = SearchPlan(select, backup, mean_value, 0, rounds, tokens=tokens)
+    plan = SearchPlan(select, backup, lambda node: node.value, 0, rounds, tokens=tokens)
     search = search_rounds([tree], plan)
     try:
         chosen = next(search)
