@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jrl.episodes.gate import Gate
-from jrl.episodes.sandbox_watch import remove_tree, watch
+from jrl.episodes.sandbox_watch import remove_tree, running, watch
 from jrl.errors import UserError
+from jrl.rewards.kill import children
 
 if TYPE_CHECKING:
     from jrl.episodes.tools import Tool
@@ -281,9 +282,8 @@ def _command(way: _Way, spec: dict[str, Any]) -> list[str]:
 def _kill(pid: int) -> None:
     """Kills a run: its group, and what ``unshare`` started, with which all its children end."""
     with contextlib.suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for child in children:
-            os.kill(int(child), signal.SIGKILL)
+        for child in children(pid):
+            os.kill(child, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -297,23 +297,13 @@ def _kill_left(pid: int, uid: int | None) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     for _ in range(100 if uid is not None else 0):
-        running = [each for each in _processes_of(uid) if each != os.getpid()]
-        for each in running:
+        left = running(lambda entry, _: entry.stat().st_uid == uid)
+        left = [each for each in left if each != os.getpid()]
+        for each in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
-        if not running:
+        if not left:
             return
-
-
-def _processes_of(uid: int | None) -> list[int]:
-    """Processes that a user runs, without those that have ended and wait to be noticed."""
-    pids = []
-    for entry in os.scandir("/proc"):
-        with contextlib.suppress(OSError, IndexError):
-            if entry.name.isdigit() and entry.stat().st_uid == uid:
-                state = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[0]
-                pids += [int(entry.name)] if state not in "ZX" else []
-    return pids
 
 
 def _remove(directory: str, uid: int | None) -> None:
