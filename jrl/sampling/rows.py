@@ -28,7 +28,7 @@ from jrl.sampling.batch import ChunkInputs, ChunkOutput, DecodeBatch
 from jrl.sampling.grammar import no_mask
 from jrl.sampling.row_costs import RowCosts, Timings
 from jrl.sampling.slots import IdleLimit, Measure, check_length
-from jrl.types import Network, Params, StopReason
+from jrl.types import Network, Params, Stack, StopReason
 
 _MOST_ADMITTED = 8
 """The most rows of one admission; more take several."""
@@ -122,7 +122,6 @@ class Rows:
         row_policies: bool = False,
         options: RowOptions = PLAIN_ROWS,
     ) -> None:
-        biases, top_logprobs = options.biases, options.top_logprobs
         if slots < 1:
             raise UserError(f"slots = {slots}; must be at least 1")
         total = options.total_tokens or prompt_tokens + max_new_tokens
@@ -135,8 +134,9 @@ class Rows:
         self.slots, self.prompt_tokens, self.max_new_tokens = slots, prompt_tokens, max_new_tokens
         self.version, self.costs = 0, RowCosts(slots)
         self._chunk, self._suspended = chunk, suspended
-        self._reports = top_logprobs is not None
-        self._no_mask = no_mask(slots, network.vocab_size) if options.masks and biases else None
+        self._reports = options.top_logprobs is not None
+        masks = options.masks and options.biases
+        self._no_mask = no_mask(slots, network.vocab_size) if masks else None
         prompt_widths, text_widths = widths(prompt_tokens), widths(max_new_tokens)
         self._widths = tuple(sorted({*text_widths, min(_MIN_EXTENSION, text_widths[0])}))
         # A power of two, so that the shapes of admissions are few. Every admission has this many
@@ -149,19 +149,28 @@ class Rows:
             widths=prompt_widths,
             stop_width=max(options.stop_width, len(stop_tokens)),
             sampling=RowSampling(**sampling or {}, stop_tokens=tuple(stop_tokens)),
-            vocab_size=network.vocab_size if biases else 0,
+            vocab_size=network.vocab_size if options.biases else 0,
         )
+        self._bind(network, stack, measure, options)
+        self._weights: Any = None
+        self._batch: DecodeBatch | None = None
+        self._halted = np.full(slots, StopReason.RUNNING, np.int32)
+
+    def _bind(
+        self, network: Network, stack: Stack | None, measure: Measure | None, options: RowOptions
+    ) -> None:
+        """The programs over the batch, each compiled when it first runs."""
         bind = functools.partial
         self._prepare = jax.jit(network.prepare)
         self._make = jax.jit(
             bind(
                 programs.empty_batch,
                 network=network,
-                rows=slots,
-                prompt_tokens=prompt_tokens,
-                max_new_tokens=max_new_tokens,
+                rows=self.slots,
+                prompt_tokens=self.prompt_tokens,
+                max_new_tokens=self.max_new_tokens,
                 stop_width=self._builder.stop_width,
-                biases=biases,
+                biases=options.biases,
                 measured=measure is not None,
             )
         )
@@ -171,8 +180,8 @@ class Rows:
             bind(
                 programs.decode_chunk,
                 network=network,
-                width=chunk,
-                top=top_logprobs or 0,
+                width=self._chunk,
+                top=options.top_logprobs or 0,
                 measure=measure,
                 stack=stack,
             ),
@@ -186,9 +195,6 @@ class Rows:
         self._fork = jax.jit(bind(programs.fork))
         self._resume = jax.jit(bind(programs.resume), donate_argnums=0)
         self._resume_fork = jax.jit(bind(programs.resume_fork), donate_argnums=0)
-        self._weights: Any = None
-        self._batch: DecodeBatch | None = None
-        self._halted = np.full(slots, StopReason.RUNNING, np.int32)
 
     # ------------------------------------------------------------ weights
 
