@@ -81,17 +81,6 @@ def take(cache: Cache, source: Array) -> Cache:
     )
 
 
-def take_within(cache: Cache, source: Array) -> Cache:
-    """``take`` of rows that stay in their blocks, which continue to share their prefixes.
-
-    Args:
-      cache: S rows in M blocks.
-      source: [S'] int32; rows m * S' / M .. (m + 1) * S' / M - 1 name rows of block m.
-    """
-    # The prefixes stay where they are: with long prompts they are most of the cache.
-    return cache.replace(rows=pick(cache.rows, source))
-
-
 def put_prefixes(cache: Cache, blocks: Array, other: Cache, lengths: Array) -> Cache:
     """The cache with new prefixes in some blocks of rows, whose own entries are dropped.
 

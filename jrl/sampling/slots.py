@@ -19,7 +19,7 @@ from flax import struct
 from jrl.errors import UserError
 from jrl.models import gpu
 from jrl.models.decode import put_columns
-from jrl.sampling.cache import pick, share, take, take_within
+from jrl.sampling.cache import pick, share, take
 from jrl.sampling.params import SamplingParams, per_row, sample, sampling_logprobs
 from jrl.sampling.report import TokenReport
 from jrl.types import Array, Cache, Network, StopReason
@@ -347,11 +347,11 @@ def fork(slots: Slots, source: Array, keys: Array, *, within: bool = False) -> S
       S' rows that share their past with their sources.
     """
     chex.assert_equal_shape([source, keys])
-    cache = (take_within if within else take)(slots.cache, source)
-    others = slots.replace(cache=None)
-    # The cache is taken apart from the rest, since only its prefix may stay shared.
-    picked = pick(others, source)
-    return picked.replace(keys=keys, cache=cache)
+    # The cache is taken apart from the rest: with long prompts its prefixes are most of it, and
+    # within their blocks they stay where they are.
+    cache = slots.cache
+    cache = cache.replace(rows=pick(cache.rows, source)) if within else take(cache, source)
+    return pick(slots.replace(cache=None), source).replace(keys=keys, cache=cache)
 
 
 def rewind(slots: Slots, lengths: Array, last: Array | None = None) -> Slots:

@@ -76,7 +76,8 @@ def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None 
         return goals, Feedback([user_message(show_goals(goals))], state_key=show_goals(goals))
 
     extras = EnvExtras(verified=True)
-    return HostEnv(init, step, fork=_same, limits=Limits(turns=24), extras=extras)
+    fork = lambda goals: goals  # noqa: E731 - they never change, so that episodes may share them
+    return HostEnv(init, step, fork=fork, limits=Limits(turns=24), extras=extras)
 
 
 def read_statement(text: str) -> Goals:
@@ -100,8 +101,3 @@ def tactic_of(text: str) -> str:
     """
     lines = (line.strip() for line in text.rpartition("</think>")[2].splitlines())
     return next((line for line in lines if line and not line.startswith("```")), "")
-
-
-def _same(goals: Goals) -> Goals:
-    """Goals never change, so that episodes may share them."""
-    return goals
