@@ -8,7 +8,7 @@ output, user turns, hints, another player's words, a branch's shared past) is co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -304,6 +304,32 @@ def rows_of_players(groups: Sequence[Sequence[Transcript]], players: int) -> lis
         return episode._replace(segments=segments, role=player, stop=stop, reason=reason)
 
     return [[row(episode, r) for episode in group] for group in groups for r in range(players)]
+
+
+def trained_once(
+    rows: Sequence[Transcript], names: Sequence[Sequence[Hashable]], live: Sequence[bool]
+) -> tuple[list[Transcript], int]:
+    """Rows that share segments, each of which is drawn in the first living row that has it.
+
+    In the others it is the past, so that each token is trained once.
+
+    Args:
+      rows: of a group.
+      names: of the segments of each row; those of one name are the same.
+      live: whether a row counts; one that does not would keep what it shares from being trained.
+
+    Returns:
+      The rows, and the tokens that stand in living ones as the past of another.
+    """
+    owned, trained, shared = set[Hashable](), [], 0
+    for row, row_names, lives in zip(rows, names, live, strict=True):
+        past = [name in owned for name in row_names]
+        parts = list(zip(row.segments, past, strict=True))
+        shared += lives * sum(len(s.tokens) for s, is_past in parts if is_past)
+        segments = tuple(s.as_past() if is_past else s for s, is_past in parts)
+        trained.append(row._replace(segments=segments))
+        owned.update(row_names if lives else ())
+    return trained, shared
 
 
 def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:
