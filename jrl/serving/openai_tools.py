@@ -113,7 +113,7 @@ def read_tools(body: Json, parser: Parser | None) -> Tools | None:
 
 
 class _Choice(NamedTuple):
-    """What ``tool_choice`` says.
+    """A parsed ``tool_choice``.
 
     Attributes:
       mode: auto, none or required.
