@@ -155,7 +155,7 @@ def search_once(
         step_tokens=step_tokens,
         split=split,
     ) as search:
-        return _opened(search(prompts, seeds, plan, by_path(score)))
+        return opened(search(prompts, seeds, plan, by_path(score)))
 
 
 @contextlib.contextmanager
@@ -199,12 +199,12 @@ def searching(
                 if not prompts:
                     return []
                 seeds = prompt_seeds(key, "eval", step, numbers)
-                return _opened(search(prompts, seeds, plan, by_path(by_likelihood))).successes()
+                return opened(search(prompts, seeds, plan, by_path(by_likelihood))).successes()
 
             yield solve
 
 
-def _opened(searched: Searched) -> Searched:
+def opened(searched: Searched) -> Searched:
     """The search.
 
     Raises:
