@@ -1,7 +1,7 @@
 """Conversations in messages, as transcripts that train the assistant's turns.
 
-    found = read_dialogues(open_source("talks.jsonl"), Wording(tokenizer))
-    print(found.counts)
+    dialogues = read_dialogues(open_source("talks.jsonl"), Wording(tokenizer))
+    print(dialogues.counts)
 
 A row is {"messages": [...], "reward": 0.7}, or with "rewards", one number for each message of the
 assistant. Each such message becomes what a policy would have drawn behind the messages before it:
@@ -17,7 +17,7 @@ hold tokens such as "<think>" that models write, but none that the tokenizer mar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -228,24 +228,13 @@ def _number(value: Any, name: str) -> float:
 # ---------------------------------------------------------------- from messages to ids
 
 
-class _Writer(Protocol):
-    """Writes messages in ids."""
-
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The policy's input before an answer."""
-        ...
-
-    def turn(self, before: Sequence[Message], message: Message) -> list[int]:
-        """The ids of a message, with the token that ends the turn."""
-        ...
-
-
 class _Plain(NamedTuple):
     """Contents one after another."""
 
     tokenizer: Tokenizer
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The policy's input before an answer."""
         ids: list[int] = []
         for message in messages:
             if message["role"] == ASSISTANT:
@@ -255,6 +244,7 @@ class _Plain(NamedTuple):
         return ids
 
     def turn(self, before: Sequence[Message], message: Message) -> list[int]:
+        """The ids of a message, with the token that ends the turn."""
         return [*self.tokenizer.encode_plain(message["content"]), self.tokenizer.eos_id]
 
 
@@ -273,6 +263,10 @@ class _Chat(NamedTuple):
         rendered = after_prompt(self.frames.render([*before, message], prompt=False), text, content)
         end = end_of_turn(tokenizer, "chat")
         return until_stop(tokenizer.encode(rendered), tokenizer, end)
+
+
+_Writer = _Plain | _Chat
+"""Writes messages in ids."""
 
 
 def _writer(tokenizer: Tokenizer, template: str, variables: Mapping[str, Any]) -> _Writer:
