@@ -35,7 +35,7 @@ from jrl.config import Config, as_tree, config_hash, dump
 from jrl.config.stored import check_unchanged, differences, stored_config
 from jrl.errors import StorageError, UserError
 from jrl.storage.lock import is_replaced
-from jrl.storage.sinks import open_sinks
+from jrl.storage.sinks import Sink, open_sinks
 from jrl.system.extras import DISTRIBUTION
 from jrl.system.json_text import json_or_none
 from jrl.system.processes import first_says
@@ -209,7 +209,7 @@ class RunWriter:
         self._warned = False
         self._pending: dict[str, str] = {}  # by file, what could not be written yet
         self._fault: tuple[float, str] | None = None  # since when, and why
-        self._sinks: list[Any] = []
+        self._sinks: list[Sink] = []
         self._failed: dict[int, float] = {}  # by index of the sink, when
         if not self._active:
             return
@@ -403,7 +403,7 @@ class RunWriter:
             reason = " ".join(str(error).split())
             with contextlib.suppress(OSError):  # standard error may be on the same full disk
                 if not self._warned:
-                    name = type(self._sinks[index]).__name__
+                    name = self._sinks[index].name
                     print(f"jrl: warning: logging to {name} failed: {reason}", file=sys.stderr)
                     print(
                         f"jrl: warning: training continues; {name} is tried again every"
