@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import importlib.metadata
 import json
 import math
 import os
@@ -36,7 +35,7 @@ from jrl.config.stored import check_unchanged, differences, stored_config
 from jrl.errors import StorageError, UserError
 from jrl.storage.lock import is_replaced
 from jrl.storage.sinks import Sink, open_sinks
-from jrl.system.extras import DISTRIBUTION
+from jrl.system.extras import DISTRIBUTION, version
 from jrl.system.json_text import json_or_none
 from jrl.system.processes import first_says
 
@@ -153,10 +152,7 @@ def header(config: Config, mesh: Mapping[str, int]) -> dict[str, Any]:
     """
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(_DISTRIBUTIONS.get(package, package))
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
+        versions[package] = version(_DISTRIBUTIONS.get(package, package), "not installed")
     devices = jax.devices()
     return {
         "versions": versions,
