@@ -21,8 +21,8 @@ from jrl.errors import UserError
 )
 def test_the_last_match_as_re_finds_it(pattern, text):
     pattern = pattern or "()"
-    found = list(re.finditer(pattern, text))
-    expected = (found[-1].group(1) or "") if found else None
+    matches = list(re.finditer(pattern, text))
+    expected = (matches[-1].group(1) or "") if matches else None
     assert find_answer(pattern, text, "x") == expected
 
 
