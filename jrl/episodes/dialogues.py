@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.data.invalid import BadRows
+from jrl.data.invalid import read_rows
 from jrl.data.messages import Wording, after_prompt, end_of_turn, until_stop
 from jrl.data.tables import Source
 from jrl.episodes.chat import PlainFormat
@@ -107,20 +107,15 @@ def read_dialogues(
     """
     tokenizer, system, template, variables = Wording.of(wording)
     writer = _writer(tokenizer, template, variables)
-    sessions: list[list[RecordedCompletion]] = []
-    bad = BadRows(skip=invalid == "skip")
-    for index in range(len(source)):
-        where = source.where(index)
-        if bad.enough(index):
-            break
-        with bad.row(index, where):
-            row = source[index]
-            messages = dialogue_messages(row, where)
-            if system is not None and messages[0]["role"] != "system":
-                messages = [{"role": "system", "content": system}, *messages]
-            points = dialogue_points(row, messages, where)
-            sessions.append(_turns(messages, points, writer, index, where))
-    left_out = bad.finish(len(source))
+
+    def read(index: int, row: Mapping[str, Any], where: str) -> list[RecordedCompletion]:
+        messages = dialogue_messages(row, where)
+        if system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        points = dialogue_points(row, messages, where)
+        return _turns(messages, points, writer, index, where)
+
+    sessions, left_out = read_rows(source, read, invalid=invalid)
     groups, episodes = joined_groups(sessions)
     turns = [node for nodes in sessions for node in nodes]
     counts = DialogueCounts(
