@@ -163,8 +163,8 @@ class RewardWorker:
         return self._process.exitcode
 
     def send(self, call: Any, message: bytes) -> None:
-        """Hands it a call; raises Lost, also where it has said something while nobody had asked."""
-        if self._has_said():
+        """Hands it a call; raises Lost, also where it has written something without a call."""
+        if self._readable():
             raise Lost
         self._number += 1
         # Numbers by token, each as text, for token ids of four bytes.
@@ -176,7 +176,7 @@ class RewardWorker:
         self.call, self.since = call, time.monotonic()
         self._waited_behind = 0.0
 
-    def _has_said(self) -> bool:
+    def _readable(self) -> bool:
         """Whether something can be read, as where an earlier call left a thread that writes."""
         try:
             return self.connection.poll()
