@@ -9,8 +9,8 @@ import pytest
 
 import jrl
 from jrl.errors import UserError
-from jrl.methods import get_method
 from jrl.system.moved_modules import MOVED, moved_to
+from jrl.user_code import load
 
 
 def test_an_old_name_says_the_new_one():
@@ -43,9 +43,13 @@ def test_an_old_name_is_the_same_module():
     assert host.__spec__ is spec
 
 
-def test_an_old_name_in_a_configuration_says_the_new_one():
-    with pytest.raises(UserError, match=r"there is no module .*; name jrl\.zoo\.methods\.entropy"):
-        get_method("jrl.methods.entropy:aepo")
+def test_an_old_name_in_a_configuration_leads_to_the_new_one():
+    from jrl.zoo.methods.entropy import aepo
+
+    with pytest.warns(FutureWarning, match=r"is jrl\.zoo\.methods\.entropy now"):
+        assert load("jrl.methods.entropy:aepo", "method") is aepo
+    with pytest.raises(UserError, match=r"there is no module .*; name jrl\.methods\.stores and m"):
+        load("jrl.train.replay:arpo", "method")
 
 
 @pytest.mark.parametrize("old", MOVED)
