@@ -113,9 +113,10 @@ def _directories(config: Config) -> Iterator[tuple[str, str]]:
     if config.lora is not None and config.lora.path is not None:
         yield "lora.path", config.lora.path
     for name, options in as_tree(config)["rewards"].items():
-        for key in ("path", "model"):
-            for path in _texts(options.get(key)):
-                yield f"rewards.{name}.{key}", path
+        yield from ((f"rewards.{name}.path", path) for path in _texts(options.get("path")))
+        for path in _texts(options.get("model")):  # of a judge; others may mean anything by it
+            if (Path(path) / "config.json").is_file() or is_run(path):
+                yield f"rewards.{name}.model", path
 
 
 def _own_files(config: Config) -> list[Path]:

@@ -165,6 +165,7 @@ def test_models_that_judge_are_compared_also_those_of_an_ensemble(tmp_path, monk
     ensemble = "rewards={help={function='model', path=['one', 'two']}}"
     run = run_of([], [], [], [], ensemble)
     assert changes(run, weights[0], "b") == changes(run, weights[1], "b") == {"rewards.help.path"}
+    (tmp_path / "who" / "config.json").write_text("{}")
     judge = run_of([], [], [], [], "rewards={says={function='judge', model='who'}}")
     assert changes(judge, weights[2], "b") == {"rewards.says.model"}
 
