@@ -25,6 +25,9 @@ _OPTIONS = {
     "key_separator": ": ",
     "coerce_one_of": True,  # exclusive options are a promise that no grammar can keep
 }
+_ANY_TEXT = ("binary", "directory-path", "file-path", "password", "path")
+_VALUES = ("const", "default", "enum", "examples")
+"""Keywords of schemas that hold values, not schemas."""
 _MARK = {"\ue000": 0}
 
 
@@ -32,7 +35,20 @@ def json_expression(schema: Any) -> str:
     """The expression for JSON of a schema, without white space but one after ":" and ","."""
     if not isinstance(schema, Mapping):
         schema = {} if schema is True else {"enum": []}
-    return "%json " + json.dumps({**schema, "x-guidance": _OPTIONS})
+    return "%json " + json.dumps({**_without_notes(schema), "x-guidance": _OPTIONS})
+
+
+def _without_notes(schema: Any) -> Any:
+    """A schema without formats that any text has, as pydantic writes them for paths and secrets."""
+    if isinstance(schema, list):
+        return [_without_notes(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: part if key in _VALUES else _without_notes(part)
+        for key, part in schema.items()
+        if not (key == "format" and isinstance(part, str) and part in _ANY_TEXT)
+    }
 
 
 def call_rules(parser: Parser, schemas: Schemas, literal: Literal, most: int = MOST_CALLS) -> str:
