@@ -56,34 +56,11 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             f"sampling.max_new_tokens = {sampling.max_new_tokens} is not read with"
             f" {data.own_limit}, which sets its own limit; remove it"
         )
-    if data.plays and config.replays_routing:
-        yield (
-            "objective.router_replay does not go with episodes of data.train in data.env; remove it"
-        )
-    if train.mode == "in_flight" and not data.plays:
-        yield (
-            "train.mode = 'in_flight' is read by episodes of data.train in data.env alone, whose"
-            " tokens are drawn a chunk at a time; set it to 'host'"
-        )
+    yield from data.conflicts(config)
     if train.mode == "in_flight" and not (config.placement and config.placement.staleness):
         yield (
             "train.mode = 'in_flight' needs a rollout during training steps; set"
             " placement.staleness to 1 or more"
-        )
-    files = data.model_fields_set & {"train", "pairs"}
-    if train.mode == "compiled" and files:
-        yield "train.mode = 'compiled' samples from data.task or data.env alone; set it to 'host'"
-    if files and not data.has_solutions and config.warmup.steps:
-        yield (
-            f"warmup.steps = {config.warmup.steps} needs data.task, whose solutions it learns; set"
-            " it to 0"
-        )
-    if data.scored and config.rewards:
-        names = ", ".join(f"rewards.{name}" for name in config.rewards)
-        yield f"{names}: data.pairs holds its own scores; remove {names}"
-    if data.scored and (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0):
-        yield (
-            "sampling.top_k, top_p and min_p leave tokens out that data.pairs may hold; remove them"
         )
     best = (config.checkpoint.best or "").removeprefix("-")
     readers = [f"checkpoint.best = {config.checkpoint.best!r}"] if best.startswith("eval/") else []

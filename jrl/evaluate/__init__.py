@@ -63,7 +63,7 @@ def evaluation_names(run: Run) -> set[str] | None:
       run: from ``setup``.
     """
     table = run.config.eval
-    if not run.kind.known_metrics:
+    if run.kind.eval_metrics is None:
         return None
     answers = [["1"] * table.samples] if run.kind.votes else None
     one = np.ones((1, table.samples), int)
@@ -71,7 +71,7 @@ def evaluation_names(run: Run) -> set[str] | None:
     names = evaluation_metrics(
         one == 1, one, pass_k=table.pass_k, answers=answers, variants_of=variants
     ).keys()
-    return {*names, *(("success", "reward", "turns") if run.kind.episode_columns else ())}
+    return {*names, *run.kind.eval_metrics}
 
 
 def episode_metrics(groups: Groups) -> dict[str, float]:

@@ -264,7 +264,7 @@ class _Start:
 
         def measured(key: Array, policy: Params) -> dict[str, Array]:
             groups = evaluate(key, policy)
-            turns = {"turns": groups.ids["stratum"].mean()} if run.kind.episode_columns else {}
+            turns = {"turns": groups.ids["stratum"].mean()} if "stratum" in groups.ids else {}
             return {"accuracy": groups.rewards[..., 0].mean()} | turns
 
         self.measure = jax.jit(jax.vmap(measured))

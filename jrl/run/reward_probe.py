@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
 
@@ -80,9 +79,7 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
     text = str(prompt.answer)
     tokens = np.array(run.tokenizer.encode(text), np.int32)
     sample = Sample(prompt=prompt, completion=text, tokens=tokens, stop="stop_token")
-    if run.config.data.plays:  # as an episode of one turn
-        messages = ({"role": "assistant", "content": text},)
-        sample = dataclasses.replace(sample, messages=messages, stop="done")
+    sample = run.kind.as_rewarded(sample)
     if pool.by_token:
         sample = with_ends(sample, run.tokenizer)
     pool.probe(names, sample, run.config.sampling.group)

@@ -117,11 +117,6 @@ def _chosen_tree(config: Config, tree: Branching | Search | None) -> Branching |
 
 def _check_branching(config: Config, tree: Branching) -> None:
     """Raises UserError for a key of ``[tree]`` that members which branch like this do not read."""
-    if config.data.plays and tree.rounds > 1:
-        raise UserError(
-            f"tree.rounds = {tree.rounds} is not read in episodes, which branch as they are played;"
-            " remove it"
-        )
     if tree.at == "even" and tree.above:
         raise UserError(
             f"tree.above = {tree.above} is not read with tree.at = {tree.at!r}; remove it"
@@ -134,12 +129,6 @@ def _check_search(config: Config, search: Search) -> None:
         raise UserError(
             f"tree.exploration = {search.exploration} is not read with tree.by = {search.by!r};"
             " remove it"
-        )
-    step_tokens = config.tree.tokens if isinstance(config.tree, SearchTree) else None
-    if config.data.plays and step_tokens is not None:
-        raise UserError(
-            f"tree.tokens = {step_tokens}: a search of episodes goes by turns; remove it, or set"
-            " data.turn_tokens"
         )
     if 0 < config.sampling.slots < search.width:
         raise UserError(

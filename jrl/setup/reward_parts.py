@@ -158,8 +158,6 @@ def _giver(config: Config, name: str) -> Giver:
     if function == LIKELIHOOD and LIKELIHOOD not in data.reward_names:
         _check_likelihood(name, config)
         return "likelihood"
-    if data.scored:
-        return "data"
     if data.reward_names and function not in data.reward_names and not has_function:
         error = unknown_choice("rewards", function, data.reward_names)
         raise UserError(f"{error}, {FORMS}") if data.own_rewards else error
@@ -244,8 +242,6 @@ def _check_judge(name: str, config: Config) -> None:
     judge, key = judge_of(config, name), f"rewards.{name}"
     if (limits := tables[name].range) is not None:
         raise UserError(f"{key}.range = {limits}: a judge's points are within [0, 1]; remove it")
-    if config.data.scored:
-        raise UserError(f"{key}: the data hold the scores of their completions; remove it")
     earlier = [n for n, t in tables.items() if function_of(n, t) != JUDGE and t.combine is None]
     if judge.only and judge.only not in earlier:
         raise unknown_choice(f"{key}.only", judge.only, earlier)
@@ -259,8 +255,6 @@ def _check_likelihood(name: str, config: Config) -> None:
         raise UserError(f"{key}.range = {part.range}: probabilities are within [0, 1]; remove it")
     if part.missing == "drop":
         raise UserError(f'{key}.missing = "drop": a sample stays in its group; set "zero"')
-    if config.data.scored:
-        raise UserError(f"{key}: the data hold the scores of their completions; remove it")
 
 
 def _combined(name: str, table: RewardTable, tables: Mapping[str, RewardTable]) -> Combined:
