@@ -76,7 +76,7 @@ def set_up(place: pathlib.Path, overrides: Sequence[str], probe: bool = False) -
     run = build.setup(config)
     check_trainable(run)
     check_own_parts(run)
-    check_reward_columns(config, run.data.prompts)
+    check_reward_columns(config, run.kind, run.data)
     check_metric_names(run)
     with reward_pool(config) as pool:
         if probe:

@@ -521,7 +521,7 @@ def test_answers_that_no_text_is_equal_to(answer, place):
     config = load_config(None, overrides(place, data="d.jsonl"))
     said = f"row 2: the answer is {answer}, and rewards.exact compares text and numbers"
     run = build.setup(config)
-    refused(said, check_reward_columns, run.config, run.data.prompts)
+    refused(said, check_reward_columns, run.config, run.kind, run.data)
 
 
 # ---------------------------------------------------------------- requests

@@ -50,6 +50,16 @@ class DataTable(Table):
         return False
 
     @property
+    def answer_optional(self) -> bool:
+        """Whether rows may lack an answer where nothing compares with it."""
+        return False
+
+    @property
+    def plain_files(self) -> dict[str, Any]:
+        """Split -> file whose rows must all become prompts; {} where some may not."""
+        return {}
+
+    @property
     def longest_prompt(self) -> int:
         """The longest prompt in text, tokens; a procedural task has its own."""
         return _PROMPT_TOKENS
@@ -221,6 +231,16 @@ class QuestionTable(RowTable, TextTable):
 
 class PromptData(ChatTable, QuestionTable):
     """Prompts from files."""
+
+    @property
+    def answer_optional(self) -> bool:
+        """Unless a key names the field, or a pattern in it."""
+        return "answer" not in self.fields and self.answer_pattern is None
+
+    @property
+    def plain_files(self) -> dict[str, Any]:
+        """Both splits, unless rows are skipped."""
+        return {"train": self.train, "eval": self.eval} if self.invalid == "error" else {}
 
 
 class TaskData(DataTable):

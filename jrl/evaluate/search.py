@@ -34,6 +34,7 @@ from jrl.evaluate import load_policy, right_part
 from jrl.evaluate.searcher import opened, searched_run, searcher_of
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
+from jrl.setup.kinds import kind_of
 from jrl.setup.reward_parts import judge_of, reward_pool
 from jrl.setup.run import Run
 from jrl.train.batches import undrawn_source
@@ -82,7 +83,7 @@ def search_run(
     """
     folder = None if out is None else _folder(out)
     plan = search_plan(name, width, rounds=rounds)
-    if plan.whole and folder is not None and config.data.plays:
+    if plan.whole and folder is not None and kind_of(config).plays:
         raise UserError(
             f"--out: --search {name} plays complete episodes, which have no steps to compare; use"
             f" one of {', '.join(n for n in SEARCHES if not SEARCHES[n].whole)}"
@@ -122,12 +123,12 @@ def search_run(
 
 def _seed_step(run: Run, step: int) -> int:
     """The step that tokens are keyed by: environments may change with the training, text not."""
-    return 0 if not run.config.data.plays else step
+    return step if run.kind.plays else 0
 
 
 def _costs(run: Run, searched: Searched) -> dict[str, float]:
     """Mean costs of a search per problem."""
-    count, episodes = len(searched.trees), run.config.data.plays
+    count, episodes = len(searched.trees), run.kind.plays
     expansions, steps, tokens = np.array(searched.costs, float).mean(0).tolist()
     costs = {"expansions": expansions, "turns" if episodes else "steps": steps}
     costs |= {"drawn_tokens": tokens, "read_tokens": searched.counts["read_tokens"] / count}
@@ -139,7 +140,7 @@ def _costs(run: Run, searched: Searched) -> dict[str, float]:
 
 def right_answers(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) -> np.ndarray:
     """[N] bool, whether the path that each search takes in the end is right."""
-    if run.config.data.plays:
+    if run.kind.plays:
         return np.array(searched.successes())
     answers = [ids_of(tree, best_node(tree)) for tree in searched.trees]
     return points_of(run, problems, prompts, np.arange(len(prompts)), answers) >= 1
@@ -222,7 +223,7 @@ def _rows(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) ->
     if not leaves:
         return []
     episodes = [episode_at(searched.trees[i], leaf) for i, leaf in leaves]
-    if run.config.data.plays:
+    if run.kind.plays:
         right = np.array([episode.success for episode in episodes])
     else:
         paths = [ids_of(searched.trees[i], leaf) for i, leaf in leaves]

@@ -42,7 +42,7 @@ def obstacles(config: Config) -> list[str]:
     if look(find_devices) is None:
         return mistakes.lines  # nothing else can be looked at
     kind = look(lambda: kind_of(config))
-    method = look(lambda: method_of(config, kind and kind.task))
+    method = look(lambda: method_of(config, kind and kind.new_tokens))
     look(lambda: make_optimizer(config.optimizer, config.train.steps, 1))
     look(lambda: make_meshes(config, apart=True))
     tokenizer = None if kind is None else _model(config, kind, mistakes)
@@ -60,7 +60,7 @@ def obstacles(config: Config) -> list[str]:
     if kind is not None and method is not None and tokenizer is not None:
         read = look(lambda: kind.read(tokenizer, method, _head))
         if read is not None:
-            look(lambda: check_reward_columns(config, read.prompts))
+            look(lambda: check_reward_columns(config, kind, read))
             look(lambda: check_judges(config, read.prompts["train"]))
             look(lambda: check_text_models(config, read.prompts["train"]))
     if note := missing_math(config):

@@ -162,7 +162,7 @@ def _set_up(
     run = build.setup(config)
     check_trainable(run)
     check_own_parts(run)
-    check_reward_columns(run.config, run.data.prompts)
+    check_reward_columns(run.config, run.kind, run.data)
     data = run.data.prompts
     for note in check_verifiers(run.config, data) + check_references(run.config, data):
         echo(note)

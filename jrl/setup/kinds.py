@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jrl.config import Config
 from jrl.config.data import (
@@ -43,6 +44,7 @@ from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.methods.plan import Plan
 from jrl.rewards.base import Sample
+from jrl.rewards.columns import check_column
 from jrl.sampling.slot_sizes import CHUNK
 from jrl.sampling.slots import check_length
 from jrl.setup.recorded import KeptCounts, recorded_groups
@@ -114,6 +116,8 @@ class Kind:
       sampled: whether a policy sampled the completions, so that they have log-probabilities.
       contexts_of_plans: whether a plan's members may be trained under prompts of their own.
       cache_on_host: whether the sampler's cache may wait on the host.
+      plays: whether completions are turns with an environment on the host.
+      no_steps: ``by`` of a reward model that pays by step -> why these completions have none.
       reported: whether what a run rewards is said.
       known_metrics: whether the metrics of steps follow from the configuration.
       dropped_metrics: those of a step that say nothing about the policy.
@@ -129,6 +133,10 @@ class Kind:
     sampled = True
     contexts_of_plans = False
     cache_on_host = False
+    plays = False
+    no_steps: Mapping[str, str] = {
+        "turn": "these data have no turns of an environment on the host; remove it, or set data.env"
+    }
     reported = True
     known_metrics = True
     dropped_metrics: tuple[str, ...] = ()
@@ -286,6 +294,25 @@ class Kind:
         problems = min(config.eval.problems, len(data.prompts.get("eval", ())))
         return HeldOut(problems, config.train.prompts)
 
+    def asked(
+        self, texts: Sequence[str], encode: Callable[[Sequence[str]], list[Prompt]]
+    ) -> tuple[Kind, list[Prompt]]:
+        """The kind of prompts that a person asks, and these prompts.
+
+        Args:
+          texts: of a person.
+          encode: makes prompts of them as those of the run's files are made.
+        """
+        return self, encode(texts)
+
+    def check_searched(self) -> None:
+        """Raises UserError where an evaluation cannot search."""
+
+    def check_variants(self, config: Config, data: RunData) -> None:
+        """Raises UserError where an evaluation reads a column that held-out problems lack."""
+        if self.held_out(config, data).problems:
+            check_column("eval.variants_of", config.eval.variants_of, data.prompts.get("eval", ()))
+
 
 class TextKind(Kind):
     """Prompts in text, from files, which reward functions on the host judge."""
@@ -311,6 +338,8 @@ class EpisodeKind(Kind):
     eval_parts: Mapping[str, float] = {"success": 1.0, "reward": 0.0}
     eval_metrics = None
     cache_on_host = True
+    plays = True
+    no_steps: Mapping[str, str] = {}
     known_metrics = False
     counts_note = " of the question; the environment opens with its own messages"
 
@@ -429,6 +458,10 @@ class TaskKind(Kind):
     eval_parts: Mapping[str, float] = {"verify": 1.0}
     votes = False
     lines = False
+    no_steps: Mapping[str, str] = {
+        **Kind.no_steps,
+        "progress": "completions of a task have no lines that would be steps; remove it",
+    }
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -504,6 +537,28 @@ class TaskKind(Kind):
         """All problems in one draw."""
         return HeldOut(config.eval.problems, config.eval.problems)
 
+    def asked(
+        self, texts: Sequence[str], encode: Callable[[Sequence[str]], list[Prompt]]
+    ) -> tuple[Kind, list[Prompt]]:
+        """The texts in the task's alphabet.
+
+        Raises:
+          UserError: one is longer than the task's prompts, or holds a character that is none of
+            its tokenizer's.
+        """
+        task, prompts = self.task, []
+        for number, text in enumerate(texts, 1):
+            ids = task.tokenizer.encode(text)
+            if not 0 < len(ids) <= task.prompt_tokens:
+                problem = task.generate(jax.random.key(0), split="eval")
+                raise UserError(
+                    f"prompt {number}: {text!r} has {len(ids)} characters; prompts of data.task ="
+                    f" {task.name!r} have up to {task.prompt_tokens}, such as"
+                    f" {task.render(problem)[0]!r}"
+                )
+            prompts.append(Prompt(number - 1, text, np.array(ids, np.int32), "", {}, None))
+        return AskedKind(self.config, task), prompts
+
 
 class TaskPairKind(PairKind, TaskKind):
     """Judged completions of a procedural task, which gives tokenizer and lengths."""
@@ -545,6 +600,22 @@ class EnvKind(TaskKind):
     def first_prompt(self, data: RunData) -> Prompt | None:
         """Nothing: the environment pays."""
         return None
+
+    def asked(
+        self, texts: Sequence[str], encode: Callable[[Sequence[str]], list[Prompt]]
+    ) -> tuple[Kind, list[Prompt]]:
+        """Nobody asks an environment.
+
+        Raises:
+          UserError: always.
+        """
+        raise UserError(f"{self.named} makes its own prompts; leave --prompt out")
+
+    def check_searched(self) -> None:
+        """Raises UserError: such episodes cannot be continued from their middle."""
+        raise UserError(
+            "--search: episodes in an environment on the device are not searched; leave it out"
+        )
 
     def check_lengths(self, network: Network, width: int) -> None:
         """Raises UserError where an episode does not fit the network."""

@@ -9,8 +9,6 @@ from typing import Any
 from jrl.config import Config
 from jrl.config.secrets import reveal
 from jrl.config.tree import BranchTree, MethodTree, SearchTree
-from jrl.data.tasks import Task
-from jrl.episodes import Env
 from jrl.episodes.tree import SEARCHES
 from jrl.errors import Mistakes, UserError
 from jrl.methods import OwnMethod, Published, find_method
@@ -44,17 +42,22 @@ GREATEST_WEIGHT = 2.0
 """Of a token, where the losses of a method without a correction of its own are corrected."""
 
 
-def method_of(config: Config, task: Task | Env | None) -> Method:
+def method_of(config: Config, new_tokens: int | None = None) -> Method:
     """The method of a run, with its coefficients, its schedule and its correction.
 
     The length limit and the number of steps are the run's unless they were given.
+
+    Args:
+      config: of the run.
+      new_tokens: T, of its kind of data; None for ``sampling.max_new_tokens``.
 
     Raises:
       UserError: an unknown method or coefficient, or a value outside its domain.
     """
     published = find_method(config.method)
     common, coefficients = _coefficients(config, published)
-    defaults = {"max_tokens": max_new_tokens(config, task), "total_steps": config.train.steps}
+    limit = new_tokens or config.sampling.max_new_tokens
+    defaults = {"max_tokens": limit, "total_steps": config.train.steps}
     coefficients = {k: v for k, v in defaults.items() if k in published.coefficients} | coefficients
     method = _corrected(config, published, common, coefficients)
     if "epochs" in common:
@@ -135,11 +138,6 @@ def _check_search(config: Config, search: Search) -> None:
             f"sampling.slots = {config.sampling.slots}: a search of tree.width = {search.width}"
             " needs a slot for each step; raise one or lower the other"
         )
-
-
-def max_new_tokens(config: Config, task: Task | Env | None) -> int:
-    """T: the most tokens of a completion, the task's where there is one."""
-    return task.completion_tokens if task else config.sampling.max_new_tokens
 
 
 def common_coefficients(config: Config) -> dict[str, Any]:

@@ -66,10 +66,10 @@ def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Sourc
       split: "train" or "eval".
     """
     if split == "eval":
-        source = _sources(run).held_out(run, pool)
+        source = sources_of(run).held_out(run, pool)
         judged = pool is not None and not run.kind.eval_parts
         return judged_parts(run, source, pool, split) if judged else source
-    source = _sources(run).train(run, pool)
+    source = sources_of(run).train(run, pool)
     if isinstance(source, TreeSearch):  # it goes by all parts
         return source
     return judged_parts(run, source, pool)
@@ -94,16 +94,6 @@ def number_columns(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def check_source(run: Run) -> None:
-    """Raises UserError where a run's data do not go with its network, or with its method."""
-    _sources(run).check(run)
-
-
-def labels_of(run: Run) -> tuple[int, Labels]:
-    """Groups of each problem, a player of it each, and what a batch of a run is labelled with."""
-    return _sources(run).labels(run)
 
 
 @contextlib.contextmanager
@@ -152,7 +142,7 @@ def setting_of(run: Run) -> Setting:
         group=run.config.sampling.group,
         weights=list(run.rewards.weights.values()),
         judge=run.rewards.judged,
-        tools=_sources(run).tools(run),
+        tools=sources_of(run).tools(run),
         table=None if curriculum is None else table_of(run, curriculum),
         contexts=run.kind.contexts_of_plans,
         in_order=partial(epoch_order, run.config.data.order_seed(run.config.seed)),
@@ -286,7 +276,7 @@ def undrawn_source(run: Run, pool: RewardPool | None, split: str) -> Source:
       pool: the reward functions of a run on text.
       split: "train" or "eval".
     """
-    return _sources(run).undrawn(run, pool, split)
+    return sources_of(run).undrawn(run, pool, split)
 
 
 def _undrawn_prompts(run: Run, pool: RewardPool | None, split: str) -> Source:
@@ -376,7 +366,8 @@ SOURCES: Mapping[type[Kind], Sources] = {
 """Kind of data -> what stands on programs of it."""
 
 
-def _sources(run: Run) -> Sources:
+def sources_of(run: Run) -> Sources:
+    """What stands on programs of a run's data; the kind is asked here alone."""
     return SOURCES[type(run.kind)]
 
 

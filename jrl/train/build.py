@@ -57,7 +57,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
       UserError: naming the key, the value and what would do, before any step runs.
     """
     kind = kind_of(config)
-    method = method_of(config, kind.task)
+    method = method_of(config, kind.new_tokens)
     mesh, rollout_mesh = make_meshes(config, apart=trains)
     tokenizer, model, params = _model(config, kind)
     data = kind.read(tokenizer, method, open_source)
@@ -111,7 +111,7 @@ def bare_run(
     Raises:
       UserError: what does not fit together, or does not divide over the mesh.
     """
-    method = method_of(config, kind.task)
+    method = method_of(config, kind.new_tokens)
     check_batch(config, batch_shards(mesh))
     if model is None:
         network = own_network(kind, tokenizer)

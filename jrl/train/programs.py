@@ -234,7 +234,7 @@ def sampler_program(
         return compiled_draw(run, draw, network, whole=whole, split=split)
     draw = partial(
         generate if tree is None else partial(generate_tree, tree=TreeShape(tree, group)),
-        max_new_tokens=sampling.max_new_tokens,
+        max_new_tokens=run.kind.new_tokens,
         stop_tokens=run.tokenizer.stop_ids,
         slots=sampling.slots,
     )

@@ -9,7 +9,7 @@ from jrl.methods.base import Method
 from jrl.setup.features import check_features
 from jrl.setup.frozen import check_named
 from jrl.setup.run import Run, run_features, sampler_of
-from jrl.train.batches import check_source
+from jrl.train.batches import sources_of
 from jrl.train.programs import check_resharding, make_train_iteration, policy_layout, state_layout
 from jrl.train.state import check_frozen, frozen_names
 
@@ -19,7 +19,7 @@ def check_trainable(run: Run) -> None:
     config = run.config
     check_features(run_features(run))
     run.kind.check_members(run.method, run.data, _least_members(run.method))
-    check_source(run)
+    sources_of(run).check(run)
     _check_parts(run)
     available = {*run.networks, *run.method.schedule.frozen}
     check_frozen(run.method.objective, available, config.method)
