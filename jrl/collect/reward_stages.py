@@ -6,6 +6,7 @@ advantages are computed from, need not be, and would end a run as a gradient tha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -262,7 +263,7 @@ def judged_parts(
         gives, certain = functions, ()  # it judges by them itself
         if source.draws > 1 and (on_host or judges):
             calls = RowCalls(on_host, judges)
-            source = source._replace(calls=calls)
+            source = dataclasses.replace(source, calls=calls)
     elif on_host is not None:
         stages.append(function_stage(on_host, prompts_seen(run), calls))
     if rewards.models:

@@ -31,14 +31,14 @@ from jrl.user_code import made_by
 
 def check_own_parts(run: Run) -> None:
     """Raises UserError for a source or a method of one's own that does not fit the run."""
-    source: Source | None = None
+    own_method, source = ":" in run.config.method, None
     if "own source" in run.kind.features:
         limit = run.config.sampling.max_new_tokens
-        source = own = make_own_source(run, Unsampled(run.width, limit))
-        _try_source(run, own)
-    elif run.config.data.completions_key:
-        source = sources_of(run).train(run, None)
-    if ":" in run.config.method:
+        source = make_own_source(run, Unsampled(run.width, limit))
+        _try_source(run, source)
+    if own_method and run.config.data.completions_key:
+        _try_method(run, sources_of(run).train(run, None))
+    elif own_method:
         _try_method(run, source)
 
 

@@ -92,10 +92,8 @@ def _in_trees(config: Config, method: Method) -> Method:
     """
     tree = _chosen_tree(config, method.plan.tree)
     method = method._replace(plan=method.plan._replace(tree=tree))
-    if isinstance(tree, Search):
-        _check_search(config, tree)
+    _check_tree(config, tree)
     if isinstance(tree, Branching):
-        _check_branching(config, tree)
         tree = check_branching(tree, config.sampling.group, config.sampling.slots)
         method = method._replace(plan=method.plan._replace(tree=tree))
     if tree is None:
@@ -118,24 +116,22 @@ def _chosen_tree(config: Config, tree: Branching | Search | None) -> Branching |
     return None
 
 
-def _check_branching(config: Config, tree: Branching) -> None:
-    """Raises UserError for a key of ``[tree]`` that members which branch like this do not read."""
-    if tree.at == "even" and tree.above:
+def _check_tree(config: Config, tree: Branching | Search | None) -> None:
+    """Raises UserError for a key of ``[tree]`` that this tree does not read, or cannot have."""
+    if isinstance(tree, Branching) and tree.at == "even" and tree.above:
         raise UserError(
             f"tree.above = {tree.above} is not read with tree.at = {tree.at!r}; remove it"
         )
-
-
-def _check_search(config: Config, search: Search) -> None:
-    """Raises UserError for a key of ``[tree]`` that this search does not read, or cannot have."""
-    if search.exploration != Search().exploration and not SEARCHES[search.by].explores:
+    if not isinstance(tree, Search):
+        return
+    if tree.exploration != Search().exploration and not SEARCHES[tree.by].explores:
         raise UserError(
-            f"tree.exploration = {search.exploration} is not read with tree.by = {search.by!r};"
+            f"tree.exploration = {tree.exploration} is not read with tree.by = {tree.by!r};"
             " remove it"
         )
-    if 0 < config.sampling.slots < search.width:
+    if 0 < config.sampling.slots < tree.width:
         raise UserError(
-            f"sampling.slots = {config.sampling.slots}: a search of tree.width = {search.width}"
+            f"sampling.slots = {config.sampling.slots}: a search of tree.width = {tree.width}"
             " needs a slot for each step; raise one or lower the other"
         )
 

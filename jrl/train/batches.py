@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from jrl.collect.collector import Batches, Collector
 from jrl.collect.curriculum import HostRounds, host_tools, with_problems
+from jrl.collect.episodes import on_device
 from jrl.collect.host_source import check_host, host_labels, host_source
 from jrl.collect.plan import Setting
-from jrl.collect.plan_tools import Hinter, TaskTools, TextTools
+from jrl.collect.plan_tools import Hinter, TextTools
 from jrl.collect.resharding import ReshardedSampler
 from jrl.collect.reward_stages import FiniteSums, JudgedParts, judged_parts
 from jrl.collect.run_rows import line_ends
@@ -295,10 +296,10 @@ def _kind_labels(run: Run) -> tuple[int, Labels]:
     return run.kind.players, run.kind.labels(run.method)
 
 
-def task_tools(run: Run) -> Callable[[Any], Any]:
-    """Solutions and hints of a task."""
+def task_tools(run: Run) -> Callable[[Any], Any] | None:
+    """Solutions and hints of a task; nothing of an environment."""
     task: Any = run.kind.task
-    return partial(TaskTools, task)
+    return on_device(task).tools(task)
 
 
 def text_tools(run: Run) -> Callable[[Any], Any]:
@@ -355,7 +356,7 @@ SOURCES: Mapping[type[Kind], Sources] = {
     TextKind: Sources(text_source, tools=text_tools),
     AskedKind: Sources(text_source),
     TaskKind: _TASK,
-    EnvKind: Sources(env_source, held_out_task),
+    EnvKind: Sources(env_source, held_out_task, tools=task_tools),
     EpisodeKind: Sources(episode_source, held_out_episodes, tools=solution_tools, **_HOST),
     RecordedKind: _RECORDED,
     DialogueKind: _RECORDED,
