@@ -95,7 +95,7 @@ def search_run(
         split = "eval" if folder is None else "train"
         problems, prompts = problems_of(run, key, split)
         params, scorer = verifier(run, params, checkpoint)
-        seeds = prompt_seeds(key, "eval", _seed_step(run, step), np.arange(len(prompts)))
+        seeds = prompt_seeds(key, "eval", run.kind.search_seed(step), np.arange(len(prompts)))
         with searcher_of(
             run,
             key,
@@ -121,19 +121,13 @@ def search_run(
     }
 
 
-def _seed_step(run: Run, step: int) -> int:
-    """The step that tokens are keyed by: environments may change with the training, text not."""
-    return step if run.kind.plays else 0
-
-
 def _costs(run: Run, searched: Searched) -> dict[str, float]:
     """Mean costs of a search per problem."""
-    count, episodes = len(searched.trees), run.kind.plays
+    count = len(searched.trees)
     expansions, steps, tokens = np.array(searched.costs, float).mean(0).tolist()
-    costs = {"expansions": expansions, "turns" if episodes else "steps": steps}
+    costs = {"expansions": expansions, run.kind.step_name: steps}
     costs |= {"drawn_tokens": tokens, "read_tokens": searched.counts["read_tokens"] / count}
-    if episodes:
-        faults = ("env_errors", "env_timeouts", "env_fork_errors")
+    if faults := run.kind.faults:
         costs["env_errors"] = sum(searched.counts[name] for name in faults) / count
     return costs
 

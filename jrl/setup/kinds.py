@@ -117,6 +117,8 @@ class Kind:
       contexts_of_plans: whether a plan's members may be trained under prompts of their own.
       cache_on_host: whether the sampler's cache may wait on the host.
       plays: whether completions are turns with an environment on the host.
+      step_name: what steps of a search are called.
+      faults: counts of failures of its environment.
       no_steps: ``by`` of a reward model that pays by step -> why these completions have none.
       reported: whether what a run rewards is said.
       known_metrics: whether the metrics of steps follow from the configuration.
@@ -134,6 +136,8 @@ class Kind:
     contexts_of_plans = False
     cache_on_host = False
     plays = False
+    step_name = "steps"
+    faults: tuple[str, ...] = ()
     no_steps: Mapping[str, str] = {
         "turn": "these data have no turns of an environment on the host; remove it, or set data.env"
     }
@@ -305,6 +309,10 @@ class Kind:
         """
         return self, encode(texts)
 
+    def search_seed(self, step: int) -> int:
+        """The step that keys the tokens of a search at evaluation: text does not change with it."""
+        return 0
+
     def check_searched(self) -> None:
         """Raises UserError where an evaluation cannot search."""
 
@@ -339,6 +347,8 @@ class EpisodeKind(Kind):
     eval_metrics = None
     cache_on_host = True
     plays = True
+    step_name = "turns"
+    faults = ("env_errors", "env_timeouts", "env_fork_errors")
     no_steps: Mapping[str, str] = {}
     known_metrics = False
     counts_note = " of the question; the environment opens with its own messages"
@@ -370,6 +380,10 @@ class EpisodeKind(Kind):
         trees, search = method.draw.shares, method.draw.search is not None
         stats = {"paid": 3, "node_value": 3} if search else {"paid": 3}
         return Labels(ids | ({"node": 3} if trees else {}), stats)
+
+    def search_seed(self, step: int) -> int:
+        """The step of training, with which environments may change."""
+        return step
 
     def as_rewarded(self, sample: Sample) -> Sample:
         """An episode of one turn."""
