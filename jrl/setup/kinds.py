@@ -11,7 +11,7 @@ of each is in ``train.batches.SOURCES``, since sources stand on programs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -453,8 +453,27 @@ class PairKind(GivenKind):
         return super().features | {"pairs": "data.pairs"}
 
     def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
-        """Training and held-out judged completions, tokenized."""
-        return read_pairs(self, tokenizer, opened, method.needs)
+        """Training and held-out judged completions, tokenized.
+
+        A method that needs "goals" makes each pair with scores two whose prompts name a score; one
+        that needs "rationales" reads one in each row of training.
+        """
+        data: Any = self.config.data
+        judged: dict[str, list[Judged]] = {}
+        counts: dict[str, Any] = {}
+        for split, spec in (("pairs", data.pairs), ("eval", data.eval)):
+            if spec is not None:
+                rows = opened(spec, key=f"data.{split}")
+                judged[split], counts[split] = build_judged(
+                    GoalRows(rows) if "goals" in method.needs else rows,
+                    Wording(tokenizer, **data.wording),
+                    rationales="rationales" in method.needs and split == "pairs",
+                    max_prompt_tokens=self.longest_prompt,
+                    max_completion_tokens=self.new_tokens,
+                    overlong=data.overlong,
+                    invalid=data.invalid,
+                )
+        return RunData({"train": [], "eval": []}, judged, counts)
 
     def check_members(self, method: Method, data: RunData, least: int) -> None:
         """Raises UserError where no record has as many completions."""
@@ -681,34 +700,6 @@ class AskedKind(Kind):
     def new_tokens(self) -> int:
         """T, the task's."""
         return self._task.completion_tokens
-
-
-def read_pairs(kind: Kind, tokenizer: Any, opened: Opened, needs: Collection[str] = ()) -> RunData:
-    """Training and held-out judged completions of ``data.pairs``, tokenized.
-
-    Args:
-      kind: of the data.
-      tokenizer: the model's.
-      opened: opens what names a source of rows.
-      needs: of the method: with "goals" each pair with scores is two whose prompts name a score,
-        with "rationales" rows of training have one.
-    """
-    data: Any = kind.config.data
-    judged: dict[str, list[Judged]] = {}
-    counts: dict[str, Any] = {}
-    for split, spec in (("pairs", data.pairs), ("eval", data.eval)):
-        if spec is not None:
-            rows = opened(spec, key=f"data.{split}")
-            judged[split], counts[split] = build_judged(
-                GoalRows(rows) if "goals" in needs else rows,
-                Wording(tokenizer, **data.wording),
-                rationales="rationales" in needs and split == "pairs",
-                max_prompt_tokens=kind.longest_prompt,
-                max_completion_tokens=kind.new_tokens,
-                overlong=data.overlong,
-                invalid=data.invalid,
-            )
-    return RunData({"train": [], "eval": []}, judged, counts)
 
 
 KINDS: Mapping[type, type[Kind]] = {
