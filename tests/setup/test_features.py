@@ -25,6 +25,7 @@ EACH_KIND = (
     ("data.train=x.jsonl", "data.env=own.py:env"),
     ("data.train=recorded:x.jsonl",),
     ("data.train=dialogues:x.jsonl",),
+    ("data.train=source:own.py:words",),
     ("data.pairs=x.jsonl", "method=dpo"),
     ("data.pairs=x.jsonl", "data.task=sequence", "method=dpo"),
 )
