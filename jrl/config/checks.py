@@ -17,9 +17,9 @@ def conflicts(config: Config) -> list[str]:
     """A line for each thing in a configuration that does not go with another."""
     lines = [*_table_conflicts(config), *_batch_conflicts(config, batch_parts(config.mesh_axes))]
     if config.placement is not None:
-        lines += _placement_conflicts(config)
+        lines += _own_mesh_conflicts(config, "[placement]")
     elif config.sampling.mesh:
-        lines += _sampling_mesh_conflicts(config)
+        lines += [*_own_mesh_conflicts(config, "[sampling.mesh]"), *_shared_mesh_conflicts(config)]
     return lines
 
 
@@ -107,15 +107,15 @@ def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
         )
 
 
-def _placement_conflicts(config: Config) -> Iterator[str]:
-    """Conflicts with separate rollout devices."""
+def _own_mesh_conflicts(config: Config, key: str) -> Iterator[str]:
+    """Conflicts with a mesh of the sampler's own, which ``key`` asks for."""
     if config.train.mode == "compiled":
         yield (
-            "[placement] and train.mode = 'compiled' are both given: a compiled run is one program"
-            " on one mesh; remove [placement] or set train.mode to 'host'"
+            f"{key} and train.mode = 'compiled' are both given: a compiled run is one program"
+            f" on one mesh; remove {key} or set train.mode to 'host'"
         )
     if completions := config.data.completions_key:
-        yield f"[placement] needs a rollout, and {completions} has none; remove [placement]"
+        yield f"{key} needs a rollout, and {completions} has none; remove {key}"
     shards = batch_parts(config.sampling.mesh_axes)
     if shards is not None:
         yield from rollout_conflicts(config, shards)
@@ -130,16 +130,9 @@ def rollout_conflicts(config: Config, shards: int) -> Iterator[str]:
         )
 
 
-def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
+def _shared_mesh_conflicts(config: Config) -> Iterator[str]:
     """Conflicts with a sampling mesh over the devices of training."""
     mine, theirs = config.mesh_axes, config.sampling.mesh_axes
-    if config.train.mode == "compiled":
-        yield (
-            "[sampling.mesh] and train.mode = 'compiled' are both given: a compiled run is one"
-            " program on one mesh; remove [sampling.mesh] or set train.mode to 'host'"
-        )
-    if completions := config.data.completions_key:
-        yield f"[sampling.mesh] needs a rollout, and {completions} has none; remove [sampling.mesh]"
     if theirs["context"] != 1:
         yield (
             f"sampling.mesh.context = {theirs['context']}: sampling does not split sequences;"
@@ -151,9 +144,6 @@ def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
             f"sampling.mesh has {m} devices and mesh {n}; the sampler uses the devices of training:"
             f" make the product of its axes {n}, or set one of them to -1"
         )
-    shards = batch_parts(theirs)
-    if shards is not None:
-        yield from rollout_conflicts(config, shards)
 
 
 def check_batch(config: Config, shards: int) -> None:
