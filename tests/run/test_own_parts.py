@@ -37,11 +37,11 @@ TASK = (
 
 
 def check(method, monkeypatch, data=TASK):
-    """What a run does before it compiles."""
+    """Checks of a run before it compiles."""
     import importlib
 
-    own = importlib.import_module("tests_own_method")
-    monkeypatch.setattr(own, "mine", method)
+    module = importlib.import_module("tests_own_method")
+    monkeypatch.setattr(module, "mine", method)
     run = setup(load_config(None, [*data, "method=tests_own_method:mine"]))
     check_trainable(run)
     check_own_parts(run)
@@ -260,13 +260,13 @@ def place(tmp_path_factory):
     about = {"eos_token": "<stop>", "chat_template": template + "{% endif %}{% endfor %}"}
     (place / "model" / "tokenizer_config.json").write_text(json.dumps(about))
     (place / "own.py").write_text(OWN)
-    said = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
+    messages = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
     task = setup(load_config(None, [*TASK])).task
     problem = task.generate(jax.random.key(0), "train")
     prompt, answer = task.render(jax.device_get(problem))
     rows = {
         "prompts": {"question": "a?", "answer": "b"},
-        "talks": {"messages": said, "reward": 1.0},
+        "talks": {"messages": messages, "reward": 1.0},
         "pairs": {"prompt": prompt, "chosen": answer, "rejected": answer[:1]},
     }
     for name, row in rows.items():
