@@ -275,7 +275,10 @@ def place(tmp_path_factory):
 
 
 GROUPS = ("train.prompts=2", "sampling.group=4")
-LETTERS = (*GROUPS, "model.path=PLACE/model", "sampling.max_new_tokens=12")
+LETTERS = (
+    *(*GROUPS, "model.path=PLACE/model", "sampling.max_new_tokens=12"),
+    "data.max_prompt_tokens=20",
+)
 DPO, BC = jrl.methods.dpo(), jrl.methods.get_method("filtered_bc")
 DATA = {
     "players on the device": (GRPO, (SIZES, *GROUPS, "data={env='nim', opponent='self'}")),
