@@ -42,7 +42,7 @@ def samples_of(
     n, g, _ = rollout.tokens.shape
     records, spent = [], 0
     for row, member in itertools.product(range(min(n, -(-count // g))), range(g)):
-        if not isinstance(subject, list):
+        if task is not None and not isinstance(subject, list):
             prompt, answer = task.render(jax.tree.map(lambda x, row=row: x[row], subject))
         else:
             prompt, answer = subject[row].text, str(subject[row].answer)

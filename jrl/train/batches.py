@@ -349,7 +349,13 @@ class Sources(NamedTuple):
     labels: Callable[[Run], tuple[int, Labels]] = _kind_labels
 
 
-_HOST = {"check": check_host, "labels": host_labels}
+_EPISODES = Sources(
+    episode_source,
+    held_out_episodes,
+    tools=solution_tools,
+    check=check_host,
+    labels=host_labels,
+)
 _TASK = Sources(task_source, held_out_task, _undrawn_task, task_tools)
 _RECORDED = Sources(recorded_source)
 SOURCES: Mapping[type[Kind], Sources] = {
@@ -357,7 +363,7 @@ SOURCES: Mapping[type[Kind], Sources] = {
     AskedKind: Sources(text_source),
     TaskKind: _TASK,
     EnvKind: Sources(env_source, held_out_task, tools=task_tools),
-    EpisodeKind: Sources(episode_source, held_out_episodes, tools=solution_tools, **_HOST),
+    EpisodeKind: _EPISODES,
     RecordedKind: _RECORDED,
     DialogueKind: _RECORDED,
     SourceKind: Sources(own_source, held_out_own, tools=solution_tools),
