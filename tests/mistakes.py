@@ -76,12 +76,11 @@ def set_up(place: pathlib.Path, overrides: Sequence[str], probe: bool = False) -
     run = build.setup(config)
     check_trainable(run)
     check_own_parts(run)
-    check_reward_columns(config, run.data.prompts)
+    check_reward_columns(config, run.kind, run.data)
     check_metric_names(run)
-    if not config.data.scored:
-        with reward_pool(config) as pool:
-            if probe:
-                probe_rewards(run, pool)
+    with reward_pool(config) as pool:
+        if probe:
+            probe_rewards(run, pool)
     if config.run.dir:
         check_run_dir(config)
 

@@ -163,6 +163,11 @@ def make_batch():
 @pytest.fixture
 def letters_model(tmp_path):
     """A directory with a tiny checkpoint whose tokens are letters."""
+    return save_letters_model(tmp_path)
+
+
+def save_letters_model(place):
+    """As ``letters_model``, in a directory."""
     import dataclasses
 
     import tokenizers
@@ -174,7 +179,7 @@ def letters_model(tmp_path):
     backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     config = dataclasses.replace(CONFIG, vocab_size=32, max_length=48)
-    hf.save(tmp_path / "model", config, transformer(config).init(jax.random.key(0)))
-    backend.save(str(tmp_path / "model" / "tokenizer.json"))
-    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
-    return tmp_path / "model"
+    hf.save(place / "model", config, transformer(config).init(jax.random.key(0)))
+    backend.save(str(place / "model" / "tokenizer.json"))
+    (place / "model" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    return place / "model"

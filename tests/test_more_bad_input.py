@@ -526,7 +526,7 @@ def test_answers_that_no_text_is_equal_to(answer, place):
     config = load_config(None, overrides(place, data="d.jsonl"))
     message = f"row 2: the answer is {answer}, and rewards.exact compares text and numbers"
     run = build.setup(config)
-    check_refused(message, check_reward_columns, run.config, run.data.prompts)
+    check_refused(message, check_reward_columns, run.config, run.kind, run.data)
 
 
 # ---------------------------------------------------------------- requests

@@ -175,7 +175,7 @@ def test_a_method_of_ones_own_takes_its_coefficients_and_those_of_every_method(m
     assert find_method(spec).coefficients.keys() == {"scale"}
     overrides = ["data.task=sorting", f"method={spec}", "objective.scale=3.0"]
     config = load_config(None, [*overrides, "objective.epochs=2", "sampling.int8=cache"])
-    method = method_of(config, None)
+    method = method_of(config)
     assert (method.least_group, method.schedule.epochs) == (3, 2)
     assert "sampler_logprobs" in method.objective.surrogate.needs  # corrected, as all are
     with pytest.raises(UserError, match=r"objective.scael = 1: .*did you mean 'scale'"):

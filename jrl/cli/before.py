@@ -106,7 +106,7 @@ def show_config(
     ):  # else there is nothing to be wrong
         from jrl.setup.objective import method_of
 
-        method_of(settings, None)
+        method_of(settings)
     if as_json:
         typer.echo(json.dumps(as_tree(settings, none=True), indent=2, ensure_ascii=False))
     else:

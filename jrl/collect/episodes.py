@@ -112,18 +112,13 @@ def _by_role(
     return rows_of_players(played, env.players), starts, ids
 
 
-def check_members(env: Env, group: int, demonstrations: int) -> None:
-    """Raises UserError for members of a group that an environment cannot give."""
-    if demonstrations or not group:
+def check_asks(env: Env, asks: Asks) -> None:
+    """Raises UserError for asks that an environment cannot play."""
+    if any(ask.prefix is not None for ask in asks):
         raise UserError(
             f"data.env: the method learns from demonstrations, and the environment {env.name!r} has"
             " none; choose a method that draws its own completions, or a procedural task"
         )
-
-
-def check_asks(env: Env, asks: Asks) -> None:
-    """Raises UserError for asks that an environment cannot play."""
-    check_members(env, 1, sum(ask.prefix is not None for ask in asks))
     if any(ask.context is not None for ask in asks):
         raise UserError(
             "data.env: the method samples under other prompts than the data's, and the environment"

@@ -18,7 +18,7 @@ import numpy as np
 
 from jrl.collect.host_search import episode_scorer, leaves_played
 from jrl.collect.run_rows import RunRows, prompt_seeds
-from jrl.collect.sources import Groups, added_counts, all_entries, drawing, epoch_order
+from jrl.collect.sources import FromPrompts, Groups, added_counts, all_entries, drawing
 from jrl.collect.sources_text import root_key
 from jrl.collect.tree_search import Estimate, drawn_alone, estimates, group_of, plan_of
 from jrl.episodes.branching import EpisodeBranches
@@ -48,7 +48,7 @@ _ROUNDS = 3
 """Maximum number of attempts at a group of which too many members fail."""
 
 
-class HostEpisodes:
+class HostEpisodes(FromPrompts):
     """Groups of episodes; a ``Source``.
 
     Beside the ids of ``Rows`` it records "stratum" [N, G], the turns taken, and "answer" [N, G], a
@@ -103,7 +103,7 @@ class HostEpisodes:
         self._search = tree if isinstance(tree, Search) else None
         self._estimate = estimate
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
-        self._all, self._seed, self._split = prompts, seed, split
+        self.all_prompts, self.seed, self._split = prompts, seed, split
         self._weights = dict(weights)
         sizes = rows.rows.prompt_tokens, rows.rows.max_new_tokens
         named = env.extras.labels, env.extras.token_labels
@@ -111,15 +111,6 @@ class HostEpisodes:
         self._asks = env.extras.asks if split == "train" else 1
         self._calls: Calls | None = None
         self._opened = False  # any episode yet
-
-    def order(self, tickets: np.ndarray) -> np.ndarray:
-        """As ``Source.order``: epoch after epoch."""
-        return epoch_order(self._seed, tickets, len(self._all))
-
-    def prompts(self, key: Any, rows: np.ndarray) -> tuple[list[Prompt], list[Prompt]]:
-        """As ``Source.prompts``; a prompt is its own subject."""
-        chosen = [self._all[i] for i in np.asarray(rows).tolist()]
-        return chosen, chosen
 
     def judge(self, subject: Any, prompts: list[Prompt], rollout: Rollout) -> Groups:
         """Only the environment judges, while it plays.
@@ -133,13 +124,6 @@ class HostEpisodes:
     def parts(self) -> tuple[str, ...]:
         """The reward parts that the environment pays, in the order of the rewards' columns."""
         return tuple(self._weights)
-
-    def finish(self, complete: bool) -> None:
-        """Nothing is held between draws."""
-
-    def notes(self) -> dict[str, Any]:
-        """Nothing: the next episodes follow from their rows."""
-        return {}
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``. A group with too few living members is played again, and counted.

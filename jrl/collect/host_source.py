@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jrl.collect.host_episodes import HostEpisodes, check_group, check_parts, close_env
@@ -20,6 +21,7 @@ from jrl.errors import UserError
 from jrl.sampling.places import entropy
 from jrl.sampling.slots import Measure
 from jrl.setup.features import check_division, check_features, host_features
+from jrl.setup.kinds import Labels
 from jrl.setup.reward_parts import SUCCESS, RunRewards, reward_tables
 from jrl.setup.run import Run, run_features
 from jrl.types import Prompt
@@ -27,8 +29,7 @@ from jrl.types import Prompt
 
 def check_host(run: Run) -> None:
     """Raises UserError for an environment, a template or a method that episodes cannot use."""
-    env = _env(run)
-    try:
+    with _looked_at(run) as env:
         paid_parts(run, env)
         check_group(env, run.config.sampling.group)
         check_features(host_features(env, run_features(run)))
@@ -37,8 +38,25 @@ def check_host(run: Run) -> None:
         _check_contexts(run, env, chat)
         for note in chat.notes:
             logging.getLogger("jrl").warning("data.env: %s", note)
+
+
+def host_labels(run: Run) -> tuple[int, Labels]:
+    """Groups of each problem, and what a batch of episodes is labelled with."""
+    with _looked_at(run) as env:
+        labels, asks = run.kind.labels(run.method), env.extras.asks
+        ids = {**labels.ids, **dict.fromkeys(env.extras.labels, 2)}
+        ids |= dict.fromkeys(env.extras.token_labels, 3) | ({"ask": 1} if asks > 1 else {})
+        return env.players * asks, labels._replace(ids=ids)
+
+
+@contextlib.contextmanager
+def _looked_at(run: Run) -> Iterator[HostEnv]:
+    """A run's environment, which plays no episode."""
+    env = _env(run)
+    try:
+        yield env
     finally:
-        if env.lifecycle.shutdown is not nothing_shared:  # this one plays no episode
+        if env.lifecycle.shutdown is not nothing_shared:
             close_env(Calls(), env)
 
 

@@ -6,6 +6,7 @@ advantages are computed from, need not be, and would end a run as a gradient tha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 from jrl.collect.groups import counted
 from jrl.collect.sources import Around, Groups, Source
 from jrl.collect.sources_text import TextSource
-from jrl.data.tasks import Task
 from jrl.errors import UserError
 from jrl.judging.host import HostScorer, Texts, without_dropped, without_silent
 from jrl.judging.judges import judges_of
@@ -25,7 +25,6 @@ from jrl.judging.text_parts import TextParts
 from jrl.rewards.combine import Combined, combined
 from jrl.rewards.model import at_progress, at_turn_ends
 from jrl.rewards.pool import RewardPool
-from jrl.setup.kinds import TextKind
 from jrl.setup.reward_parts import RunRewards
 from jrl.setup.run import Run
 from jrl.system.float32 import sum_overflows
@@ -155,7 +154,7 @@ def function_stage(
     return stage
 
 
-def rendered_prompts(task: Task) -> Callable[[Groups], list[Prompt]]:
+def rendered_prompts(task: Any) -> Callable[[Groups], list[Prompt]]:
     """The problems of a task as prompts, each with a correct completion as its answer."""
 
     def prompts(groups: Groups) -> list[Prompt]:
@@ -238,17 +237,15 @@ def judged_parts(
     source: Source,
     pool: RewardPool | None,
     split: str = "train",
-    episodes: EndsRows | None = None,
 ) -> Source:
     """The source with all reward parts of the run: functions, reward models, and what is combined.
 
     Args:
       run: from ``train.build.setup``.
-      source: gives the parts that the data give; in text those of functions, too.
+      source: gives the parts that the data give; in text those of functions, too. Where it says
+        which rows have ended while it draws, calls about them begin at once.
       pool: the reward functions on the host.
       split: "train" or "eval".
-      episodes: the source, where it says which rows have ended while it draws; calls about them
-        then begin at once. None where it does not.
     """
     rewards, stages = run.rewards, list[Stage]()
     gives, functions = rewards.given_by("data"), rewards.given_by("function")
@@ -258,14 +255,15 @@ def judged_parts(
         on_host = HostScorer(pool, run.tokenizer, split, run.config.train.steps)
     if rewards.given_by("judge"):
         judges = judges_of(run, split)
-    if episodes is not None and (on_host or judges):
+    certain = gives
+    if isinstance(source, EndsRows) and (on_host or judges):
         calls = RowCalls(on_host, judges)
-        episodes.ended = calls.submit
-    if isinstance(source, TextSource) and source.draws > 1 and (on_host or judges):
-        calls = RowCalls(on_host, judges)
-        source = source._replace(calls=calls)
-    if type(run.kind) is TextKind:
-        gives = functions  # the source judges by them itself
+        source.ended = calls.submit
+    if isinstance(source, TextSource):
+        gives, certain = functions, ()  # it judges by them itself
+        if source.draws > 1 and (on_host or judges):
+            calls = RowCalls(on_host, judges)
+            source = dataclasses.replace(source, calls=calls)
     elif on_host is not None:
         stages.append(function_stage(on_host, prompts_seen(run), calls))
     if rewards.models:
@@ -280,15 +278,14 @@ def judged_parts(
         stages.append(likelihood_stage(parts, prompts_seen(run)))
     if not stages and not rewards.combined and calls is None:
         return source
-    certain = (*(() if type(run.kind) is TextKind else gives), *rewards.models)
-    names = tuple(rewards.weights)
+    names, certain = tuple(rewards.weights), (*certain, *rewards.models)
     return JudgedParts(source, gives, stages, names, rewards.combined, certain, calls)
 
 
 def prompts_seen(run: Run) -> Callable[[Groups], Any]:
     """(groups) -> their prompts as reward functions see them."""
-    task = run.kind.task
-    return rendered_prompts(task) if isinstance(task, Task) else lambda groups: groups.subject
+    rendered = rendered_prompts(run.kind.task)
+    return lambda groups: groups.subject if isinstance(groups.subject, list) else rendered(groups)
 
 
 class FiniteSums(Around):

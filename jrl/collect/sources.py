@@ -10,7 +10,7 @@ the device, ``TextSource``, ``HostEpisodes``, ``TreeSearch``, ``RecordedSource``
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -229,6 +229,34 @@ def epoch_order(seed: int | None, tickets: np.ndarray, size: int) -> np.ndarray:
     orders = {e: order(seed, int(e), size) for e in np.unique(epochs)}
     rows = [int(orders[e][i]) for e, i in zip(epochs, indices, strict=True)]
     return np.array(rows, np.int32)
+
+
+class FromPrompts:
+    """The parts of a source that has a list of prompts and holds nothing between draws.
+
+    Attributes:
+      all_prompts: in the data's order.
+      seed: of the order, or None for the data's own.
+    """
+
+    all_prompts: Sequence[Prompt]
+    seed: int | None
+
+    def order(self, tickets: np.ndarray) -> np.ndarray:
+        """As ``Source.order``: epoch after epoch."""
+        return epoch_order(self.seed, tickets, len(self.all_prompts))
+
+    def prompts(self, key: Any, rows: np.ndarray) -> tuple[list[Prompt], list[Prompt]]:
+        """As ``Source.prompts``; a prompt is its own subject."""
+        chosen = [self.all_prompts[i] for i in np.asarray(rows).tolist()]
+        return chosen, chosen
+
+    def finish(self, complete: bool) -> None:
+        """As ``Source.finish``; nothing is held."""
+
+    def notes(self) -> dict[str, Any]:
+        """As ``Source.notes``; the next prompts follow from their rows."""
+        return {}
 
 
 class Around:

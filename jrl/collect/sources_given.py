@@ -5,12 +5,14 @@ Nothing is sampled, and no reward is computed.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.collect.sources import Groups, all_entries, epoch_order
+from jrl.collect.sources import FromPrompts, Groups, all_entries
 from jrl.data.pairs import Judged, judged_batch
 from jrl.episodes.transcript import RowShape, Transcript, to_rollout
 from jrl.errors import UserError
@@ -41,7 +43,8 @@ def sizes_of(*judged: Sequence[Judged]) -> BatchSizes:
     return BatchSizes(-(-p // 8) * 8, group, -(-t // 8) * 8)
 
 
-class JudgedSource(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class JudgedSource(FromPrompts):
     """Groups of judged completions from a file; a ``Source``.
 
     Attributes:
@@ -54,14 +57,10 @@ class JudgedSource(NamedTuple):
     sizes: BatchSizes
     seed: int | None
 
-    def order(self, tickets: np.ndarray) -> np.ndarray:
-        """As ``Source.order``: epoch after epoch."""
-        return epoch_order(self.seed, tickets, len(self.judged))
-
-    def prompts(self, key: Any, rows: np.ndarray) -> tuple[list[Prompt], list[Prompt]]:
-        """As ``Source.prompts``; a prompt is its own subject."""
-        chosen = [_prompt_of(self.judged[i]) for i in np.asarray(rows).tolist()]
-        return chosen, chosen
+    @functools.cached_property
+    def all_prompts(self) -> list[Prompt]:  # type: ignore[override]
+        """Those of the completions."""
+        return [_prompt_of(one) for one in self.judged]
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``; only the rows are read, since nothing is drawn."""
@@ -76,13 +75,6 @@ class JudgedSource(NamedTuple):
           UserError: always.
         """
         raise UserError("data.pairs holds the scores of its own completions alone")
-
-    def finish(self, complete: bool) -> None:
-        """Nothing is held."""
-
-    def notes(self) -> dict[str, Any]:
-        """Nothing: the next groups follow from their rows."""
-        return {}
 
 
 def _prompt_of(one: Judged) -> Prompt:
@@ -110,7 +102,8 @@ def judged_groups(chosen: Sequence[Judged], sizes: BatchSizes) -> Groups:
     return Groups(rollout, batch.rewards, prompts, {}, batch.ids, batch.stats)
 
 
-class RecordedSource(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class RecordedSource(FromPrompts):
     """Groups of recorded sessions, or of dialogues; a ``Source``.
 
     Attributes:
@@ -126,15 +119,6 @@ class RecordedSource(NamedTuple):
     shape: RowShape
     seed: int | None
     weight: float
-
-    def order(self, tickets: np.ndarray) -> np.ndarray:
-        """As ``Source.order``: epoch after epoch."""
-        return epoch_order(self.seed, tickets, len(self.groups))
-
-    def prompts(self, key: Any, rows: np.ndarray) -> tuple[list[Prompt], list[Prompt]]:
-        """As ``Source.prompts``; a prompt is its own subject."""
-        chosen = [self.all_prompts[i] for i in np.asarray(rows).tolist()]
-        return chosen, chosen
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``; only the rows are read, since nothing is drawn."""
@@ -163,10 +147,3 @@ class RecordedSource(NamedTuple):
           UserError: always.
         """
         raise UserError("recorded sessions and dialogues hold the rewards of their own rows alone")
-
-    def finish(self, complete: bool) -> None:
-        """Nothing is held."""
-
-    def notes(self) -> dict[str, Any]:
-        """Nothing: the next groups follow from their rows."""
-        return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 
 from jrl.collect.members import join_drawn, plain_ask
-from jrl.collect.sources import Groups, counted_draw, divided, entries, epoch_order, join_groups
+from jrl.collect.sources import FromPrompts, Groups, counted_draw, divided, entries, join_groups
 from jrl.data.prompts import pad_prompts
 from jrl.judging.host import HostScorer, without_silent
 from jrl.judging.row_calls import RowCalls
@@ -65,7 +66,8 @@ class TextSampler(NamedTuple):
         return jax.device_get(joined[0]), *joined[1:]
 
 
-class TextSource(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class TextSource(FromPrompts):
     """Prompts in text, a compiled sampler, and reward functions on the host; a ``Source``.
 
     Attributes:
@@ -102,15 +104,6 @@ class TextSource(NamedTuple):
     free: Callable[[], None] | None = None
     draws: int = 1
     calls: RowCalls | None = None
-
-    def order(self, tickets: np.ndarray) -> np.ndarray:
-        """As ``Source.order``: epoch after epoch."""
-        return epoch_order(self.seed, tickets, len(self.all_prompts))
-
-    def prompts(self, key: Any, rows: np.ndarray) -> tuple[list[Prompt], list[Prompt]]:
-        """As ``Source.prompts``; a prompt is its own subject."""
-        chosen = [self.all_prompts[i] for i in np.asarray(rows).tolist()]
-        return chosen, chosen
 
     def draw(self, request: DrawRequest) -> Groups:
         """As ``Source.draw``."""
@@ -161,7 +154,3 @@ class TextSource(NamedTuple):
         """As ``Source.finish``."""
         if self.free is not None:
             self.free()
-
-    def notes(self) -> dict[str, Any]:
-        """Nothing: the next prompts follow from their rows."""
-        return {}

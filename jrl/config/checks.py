@@ -17,9 +17,9 @@ def conflicts(config: Config) -> list[str]:
     """A line for each thing in a configuration that does not go with another."""
     lines = [*_table_conflicts(config), *_batch_conflicts(config, batch_parts(config.mesh_axes))]
     if config.placement is not None:
-        lines += _placement_conflicts(config)
+        lines += _own_mesh_conflicts(config, "[placement]")
     elif config.sampling.mesh:
-        lines += _sampling_mesh_conflicts(config)
+        lines += [*_own_mesh_conflicts(config, "[sampling.mesh]"), *_shared_mesh_conflicts(config)]
     return lines
 
 
@@ -56,34 +56,11 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             f"sampling.max_new_tokens = {sampling.max_new_tokens} is not read with"
             f" {data.own_limit}, which sets its own limit; remove it"
         )
-    if data.plays and config.replays_routing:
-        yield (
-            "objective.router_replay does not go with episodes of data.train in data.env; remove it"
-        )
-    if train.mode == "in_flight" and not data.plays:
-        yield (
-            "train.mode = 'in_flight' is read by episodes of data.train in data.env alone, whose"
-            " tokens are drawn a chunk at a time; set it to 'host'"
-        )
+    yield from data.conflicts(config)
     if train.mode == "in_flight" and not (config.placement and config.placement.staleness):
         yield (
             "train.mode = 'in_flight' needs a rollout during training steps; set"
             " placement.staleness to 1 or more"
-        )
-    files = data.model_fields_set & {"train", "pairs"}
-    if train.mode == "compiled" and files:
-        yield "train.mode = 'compiled' samples from data.task or data.env alone; set it to 'host'"
-    if files and not data.has_solutions and config.warmup.steps:
-        yield (
-            f"warmup.steps = {config.warmup.steps} needs data.task, whose solutions it learns; set"
-            " it to 0"
-        )
-    if data.scored and config.rewards:
-        names = ", ".join(f"rewards.{name}" for name in config.rewards)
-        yield f"{names}: data.pairs holds its own scores; remove {names}"
-    if data.scored and (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0):
-        yield (
-            "sampling.top_k, top_p and min_p leave tokens out that data.pairs may hold; remove them"
         )
     best = (config.checkpoint.best or "").removeprefix("-")
     readers = [f"checkpoint.best = {config.checkpoint.best!r}"] if best.startswith("eval/") else []
@@ -130,15 +107,15 @@ def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
         )
 
 
-def _placement_conflicts(config: Config) -> Iterator[str]:
-    """Conflicts with separate rollout devices."""
+def _own_mesh_conflicts(config: Config, key: str) -> Iterator[str]:
+    """Conflicts with a mesh of the sampler's own, which ``key`` asks for."""
     if config.train.mode == "compiled":
         yield (
-            "[placement] and train.mode = 'compiled' are both given: a compiled run is one program"
-            " on one mesh; remove [placement] or set train.mode to 'host'"
+            f"{key} and train.mode = 'compiled' are both given: a compiled run is one program"
+            f" on one mesh; remove {key} or set train.mode to 'host'"
         )
     if completions := config.data.completions_key:
-        yield f"[placement] needs a rollout, and {completions} has none; remove [placement]"
+        yield f"{key} needs a rollout, and {completions} has none; remove {key}"
     shards = batch_parts(config.sampling.mesh_axes)
     if shards is not None:
         yield from rollout_conflicts(config, shards)
@@ -153,16 +130,9 @@ def rollout_conflicts(config: Config, shards: int) -> Iterator[str]:
         )
 
 
-def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
+def _shared_mesh_conflicts(config: Config) -> Iterator[str]:
     """Conflicts with a sampling mesh over the devices of training."""
     mine, theirs = config.mesh_axes, config.sampling.mesh_axes
-    if config.train.mode == "compiled":
-        yield (
-            "[sampling.mesh] and train.mode = 'compiled' are both given: a compiled run is one"
-            " program on one mesh; remove [sampling.mesh] or set train.mode to 'host'"
-        )
-    if completions := config.data.completions_key:
-        yield f"[sampling.mesh] needs a rollout, and {completions} has none; remove [sampling.mesh]"
     if theirs["context"] != 1:
         yield (
             f"sampling.mesh.context = {theirs['context']}: sampling does not split sequences;"
@@ -174,9 +144,6 @@ def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
             f"sampling.mesh has {m} devices and mesh {n}; the sampler uses the devices of training:"
             f" make the product of its axes {n}, or set one of them to -1"
         )
-    shards = batch_parts(theirs)
-    if shards is not None:
-        yield from rollout_conflicts(config, shards)
 
 
 def check_batch(config: Config, shards: int) -> None:

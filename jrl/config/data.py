@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import re
 import string
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
 from jrl.config.base import Table, key
+
+if TYPE_CHECKING:
+    from jrl.config.tables import Config
 
 _PROMPT_TOKENS = 512
 
@@ -24,11 +28,6 @@ class DataTable(Table):
     def completions_key(self) -> str | None:
         """The key that holds the completions; None where the policy draws them."""
         return None
-
-    @property
-    def scored(self) -> bool:
-        """Whether the data hold the scores of their completions."""
-        return False
 
     @property
     def name(self) -> str:
@@ -51,16 +50,14 @@ class DataTable(Table):
         return False
 
     @property
-    def plays(self) -> bool:
-        """Whether an environment on the host answers completions."""
+    def answer_optional(self) -> bool:
+        """Whether rows may lack an answer where nothing compares with it."""
         return False
 
     @property
-    def branches(self) -> str:
-        """The reason that members of a group cannot branch; "" if they can."""
-        return f"{self.completions_key} holds the completions, and none is drawn; remove it" * bool(
-            self.completions_key
-        )
+    def plain_files(self) -> dict[str, Any]:
+        """Split -> file whose rows must all become prompts; {} where some may not."""
+        return {}
 
     @property
     def longest_prompt(self) -> int:
@@ -100,6 +97,27 @@ class DataTable(Table):
     def judged_on_host(self) -> bool:
         """Whether reward functions on the host judge completions."""
         return True
+
+    def conflicts(self, config: Config) -> Iterator[str]:
+        """A line for each key of another table that does not go with these data."""
+        if config.train.mode == "in_flight":
+            yield (
+                "train.mode = 'in_flight' is read by episodes of data.train in data.env alone,"
+                " whose tokens are drawn a chunk at a time; set it to 'host'"
+            )
+        yield from self._file_conflicts(config)
+
+    def _file_conflicts(self, config: Config) -> Iterator[str]:
+        files = self.model_fields_set & {"train", "pairs"}
+        if config.train.mode == "compiled" and files:
+            yield (
+                "train.mode = 'compiled' samples from data.task or data.env alone; set it to 'host'"
+            )
+        if files and config.warmup.steps and not self.has_solutions:
+            yield (
+                f"warmup.steps = {config.warmup.steps} needs data.task, whose solutions it learns;"
+                " set it to 0"
+            )
 
 
 EPISODE_REWARDS = {"reward": 1.0, "success": 0.0}
@@ -214,6 +232,16 @@ class QuestionTable(RowTable, TextTable):
 class PromptData(ChatTable, QuestionTable):
     """Prompts from files."""
 
+    @property
+    def answer_optional(self) -> bool:
+        """Unless a key names the field, or a pattern in it."""
+        return "answer" not in self.fields and self.answer_pattern is None
+
+    @property
+    def plain_files(self) -> dict[str, Any]:
+        """Both splits, unless rows are skipped."""
+        return {"train": self.train, "eval": self.eval} if self.invalid == "error" else {}
+
 
 class TaskData(DataTable):
     """A procedural task; further keys are its options."""
@@ -297,14 +325,6 @@ class EnvData(DataTable):
         return True
 
     @property
-    def branches(self) -> str:
-        """The reason that members of a group cannot branch."""
-        return (
-            "completions and episodes on the host branch, those in an environment on the device do"
-            " not; use a task, data.train, or data.env = FILE.py:function"
-        )
-
-    @property
     def free_options(self) -> dict[str, Any]:
         """The keys that the environment's function takes."""
         return self.options
@@ -341,11 +361,6 @@ class EpisodeData(QuestionTable):
     env: str = EnvData.model_fields["env"]  # type: ignore[assignment]
 
     @property
-    def plays(self) -> bool:
-        """An environment on the host answers."""
-        return True
-
-    @property
     def default_rewards(self) -> dict[str, float]:
         """Reward part -> weight where a run names none."""
         return dict(EPISODE_REWARDS)
@@ -354,6 +369,15 @@ class EpisodeData(QuestionTable):
     def judged_on_host(self) -> bool:
         """The environment pays."""
         return False
+
+    def conflicts(self, config: Config) -> Iterator[str]:
+        """Those of files, and of experts, which episodes do not record."""
+        if config.replays_routing:
+            yield (
+                "objective.router_replay does not go with episodes of data.train in data.env;"
+                " remove it"
+            )
+        yield from self._file_conflicts(config)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -370,11 +394,6 @@ class ScoredTable(DataTable):
         return "data.pairs"
 
     @property
-    def scored(self) -> bool:
-        """Each record has scores."""
-        return True
-
-    @property
     def own_limit(self) -> str:
         """Completions are as long as ``sampling.max_new_tokens`` or a task says."""
         return ""
@@ -385,9 +404,26 @@ class ScoredTable(DataTable):
         return {"score": 1.0}
 
     @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The one reward part."""
+        return ("score",)
+
+    @property
     def judged_on_host(self) -> bool:
         """The records hold the scores."""
         return False
+
+    def conflicts(self, config: Config) -> Iterator[str]:
+        """Those of files, of rewards, and of sampling parameters that rule completions out."""
+        yield from super().conflicts(config)
+        if names := ", ".join(f"rewards.{name}" for name in config.rewards):
+            yield f"{names}: data.pairs holds its own scores; remove {names}"
+        sampling = config.sampling
+        if (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0):
+            yield (
+                "sampling.top_k, top_p and min_p leave tokens out that data.pairs may hold; remove"
+                " them"
+            )
 
 
 class SourceData(TextTable):

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jrl.config.data import PromptData
 from jrl.config.reward_model import MODEL_NAMES
 from jrl.config.tables import Config
 from jrl.data.tables import Source
@@ -53,8 +52,7 @@ def needs_answer(config: Config) -> bool:
 
     A configuration that names the field, or a pattern in it, needs it in any case.
     """
-    data: Any = config.data
-    if type(data) is not PromptData or "answer" in data.fields or data.answer_pattern is not None:
+    if not config.data.answer_optional:
         return True
     parts = {name: part for name, part in config.rewards.items() if part.combine is None}
     return not parts or any((p.function or n) not in MODEL_NAMES for n, p in parts.items())
@@ -108,8 +106,7 @@ def check_first_row(config: Config) -> None:
 
     data: Any = config.data
     names = {"question": QUESTIONS[0], "answer": ANSWERS[0]}
-    for split in ("train", "eval") if type(data) is PromptData and data.invalid == "error" else ():
-        path = getattr(data, split)
+    for split, path in data.plain_files.items():
         if not isinstance(path, str) or not _is_small(Path(path).expanduser()):
             continue
         source = open_source(path, key=f"data.{split}")

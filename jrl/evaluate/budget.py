@@ -35,6 +35,7 @@ from jrl.evaluate.search import ids_of, points_of, problems_of, right_answers
 from jrl.evaluate.searcher import search_once, searched_run
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
+from jrl.setup.kinds import kind_of
 
 COMPUTE_OPTIMAL = "compute_optimal"
 """Name of this evaluation in ``jrl eval --search``."""
@@ -143,7 +144,7 @@ def budget_run(
             "completions, for searches of width 2; raise it"
         )
     verifier = verifier_of(config, by, reduce)
-    if config.data.plays:
+    if kind_of(config).plays:
         raise UserError(
             f"--search {COMPUTE_OPTIMAL} counts completions of text; name one search instead"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +16,15 @@ from jrl.config.stored import is_run
 from jrl.errors import UserError
 from jrl.evaluate.samples import samples_of
 from jrl.evaluate.statistics import evaluation_metrics
-from jrl.rewards.columns import check_column
 from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
 from jrl.setup.adapters import restore_policy
-from jrl.setup.kinds import AskedKind
 from jrl.setup.reward_parts import reward_pool
 from jrl.setup.run import Run, question_prompts
 from jrl.train import build, programs
 from jrl.train.batches import run_source
 from jrl.train.memory_check import check_evaluation
-from jrl.types import Array, Params, Prompt, StopReason
+from jrl.types import Array, Params, StopReason
 
 
 class Evaluation(NamedTuple):
@@ -48,7 +47,7 @@ def evaluation_names(run: Run) -> set[str] | None:
       run: from ``setup``.
     """
     table = run.config.eval
-    if not run.kind.known_metrics:
+    if run.kind.eval_metrics is None:
         return None
     answers = [["1"] * table.samples] if run.kind.votes else None
     one = np.ones((1, table.samples), int)
@@ -56,7 +55,7 @@ def evaluation_names(run: Run) -> set[str] | None:
     names = evaluation_metrics(
         one == 1, one, pass_k=table.pass_k, answers=answers, variants_of=variants
     ).keys()
-    return {*names, *(("success", "reward", "turns") if run.kind.episode_columns else ())}
+    return {*names, *run.kind.eval_metrics}
 
 
 def episode_metrics(groups: Groups) -> dict[str, float]:
@@ -93,9 +92,7 @@ class Evaluator:
         self.pool = pool
         self.progress = ""  # how far an evaluation is; read by another thread
         self._source = run_source(run, pool, split="eval") if self.available else None
-        if self.available:
-            column, prompts = run.config.eval.variants_of, run.data.prompts.get("eval", ())
-            check_column("eval.variants_of", column, prompts)
+        run.kind.check_variants(run.config, run.data)
 
     @property
     def available(self) -> bool:
@@ -206,35 +203,6 @@ def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, 
             return {"step": step} | Evaluator(run, pool)(key, params).metrics
 
 
-def asked_in_text(run: Run, questions: Sequence[str]) -> Run:
-    """A run of a procedural task with these texts as held-out prompts, without a judge.
-
-    Raises:
-      UserError: a text is longer than the task's prompts, or holds a character that is none of
-        its tokenizer's.
-    """
-    task: Any = run.kind.task
-    prompts = []
-    for number, text in enumerate(questions, 1):
-        ids = task.tokenizer.encode(text)
-        if not 0 < len(ids) <= task.prompt_tokens:
-            problem = task.generate(jax.random.key(0), split="eval")
-            raise UserError(
-                f"prompt {number}: {text!r} has {len(ids)} characters; prompts of data.task ="
-                f" {task.name!r} have up to {task.prompt_tokens}, such as"
-                f" {task.render(problem)[0]!r}"
-            )
-        prompts.append(Prompt(number - 1, text, np.array(ids, np.int32), "", {}, None))
-    limit = {"max_new_tokens": task.completion_tokens}
-    sampling = run.config.sampling.model_copy(update=limit)
-    config = run.config.model_copy(update={"sampling": sampling})
-    return run._replace(
-        config=config,
-        kind=AskedKind(config, task),
-        data=run.data._replace(prompts={"train": [], "eval": prompts}),
-    )
-
-
 def sample_run(
     config: Config,
     *,
@@ -261,20 +229,13 @@ def sample_run(
         checkpoint.
     """
     run = build.setup(config, trains=False)
-    on_device, judged = config.data.has_solutions, not prompts and run.kind.votes
-    if run.kind.episode_columns and prompts:
-        raise UserError(
-            f"data.env = {config.data.name!r} makes its own prompts; leave --prompt out"
-        )
-    if on_device and prompts:
-        run = asked_in_text(run, prompts)
-        config = run.config
-    elif not on_device:
-        chosen = question_prompts(run, prompts) if prompts else run.data.prompts["eval"]
-        if not chosen:
-            raise UserError("data.eval is missing; give prompts, or a file of held-out ones")
-        run = run._replace(data=run.data._replace(prompts={"eval": chosen}))
     held_out = not prompts
+    judged = held_out and run.kind.votes
+    if prompts:
+        kind, listed = run.kind.asked(prompts, partial(question_prompts, run))
+        run = run._replace(kind=kind, data=run.data._replace(prompts={"eval": listed}))
+    elif not run.kind.problems(run.data, count, "eval"):
+        raise UserError("data.eval is missing; give prompts, or a file of held-out ones")
     table = run.config.eval.model_copy(
         update={
             "problems": len(prompts) if prompts else count,

@@ -30,7 +30,7 @@ def samples_of(
     Args:
       groups: from a draw.
       tokenizer: turns tokens into text.
-      task: the procedural task or environment, or None for prompts in text.
+      task: the procedural task or environment; not read for prompts in text.
       weights: reward part -> weight, in the order of the rewards.
       count: as many groups are taken as have this many members.
       advantages: [groups, G, T] float32 of those groups, where they were trained on; then the
@@ -42,7 +42,7 @@ def samples_of(
     n, g, _ = rollout.tokens.shape
     records, spent = [], 0
     for row, member in itertools.product(range(min(n, -(-count // g))), range(g)):
-        if task is not None:
+        if task is not None and not isinstance(subject, list):
             prompt, answer = task.render(jax.tree.map(lambda x, row=row: x[row], subject))
         else:
             prompt, answer = subject[row].text, str(subject[row].answer)

@@ -33,6 +33,7 @@ from jrl.evaluate.evaluator import load_policy, right_part
 from jrl.evaluate.searcher import search_once, searched_run
 from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
+from jrl.setup.kinds import kind_of
 from jrl.setup.reward_parts import judge_of, reward_pool
 from jrl.setup.run import Run
 from jrl.train.batches import undrawn_source
@@ -81,7 +82,7 @@ def search_run(
     """
     folder = None if out is None else _folder(out)
     plan = search_plan(name, width, rounds=rounds)
-    if plan.whole and folder is not None and config.data.plays:
+    if plan.whole and folder is not None and kind_of(config).plays:
         raise UserError(
             f"--out: --search {name} plays complete episodes, which have no steps to compare; use"
             f" one of {', '.join(n for n in SEARCHES if not SEARCHES[n].whole)}"
@@ -111,19 +112,18 @@ def search_run(
 
 def _costs(run: Run, searched: Searched) -> dict[str, float]:
     """Mean costs of a search per problem."""
-    count, episodes = len(searched.trees), run.config.data.plays
+    count = len(searched.trees)
     expansions, steps, tokens = np.array(searched.costs, float).mean(0).tolist()
-    costs = {"expansions": expansions, "turns" if episodes else "steps": steps}
+    costs = {"expansions": expansions, run.kind.step_name: steps}
     costs |= {"drawn_tokens": tokens, "read_tokens": searched.counts["read_tokens"] / count}
-    if episodes:
-        faults = ("env_errors", "env_timeouts", "env_fork_errors")
+    if faults := run.kind.faults:
         costs["env_errors"] = sum(searched.counts[name] for name in faults) / count
     return costs
 
 
 def right_answers(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) -> np.ndarray:
     """[N] bool, whether the path that each search takes in the end is right."""
-    if run.config.data.plays:
+    if run.kind.plays:
         return np.array(searched.successes())
     answers = [ids_of(tree, best_node(tree)) for tree in searched.trees]
     return points_of(run, problems, prompts, np.arange(len(prompts)), answers) >= 1
@@ -209,7 +209,7 @@ def _rows(run: Run, problems: Any, prompts: list[Prompt], searched: Searched) ->
     if not leaves:
         return []
     episodes = [episode_at(searched.trees[i], leaf) for i, leaf in leaves]
-    if run.config.data.plays:
+    if run.kind.plays:
         right = np.array([episode.success for episode in episodes])
     else:
         paths = [ids_of(searched.trees[i], leaf) for i, leaf in leaves]

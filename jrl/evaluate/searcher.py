@@ -47,15 +47,12 @@ def searched_run(config: Config, width: int) -> Run:
       UserError: episodes on the device, or searches that do not fit.
     """
     run = programs.as_evaluated(build.setup(config, trains=False))
-    if run.kind.episode_columns and not config.data.plays:
-        raise UserError(
-            "--search: episodes in an environment on the device are not searched; leave it out"
-        )
-    if not config.data.plays:
+    run.kind.check_searched()
+    if not run.kind.cache_on_host:
         longest = min(run.network.max_length, run.width + run.kind.new_tokens)
         check_slots("--width", max(_SLOTS, width), longest, run.model)
-    if config.data.has_solutions:
-        check_problems(run, "eval.problems", config.eval.problems)
+    problems = run.kind.problems(run.data, config.eval.problems, "eval")
+    check_problems(run, "eval.problems", min(problems, config.eval.problems))
     return run
 
 
@@ -88,7 +85,7 @@ def searcher_of(
       UserError: limits that no search can keep, or an environment whose state cannot be copied.
     """
     temperature = run.config.eval.temperature or 1.0  # without chance all steps would be alike
-    if run.config.data.plays:
+    if run.kind.plays:
         prompts = run.data.prompts[split]
         source = host_source(
             run, prompts, 1, split="eval", temperature=temperature, width=max(width, _SLOTS)
@@ -143,7 +140,7 @@ def search_once(
       UserError: as ``searcher_of``, or no environment has opened.
     """
     # Environments may change with the training, text does not.
-    seed_step = step if run.config.data.plays else 0
+    seed_step = run.kind.search_seed(step)
     seeds = prompt_seeds(key, "eval", seed_step, np.arange(len(prompts)), attempt)
     with searcher_of(
         run,

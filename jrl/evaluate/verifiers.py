@@ -62,7 +62,7 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
         )
     if by == "judge":
         _check_judge(config)
-    trained = method_of(config, kind_of(config).task)
+    trained = method_of(config, kind_of(config).new_tokens)
     if by == "value" and (not trained.value or trains_reward(config)):
         raise UserError(
             f"--by value: method = {config.method!r} trains no value network beside a policy; use"

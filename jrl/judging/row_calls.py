@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -30,6 +30,7 @@ from jrl.rewards.pool import Begun
 from jrl.types import Prompt, Rollout, StopReason
 
 
+@runtime_checkable
 class EndsRows(Protocol):
     """A source that says which rows have ended; ``ended`` is called with each, None is nobody."""
 

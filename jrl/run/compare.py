@@ -199,7 +199,7 @@ def _runs(
             try:
                 coefficients = {n: x for n, x in config.objective.items() if method in readers[n]}
                 method_config = build_config(tree | {"method": method, "objective": coefficients})
-                if not method_of(method_config, kind_of(method_config).task).value:
+                if not method_of(method_config, kind_of(method_config).new_tokens).value:
                     method_config = method_config.model_copy(update={"value": ValueTable()})
                 run = build.setup(method_config)
                 check_trainable(run)
@@ -232,8 +232,8 @@ class _Start:
 
     def __init__(self, run: Run, keys: Array) -> None:
         make, _ = programs.state_layout(run)
-        warmup, task, weights = run.config.warmup, run.task, hf.in_memory(run.params)
-        assert task is not None
+        warmup, weights = run.config.warmup, hf.in_memory(run.params)
+        task: Any = run.task
 
         def begin(key: Array) -> tuple[Array, Params]:
             state = make(key, weights, {})
@@ -264,7 +264,7 @@ class _Start:
 
         def measured(key: Array, policy: Params) -> dict[str, Array]:
             groups = evaluate(key, policy)
-            turns = {"turns": groups.ids["stratum"].mean()} if run.kind.episode_columns else {}
+            turns = {"turns": groups.ids["stratum"].mean()} if "stratum" in groups.ids else {}
             return {"accuracy": groups.rewards[..., 0].mean()} | turns
 
         self.measure = jax.jit(jax.vmap(measured))

@@ -17,7 +17,7 @@ from jrl.models import hf
 from jrl.models.file_tokenizer import load_tokenizer
 from jrl.run.reward_probe import check_reward_columns, missing_math
 from jrl.setup.frozen import run_shape
-from jrl.setup.kinds import TextKind, kind_of
+from jrl.setup.kinds import Kind, kind_of
 from jrl.setup.objective import method_of
 from jrl.setup.placement import make_meshes
 from jrl.setup.reward_parts import reward_pool
@@ -42,7 +42,7 @@ def obstacles(config: Config) -> list[str]:
     if look(find_devices) is None:
         return mistakes.lines  # nothing else can be looked at
     kind = look(lambda: kind_of(config))
-    method = look(lambda: method_of(config, kind and kind.task))
+    method = look(lambda: method_of(config, kind and kind.new_tokens))
     look(lambda: make_optimizer(config.optimizer, config.train.steps, 1))
     look(lambda: make_meshes(config, apart=True))
     tokenizer = None if kind is None else _model(config, kind, mistakes)
@@ -55,12 +55,12 @@ def obstacles(config: Config) -> list[str]:
         mistakes.lines.append(
             "data.train and data.task are both missing; name a file of prompts or a procedural task"
         )
-    if kind is not None and not config.data.scored:
+    if kind is not None:
         look(lambda: reward_pool(config).close())
     if kind is not None and method is not None and tokenizer is not None:
         read = look(lambda: kind.read(tokenizer, method, _head))
         if read is not None:
-            look(lambda: check_reward_columns(config, read.prompts))
+            look(lambda: check_reward_columns(config, kind, read))
             look(lambda: check_judges(config, read.prompts["train"]))
             look(lambda: check_text_models(config, read.prompts["train"]))
     if note := missing_math(config):
@@ -86,7 +86,7 @@ def with_others(error: UserError, config: Config) -> UserError:
     return UserError("\n".join(lines + [line for line in others if bare(line) not in seen_lines]))
 
 
-def _model(config: Config, kind: TextKind, mistakes: Mistakes) -> Any:
+def _model(config: Config, kind: Kind, mistakes: Mistakes) -> Any:
     """The tokenizer of a run; collects mistakes of its model in ``mistakes``."""
     look, path = mistakes.look, config.model.path
     tokenizer = kind.tokenizer

@@ -43,8 +43,7 @@ def check_metric_names(run: Run) -> None:
         for key, name in references
         if not name.startswith("eval/") and name not in RECORDED | parts
     ]
-    # An environment names metrics of its own.
-    if not open_names or run.kind.episode_columns or not run.kind.known_metrics:
+    if not open_names or not run.kind.known_metrics:
         return
     step, (make, _) = programs.make_train_step(run), programs.state_layout(run)
     key = jax.eval_shape(lambda: jax.random.key(0))

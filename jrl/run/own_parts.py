@@ -14,30 +14,32 @@ import numpy as np
 
 from jrl.collect.collector import on_host
 from jrl.collect.edit import edited, learned, outcome_of
-from jrl.collect.groups import PlacedGroups, batch_of, place
+from jrl.collect.groups import Origin, PlacedGroups, batch_of, place
 from jrl.collect.members import demonstration_rollout, flagged, widths
-from jrl.collect.plan import Now, Setting, first_asks, new_collected, view_of
-from jrl.collect.sources import Groups, simple_request
-from jrl.collect.sources_own import make_own_source, padded
+from jrl.collect.plan import First, Now, Setting, first_asks, new_collected, view_of
+from jrl.collect.sources import Groups, Source, simple_request
+from jrl.collect.sources_own import CheckedSource, make_own_source, padded
 from jrl.errors import UserError
-from jrl.setup.kinds import EnvKind, SourceKind, TaskKind, TextKind
 from jrl.setup.run import Run
 from jrl.train import programs
-from jrl.train.batches import setting_of
-from jrl.train.shapes import abstract_batch, abstract_parameters
+from jrl.train.batches import setting_of, sources_of
+from jrl.train.shapes import abstract_parameters
 from jrl.types import Prompt, Rollout
-from jrl.types.asks import Ask, DrawRequest, Tokens
+from jrl.types.asks import TRAIN, Ask, DrawRequest, Tokens
 from jrl.user_code import made_by
 
 
 def check_own_parts(run: Run) -> None:
     """Raises UserError for a source or a method of one's own that does not fit the run."""
-    if type(run.kind) is SourceKind:
-        _try_source(run)
-    # What other kinds of data label their groups with is known when they are drawn.
-    labelled = type(run.kind) in (TextKind, TaskKind, EnvKind) and not run.method.draw.shares
-    if ":" in run.config.method and labelled and getattr(run.kind.task, "players", 1) == 1:
-        _try_method(run)
+    own_method, source = ":" in run.config.method, None
+    if "own source" in run.kind.features:
+        limit = run.config.sampling.max_new_tokens
+        source = make_own_source(run, Unsampled(run.width, limit))
+        _try_source(run, source)
+    if own_method and run.config.data.completions_key:
+        _try_method(run, sources_of(run).train(run, None))
+    elif own_method:
+        _try_method(run, source)
 
 
 class Unsampled(NamedTuple):
@@ -77,11 +79,10 @@ def _tried(key: str, function: Callable[..., Any], *args: Any) -> Any:
 # ---------------------------------------------------------------- a source
 
 
-def _try_source(run: Run) -> None:
+def _try_source(run: Run, checked: CheckedSource) -> None:
     """Draws once from a source of one's own, by all its methods but ``finish``."""
     data: Any = run.config.data
-    limit, n = run.config.sampling.max_new_tokens, run.config.train.prompts
-    checked, key = make_own_source(run, Unsampled(run.width, limit)), f"data.train = {data.train!r}"
+    key, n = f"data.train = {data.train!r}", run.config.train.prompts
     name, tickets = type(checked.source).__name__, np.arange(n, dtype=np.int32)
     rows = np.asarray(made_by(checked.order, key, tickets))
     if rows.shape != (n,) or not np.issubdtype(rows.dtype, np.integer):
@@ -108,27 +109,36 @@ def _try_source(run: Run) -> None:
 # ---------------------------------------------------------------- a method
 
 
-def _try_method(run: Run) -> None:
-    """Calls the parts of a method on groups without rewards, and traces its training step."""
+def _try_method(run: Run, source: Source | None) -> None:
+    """Calls the parts of a method on the groups of a step, and traces its training step.
+
+    Args:
+      run: with a method of one's own.
+      source: draws the groups, where that takes no sampler; None for groups without rewards.
+    """
     key, setting = f"method = {run.config.method!r}", setting_of(run)
     problems = run.kind.problems(run.data, setting.prompts)
     weights = np.asarray(setting.weights, np.float32)
-    setting = setting._replace(weights=weights, order=lambda tickets: tickets % problems)
+    order = (lambda tickets: tickets % problems) if source is None else source.order
+    setting = setting._replace(weights=weights, order=order)
     if (curriculum := setting.method.curriculum) is not None and curriculum.between is not None:
         # It may test problems before it chooses.
         setting = setting._replace(method=setting.method._replace(curriculum=None))
     with on_host():
-        groups = _tried(key, made_by, _trained_groups, key, run, setting)
-    batch = batch_of(groups, sampled=run.method.draw.samples)
+        groups = _tried(key, made_by, _trained_groups, key, run, setting, source)
+    batch = batch_of(groups, sampled=run.kind.sampled and run.method.draw.samples)
     _tried(key, made_by, _trace_step, key, run, batch)
 
 
-def _trained_groups(run: Run, setting: Setting) -> PlacedGroups:
+def _trained_groups(run: Run, setting: Setting, source: Source | None) -> PlacedGroups:
     """The groups of a step by a method's curriculum, plan, rewards and edits, one after another."""
     method, now = setting.method, Now(np.zeros(2, np.uint32), np.int32(0))
     collected = new_collected(setting)
     first = first_asks(collected, now, setting)
-    groups = place(_groups(run, first.origin.number.shape), first.origin, setting.weights, None)
+    drawn, origin = _zeros(run, first.origin.number.shape), first.origin
+    if source is not None:
+        drawn, origin = _unscored(run, source, first)
+    groups = place(drawn, origin, setting.weights, None)
     shape = groups.rewards.shape
     groups = method.rewards(groups, view_of(0, first.collected, now, setting))
     if not isinstance(groups, PlacedGroups) or groups.rewards.shape != shape:
@@ -150,19 +160,31 @@ def _trained_groups(run: Run, setting: Setting) -> PlacedGroups:
     return trained
 
 
-def _groups(run: Run, shape: tuple[int, int]) -> Groups:
+def _zeros(run: Run, shape: tuple[int, int]) -> Groups:
     """Groups of a run without rewards, with the labels and statistics that its data give."""
-    (n, members), kind, like = shape, run.kind, abstract_batch(run)
-    t = kind.new_tokens
+    (n, members), t = shape, run.kind.new_tokens * run.kind.contexts
+    each, labels = sources_of(run).labels(run)
+    n *= each
     prompts = Tokens(np.zeros((n, run.width), np.int32), np.ones(n, np.int32))
-
-    def zeros(x: Any) -> np.ndarray:
-        return np.zeros((n, members, t)[: len(x.shape)], x.dtype)
-
-    ids = {name: zeros(x) for name, x in like.ids.items()}
-    stats = {name: zeros(x) for name, x in like.stats.items() if name == "paid"}
+    axes = n, members, t
+    ids = {x: np.zeros(axes[:k], np.int32) for x, k in {"prompt": 1, **labels.ids}.items()}
+    stats = {x: np.zeros(axes[:k], np.float32) for x, k in labels.stats.items()}
     points = np.zeros((n, members, len(run.rewards.weights)), np.float32)
     return Groups(_unsampled(prompts, members, t), points, None, {}, ids, stats)
+
+
+def _unscored(run: Run, source: Source, first: First) -> tuple[Groups, Origin]:
+    """Groups that take no sampler, without rewards, and where their members come from."""
+    root = np.asarray(jax.random.key_data(jax.random.key(run.config.seed)))
+    request = simple_request(root, {"policy": ()}, np.int32(0), first.origin.ticket)
+    groups = source.draw(request.replace(asks=first.asks))
+    n, members = groups.rollout.lengths.shape
+    points = np.zeros((n, members, len(run.rewards.weights)), np.float32)
+    number = np.broadcast_to(np.arange(members, dtype=np.int32), (n, members))
+    origin = first.origin
+    if origin.use.shape != (members,):  # the data say how many there are
+        origin = origin._replace(number=number, use=np.full(members, TRAIN, np.int32))
+    return groups._replace(rewards=points), origin
 
 
 def _check_asks(asks: Any) -> None:

@@ -286,9 +286,8 @@ class RunRecords:
         metrics |= {f"reward/{n}": p for n, p in zip(names, parts, strict=True)}
         each = metrics.pop("policy_rewards", ())  # where several policies are trained
         metrics |= {f"reward/policy_{i}": points for i, points in enumerate(each)}
-        if self.config.data.scored:  # the scores are the data's, and say nothing about the policy
-            for name in ("reward", "reward_std", "reward/score", "zero_std_groups"):
-                metrics.pop(name, None)
+        for name in self.run.kind.dropped_metrics:
+            metrics.pop(name, None)
         if "approx_kl" in metrics:  # not in supervised training, which draws nothing
             metrics.setdefault("kl", metrics["approx_kl"])
         metrics |= {
@@ -518,11 +517,10 @@ class RunRecords:
         """
         run, log = self.run, self.config.log
         if log.samples_every and (done == 1 or done % log.samples_every == 0):
-            task = None if self.config.data.scored else run.kind.task
             names = run.rewards.weights
             host_advantages = None if advantages is None else jax.device_get(advantages)
             records = samples_of(
-                groups, run.tokenizer, task, names, log.MIN_MEMBERS, host_advantages
+                groups, run.tokenizer, run.kind.task, names, log.MIN_MEMBERS, host_advantages
             )
             self._writer.write_samples(done, records)
 

@@ -166,13 +166,8 @@ def _check_numbers(
     column = str(table.options.get("column"))
     if rows:
         check_column(f"rewards.{name}.column", column, prompts.get("train", ()))
-    broken = []
-    for at, prompt in rows.items():
-        try:
-            row_numbers(prompt.meta, column, several=table.combine == "bounded")
-        except UserError as error:
-            broken.append((at, str(error)))
-    if broken:
+    several = table.combine == "bounded"
+    if broken := _complaints(rows, lambda p: row_numbers(p.meta, column, several=several)):
         head = f"rewards.{name}: {len(broken)} of {len(rows)} rows have no number that it can read"
         raise UserError(with_rows(f"{head}; repair them", broken))
 
@@ -200,11 +195,20 @@ def _unreadable(
 ) -> list[tuple[str, str]]:
     """(row, complaint) where a row asks for what is none: an empty completion of it is judged."""
     reward = make_reward(function, **reveal(table.options, f"rewards.{name}"))
-    rules, broken = Rules(where=table.where), []
+    rules = Rules(where=table.where)
+    judged_rows = {at: prompt for at, prompt in rows.items() if rules.asks_row(prompt.meta)}
+    empty = np.zeros(0, np.int32)
+    return _complaints(judged_rows, lambda p: reward([Sample(p, "", empty, "length")]))
+
+
+def _complaints(
+    rows: Mapping[str, Prompt], read: Callable[[Prompt], object]
+) -> list[tuple[str, str]]:
+    """(row, complaint) of the rows that a function cannot read."""
+    complaints = []
     for at, prompt in rows.items():
-        if rules.asks_row(prompt.meta):
-            try:
-                reward([Sample(prompt, "", np.zeros(0, np.int32), "length")])
-            except UserError as error:
-                broken.append((at, str(error)))
-    return broken
+        try:
+            read(prompt)
+        except UserError as error:
+            complaints.append((at, str(error)))
+    return complaints

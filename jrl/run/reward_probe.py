@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,10 +13,10 @@ from jrl.judging.host import with_ends
 from jrl.rewards.base import Sample
 from jrl.rewards.columns import check_column, check_columns
 from jrl.rewards.pool import RewardPool
+from jrl.setup.kinds import Kind, RunData
 from jrl.setup.reward_parts import function_of, reward_tables
 from jrl.setup.run import Run
 from jrl.system.extras import install_line, missing
-from jrl.types import Prompt
 from jrl.user_code import load
 
 _MEANS = {
@@ -80,23 +78,20 @@ def probe_rewards(run: Run, pool: RewardPool) -> None:
     text = str(prompt.answer)
     tokens = np.array(run.tokenizer.encode(text), np.int32)
     sample = Sample(prompt=prompt, completion=text, tokens=tokens, stop="stop_token")
-    if run.config.data.plays:  # as an episode of one turn
-        messages = ({"role": "assistant", "content": text},)
-        sample = dataclasses.replace(sample, messages=messages, stop="done")
+    sample = run.kind.as_rewarded(sample)
     if pool.by_token:
         sample = with_ends(sample, run.tokenizer)
     pool.probe(names, sample, run.config.sampling.group)
 
 
-def check_reward_columns(config: Config, splits: Mapping[str, Sequence[Prompt]]) -> None:
+def check_reward_columns(config: Config, kind: Kind, data: RunData) -> None:
     """Raises UserError for a column that a key or a reward function names and the data lack.
 
     And where the library's own would compare texts with an answer that is a table.
     """
-    prompts = splits.get("train", ())
+    prompts = data.prompts.get("train", ())
     check_column("log.by", config.log.by, prompts)
-    if splits.get("eval") or "eval" not in splits:  # else nothing is evaluated
-        check_column("eval.variants_of", config.eval.variants_of, splits.get("eval", ()))
+    kind.check_variants(config, data)
     tables = reward_tables(config)
     checkers = {n for n in config.rewards if function_of(n, tables[n]) in ("exact", "math")}
     for name in sorted(checkers):

@@ -31,7 +31,6 @@ from jrl.run.revisions import pinned
 from jrl.run.reward_probe import check_reward_columns, missing_math, probe_rewards, reward_text
 from jrl.run.sampler_difference import difference_text
 from jrl.setup.adapters import has_base, policy_of, with_kept_base
-from jrl.setup.kinds import EpisodeKind
 from jrl.setup.objective import sampler_differs
 from jrl.setup.reward_parts import reward_pool
 from jrl.setup.run import Run
@@ -158,12 +157,12 @@ def ignore_echo_errors(echo: Callable[[str], object]) -> Callable[[str], object]
 
 def _set_up(
     config: Config, stack: contextlib.ExitStack, echo: Callable[[str], object]
-) -> tuple[Run, RewardPool | None]:
+) -> tuple[Run, RewardPool]:
     """The run to train, and its reward processes."""
     run = build.setup(config)
     check_trainable(run)
     check_own_parts(run)
-    check_reward_columns(run.config, run.data.prompts)
+    check_reward_columns(run.config, run.kind, run.data)
     data = run.data.prompts
     for note in check_verifiers(run.config, data) + check_references(run.config, data):
         echo(note)
@@ -176,16 +175,14 @@ def _set_up(
     for note in run.tokenizer.notes if isinstance(run.tokenizer, FileTokenizer) else ():
         echo(note)
     for split, counts in run.data.counts.items():
-        opened = " of the question; the environment opens with its own messages"
-        echo(f"data.{split}: {counts}{opened * isinstance(run.kind, EpisodeKind)}")
+        echo(f"data.{split}: {counts}{run.kind.counts_note}")
     if note := reward_text(run):
         echo(note)
     if note := missing_math(config):
         echo(note)
     # Before the run directory, so that a typo in [rewards] does not leave one behind.
-    pool = None if config.data.scored else stack.enter_context(reward_pool(config))
-    if pool is not None:
-        probe_rewards(run, pool)
+    pool = stack.enter_context(reward_pool(config))
+    probe_rewards(run, pool)
     probe_judges(run.config)
     stack.enter_context(jax.set_mesh(run.mesh))
     return run, pool

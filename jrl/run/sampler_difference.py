@@ -14,7 +14,7 @@ from jrl.collect.sources import simple_request
 from jrl.objectives.kl import k3
 from jrl.setup.adapters import policy_of
 from jrl.setup.run import Run
-from jrl.train.batches import SOURCES
+from jrl.train.batches import sources_of
 from jrl.train.score import score
 from jrl.types import Array, Batch, Network, Params, Rollout, TrainState
 
@@ -72,7 +72,7 @@ def measure_run(run: Run, state: TrainState) -> dict[str, float]:
       state: at any step; call it under the run's mesh.
     """
     in_place = run._replace(rollout_mesh=None)  # where the state is
-    source, policy = SOURCES[type(in_place.kind)](in_place, None), policy_of(state, run.network)
+    source, policy = sources_of(in_place).train(in_place, None), policy_of(state, run.network)
     tickets = np.arange(run.config.train.prompts, dtype=np.int32)
     rows = source.order(tickets)
     group = run.config.sampling.group

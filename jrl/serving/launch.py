@@ -111,7 +111,7 @@ def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> 
     check_vocab(tokenizer, shape.vocab_size)
     network, directory = trained_network(config, shape, transformer(shape)), config.run.dir
     if directory is not None and (checkpoint is not None or is_run(directory)):
-        network = method_of(config, kind.task).network(network)
+        network = method_of(config, kind.new_tokens).network(network)
     mesh = make_mesh(config.sampling.mesh_axes if config.sampling.mesh else config.mesh_axes)
     new_tokens, prompt_tokens = kind.new_tokens, kind.longest_prompt
     longest_prompt = network.max_length - new_tokens

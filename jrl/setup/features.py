@@ -17,6 +17,7 @@ import jax
 
 from jrl.config import Config
 from jrl.config.tables import SamplingTable
+from jrl.config.tree import SearchTree
 from jrl.episodes.host import HostEnv
 from jrl.errors import UserError
 from jrl.methods.base import Method, Schedule
@@ -130,6 +131,8 @@ TABLE: tuple[Feature, ...] = (
     _needs("written problems", "episodes", "problems are written for an environment on the host"),
     _needs("host written problems", "writer", "nobody writes them"),
     _needs("estimates between rounds", "value network", "its numbers are read"),
+    _forbids("branch rounds", "episodes", "they branch as they are played"),
+    _forbids("step tokens", "episodes", "a search of episodes goes by turns"),
     # -- what is drawn, and what the data hold
     _forbids("placement", "nothing drawn", "its devices are for a rollout"),
     _forbids("router replay", "nothing drawn, given completions", "nothing is sampled"),
@@ -154,6 +157,10 @@ TABLE: tuple[Feature, ...] = (
         *("pairs", "sampler log-probabilities, demonstrations"),
         "it reads what the policy drew, or demonstrations",
     ),
+    _forbids(
+        *("own source", "demonstrations, search, placement"),
+        "a source of your own has neither solutions nor prompts of files",
+    ),
     _forbids("several groups", "dropped groups", "they belong together"),
     _forbids("episodes", "several processes", "episodes run in one process"),
     _needs("contexts", "shared rows", "contexts are trained as rows that share their prompt"),
@@ -171,6 +178,7 @@ TABLE: tuple[Feature, ...] = (
 WITHOUT: Mapping[str, str] = {
     "8 bits": "set sampling.int8 and sampling.float8 to []",
     "attention": "choose another method",
+    "branch rounds": "remove tree.rounds",
     "branches": "set tree.kind to 'none'",
     "compiled": "set train.mode to 'host'",
     "contexts": "set data.contexts to 1",
@@ -207,6 +215,7 @@ WITHOUT: Mapping[str, str] = {
     "sampling mesh": "remove [sampling.mesh]",
     "guided search": "set tree.kind to 'none'",
     "search": "set tree.kind to 'none'",
+    "step tokens": "remove tree.tokens and set data.turn_tokens",
     "several players": "use an environment of one player",
     "several policies": "set objective.policies to 1",
     "several processes": "use one host",
@@ -282,7 +291,7 @@ def features_of(
       method: its method.
       network: the policy, as the method trains it.
       model: its shape; None for a network of one's own.
-      data: what the data bring, ``kinds.TextKind.features``.
+      data: what the data bring, ``kinds.Kind.features``.
     """
     named = f"method = {config.method!r}"
     if config.rewards and not any(parts_of(config).weights.values()):
@@ -328,6 +337,7 @@ def _config_features(config: Config) -> Features:
     here = [name for name in judges if judge_of(config, name).local]
     turns = [name for name in likely if likelihood_of(config, name).by == "turn"]
     by_token = [*parts_by_token(config).values()]
+    steps = config.tree.tokens if isinstance(config.tree, SearchTree) else None
     items = {
         "lora": (config.lora, "[lora]"),
         "placement": (config.placement, "[placement]"),
@@ -349,6 +359,7 @@ def _config_features(config: Config) -> Features:
         "token rewards": (by_token, by_token[0] if by_token else ""),
         "row rewards": (by_row, f"rewards.{by_row[0]}" if by_row else ""),
         "own reward": (functions, f"rewards.{functions[0]}" if functions else ""),
+        "step tokens": (steps is not None, f"tree.tokens = {steps}"),
         "several processes": (jax.process_count() > 1, f"{jax.process_count()} processes"),
     }
     modes = {"compiled": "compiled", "packed": "packed", "in flight": "in_flight"}
@@ -378,6 +389,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
     # A curriculum chooses from a pool, whose problems come again.
     replays = replays and not chooses
     plan_tree = method.plan.tree
+    rounds = plan_tree.rounds if isinstance(plan_tree, Branching) else 1
     tree = f"tree.by = {plan_tree.by!r}" if isinstance(plan_tree, Search) else ""
     tree = f"tree.at = {plan_tree.at!r}" if isinstance(plan_tree, Branching) else tree
     expert = bool(method.plan.policies)
@@ -392,6 +404,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "search": (draw.search, tree),
             "guided search": (draw.search and method.plan.estimate, tree),
             "branches": (draw.tree, tree),
+            "branch rounds": (rounds > 1, f"tree.rounds = {rounds}"),
             "greedy members": (draw.baseline_members, f"{named}, which draws greedy baselines,"),
             "demonstrations": (draw.demonstrations, f"{named}, which reads demonstrations,"),
             "demonstrations beside": (

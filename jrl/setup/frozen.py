@@ -129,7 +129,7 @@ def model_params(directory: str, key: str, dtype: str) -> Params:
     theirs = config_of_run(directory)
     shape = run_shape(theirs, kind_of(theirs).task)
     network = trained_network(theirs, shape, transformer(shape))
-    network = method_of(theirs, kind_of(theirs).task).network(network)
+    network = method_of(theirs, kind_of(theirs).new_tokens).network(network)
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     host = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     policy, _ = restore_policy(theirs, network, host)

@@ -4,16 +4,18 @@
     data = kind.read(tokenizer, method, open_source)
     width = kind.width(data)
 
-What draws groups of each kind is in ``train.batches.SOURCES``, what a method needs of it in
-``train.trainable.CHECKS``.
+``Kind`` is what every kind answers, so that no caller asks which one a run has. What draws groups
+of each is in ``train.batches.SOURCES``, since sources stand on programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jrl.config import Config
 from jrl.config.data import (
@@ -41,11 +43,13 @@ from jrl.episodes.transcript import Transcript
 from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.methods.plan import Plan
+from jrl.rewards.base import Sample
+from jrl.rewards.columns import check_column
 from jrl.sampling.slot_sizes import CHUNK
 from jrl.sampling.slots import check_length
 from jrl.setup.recorded import KeptCounts, recorded_groups
-from jrl.setup.reward_parts import parts_of
-from jrl.types import Network, Prompt
+from jrl.setup.reward_parts import parts_by_progress, parts_by_token, parts_of
+from jrl.types import NOTHING, SILENT, Network, Prompt
 
 Opened = Callable[..., Rows]
 """(what names a source of rows, key=...) -> the rows, as ``data.sources.open_source``."""
@@ -68,6 +72,25 @@ class RunData(NamedTuple):
     recorded: Sequence[Sequence[Transcript]] = ()
 
 
+class Labels(NamedTuple):
+    """Arrays of a batch by name, with the number of their axes: 2 for [N, G], 3 for [N, G, T].
+
+    Attributes:
+      ids: int32, as ``Batch.ids``.
+      stats: float32, as ``Batch.stats``.
+    """
+
+    ids: Mapping[str, int] = NOTHING
+    stats: Mapping[str, int] = NOTHING
+
+
+ROW_LABELS: Mapping[str, int] = {
+    **dict.fromkeys(("turn", "step", "state"), 3),
+    **dict.fromkeys(("episode", "role", "stratum"), 2),
+}
+"""Labels of rows that transcripts become, as ``Labels.ids``."""
+
+
 class HeldOut(NamedTuple):
     """Held-out problems of an evaluation, and the number of them per draw."""
 
@@ -75,32 +98,53 @@ class HeldOut(NamedTuple):
     at_once: int
 
 
-class TextKind:
-    """Prompts in text, from files, which reward functions on the host judge.
+class Kind:
+    """What a run asks of its data; as it stands, prompts from files.
 
     Args:
       config: of the run.
 
     Attributes:
       config: of the run.
-      task: the procedural task, or the environment on the device; None here.
+      task: the procedural task, or the environment on the device; None without one.
       eval_parts: reward parts of an evaluation, the first of which says what is right; empty for
         those of the run.
+      eval_metrics: names that an evaluation adds to those of all; None where they are not known
+        before the first.
       votes: whether final answers can be compared, for a majority vote.
       lines: whether completions have lines, which are the steps of a search.
-      episode_columns: whether a batch has the labels of turns in an environment on the device.
+      sampled: whether a policy sampled the completions, so that they have log-probabilities.
+      contexts_of_plans: whether a plan's members may be trained under prompts of their own.
+      cache_on_host: whether the sampler's cache may wait on the host.
+      plays: whether completions are turns with an environment on the host.
+      step_name: what steps of a search are called.
+      faults: counts of failures of its environment.
+      no_steps: ``by`` of a reward model that pays by step -> why these completions have none.
       reported: whether what a run rewards is said.
-      known_metrics: whether the metrics of steps and evaluations follow from the configuration.
+      known_metrics: whether the metrics of steps follow from the configuration.
+      dropped_metrics: those of a step that say nothing about the policy.
+      counts_note: what a report of the data's records ends with.
       rows: that a prompt has in a batch; None where the sampling says it.
     """
 
     task: Task | Env | None = None
     eval_parts: Mapping[str, float] = {}
+    eval_metrics: tuple[str, ...] | None = ()
     votes = True
     lines = True
-    episode_columns = False
+    sampled = True
+    contexts_of_plans = False
+    cache_on_host = False
+    plays = False
+    step_name = "steps"
+    faults: tuple[str, ...] = ()
+    no_steps: Mapping[str, str] = {
+        "turn": "these data have no turns of an environment on the host; remove it, or set data.env"
+    }
     reported = True
     known_metrics = True
+    dropped_metrics: tuple[str, ...] = ()
+    counts_note = ""
     rows: int | None = None
 
     def __init__(self, config: Config) -> None:
@@ -110,6 +154,11 @@ class TextKind:
     def tokenizer(self) -> Any:
         """The task's; None where a checkpoint has it."""
         return None
+
+    @property
+    def players(self) -> int:
+        """Players whose moves the policy samples; an environment on the host has its own number."""
+        return 1
 
     @property
     def new_tokens(self) -> int:
@@ -134,8 +183,7 @@ class TextKind:
     @property
     def features(self) -> dict[str, str]:
         """Features of the data, by name as in ``features.TABLE``, with their words for messages."""
-        text = {"text": "data.train"} if type(self) is TextKind else {}
-        return {"records": "data.train"} | text
+        return {"records": "data.train"}
 
     @property
     def decode_trips(self) -> dict[str, int]:
@@ -148,8 +196,16 @@ class TextKind:
         g = (group + draw.baseline_members if draw.samples and group else 0) + draw.demonstrations
         if (plan := method.plan).next is not None:
             g += plan.members(group)
-            t += plan.tokens if type(self) is TextKind else 0
+            t += plan.tokens if self.contexts_of_plans else 0
         return method.batch_groups(self.config.train.prompts), g, t
+
+    def draws(self, method: Method) -> bool:
+        """Whether a program samples the groups of a training step."""
+        return method.draw.samples and self.config.sampling.group > 0
+
+    def labels(self, method: Method) -> Labels:
+        """Labels and statistics of a batch, beside those that every batch has."""
+        return Labels({}, {"paid": 3} if parts_by_token(self.config) else {})
 
     def problems(self, data: RunData, pool: int, split: str = "train") -> int:
         """Number of problems of a split; ``pool`` if they are endless."""
@@ -217,17 +273,85 @@ class TextKind:
         """A prompt of training with its answer, to try reward functions on; None without any."""
         return next(iter(data.prompts.get("train", ())), None)
 
+    def as_rewarded(self, sample: Sample) -> Sample:
+        """A completion as reward functions read it."""
+        return sample
+
+    def check_members(self, method: Method, data: RunData, least: int) -> None:
+        """Raises UserError where groups are too small for a method that compares their members.
+
+        Args:
+          method: of the run.
+          data: of the run.
+          least: the fewest members of a group that the method learns from.
+        """
+        draw, group = method.draw, self.config.sampling.group
+        if (group if draw.samples else 0) + draw.demonstrations < least:
+            raise UserError(
+                f"sampling.group = {group}: method {self.config.method!r} compares the samples of"
+                f" one prompt and needs at least {least} of them; raise sampling.group or choose a"
+                " method without a group baseline, such as reinforce_plus_plus or ppo"
+            )
+
     def held_out(self, config: Config, data: RunData) -> HeldOut:
         """Problems of an evaluation: as many prompts per draw as a training step."""
         problems = min(config.eval.problems, len(data.prompts.get("eval", ())))
         return HeldOut(problems, config.train.prompts)
 
+    def asked(
+        self, texts: Sequence[str], encode: Callable[[Sequence[str]], list[Prompt]]
+    ) -> tuple[Kind, list[Prompt]]:
+        """The kind of prompts that a person asks, and these prompts.
 
-class EpisodeKind(TextKind):
+        Args:
+          texts: of a person.
+          encode: makes prompts of them as those of the run's files are made.
+        """
+        return self, encode(texts)
+
+    def search_seed(self, step: int) -> int:
+        """The step that keys the tokens of a search at evaluation: text does not change with it."""
+        return 0
+
+    def check_searched(self) -> None:
+        """Raises UserError where an evaluation cannot search."""
+
+    def check_variants(self, config: Config, data: RunData) -> None:
+        """Raises UserError where an evaluation reads a column that held-out problems lack."""
+        if self.held_out(config, data).problems:
+            check_column("eval.variants_of", config.eval.variants_of, data.prompts.get("eval", ()))
+
+
+class TextKind(Kind):
+    """Prompts in text, from files, which reward functions on the host judge."""
+
+    contexts_of_plans = True
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Text."""
+        return super().features | {"text": "data.train"}
+
+    def labels(self, method: Method) -> Labels:
+        """Numbers for final answers, reward parts without an opinion, and lines."""
+        ids = {"answer": 2, SILENT: 2} if method.draw.samples else {}
+        by_line = "lines" in method.needs or parts_by_progress(self.config)
+        ids |= {"step": 3} if by_line else {}
+        return _in_trees(method, Labels(ids, super().labels(method).stats))
+
+
+class EpisodeKind(Kind):
     """Prompts in text that open episodes with an environment on the host."""
 
     eval_parts: Mapping[str, float] = {"success": 1.0, "reward": 0.0}
+    eval_metrics = None
+    cache_on_host = True
+    plays = True
+    step_name = "turns"
+    faults = ("env_errors", "env_timeouts", "env_fork_errors")
+    no_steps: Mapping[str, str] = {}
     known_metrics = False
+    counts_note = " of the question; the environment opens with its own messages"
 
     @property
     def features(self) -> dict[str, str]:
@@ -245,12 +369,38 @@ class EpisodeKind(TextKind):
         """P: the limit, since nobody knows yet what an environment will say."""
         return self.config.data.longest_prompt
 
+    def batch_shape(self, method: Method) -> tuple[int, int, int]:
+        """A row holds all contexts of an episode."""
+        n, g, t = super().batch_shape(method)
+        return n, g, t * self.contexts
 
-class GivenKind(TextKind):
+    def labels(self, method: Method) -> Labels:
+        """The turns of episodes, their final answers and the points that they paid."""
+        ids = {**ROW_LABELS, "answer": 2} | ({"context": 3} if self.contexts > 1 else {})
+        trees, search = method.draw.shares, method.draw.search is not None
+        stats = {"paid": 3, "node_value": 3} if search else {"paid": 3}
+        return Labels(ids | ({"node": 3} if trees else {}), stats)
+
+    def search_seed(self, step: int) -> int:
+        """The step of training, with which environments may change."""
+        return step
+
+    def as_rewarded(self, sample: Sample) -> Sample:
+        """An episode of one turn."""
+        messages = ({"role": "assistant", "content": sample.completion},)
+        return dataclasses.replace(sample, messages=messages, stop="done")
+
+
+class GivenKind(Kind):
     """Completions that the data hold; nothing is sampled."""
 
+    eval_metrics = None
     reported = False
     known_metrics = False
+
+    def draws(self, method: Method) -> bool:
+        """Never."""
+        return False
 
     @property
     def features(self) -> dict[str, str]:
@@ -264,6 +414,10 @@ class GivenKind(TextKind):
 
 class RecordedKind(GivenKind):
     """Sessions that a server recorded."""
+
+    def labels(self, method: Method) -> Labels:
+        """The turns of sessions, and the points that they were given."""
+        return Labels(ROW_LABELS, {"paid": 3})
 
     @property
     def features(self) -> dict[str, str]:
@@ -289,6 +443,8 @@ class DialogueKind(RecordedKind):
 class PairKind(GivenKind):
     """Judged completions from files."""
 
+    sampled = False
+    dropped_metrics = ("reward", "reward_std", "reward/score", "zero_std_groups")
     rows: int | None = 2
 
     @property
@@ -297,16 +453,48 @@ class PairKind(GivenKind):
         return super().features | {"pairs": "data.pairs"}
 
     def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
-        """Training and held-out judged completions, tokenized."""
-        return read_pairs(self, tokenizer, opened, method.needs)
+        """Training and held-out judged completions, tokenized.
+
+        A method that needs "goals" makes each pair with scores two whose prompts name a score; one
+        that needs "rationales" reads one in each row of training.
+        """
+        data: Any = self.config.data
+        judged: dict[str, list[Judged]] = {}
+        counts: dict[str, Any] = {}
+        for split, spec in (("pairs", data.pairs), ("eval", data.eval)):
+            if spec is not None:
+                rows = opened(spec, key=f"data.{split}")
+                judged[split], counts[split] = build_judged(
+                    GoalRows(rows) if "goals" in method.needs else rows,
+                    Wording(tokenizer, **data.wording),
+                    rationales="rationales" in method.needs and split == "pairs",
+                    max_prompt_tokens=self.longest_prompt,
+                    max_completion_tokens=self.new_tokens,
+                    overlong=data.overlong,
+                    invalid=data.invalid,
+                )
+        return RunData({"train": [], "eval": []}, judged, counts)
+
+    def check_members(self, method: Method, data: RunData, least: int) -> None:
+        """Raises UserError where no record has as many completions."""
+        if max(len(j.completions) for j in data.judged["pairs"]) < least:
+            raise UserError(
+                f"method = {self.config.method!r} compares {least} completions of one prompt, and"
+                " data.pairs has one in each record; choose a method of labelled completions such"
+                " as kto"
+            )
 
 
-class TaskKind(TextKind):
+class TaskKind(Kind):
     """Problems of a procedural task, made and judged on the device."""
 
     eval_parts: Mapping[str, float] = {"verify": 1.0}
     votes = False
     lines = False
+    no_steps: Mapping[str, str] = {
+        **Kind.no_steps,
+        "progress": "completions of a task have no lines that would be steps; remove it",
+    }
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -325,6 +513,15 @@ class TaskKind(TextKind):
         """Reward functions of one's own, beside those of the task."""
         parts = parts_of(self.config).given_by("function") if self.config.rewards else ()
         return {"own reward of a task": f"rewards.{parts[0]}"} if parts else {}
+
+    def draws(self, method: Method) -> bool:
+        """Always: a program makes the problems, with the solutions that a method reads."""
+        return True
+
+    def labels(self, method: Method) -> Labels:
+        """Numbers for completions."""
+        ids = {"answer": 2} if method.draw.samples else {}
+        return _in_trees(method, Labels(ids, super().labels(method).stats))
 
     def problems(self, data: RunData, pool: int, split: str = "train") -> int:
         """As many as are asked for: they are made from keys."""
@@ -373,6 +570,28 @@ class TaskKind(TextKind):
         """All problems in one draw."""
         return HeldOut(config.eval.problems, config.eval.problems)
 
+    def asked(
+        self, texts: Sequence[str], encode: Callable[[Sequence[str]], list[Prompt]]
+    ) -> tuple[Kind, list[Prompt]]:
+        """The texts in the task's alphabet.
+
+        Raises:
+          UserError: one is longer than the task's prompts, or holds a character that is none of
+            its tokenizer's.
+        """
+        task, prompts = self.task, []
+        for number, text in enumerate(texts, 1):
+            ids = task.tokenizer.encode(text)
+            if not 0 < len(ids) <= task.prompt_tokens:
+                problem = task.generate(jax.random.key(0), split="eval")
+                raise UserError(
+                    f"prompt {number}: {text!r} has {len(ids)} characters; prompts of data.task ="
+                    f" {task.name!r} have up to {task.prompt_tokens}, such as"
+                    f" {task.render(problem)[0]!r}"
+                )
+            prompts.append(Prompt(number - 1, text, np.array(ids, np.int32), "", {}, None))
+        return AskedKind(self.config, task), prompts
+
 
 class TaskPairKind(PairKind, TaskKind):
     """Judged completions of a procedural task, which gives tokenizer and lengths."""
@@ -382,7 +601,13 @@ class EnvKind(TaskKind):
     """Episodes in an environment on the device."""
 
     eval_parts: Mapping[str, float] = {"success": 1.0, "reward": 0.0}
-    episode_columns = True
+    eval_metrics = ("success", "reward", "turns")
+    known_metrics = False  # the environment names some of its own
+
+    @property
+    def players(self) -> int:
+        """Those of the environment that the policy plays."""
+        return self.task.players
 
     @property
     def features(self) -> dict[str, str]:
@@ -400,19 +625,46 @@ class EnvKind(TaskKind):
     def _make(self, name: str, options: Mapping[str, Any]) -> Any:
         return get_env(name, **options)
 
+    def labels(self, method: Method) -> Labels:
+        """The turns of episodes, and the points that they paid."""
+        by_token = dict.fromkeys(("turn", "step", "state", "role"), 3)
+        return Labels({**by_token, "stratum": 2}, {"paid": 3})
+
     def first_prompt(self, data: RunData) -> Prompt | None:
         """Nothing: the environment pays."""
         return None
+
+    def asked(
+        self, texts: Sequence[str], encode: Callable[[Sequence[str]], list[Prompt]]
+    ) -> tuple[Kind, list[Prompt]]:
+        """Nobody asks an environment.
+
+        Raises:
+          UserError: always.
+        """
+        raise UserError(f"{self.named} makes its own prompts; leave --prompt out")
+
+    def check_searched(self) -> None:
+        """Raises UserError: such episodes cannot be continued from their middle."""
+        raise UserError(
+            "--search: episodes in an environment on the device are not searched; leave it out"
+        )
 
     def check_lengths(self, network: Network, width: int) -> None:
         """Raises UserError where an episode does not fit the network."""
         check_room(self.task, network)
 
 
-class SourceKind(TextKind):
+class SourceKind(Kind):
     """Groups from a source of one's own."""
 
+    eval_metrics = None
     known_metrics = False
+
+    @property
+    def features(self) -> dict[str, str]:
+        """A source of one's own."""
+        return super().features | {"own source": self.config.data.kind}
 
     def width(self, data: RunData) -> int:
         """P: the limit, since nobody knows yet what the source will ask."""
@@ -427,7 +679,7 @@ class SourceKind(TextKind):
         return HeldOut(config.eval.problems, min(config.train.prompts, config.eval.problems))
 
 
-class AskedKind(TextKind):
+class AskedKind(Kind):
     """Texts in the alphabet of a procedural task, asked by a person and judged by nobody.
 
     Args:
@@ -450,37 +702,7 @@ class AskedKind(TextKind):
         return self._task.completion_tokens
 
 
-def read_pairs(
-    kind: TextKind, tokenizer: Any, opened: Opened, needs: Collection[str] = ()
-) -> RunData:
-    """Training and held-out judged completions of ``data.pairs``, tokenized.
-
-    Args:
-      kind: of the data.
-      tokenizer: the model's.
-      opened: opens what names a source of rows.
-      needs: of the method: with "goals" each pair with scores is two whose prompts name a score,
-        with "rationales" rows of training have one.
-    """
-    data: Any = kind.config.data
-    judged: dict[str, list[Judged]] = {}
-    counts: dict[str, Any] = {}
-    for split, spec in (("pairs", data.pairs), ("eval", data.eval)):
-        if spec is not None:
-            rows = opened(spec, key=f"data.{split}")
-            judged[split], counts[split] = build_judged(
-                GoalRows(rows) if "goals" in needs else rows,
-                Wording(tokenizer, **data.wording),
-                rationales="rationales" in needs and split == "pairs",
-                max_prompt_tokens=kind.longest_prompt,
-                max_completion_tokens=kind.new_tokens,
-                overlong=data.overlong,
-                invalid=data.invalid,
-            )
-    return RunData({"train": [], "eval": []}, judged, counts)
-
-
-KINDS: Mapping[type, type[TextKind]] = {
+KINDS: Mapping[type, type[Kind]] = {
     PromptData: TextKind,
     TaskData: TaskKind,
     EnvData: EnvKind,
@@ -494,13 +716,21 @@ KINDS: Mapping[type, type[TextKind]] = {
 """Table of the configuration -> its kind."""
 
 
-def kind_of(config: Config) -> TextKind:
+def kind_of(config: Config) -> Kind:
     """The kind of a configuration's data, with its task or environment made.
 
     Raises:
       UserError: there is no such task or environment, or it does not take its options.
     """
     return KINDS[type(config.data)](config)
+
+
+def _in_trees(method: Method, labels: Labels) -> Labels:
+    """The labels of completions, with those of the trees that they are leaves of."""
+    ids, stats = dict(labels.ids), dict(labels.stats)
+    if method.draw.search is not None:
+        return Labels({"step": 3, "node": 3}, {"node_value": 3})
+    return Labels(ids | ({"node": 3} if method.draw.tree is not None else {}), stats)
 
 
 def rounded(length: int) -> int:

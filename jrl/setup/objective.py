@@ -9,8 +9,6 @@ from typing import Any
 from jrl.config import Config
 from jrl.config.secrets import reveal
 from jrl.config.tree import BranchTree, MethodTree, SearchTree
-from jrl.data.tasks import Task
-from jrl.episodes import Env
 from jrl.episodes.tree import SEARCHES
 from jrl.errors import Mistakes, UserError
 from jrl.methods import OwnMethod, Published, find_method
@@ -44,17 +42,22 @@ GREATEST_WEIGHT = 2.0
 """Of a token, where the losses of a method without a correction of its own are corrected."""
 
 
-def method_of(config: Config, task: Task | Env | None) -> Method:
+def method_of(config: Config, new_tokens: int | None = None) -> Method:
     """The method of a run, with its coefficients, its schedule and its correction.
 
     The length limit and the number of steps are the run's unless they were given.
+
+    Args:
+      config: of the run.
+      new_tokens: T, of its kind of data; None for ``sampling.max_new_tokens``.
 
     Raises:
       UserError: an unknown method or coefficient, or a value outside its domain.
     """
     published = find_method(config.method)
     common, coefficients = _coefficients(config, published)
-    defaults = {"max_tokens": max_new_tokens(config, task), "total_steps": config.train.steps}
+    limit = new_tokens or config.sampling.max_new_tokens
+    defaults = {"max_tokens": limit, "total_steps": config.train.steps}
     coefficients = {k: v for k, v in defaults.items() if k in published.coefficients} | coefficients
     method = _corrected(config, published, common, coefficients)
     if "epochs" in common:
@@ -89,10 +92,8 @@ def _in_trees(config: Config, method: Method) -> Method:
     """
     tree = _chosen_tree(config, method.plan.tree)
     method = method._replace(plan=method.plan._replace(tree=tree))
-    if isinstance(tree, Search):
-        _check_search(config, tree)
+    _check_tree(config, tree)
     if isinstance(tree, Branching):
-        _check_branching(config, tree)
         tree = check_branching(tree, config.sampling.group, config.sampling.slots)
         method = method._replace(plan=method.plan._replace(tree=tree))
     if tree is None:
@@ -115,42 +116,24 @@ def _chosen_tree(config: Config, tree: Branching | Search | None) -> Branching |
     return None
 
 
-def _check_branching(config: Config, tree: Branching) -> None:
-    """Raises UserError for a key of ``[tree]`` that members which branch like this do not read."""
-    if config.data.plays and tree.rounds > 1:
-        raise UserError(
-            f"tree.rounds = {tree.rounds} is not read in episodes, which branch as they are played;"
-            " remove it"
-        )
-    if tree.at == "even" and tree.above:
+def _check_tree(config: Config, tree: Branching | Search | None) -> None:
+    """Raises UserError for a key of ``[tree]`` that this tree does not read, or cannot have."""
+    if isinstance(tree, Branching) and tree.at == "even" and tree.above:
         raise UserError(
             f"tree.above = {tree.above} is not read with tree.at = {tree.at!r}; remove it"
         )
-
-
-def _check_search(config: Config, search: Search) -> None:
-    """Raises UserError for a key of ``[tree]`` that this search does not read, or cannot have."""
-    if search.exploration != Search().exploration and not SEARCHES[search.by].explores:
+    if not isinstance(tree, Search):
+        return
+    if tree.exploration != Search().exploration and not SEARCHES[tree.by].explores:
         raise UserError(
-            f"tree.exploration = {search.exploration} is not read with tree.by = {search.by!r};"
+            f"tree.exploration = {tree.exploration} is not read with tree.by = {tree.by!r};"
             " remove it"
         )
-    step_tokens = config.tree.tokens if isinstance(config.tree, SearchTree) else None
-    if config.data.plays and step_tokens is not None:
+    if 0 < config.sampling.slots < tree.width:
         raise UserError(
-            f"tree.tokens = {step_tokens}: a search of episodes goes by turns; remove it, or set"
-            " data.turn_tokens"
-        )
-    if 0 < config.sampling.slots < search.width:
-        raise UserError(
-            f"sampling.slots = {config.sampling.slots}: a search of tree.width = {search.width}"
+            f"sampling.slots = {config.sampling.slots}: a search of tree.width = {tree.width}"
             " needs a slot for each step; raise one or lower the other"
         )
-
-
-def max_new_tokens(config: Config, task: Task | Env | None) -> int:
-    """T: the most tokens of a completion, the task's where there is one."""
-    return task.completion_tokens if task else config.sampling.max_new_tokens
 
 
 def common_coefficients(config: Config) -> dict[str, Any]:

@@ -148,18 +148,10 @@ def _giver(config: Config, name: str) -> Giver:
     _check_keys(name, table)
     if table.combine is not None:
         return "combined"
-    if function in MODEL_NAMES:
-        _check_model(name, config)
-        return "model"
-    if function == JUDGE and JUDGE not in data.reward_names:
-        _check_judge(name, config)
-        return "judge"
+    if (scorer := _SCORERS.get(function)) is not None:
+        _check_scorer(name, config, scorer)
+        return scorer
     has_function = data.own_rewards and (":" in function or function in FUNCTION_NAMES)
-    if function == LIKELIHOOD and LIKELIHOOD not in data.reward_names:
-        _check_likelihood(name, config)
-        return "likelihood"
-    if data.scored:
-        return "data"
     if data.reward_names and function not in data.reward_names and not has_function:
         error = unknown_choice("rewards", function, data.reward_names)
         raise UserError(f"{error}, {FORMS}") if data.own_rewards else error
@@ -228,39 +220,38 @@ def model_of_part(config: Config, name: str) -> RewardModelTable:
     return checked(RewardModelTable, key, keys | reveal(part.options, key))
 
 
-def _check_model(name: str, config: Config) -> None:
-    """Raises UserError for keys of a reward model that nothing reads."""
-    model_of_part(config, name)
-    if (limits := reward_tables(config)[name].range) is not None:
-        raise UserError(
-            f"rewards.{name}.range = {limits}: a reward model's numbers have no limits; remove it,"
-            ' or bound them by a part with combine = "clip"'
-        )
+_SCORERS: Mapping[str, Giver] = {
+    **dict.fromkeys(MODEL_NAMES, "model"),
+    JUDGE: "judge",
+    LIKELIHOOD: "likelihood",
+}
+"""Function of a part that a model scores -> who gives it."""
+_UNBOUNDED: Mapping[Giver, str] = {
+    "model": "a reward model's numbers have no limits; remove it, or bound them by a part with"
+    ' combine = "clip"',
+    "judge": "a judge's points are within [0, 1]; remove it",
+    "likelihood": "probabilities are within [0, 1]; remove it",
+}
+"""Giver -> the reason that its numbers take no range."""
 
 
-def _check_judge(name: str, config: Config) -> None:
-    """Raises UserError for keys of a judge, or for a part that is judged first and is none."""
-    tables = reward_tables(config)
-    judge, key = judge_of(config, name), f"rewards.{name}"
-    if (limits := tables[name].range) is not None:
-        raise UserError(f"{key}.range = {limits}: a judge's points are within [0, 1]; remove it")
-    if config.data.scored:
-        raise UserError(f"{key}: the data hold the scores of their completions; remove it")
-    earlier = [n for n, t in tables.items() if function_of(n, t) != JUDGE and t.combine is None]
-    if judge.only and judge.only not in earlier:
-        raise unknown_choice(f"{key}.only", judge.only, earlier)
-
-
-def _check_likelihood(name: str, config: Config) -> None:
-    """Raises UserError for keys of a probability of the answer that nothing reads."""
-    part, key = reward_tables(config)[name], f"rewards.{name}"
-    likelihood_of(config, name)
+def _check_scorer(name: str, config: Config, giver: Giver) -> None:
+    """Raises UserError for keys of a part that a model scores which nothing reads."""
+    tables, key = reward_tables(config), f"rewards.{name}"
+    part, only = tables[name], ""
+    if giver == "model":
+        model_of_part(config, name)
+    elif giver == "judge":
+        only = judge_of(config, name).only
+    else:
+        likelihood_of(config, name)
+        if part.missing == "drop":
+            raise UserError(f'{key}.missing = "drop": a sample stays in its group; set "zero"')
     if part.range is not None:
-        raise UserError(f"{key}.range = {part.range}: probabilities are within [0, 1]; remove it")
-    if part.missing == "drop":
-        raise UserError(f'{key}.missing = "drop": a sample stays in its group; set "zero"')
-    if config.data.scored:
-        raise UserError(f"{key}: the data hold the scores of their completions; remove it")
+        raise UserError(f"{key}.range = {part.range}: {_UNBOUNDED[giver]}")
+    earlier = [n for n, t in tables.items() if function_of(n, t) != JUDGE and t.combine is None]
+    if only and only not in earlier:
+        raise unknown_choice(f"{key}.only", only, earlier)
 
 
 def _combined(name: str, table: RewardTable, tables: Mapping[str, RewardTable]) -> Combined:

@@ -9,17 +9,17 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jrl.collect.collector import Batches, Collector
 from jrl.collect.curriculum import HostRounds, host_tools, with_problems
-from jrl.collect.host_episodes import HostEpisodes
-from jrl.collect.host_source import host_source
+from jrl.collect.episodes import on_device
+from jrl.collect.host_source import check_host, host_labels, host_source
 from jrl.collect.plan import Setting
-from jrl.collect.plan_tools import Hinter, TaskTools, TextTools
+from jrl.collect.plan_tools import Hinter, TextTools
 from jrl.collect.resharding import ReshardedSampler
 from jrl.collect.reward_stages import FiniteSums, JudgedParts, judged_parts
 from jrl.collect.run_rows import line_ends
@@ -28,17 +28,20 @@ from jrl.collect.sources_given import JudgedSource, RecordedSource, sizes_of
 from jrl.collect.sources_own import Sampler, make_own_source
 from jrl.collect.sources_task import EnvSource, TaskSource
 from jrl.collect.sources_text import TextSampler, TextSource
-from jrl.collect.tree_search import search_source, undrawn_text
+from jrl.collect.tree_search import TreeSearch, search_source, undrawn_text
 from jrl.episodes.transcript import RowShape
 from jrl.mesh import replicated
 from jrl.methods.curriculum import Curriculum, Table
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
+from jrl.setup.features import check_division
 from jrl.setup.kinds import (
     AskedKind,
     DialogueKind,
     EnvKind,
     EpisodeKind,
+    Kind,
+    Labels,
     PairKind,
     RecordedKind,
     SourceKind,
@@ -64,15 +67,13 @@ def run_source(run: Run, pool: RewardPool | None, split: str = "train") -> Sourc
       split: "train" or "eval".
     """
     if split == "eval":
-        source = HELD_OUT[type(run.kind)](run, pool)
+        source = sources_of(run).held_out(run, pool)
         judged = pool is not None and not run.kind.eval_parts
         return judged_parts(run, source, pool, split) if judged else source
-    source = SOURCES[type(run.kind)](run, pool)
-    searched = run.method.draw.search is not None and not run.config.data.plays
-    if searched:  # it goes by all parts
+    source = sources_of(run).train(run, pool)
+    if isinstance(source, TreeSearch):  # it goes by all parts
         return source
-    episodes = source if isinstance(source, HostEpisodes) else None
-    return judged_parts(run, source, pool, episodes=episodes)
+    return judged_parts(run, source, pool)
 
 
 def table_of(run: Run, curriculum: Curriculum) -> Table:
@@ -94,16 +95,6 @@ def number_columns(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def tools_of(run: Run) -> Callable[[Any], Any] | None:
-    """Tools that the data of a run offers to plans."""
-    return TOOLS[type(run.kind)](run)
-
-
-def in_text(run: Run) -> bool:
-    """Whether a run samples completions of prompts in text, without an environment."""
-    return type(run.kind) is TextKind
 
 
 @contextlib.contextmanager
@@ -131,7 +122,7 @@ def training_batches(
         setting_of(run),
         run.mesh,
         packer,
-        sampled=not run.config.data.scored,
+        sampled=run.kind.sampled,
         rounds=HostRounds(source, problems, host_tools(run, source)),
         notes=notes,
     )
@@ -152,9 +143,9 @@ def setting_of(run: Run) -> Setting:
         group=run.config.sampling.group,
         weights=list(run.rewards.weights.values()),
         judge=run.rewards.judged,
-        tools=tools_of(run),
+        tools=sources_of(run).tools(run),
         table=None if curriculum is None else table_of(run, curriculum),
-        contexts=in_text(run),
+        contexts=run.kind.contexts_of_plans,
         in_order=partial(epoch_order, run.config.data.order_seed(run.config.seed)),
     )
 
@@ -239,19 +230,6 @@ def own_source(run: Run, pool: RewardPool | None) -> Source:
 MakeSource = Callable[[Run, RewardPool | None], Source]
 """(run, reward functions on the host) -> what draws its groups."""
 
-SOURCES: Mapping[type[TextKind], MakeSource] = {
-    TextKind: text_source,
-    TaskKind: task_source,
-    EnvKind: env_source,
-    EpisodeKind: episode_source,
-    RecordedKind: recorded_source,
-    DialogueKind: recorded_source,
-    SourceKind: own_source,
-    PairKind: pair_source,
-    TaskPairKind: pair_source,
-}
-"""Kind of data -> its source of groups to train on."""
-
 
 def held_out_task(run: Run, pool: RewardPool | None) -> Source:
     """Held-out problems of a task or an environment on the device."""
@@ -291,21 +269,6 @@ def held_out_own(run: Run, pool: RewardPool | None) -> Source:
     return make_own_source(run, Sampler(sampler, run.width, limit))
 
 
-HELD_OUT: Mapping[type[TextKind], MakeSource] = {
-    TextKind: held_out_text,
-    AskedKind: held_out_text,
-    TaskKind: held_out_task,
-    EnvKind: held_out_task,
-    EpisodeKind: held_out_episodes,
-    RecordedKind: held_out_text,
-    DialogueKind: held_out_text,
-    SourceKind: held_out_own,
-    PairKind: held_out_text,
-    TaskPairKind: held_out_task,
-}
-"""Kind of data -> its source of held-out groups; of a run from ``programs.as_evaluated``."""
-
-
 def undrawn_source(run: Run, pool: RewardPool | None, split: str) -> Source:
     """A source with the problems and rewards of a split that samples nothing.
 
@@ -314,7 +277,7 @@ def undrawn_source(run: Run, pool: RewardPool | None, split: str) -> Source:
       pool: the reward functions of a run on text.
       split: "train" or "eval".
     """
-    return UNDRAWN.get(type(run.kind), _undrawn_prompts)(run, pool, split)
+    return sources_of(run).undrawn(run, pool, split)
 
 
 def _undrawn_prompts(run: Run, pool: RewardPool | None, split: str) -> Source:
@@ -325,17 +288,18 @@ def _undrawn_task(run: Run, pool: RewardPool | None, split: str) -> Source:
     return TaskSource(run.kind.task, tuple(run.kind.eval_parts), None, split=split)
 
 
-UNDRAWN: Mapping[type[TextKind], Callable[[Run, RewardPool | None, str], Source]] = {
-    TaskKind: _undrawn_task,
-    TaskPairKind: _undrawn_task,
-}
-"""Kind of data -> its problems; of all others prompts in text."""
+def _check_players(run: Run) -> None:
+    check_division(run.kind.players, run.network)
 
 
-def task_tools(run: Run) -> Callable[[Any], Any]:
-    """Solutions and hints of a task."""
+def _kind_labels(run: Run) -> tuple[int, Labels]:
+    return run.kind.players, run.kind.labels(run.method)
+
+
+def task_tools(run: Run) -> Callable[[Any], Any] | None:
+    """Solutions and hints of a task; nothing of an environment."""
     task: Any = run.kind.task
-    return partial(TaskTools, task)
+    return on_device(task).tools(task)
 
 
 def text_tools(run: Run) -> Callable[[Any], Any]:
@@ -365,18 +329,53 @@ def _of_text(run: Run, hinted: Hinter | None) -> Callable[[Any], Any]:
     return lambda key: tools
 
 
-TOOLS: Mapping[type[TextKind], Callable[[Run], Callable[[Any], Any] | None]] = {
-    TextKind: text_tools,
-    TaskKind: task_tools,
-    EnvKind: no_tools,
-    EpisodeKind: solution_tools,
-    RecordedKind: no_tools,
-    DialogueKind: no_tools,
-    SourceKind: solution_tools,
-    PairKind: no_tools,
-    TaskPairKind: no_tools,
+class Sources(NamedTuple):
+    """What stands on programs of a kind of data.
+
+    Attributes:
+      train: source of groups to train on.
+      held_out: of held-out groups; of a run from ``programs.as_evaluated``.
+      undrawn: (run, reward functions, split) -> the problems of a split, unsampled.
+      tools: (run) -> what is offered to plans, by the root key; None for nothing.
+      check: raises UserError where a run cannot be trained on these data.
+      labels: (run) -> groups of each problem, and the labels of a batch.
+    """
+
+    train: MakeSource
+    held_out: MakeSource = held_out_text
+    undrawn: Callable[[Run, RewardPool | None, str], Source] = _undrawn_prompts
+    tools: Callable[[Run], Callable[[Any], Any] | None] = no_tools
+    check: Callable[[Run], None] = _check_players
+    labels: Callable[[Run], tuple[int, Labels]] = _kind_labels
+
+
+_EPISODES = Sources(
+    episode_source,
+    held_out_episodes,
+    tools=solution_tools,
+    check=check_host,
+    labels=host_labels,
+)
+_TASK = Sources(task_source, held_out_task, _undrawn_task, task_tools)
+_RECORDED = Sources(recorded_source)
+SOURCES: Mapping[type[Kind], Sources] = {
+    TextKind: Sources(text_source, tools=text_tools),
+    AskedKind: Sources(text_source),
+    TaskKind: _TASK,
+    EnvKind: Sources(env_source, held_out_task, tools=task_tools),
+    EpisodeKind: _EPISODES,
+    RecordedKind: _RECORDED,
+    DialogueKind: _RECORDED,
+    SourceKind: Sources(own_source, held_out_own, tools=solution_tools),
+    PairKind: Sources(pair_source),
+    TaskPairKind: Sources(pair_source, held_out_task, _undrawn_task),
 }
-"""Kind of data -> what it offers to plans: (root key) -> tools, or None."""
+"""Kind of data -> what stands on programs of it."""
+
+
+def sources_of(run: Run) -> Sources:
+    """What stands on programs of a run's data; the kind is asked here alone."""
+    return SOURCES[type(run.kind)]
 
 
 def _evaluation(run: Run) -> tuple[Any, SamplingParams]:

@@ -32,7 +32,7 @@ from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.setup.adapters import lora_of, start_params, trained_network
 from jrl.setup.features import check_features, features_of
 from jrl.setup.frozen import frozen_shape, run_shape
-from jrl.setup.kinds import RunData, TextKind, kind_of
+from jrl.setup.kinds import Kind, RunData, kind_of
 from jrl.setup.objective import method_of
 from jrl.setup.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
 from jrl.setup.reward_parts import accuracy_part, parts_of
@@ -57,7 +57,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
       UserError: naming the key, the value and what would do, before any step runs.
     """
     kind = kind_of(config)
-    method = method_of(config, kind.task)
+    method = method_of(config, kind.new_tokens)
     mesh, rollout_mesh = make_meshes(config, apart=trains)
     tokenizer, model, params = _model(config, kind)
     data = kind.read(tokenizer, method, open_source)
@@ -89,7 +89,7 @@ def bare_run(
     config: Config,
     mesh: Mesh,
     *,
-    kind: TextKind,
+    kind: Kind,
     model: ModelConfig | None,
     tokenizer: Any,
     width: int,
@@ -111,7 +111,7 @@ def bare_run(
     Raises:
       UserError: what does not fit together, or does not divide over the mesh.
     """
-    method = method_of(config, kind.task)
+    method = method_of(config, kind.new_tokens)
     check_batch(config, batch_shards(mesh))
     if model is None:
         network = own_network(kind, tokenizer)
@@ -181,7 +181,7 @@ def sampling_params_of(config: Config, vocab_size: int) -> SamplingParams:
     return make_sampling_params(s.temperature, s.top_k, s.top_p, s.min_p)
 
 
-def own_network(kind: TextKind, tokenizer: Any) -> Network:
+def own_network(kind: Kind, tokenizer: Any) -> Network:
     """The network of one's own that ``model.network`` names, for the run's tokens and lengths.
 
     Raises:
@@ -208,7 +208,7 @@ def own_network(kind: TextKind, tokenizer: Any) -> Network:
     return network
 
 
-def _model(config: Config, kind: TextKind) -> tuple[Any, ModelConfig | None, Params]:
+def _model(config: Config, kind: Kind) -> tuple[Any, ModelConfig | None, Params]:
     """Tokenizer, shape (None for ``model.network``), and weights when a checkpoint is named."""
     choice, tokenizer = config.model, kind.tokenizer
     if choice.network is not None:

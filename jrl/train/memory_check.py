@@ -67,7 +67,7 @@ def check_training(run: Run) -> None:
         _check(run, setting, config.prompts_at_once, group, batch=shape)
     else:
         _check(run, setting, config.train.prompts, 1, sampled=False)
-    if config.warmup.steps and config.data.has_solutions:
+    if config.warmup.steps:
         setting = f"warmup.batch = {config.warmup.batch}"
         _check(run, setting, config.warmup.batch, 1, sampled=False)
     if run.kind.held_out(run.config, run.data).problems:
@@ -189,13 +189,10 @@ def _check(
       batch: groups, members and tokens of the batch that is made of them; None for these.
     """
     config: Config = run.config
-    new = run.kind.new_tokens
+    new = run.kind.new_tokens * run.kind.contexts  # a row of training holds all of an episode's
     groups, members, longest = batch or (prompts, group, new)
-    contexts = run.kind.contexts  # a row of training holds all contexts of an episode
-    new, longest = new * contexts, longest * contexts
     size = 4.0 * groups * run.width + float(groups) * members * longest * _TOKEN_BYTES
-    # The caches of episodes may wait on the host, so they are not counted.
-    if sampled and run.model is not None and not config.data.plays:
+    if sampled and run.model is not None and not run.kind.cache_on_host:
         itemsize = 1 if "cache" in config.sampling.in_8_bits else np.dtype(run.model.dtype).itemsize
         cached = cached_tokens(prompts, group, run.width, new, config.sampling.slots)
         size += cached * token_cache_bytes(run.model, itemsize)

@@ -200,11 +200,10 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
 
 def train_sampler(run: Run) -> Any:
     """Program 1 of a training step, compiled; None where the method draws nothing from text."""
+    if not run.kind.draws(run.method):
+        return None
     draw = run.method.draw
     group = run.config.sampling.group if draw.samples else 0
-    data = run.config.data
-    if (data.completions_key and not data.scored) or not (group or data.has_solutions):
-        return None
     return sampler_program(run, split="train", group=group, tree=draw.tree)
 
 
@@ -235,7 +234,7 @@ def sampler_program(
         return compiled_draw(run, draw, network, whole=whole, split=split)
     draw = partial(
         generate if tree is None else partial(generate_tree, tree=TreeShape(tree, group)),
-        max_new_tokens=sampling.max_new_tokens,
+        max_new_tokens=run.kind.new_tokens,
         stop_tokens=run.tokenizer.stop_ids,
         slots=sampling.slots,
     )
@@ -296,7 +295,7 @@ def train_program(run: Run, shardings: TrainState) -> Step:
 def shown_groups(run: Run) -> int:
     """Complete groups of a batch for samples.jsonl: ``LogTable.MIN_MEMBERS`` members or more."""
     draw, group = run.method.draw, run.config.sampling.group
-    if run.config.data.scored:
+    if not run.kind.sampled:
         return 0
     curriculum = run.method.curriculum
     if curriculum is not None and curriculum.update is not unchanged:  # it learns from all of them

@@ -32,7 +32,7 @@ from jrl.rewards.text_models import TextModel, load_text_model
 from jrl.sampling.params import make_sampling_params
 from jrl.setup.adapters import plain_policy, restore_policy, trained_network
 from jrl.setup.frozen import run_shape
-from jrl.setup.kinds import EpisodeKind, kind_of
+from jrl.setup.kinds import kind_of
 from jrl.setup.reward_parts import RunRewards, model_of_part, parts_of, reward_tables
 from jrl.setup.reward_runs import is_reward_run, reward_run, value_shape
 from jrl.train.batch_rows import in_parts
@@ -163,17 +163,8 @@ def check_reads_tokens(key: str, table: RewardModelTable, part: RewardTable) -> 
 
 def check_steps(key: str, table: RewardModelTable, config: Config) -> None:
     """Raises UserError for a model that pays by step where completions have no steps."""
-    kind = kind_of(config)
-    if table.by == "turn" and not isinstance(kind, EpisodeKind):
-        raise UserError(
-            f"{key}.by = 'turn': these data have no turns of an environment on the host; remove"
-            " it, or set data.env"
-        )
-    if table.by == "progress" and not (kind.lines or isinstance(kind, EpisodeKind)):
-        raise UserError(
-            f"{key}.by = 'progress': completions of a task have no lines that would be steps;"
-            " remove it"
-        )
+    if reason := kind_of(config).no_steps.get(table.by):
+        raise UserError(f"{key}.by = {table.by!r}: {reason}")
 
 
 def output_weights(theirs: Config, table: RewardModelTable, key: str) -> tuple[float, ...]:

@@ -12,10 +12,8 @@ from jrl.mesh import batch_sharding, replicated
 from jrl.models.config import ModelConfig
 from jrl.models.routing import record_dtype
 from jrl.sampling.params import SamplingParams
-from jrl.setup.kinds import TextKind
-from jrl.setup.reward_parts import parts_by_token
 from jrl.setup.run import Run
-from jrl.types import SILENT, Batch, RoutingRecord
+from jrl.types import Batch, RoutingRecord
 
 
 def abstract_batch(run: Run) -> Batch:
@@ -27,19 +25,10 @@ def abstract_batch(run: Run) -> Batch:
     def array(dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
 
-    stats = {"external": array(jnp.float32, n, g, t)}
-    if draw.samples:
-        stats["sampler_logprobs"] = array(jnp.float32, n, g, t)
-    ids = {"prompt": array(jnp.int32, n)}
-    if run.kind.episode_columns:
-        ids |= {name: array(jnp.int32, n, g, t) for name in ("turn", "step", "state")}
-        ids["stratum"] = array(jnp.int32, n, g)
-        stats["paid"] = array(jnp.float32, n, g, t)
-    elif parts_by_token(config):
-        stats["paid"] = array(jnp.float32, n, g, t)
-    if draw.samples and config.data.completions_key is None:
-        ids["answer"] = array(jnp.int32, n, g)
-        ids |= {SILENT: array(jnp.int32, n, g)} if type(run.kind) is TextKind else {}
+    labels, axes = run.kind.labels(run.method), (n, g, t)
+    ids = {x: array(jnp.int32, *axes[:k]) for x, k in {"prompt": 1, **labels.ids}.items()}
+    names = {"external": 3, **({"sampler_logprobs": 3} if draw.samples else {}), **labels.stats}
+    stats = {x: array(jnp.float32, *axes[:k]) for x, k in names.items()}
     parts = len(run.rewards.weights)
     everywhere: Any = replicated(run.mesh)
     weights: Any = jax.ShapeDtypeStruct((parts,), jnp.float32, sharding=everywhere)

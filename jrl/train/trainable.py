@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from jax.sharding import Mesh
 
-from jrl.collect.host_source import check_host
 from jrl.errors import UserError
 from jrl.methods.base import Method
-from jrl.setup.features import check_division, check_features
+from jrl.setup.features import check_features
 from jrl.setup.frozen import check_named
-from jrl.setup.kinds import (
-    DialogueKind,
-    EnvKind,
-    EpisodeKind,
-    PairKind,
-    RecordedKind,
-    SourceKind,
-    TaskKind,
-    TaskPairKind,
-    TextKind,
-)
 from jrl.setup.run import Run, run_features, sampler_of
+from jrl.train.batches import sources_of
 from jrl.train.programs import check_resharding, make_train_iteration, policy_layout, state_layout
 from jrl.train.state import check_frozen, frozen_names
 
@@ -32,7 +18,8 @@ def check_trainable(run: Run) -> None:
     """Raises UserError when a run can be sampled from and evaluated, but not trained."""
     config = run.config
     check_features(run_features(run))
-    CHECKS[type(run.kind)](run)
+    run.kind.check_members(run.method, run.data, _least_members(run.method))
+    sources_of(run).check(run)
     _check_parts(run)
     available = {*run.networks, *run.method.schedule.frozen}
     check_frozen(run.method.objective, available, config.method)
@@ -78,79 +65,6 @@ def _check_parts(run: Run) -> None:
 def _least_members(method: Method) -> int:
     """The fewest completions of one prompt from which a method learns."""
     return max(method.least_group, 2 if method.objective.surrogate.over == "group" else 1)
-
-
-def _check_group(run: Run) -> None:
-    """Raises UserError when a method that compares members is given groups too small for it."""
-    name, method, group = run.config.method, run.method, run.config.sampling.group
-    draw = method.draw
-    members = (group if draw.samples else 0) + draw.demonstrations
-    if members < (needed := _least_members(method)):
-        raise UserError(
-            f"sampling.group = {group}: method {name!r} compares the samples of one prompt "
-            f"and needs at least {needed} of them; raise sampling.group or choose a method without "
-            "a group baseline, such as reinforce_plus_plus or ppo"
-        )
-
-
-def _check_sampled(run: Run) -> None:
-    """Raises UserError where a run on a task or on text has too few members, or players."""
-    _check_group(run)
-    check_division(1, run.network)
-
-
-def _check_env(run: Run) -> None:
-    """Raises UserError where episodes on the device do not go with the method."""
-    _check_group(run)
-    env: Any = run.kind.task
-    check_division(env.players, run.network)
-
-
-def _check_episodes(run: Run) -> None:
-    """Raises UserError where episodes on the host do not go with the method."""
-    _check_group(run)
-    check_host(run)
-
-
-def _check_own(run: Run) -> None:
-    """Raises UserError where a method needs what a source of one's own does not give."""
-    _check_sampled(run)
-    draw = run.method.draw
-    for clause, missing in {
-        f"method = {run.config.method!r} learns from demonstrations": draw.demonstrations,
-        "objective.tree searches prompts in text": draw.search is not None,
-        "[placement] keeps prompts of files": run.rollout_mesh is not None,
-    }.items():
-        if missing:
-            raise UserError(
-                f"{run.config.data.kind}: {clause}, which a source of your own has not; remove one"
-            )
-
-
-def _check_pairs(run: Run) -> None:
-    """Raises UserError where a method cannot learn from judged completions."""
-    needed = _least_members(run.method)
-    largest = max(len(j.completions) for j in run.data.judged["pairs"])
-    if largest < needed:
-        raise UserError(
-            f"method = {run.config.method!r} compares {needed} completions of one prompt, and "
-            "data.pairs has one in each record; choose a method of labelled completions such as kto"
-        )
-    check_division(1, run.network)
-
-
-CHECKS: Mapping[type[TextKind], Callable[[Run], None]] = {
-    TextKind: _check_sampled,
-    TaskKind: _check_sampled,
-    EnvKind: _check_env,
-    EpisodeKind: _check_episodes,
-    RecordedKind: _check_sampled,
-    DialogueKind: _check_sampled,
-    SourceKind: _check_own,
-    PairKind: _check_pairs,
-    TaskPairKind: _check_pairs,
-}
-"""Kind of data -> what must hold to train on it."""
 
 
 def _check_disjoint(run: Run, mesh: Mesh) -> None:

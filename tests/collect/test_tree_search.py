@@ -570,7 +570,7 @@ def test_the_configuration_offers_the_searches_that_there_are():
 def test_the_methods_own_search_gives_way():
     def draw(*more):
         config = load_config(None, [*TASK, "method=deepsearch", *more])
-        return method_of(config, kind_of(config).task).draw
+        return method_of(config, kind_of(config).new_tokens).draw
 
     assert draw().search == Search("frontier", 8, 64, 256)
     search = "tree={kind='search', %s}"

@@ -190,7 +190,7 @@ def test_what_is_given_says_which_kind_of_data_it_is(name):
     data = config.data
     assert (data.free_options if data.name else None) == options
     assert getattr(data, "pairs", None) == pairs
-    assert data.scored == (pairs is not None)
+    assert data.completions_key == (None if pairs is None else "data.pairs")
     assert getattr(data, "template", None) == template
     assert not hasattr(config.data, "answer_pattern") or name in ("prompts", "nothing")
 

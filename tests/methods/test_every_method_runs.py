@@ -182,7 +182,7 @@ def two_steps(config):
 
     run = build.setup(config)
     with contextlib.ExitStack() as stack:
-        pool = None if config.data.scored else stack.enter_context(reward_pool(config))
+        pool = stack.enter_context(reward_pool(config))
         stack.enter_context(jax.set_mesh(run.mesh))
         state, shardings = programs.new_state(run)
         batches = stack.enter_context(training_batches(run, pool, 0, {}, Stopping()))

@@ -1,7 +1,11 @@
 """Methods and sources of one's own whose parts do not fit: named before anything compiles."""
 
+import json
+
+import jax
 import jax.numpy as jnp
 import pytest
+from small_policy import save_letters_model
 
 import jrl
 from jrl.config import load_config
@@ -22,7 +26,7 @@ from jrl.objectives import per_group
 from jrl.run.own_parts import check_own_parts
 from jrl.train.build import setup
 from jrl.train.trainable import check_trainable
-from jrl.types import Surrogate
+from jrl.types import Surrogate, Transform
 
 GRPO = grpo()
 SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
@@ -32,13 +36,13 @@ TASK = (
 )
 
 
-def check(method, monkeypatch):
+def check(method, monkeypatch, data=TASK):
     """Checks of a run before it compiles."""
     import importlib
 
     module = importlib.import_module("tests_own_method")
     monkeypatch.setattr(module, "mine", method)
-    run = setup(load_config(None, [*TASK, "method=tests_own_method:mine"]))
+    run = setup(load_config(None, [*data, "method=tests_own_method:mine"]))
     check_trainable(run)
     check_own_parts(run)
 
@@ -188,3 +192,123 @@ def test_parts_that_fit_are_taken(monkeypatch):
     plan = Plan(next=further, rounds=1, members=lambda group: 2)
     check(lambda: chosen(best).with_(plan=plan, edits=(edit,)), monkeypatch)
     check(lambda: jrl.methods.mopps(pool=16), monkeypatch)
+
+
+# ---------------------------------------------------------------- on every kind of data
+
+OWN = '''
+import numpy as np
+
+from jrl.collect.sources import Groups, entries
+from jrl.episodes.host import EnvExtras, Feedback, HostEnv, Limits
+from jrl.types import Prompt
+
+
+def talk():
+    """Episodes of two turns, each with a number of its own."""
+
+    def init(prompt, seed):
+        return prompt, [{"role": "user", "content": prompt.text}]
+
+    async def step(prompt, reply):
+        return prompt, Feedback([{"role": "user", "content": "go on"}], 1.0, reply.turn == 1)
+
+    limits = Limits(turns=2, turn_tokens=5)
+    return HostEnv(init, step, limits=limits, extras=EnvExtras(labels=("mood",)))
+
+
+class Words:
+    """Asks for a word, and labels its groups with a mood."""
+
+    def __init__(self, sampler, tokenizer):
+        self.sampler, self.ids = sampler, np.array(tokenizer.encode("a word?"), np.int32)
+
+    def order(self, tickets):
+        return tickets
+
+    def prompts(self, key, rows):
+        prompts = [Prompt(int(i), "a word?", self.ids, "a") for i in rows]
+        return prompts, prompts
+
+    def draw(self, request):
+        prompts, _ = self.prompts(request.key, entries(request)[1])
+        return self.judge(prompts, prompts, self.sampler(request, prompts))
+
+    def judge(self, subject, prompts, rollout):
+        shape = rollout.lengths.shape
+        ids = {"prompt": np.zeros(shape[0], np.int32), "mood": np.zeros(shape, np.int32)}
+        return Groups(rollout, np.zeros((*shape, 1), np.float32), prompts, {}, ids)
+
+    def finish(self, complete):
+        pass
+
+    def notes(self):
+        return {}
+
+
+def words(sampler, tokenizer):
+    return Words(sampler, tokenizer)
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with a model of letters and files of every kind."""
+    place = tmp_path_factory.mktemp("kinds")
+    save_letters_model(place)
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<stop>"
+    about = {"eos_token": "<stop>", "chat_template": template + "{% endif %}{% endfor %}"}
+    (place / "model" / "tokenizer_config.json").write_text(json.dumps(about))
+    (place / "own.py").write_text(OWN)
+    messages = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
+    task = setup(load_config(None, [*TASK])).task
+    problem = task.generate(jax.random.key(0), "train")
+    prompt, answer = task.render(jax.device_get(problem))
+    rows = {
+        "prompts": {"question": "a?", "answer": "b"},
+        "talks": {"messages": messages, "reward": 1.0},
+        "pairs": {"prompt": prompt, "chosen": answer, "rejected": answer[:1]},
+    }
+    for name, row in rows.items():
+        (place / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    return place
+
+
+GROUPS = ("train.prompts=2", "sampling.group=4")
+LETTERS = (
+    *(*GROUPS, "model.path=PLACE/model", "sampling.max_new_tokens=12"),
+    "data.max_prompt_tokens=20",
+)
+DPO, BC = jrl.methods.dpo(), jrl.methods.get_method("filtered_bc")
+DATA = {
+    "players on the device": (GRPO, (SIZES, *GROUPS, "data={env='nim', opponent='self'}")),
+    "branches": (GRPO, (*TASK, "tree.kind=branch")),
+    "a search": (GRPO, (*TASK, "tree.kind=search")),
+    "pairs": (DPO, (*TASK, "data.pairs=PLACE/pairs.jsonl")),
+    "text": (GRPO, (*LETTERS, "data.train=PLACE/prompts.jsonl", "rewards.exact={}")),
+    "dialogues": (BC, (*LETTERS, "data.train=dialogues:PLACE/talks.jsonl")),
+    "own source": (GRPO, (*LETTERS, "data.train=source:PLACE/own.py:words")),
+    "episodes": (GRPO, (*LETTERS, "data.train=PLACE/prompts.jsonl", "data.env=PLACE/own.py:talk")),
+}
+LABELLED = {"own source", "episodes"}
+
+
+def reads_moods(advantages, batch, state):
+    return advantages + batch.ids["mood"], batch, state
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_methods_are_tried_on_every_kind_of_data(name, place, monkeypatch):
+    base, data = DATA[name]
+    data = [text.replace("PLACE", str(place)) for text in data]
+    wrong = base.with_(advantage=per_group(lambda r, members: jnp.append(r, 0.0)))
+    with pytest.raises(UserError, match=r"one group of \d members returned \(\d,\)") as raised:
+        check(lambda: wrong, monkeypatch, data)
+    assert str(raised.value).startswith("method = 'tests_own_method:mine'")
+    check(lambda: base, monkeypatch, data)
+    moods = base.with_(advantage=Transform(lambda: (), reads_moods))
+    if name in LABELLED:
+        check(lambda: moods, monkeypatch, data)
+        return
+    with pytest.raises(UserError, match="mood"):
+        check(lambda: moods, monkeypatch, data)

@@ -202,7 +202,7 @@ def test_a_weighted_surrogate_is_the_surrogate_times_the_truncated_ratio():
 
 def needs(*overrides):
     config = load_config(None, ["data.task=sequence", *overrides])
-    return build.method_of(config, None).objective.surrogate.needs
+    return build.method_of(config).objective.surrogate.needs
 
 
 def test_another_distribution_turns_the_correction_on_unless_it_is_refused():

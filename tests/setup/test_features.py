@@ -23,6 +23,7 @@ EACH_KIND = (
     ("data={env='nim', opponent='self'}",),
     ("data.train=x.jsonl",),
     ("data.train=x.jsonl", "data.env=own.py:env"),
+    ("data.train=source:own.py:words",),
     ("data.train=recorded:x.jsonl",),
     ("data.train=dialogues:x.jsonl",),
     ("data.pairs=x.jsonl", "method=dpo"),
@@ -115,8 +116,8 @@ def test_the_probability_of_an_answer_needs_answers_and_whole_rows(network):
 def test_data_that_give_completions_play_no_plan():
     plan = get_method("dars").plan
     plans = [kind_of(load_config(None, [*line])).played(plan) for line in EACH_KIND]
-    assert [each == plan for each in plans] == [True] * 4 + [False] * 4
-    assert all(each == Plan() for each in plans[4:])
+    assert [each == plan for each in plans] == [True] * 5 + [False] * 4
+    assert all(each == Plan() for each in plans[5:])
 
 
 def test_the_needs_of_methods_are_known():

@@ -1030,7 +1030,7 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         (
             "talk",
             ["data.turns=2", "method=arpo", "objective={}", "tree={kind='branch',rounds=2}"],
-            "tree.rounds = 2 is not read in episodes",
+            "tree.rounds = 2 does not go with data.env with data.train: they branch",
         ),
         (
             "talk",

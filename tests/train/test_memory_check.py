@@ -120,7 +120,7 @@ def test_parts_that_are_sampled_in_turn_and_groups_of_questions_are_counted(monk
     for more in ((), ("sampling.draws=2",), ("method=spark", "objective.question_tokens=7")):
         config = load_config(None, [*lines, *more])
         kind = kind_of(config)
-        method = method_of(config, kind.task)
+        method = method_of(config, kind.new_tokens)
         run = types.SimpleNamespace(config=config, model=model, kind=kind, method=method)
         run.width, run.data = 10, RunData({}, {}, {})
         fits.check_training(run)

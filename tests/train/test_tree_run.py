@@ -218,7 +218,7 @@ def test_what_grows_no_tree_is_named_before_anything_compiles(key, network):
 
     def check():
         more = {"network": network, "model": None, "data": kind.features}
-        check_features(features_of(config, method_of(config, kind.task), **more))
+        check_features(features_of(config, method_of(config, kind.new_tokens), **more))
 
     with pytest.raises(UserError) as caught:
         check()
@@ -227,6 +227,8 @@ def test_what_grows_no_tree_is_named_before_anything_compiles(key, network):
 
 def test_any_method_takes_a_tree():
     config = load_config(None, [*TASK, "method=rloo", GAP])
-    assert method_of(config, kind_of(config).task).draw.tree == Branching("gap", 4, 1, 0.0)
+    assert method_of(config, kind_of(config).new_tokens).draw.tree == Branching("gap", 4, 1, 0.0)
     config = load_config(None, [*TASK, "method=arpo", "tree={kind='branch',roots=2}"])
-    assert method_of(config, kind_of(config).task).draw.tree == Branching("entropy", 2, 1, 0.0)
+    assert method_of(config, kind_of(config).new_tokens).draw.tree == Branching(
+        "entropy", 2, 1, 0.0
+    )

@@ -190,12 +190,11 @@ def measure_drift(
     if len(batches) * len(meshes) * len(dtypes) < 2:
         raise UserError("one setting has nothing to be compared with; name several with --batch")
     run = build.setup(config, trains=False)
-    if config.data.plays or run.kind.episode_columns:
+    if {"episodes", "device environment"} & run.kind.features.keys():
         raise UserError("data.env: episodes are not measured; give a run on prompts or a task")
     for batch in batches:
         check_slots("--batch", batch, run.width + run.kind.new_tokens, run.model)
-    if config.data.has_solutions:
-        check_problems(run, "--problems", problems)
+    check_problems(run, "--problems", min(problems, run.kind.problems(run.data, problems, "eval")))
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         del params  # it is loaded anew on each mesh
