@@ -6,21 +6,15 @@ They are written in llguidance's variant of Lark, see ``sampling.grammar``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jrl.episodes.parsers import Call, Parser, Schemas
 from jrl.episodes.schemas import allowed_kinds, resolved
 from jrl.errors import UserError
 
-
-class Literal(Protocol):
-    """Maker of the grammar expression for a text with control tokens."""
-
-    def __call__(self, text: str, *, last: bool = False) -> str:
-        """The expression; ``last`` where the completion may end with the text's last token."""
-
-
+Literal = Callable[..., str]
+"""(text with control tokens, last=whether the completion may end with it) -> its expression."""
 MOST_CALLS = 16
 """Calls of one turn, at most, so that a model that repeats itself ends."""
 
