@@ -270,7 +270,10 @@ def test_a_thought_that_the_template_opened_is_apart():
 
 BAD = [
     (shaped({"type": "integer", "minimum": 3, "maximum": 2}), "minimum (3) is greater"),
-    (shaped({"type": "array", "uniqueItems": True}), "the schema has uniqueItems, which"),
+    (
+        shaped({"type": "array", "uniqueItems": True}),
+        'decoding cannot follow the schema\'s "uniqueItems"; remove it',
+    ),
     (shaped({"type": "string", "format": "phone"}), "the schema's format = 'phone'; remove it"),
     (shaped({"$ref": "#"}), "refers to nothing but itself; give it a type"),
     (
@@ -288,7 +291,7 @@ BAD = [
             "tool_choice": "required",
             "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
         },
-        "tool_choice: the schema has not, which decoding cannot follow; remove it",
+        'tool_choice: decoding cannot follow the schema\'s "not"; remove it',
     ),
 ]
 
