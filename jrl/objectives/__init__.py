@@ -40,13 +40,7 @@ from jrl.objectives.array_losses import (
     sft_loss,
     token_logprobs,
 )
-from jrl.objectives.array_pairs import (
-    bradley_terry_loss,
-    dpo_loss,
-    ipo_loss,
-    orpo_loss,
-    simpo_loss,
-)
+from jrl.objectives.array_pairs import bradley_terry_loss, dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from jrl.objectives.corrections import Correction, named_correction
 from jrl.objectives.distill import (
     divergence,

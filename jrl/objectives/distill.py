@@ -19,16 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jrl.errors import unknown_choice
 from jrl.objectives.kl import LOG_RATIO_LIMIT
 from jrl.objectives.transforms import stateless, trained
-from jrl.types import (
-    Aggregate,
-    Array,
-    Batch,
-    Regularizer,
-    Statistic,
-    Stats,
-    Surrogate,
-    Transform,
-)
+from jrl.types import Aggregate, Array, Batch, Regularizer, Statistic, Stats, Surrogate, Transform
 
 KINDS = ("forward", "reverse", "jsd")
 """forward: KL(teacher || student); reverse: KL(student || teacher); jsd: ``generalized_jsd``."""

@@ -58,6 +58,7 @@ MOVED = {
     "methods.difficulty": "zoo.methods.difficulty",
     "methods.entropy": "zoo.methods.entropy",
     "methods.mirror_descent": "zoo.methods.mirror_descent",
+    "methods.networks": "zoo.networks",
     "methods.off_policy": "zoo.methods.off_policy",
     "methods.offline": "zoo.methods.offline",
     "methods.preference_lists": "zoo.methods.preference_lists",

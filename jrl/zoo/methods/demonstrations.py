@@ -36,16 +36,7 @@ from jrl.methods.schedule import refreshed
 from jrl.objectives import aggregates, comparisons, pairs, ratios, regularizers
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import stateless, trained
-from jrl.types import (
-    Array,
-    Batch,
-    Objective,
-    Rollout,
-    Statistic,
-    Stats,
-    Surrogate,
-    Transform,
-)
+from jrl.types import Array, Batch, Objective, Rollout, Statistic, Stats, Surrogate, Transform
 
 OutsideLoss = Callable[[Stats, Array], Array]
 """(stats, advantages [T]) -> losses [T] of one demonstration."""

@@ -14,7 +14,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.actor_critic import CORRECTION
 from jrl.methods.base import CENTRED, Method, Schedule
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
@@ -43,6 +42,7 @@ from jrl.objectives.kl import bounded_exp, estimator
 from jrl.objectives.members import first_token
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Objective, Regularizer, Stats, Surrogate, Transform
+from jrl.zoo.methods.actor_critic import CORRECTION
 
 MASKS = ("none", "one_side", "two_side", "ring")
 """The ratios that keep their gradient; see ``rec``."""

@@ -19,10 +19,11 @@ from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole, c
 from jrl.methods.plan import Plan
 from jrl.methods.replays import replay_share
 from jrl.methods.schedule import refreshed, towards
-from jrl.methods.supervised import best_of_batch, sft
+from jrl.methods.supervised import sft
 from jrl.objectives import advantages, aggregates, ratios, segments, transforms
 from jrl.types import Array, Batch, Objective, Regularizer, Statistic, Stats, Surrogate, Transform
 from jrl.zoo.methods.rounds import written_problems
+from jrl.zoo.methods.supervised import best_of_batch
 from jrl.zoo.networks.token_values import TokenValues
 
 # What a network with token values shows of ONE token, by name, and the token -> a number.

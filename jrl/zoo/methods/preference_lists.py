@@ -25,21 +25,16 @@ from jrl.methods.domains import (
     Range,
     is_zero,
 )
-from jrl.methods.preference import Noise, PairLossName, Points, dpo, list_method, orpo
+from jrl.methods.preference import Noise, PairLossName, dpo, list_method, orpo
 from jrl.objectives import aggregates, comparisons, transforms
 from jrl.objectives.comparisons import START, comparable, extremes, start_log_ratio, write
 from jrl.objectives.kl import estimator
 from jrl.objectives.lists import every_pair, list_nll, ordered_pairs, ranking_metrics
-from jrl.objectives.members import (
-    Members,
-    mean_over_best,
-    over_group,
-    over_sequence,
-    spoilt,
-)
+from jrl.objectives.members import Members, mean_over_best, over_group, over_sequence, spoilt
 from jrl.objectives.pairs import reward_loss, sigmoid, softplus
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import Array, Batch, Objective, Regularizer, Stats, Surrogate, Transform
+from jrl.zoo.methods.preference import Points
 
 Decay = Annotated[float, Range(0.0, 0.999999)]
 RationaleForm = Annotated[str, Choice(("nll", "log_sigmoid"))]

@@ -18,15 +18,7 @@ from jrl.methods.base import Method, Schedule, kl_penalty, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import AtLeastOne, Choice, Count, Fraction, NonNegative, Positive, is_zero
 from jrl.methods.plan import Plan, demonstrated
-from jrl.methods.preference import (
-    Noise,
-    PairLossName,
-    Steps,
-    dpo,
-    dpo_loss,
-    implicit,
-    trusted,
-)
+from jrl.methods.preference import Noise, PairLossName, Steps, dpo, dpo_loss, implicit
 from jrl.methods.schedule import average, refreshed
 from jrl.objectives import aggregates, comparisons, pairs, ratios, transforms
 from jrl.objectives.comparisons import START, comparable, extremes, sums, write
@@ -37,6 +29,7 @@ from jrl.objectives.members import GroupLoss, Members, over_group, over_sequence
 from jrl.objectives.pairs import Side, sigmoid
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Objective, Statistic, Stats, Transform
+from jrl.zoo.methods.preference import trusted
 
 WinModel = Annotated[str, Choice(("bradley_terry", "comparison"))]
 

@@ -17,7 +17,7 @@ from jrl.methods.definition import variant
 from jrl.methods.domains import Choice, Count, NonNegative, Positive
 from jrl.methods.group_relative import grpo
 from jrl.methods.plan import Plan, demonstrated
-from jrl.methods.preference import Points, dpo
+from jrl.methods.preference import dpo
 from jrl.objectives import aggregates, comparisons
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.length_rewards import length_cost
@@ -25,6 +25,7 @@ from jrl.objectives.members import Members, over_group
 from jrl.objectives.pairs import preference_metrics, softplus
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Stats, Surrogate, Transform, opinions
+from jrl.zoo.methods.preference import Points
 
 
 @variant(ppo, kl_coef=0.05, value_coef=0.1, epochs=4)

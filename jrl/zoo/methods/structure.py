@@ -23,13 +23,7 @@ from jrl.objectives import segments
 from jrl.objectives.advantages import group_mean_std, mean_centred
 from jrl.objectives.aggregates import token_mean
 from jrl.objectives.segments import Segments, at_step_start, step_ids, step_starts
-from jrl.objectives.transforms import (
-    paid_rewards,
-    per_token,
-    stateless,
-    token_rewards,
-    trained,
-)
+from jrl.objectives.transforms import paid_rewards, per_token, stateless, token_rewards, trained
 from jrl.types import Array, Batch, Transform
 
 # ---------------------------------------------------------------- steps
