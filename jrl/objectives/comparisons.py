@@ -19,6 +19,15 @@ def comparable(batch: Batch) -> Array:
     return batch.members & batch.mask.any(axis=2)
 
 
+def tie_breakers(batch: Batch) -> Array:
+    """[N, G] int32, the random number of each member, fresh in every step; 0 if there are none.
+
+    They travel with the rows, so that a choice does not depend on the order of rows or on how they
+    are divided over devices. Without them the first member is chosen.
+    """
+    return batch.ids.get("tie_breaker", jnp.zeros(batch.members.shape, jnp.int32))
+
+
 def extremes(scores: Array, batch: Batch) -> tuple[Array, Array]:
     """One-hot [N, G] bool of the best and the worst comparable member; ties are broken at random.
 
@@ -30,8 +39,7 @@ def extremes(scores: Array, batch: Batch) -> tuple[Array, Array]:
     Returns:
       best and worst; all False where no member is comparable or a live score is NaN.
     """
-    live = comparable(batch)
-    tie_breaker = batch.ids.get("tie_breaker", jnp.zeros(live.shape, jnp.int32))
+    live, tie_breaker = comparable(batch), tie_breakers(batch)
 
     def top(values: Array) -> Array:
         most = jnp.max(values, axis=1, where=live, initial=-jnp.inf, keepdims=True)
@@ -99,15 +107,6 @@ def _apart(scores: Array, batch: Batch, gap: float) -> Array:
 def demonstrations(batch: Batch) -> Array:
     """[N, G] bool: demonstrations, also those of whose tokens none is trained on."""
     return batch.stats["external"].max(axis=2) > 0
-
-
-def demonstrations_first() -> Transform:
-    """The score is 1 for a demonstration and 0 for a draw of the policy: self-play's preference."""
-
-    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
-        return demonstrations(batch).astype(jnp.float32), batch
-
-    return stateless(apply, frozenset({"external"}))
 
 
 def own_only(inner: Transform) -> Transform:

@@ -432,13 +432,3 @@ def pass_rate(labels: Array, members: Array) -> Array:
     """
     right = jnp.where(members, labels, 0).sum(-1, keepdims=True)
     return right / jnp.maximum(members.sum(-1, keepdims=True), 1)
-
-
-def outcome_weights(positive: float, negative: float, above: float) -> Transform:
-    """``positive`` for correct answers, ``-negative`` for wrong ones; no baseline, no scale."""
-
-    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        labels = correct(values, above)
-        return positive * labels - negative * (1 - labels), batch
-
-    return stateless(apply)

@@ -34,11 +34,10 @@ from jrl.methods.ratios import CLIPS
 from jrl.objectives import ratios, regularizers, transforms
 from jrl.objectives import segments as seg
 from jrl.objectives.aggregates import sequence_mean, token_mean
-from jrl.objectives.length_rewards import when_all_are_right
-from jrl.objectives.prompt_table import PromptTable, empty, prompt_ids, read, write
-from jrl.objectives.tie_breakers import one_of_each, tie_breakers
-from jrl.objectives.transforms import stateless, trained
+from jrl.objectives.comparisons import tie_breakers
+from jrl.objectives.transforms import completion_tokens, stateless, trained
 from jrl.types import Array, Batch, Stats, Surrogate, Transform, opinions
+from jrl.zoo.methods.prompt_table import PromptTable, empty, read, write
 
 # ---------------------------------------------------------------- SPO
 
@@ -53,10 +52,10 @@ def tracked_baseline(slots: int, keep: float, prior: float = 0.5) -> Transform:
 
     def apply(values: Array, batch: Batch, table: PromptTable) -> tuple[Array, Batch, PromptTable]:
         chex.assert_rank(values, 2)
-        ids = prompt_ids(batch)
+        ids = batch.ids.get("prompt")
         if ids is None:
             return jnp.where(batch.members, values - prior, 0), batch, table
-        before, _ = read(table, ids, blank)
+        before = read(table, ids, blank)
         total, count = _sums(values, batch, ids)
         decayed = keep * before["weight"]
         weight = decayed + count
@@ -119,10 +118,10 @@ def leave_out_solved(slots: int, rate: float = 0.9, passing: float = 1.0) -> Tra
     blank = {"passed": jnp.float32(0), "tried": jnp.float32(0)}
 
     def apply(values: Array, batch: Batch, table: PromptTable) -> tuple[Array, Batch, PromptTable]:
-        ids = prompt_ids(batch)
+        ids = batch.ids.get("prompt")
         if ids is None:
             return values, batch, table
-        before, _ = read(table, ids, blank)
+        before = read(table, ids, blank)
         solved = (before["tried"] > 0) & (before["passed"] >= rate * before["tried"])
         passed, tried = _sums((batch.score() >= passing).astype(jnp.float32), batch, ids)
         after = {"passed": before["passed"] + passed, "tried": before["tried"] + tried}
@@ -220,6 +219,19 @@ def scale_rl(
 # ---------------------------------------------------------------- BRPO and ConciseR
 
 
+def one_of_each(eligible: Array, tie_breaker: Array) -> Array:
+    """[N, G] bool: one eligible member of each group, the one with the least tie-breaker.
+
+    All False for a group in which nobody is eligible.
+
+    >>> one_of_each(jnp.array([[True, True, False]]), jnp.array([[5, 2, 1]])).tolist()
+    [[False, True, False]]
+    """
+    last = jnp.iinfo(jnp.int32).max
+    least = jnp.argmin(jnp.where(eligible, tie_breaker, last), axis=1, keepdims=True)
+    return eligible & (jnp.arange(eligible.shape[1])[None] == least)
+
+
 def against_a_member(most_skew: float = 0.6, *, judged: bool = False) -> Transform:
     """1 for beating a member of the group that is chosen at random, -1 for not beating it.
 
@@ -279,6 +291,23 @@ def brpo(
         group=3,
         lacks="" if reference == "judge" else "a pairwise judge; scores are compared",
     )
+
+
+def when_all_are_right(max_tokens: int, scale: float = 1.0, correct: float = 0.5) -> Transform:
+    """Rewards the unused part of the limit, in groups with correct answers only.
+
+    Right is a score of at least ``correct`` points; the reward is multiplied by ``scale``.
+
+        reward = 1 - len / max_tokens
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(values, 2)
+        right = jnp.where(batch.members, values >= correct, True).all(axis=1, keepdims=True)
+        unused = 1 - completion_tokens(batch).astype(jnp.float32) / max_tokens
+        return values + jnp.where(right, scale * unused, 0), batch
+
+    return stateless(apply)
 
 
 @variant(grpo, clip_high=0.28)

@@ -485,6 +485,15 @@ def redi(alpha: NonNegative = 0.8, gamma: NonNegative = 0.0) -> Method:
     return pair_method(loss, lambda side: side.mean, needs=())
 
 
+def demonstrations_first() -> Transform:
+    """The score is 1 for a demonstration and 0 for a draw of the policy: self-play's preference."""
+
+    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
+        return comparisons.demonstrations(batch).astype(jnp.float32), batch
+
+    return stateless(apply, frozenset({"external"}))
+
+
 @variant(dpo, without=("refresh_ref",))
 def spin(base: Method, iteration: Count = 100) -> Method:
     """The data's completion is preferred to the policy's own, whose last iterate is the reference.
@@ -498,7 +507,7 @@ def spin(base: Method, iteration: Count = 100) -> Method:
     starts anew. Departures: y' is drawn from the policy of the step and not from pi_t; of several
     own samples one takes part, at random.
     """
-    return base.before(comparisons.demonstrations_first()).with_(
+    return base.before(demonstrations_first()).with_(
         plan=Plan(demonstrated(1)),
         schedule=Schedule(after=refreshed(iteration, moments=True)),
         group=1,

@@ -33,8 +33,8 @@ from jrl.methods.edit import refill
 from jrl.methods.group_relative import grpo
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.aggregates import sequence_sum, token_mean
+from jrl.objectives.comparisons import tie_breakers
 from jrl.objectives.kl import bounded_exp
-from jrl.objectives.tie_breakers import places, tie_breakers
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Regularizer, Statistic, Stats, Transform
 
@@ -123,6 +123,18 @@ def confucius3_math(
 
 
 # ---------------------------------------------------------------- AEPO
+
+
+def places(eligible: Array, tie_breaker: Array) -> Array:
+    """[N, G] int32: each eligible member's place in a random order of them all, from 0.
+
+    Members that are not eligible come after all that are.
+
+    >>> places(jnp.array([[True, True], [False, True]]), jnp.array([[5, 2], [1, 9]])).tolist()
+    [[1, 0], [3, 2]]
+    """
+    order = jnp.lexsort((tie_breaker.reshape(-1), ~eligible.reshape(-1)))
+    return jnp.argsort(order).astype(jnp.int32).reshape(eligible.shape)
 
 
 def substitute_heated(

@@ -7,7 +7,7 @@ are squared, never exponentiated. All float32.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import chex
 import jax
@@ -20,10 +20,9 @@ from jrl.methods.schedule import refreshed
 from jrl.objectives import aggregates, segments, transforms
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.kl import LOG_RATIO_LIMIT
-from jrl.objectives.length_rewards import ranked_in_group
 from jrl.objectives.members import Members, first_token, over_group
 from jrl.objectives.ratios import checked
-from jrl.objectives.transforms import reward_to_go, stateless
+from jrl.objectives.transforms import completion_tokens, reward_to_go, stateless
 from jrl.types import Array, Batch, Objective, Regularizer, Statistic, Stats, Surrogate, Transform
 
 # ---------------------------------------------------------------- mirror descent
@@ -38,6 +37,36 @@ def squared_log_ratio(tau: float) -> Surrogate:
         return -advantages * stats["logprobs"] + rein, {"log_ratio": gap}
 
     return Surrogate(checked(apply), frozenset({"ref_logprobs"}))
+
+
+def ranked_in_group(scale: float = 1.0, correct: float = 0.5, start_steps: int = 0) -> Transform:
+    """Rewards short and penalises long completions of a group; only correct ones gain.
+
+    The length reward of ``kimi_k1_5``:
+
+        lambda = 0.5 - (len - shortest) / (longest - shortest)
+        reward = lambda for a right answer, min(0, lambda) for a wrong one
+
+    and 0 for all when the group's lengths are equal.
+
+    Args:
+      scale: what the reward is multiplied by, points.
+      correct: points, the least score of a right answer.
+      start_steps: training steps without it, at the start of the run.
+    """
+
+    def apply(values: Array, batch: Batch, steps: Any) -> tuple[Array, Batch, Any]:
+        chex.assert_rank(values, 2)
+        lengths = completion_tokens(batch).astype(jnp.float32)
+        least = jnp.min(lengths, axis=1, keepdims=True, where=batch.members, initial=jnp.inf)
+        most = jnp.max(lengths, axis=1, keepdims=True, where=batch.members, initial=-jnp.inf)
+        differ = most > least
+        reward = 0.5 - (lengths - least) / jnp.where(differ, most - least, 1)
+        reward = jnp.where(values >= correct, reward, jnp.minimum(reward, 0))
+        applies = differ & batch.members & (steps >= start_steps)
+        return values + jnp.where(applies, scale * reward, 0), batch, steps + 1
+
+    return Transform(init=lambda: jnp.zeros((), jnp.int32), apply=apply)
 
 
 @published

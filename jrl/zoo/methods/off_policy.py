@@ -295,6 +295,24 @@ def recent_groups(share: float, window: int, until: int) -> Edit:
     return Edit(group_store(window), apply, extra)
 
 
+def recentred_clip(low: float = 0.2, high: float = 0.2) -> ratios.Rule:
+    """PPO's clip centred on where the policy stood at the start of the step, for old samples.
+
+        c_t = pi_start_t / mu_t,  loss_t = -min(r_t A_t, clip(r_t, c_t - low, c_t + high) A_t)
+
+    mu is the policy that sampled the token. A stale sample may move as far as a fresh one, where a
+    clip around 1 would already have cut its gradient. For fresh samples c is 1. The clip of
+    ``remix``.
+    """
+
+    def bounds(stats: Stats) -> tuple[Array, Array]:
+        # No gradient flows: both are statistics of the start of the step.
+        centre = bounded_exp(stats["proximal_logprobs"] - stats["sampler_logprobs"])
+        return centre - low, centre + high
+
+    return ratios.clip_between(bounds, needs=frozenset({"proximal_logprobs", "sampler_logprobs"}))
+
+
 @variant(grpo, without=("dual_clip", *CORRECTION), kl_coef=0.001, epochs=2)
 def remix(
     base: Method,
@@ -328,7 +346,7 @@ def remix(
     the clip bounds.
     """
     return base.with_(
-        rule=ratios.recentred_clip(clip_low, clip_high),
+        rule=recentred_clip(clip_low, clip_high),
         regularizers=() if is_zero(kl_coef) else convex_kl(kl_kind, kl_coef),
         schedule=base.schedule._replace(after=refreshed(reincarnation_steps)),
         edits=() if is_zero(replayed) else (recent_groups(replayed, window, reincarnation_steps),),

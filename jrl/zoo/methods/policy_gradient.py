@@ -204,6 +204,16 @@ def comas(base: Method, policies: Count = 3, swap_every: Whole = 1) -> Method:
 # ---------------------------------------------------------------- weighted REINFORCE
 
 
+def outcome_weights(positive: float, negative: float, above: float) -> Transform:
+    """``positive`` for correct answers, ``-negative`` for wrong ones; no baseline, no scale."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        labels = transforms.correct(values, above)
+        return positive * labels - negative * (1 - labels), batch
+
+    return transforms.stateless(apply)
+
+
 @variant(reinforce, without=("baseline",))
 def w_reinforce(
     base: Method,
@@ -223,7 +233,7 @@ def w_reinforce(
     completion, as in the paper's formula; the released code takes the mean over all tokens and
     clips PPO's ratio at 0.2, with four updates a batch.
     """
-    return base.before(transforms.outcome_weights(positive_weight, negative_weight, above))
+    return base.before(outcome_weights(positive_weight, negative_weight, above))
 
 
 _WEIGHTS = ("positive_weight", "negative_weight")

@@ -23,13 +23,13 @@ from jrl.methods.schedule import average, refreshed
 from jrl.objectives import aggregates, comparisons, pairs, ratios, transforms
 from jrl.objectives.comparisons import START, comparable, extremes, sums, write
 from jrl.objectives.kl import bounded_exp
-from jrl.objectives.length_rewards import length_cost
 from jrl.objectives.lists import mean_over_pairs
 from jrl.objectives.members import GroupLoss, Members, over_group, over_sequence, spoilt
 from jrl.objectives.pairs import Side, sigmoid
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Objective, Statistic, Stats, Transform
 from jrl.zoo.methods.preference import trusted
+from jrl.zoo.methods.rlhf import length_cost
 
 WinModel = Annotated[str, Choice(("bradley_terry", "comparison"))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +26,14 @@ from jrl.methods.domains import (
 from jrl.methods.edit import of_parts
 from jrl.methods.group_relative import grpo
 from jrl.methods.ratios import CLIPS, gspo
-from jrl.objectives import prompt_table, ratios, segments, transforms
+from jrl.objectives import ratios, segments, transforms
 from jrl.objectives.advantages import group_mean_std
 from jrl.objectives.aggregates import sequence_sum, token_mean
 from jrl.objectives.corrections import Correction
-from jrl.objectives.kl import bounded_exp
+from jrl.objectives.kl import LOG_RATIO_LIMIT, bounded_exp
 from jrl.objectives.transforms import per_token, stateless, trained
-from jrl.types import Array, Batch, Rollout, Stats, Transform
+from jrl.types import Array, Batch, Rollout, Stats, Surrogate, Transform
+from jrl.zoo.methods import prompt_table
 from jrl.zoo.methods.group_relative import as_first, reward_parts
 
 
@@ -115,6 +117,27 @@ def sapo_soft(
     return base.with_(rule=ratios.gate(temperature_positive, temperature_negative))
 
 
+def gamma(
+    power_positive: float, rate_positive: float, power_negative: float, rate_negative: float
+) -> ratios.Rule:
+    """``weight`` r^k exp(rate (1 - r)), with k and rate by the sign of the advantage.
+
+    The weight of ``vespo``, with ``product`` as the ratio; that of ratio 1 is 1. An advantage of 0
+    counts as positive; log r is held between log 1e-8 and 20 nats, as in TRL.
+    """
+
+    def function(log_ratio: Array, advantages: Array, *_: Any) -> tuple[Array, Stats]:
+        # TRL's bounds, so that both libraries give the same weights at the extremes.
+        log_weight = jnp.clip(log_ratio, jnp.log(1e-8), LOG_RATIO_LIMIT)
+        power = jnp.where(advantages < 0, power_negative, power_positive)
+        rate = jnp.where(advantages < 0, rate_negative, rate_positive)
+        # In logarithms: r^k itself would overflow for long sequences.
+        phi = jnp.exp(power * log_weight + rate * (1 - jnp.exp(log_weight)))
+        return phi, {"sequence_weight": phi}
+
+    return ratios.weight(function)
+
+
 @variant(grpo, without=CLIPS)
 def vespo(
     base: Method,
@@ -135,8 +158,41 @@ def vespo(
     clamp of log W and the token mean are those of TRL's implementation; W is against the
     distribution that drew the tokens, so that no further correction is needed.
     """
-    rule = ratios.gamma(power_positive, rate_positive, power_negative, rate_negative)
+    rule = gamma(power_positive, rate_positive, power_negative, rate_negative)
     return base.with_(ratio=ratios.product, rule=rule, aggregate=token_mean)
+
+
+def near(kind: str, limit_low: float, limit_high: float, cap: float) -> ratios.Rule:
+    """``weight`` min(r, cap), and 0 for tokens whose probability has moved too far.
+
+    The rule of ``dppo_tv``: with p the token's current probability and q the sampler's, a token is
+    dropped if p went UP with a positive advantage, or down with a non-positive one, by a divergence
+    above the limit.
+
+    Args:
+      kind: "tv" |p - q|, or "kl" that of (q, 1 - q) from (p, 1 - p), nats.
+      limit_low: of the divergence, where the advantage is not positive.
+      limit_high: of the divergence, where it is positive.
+      cap: greatest weight.
+    """
+
+    def function(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
+        logprobs = jax.lax.stop_gradient(stats["logprobs"])
+        # Rounding may put a log-probability above 0, where there is no binary distribution.
+        now = jnp.exp(jnp.minimum(logprobs, 0))
+        then = jnp.exp(jnp.minimum(logprobs - log_ratio, 0))
+        if kind == "tv":
+            divergence = jnp.abs(now - then)
+        else:
+            rest = jnp.log((1 - then + 1e-8) / (1 - now + 1e-8))
+            divergence = -then * log_ratio + (1 - then) * rest
+        # Only a move in the direction of the advantage is dropped: the way back stays open.
+        up = (advantages > 0) & (now > then) & (divergence > limit_high)
+        down = (advantages <= 0) & (now < then) & (divergence > limit_low)
+        weights = jnp.where(up | down, 0, jnp.minimum(bounded_exp(log_ratio), cap))
+        return weights, {"dropped_high": up, "dropped_low": down}
+
+    return ratios.weight(function)
 
 
 @variant(grpo, without=CLIPS)
@@ -158,7 +214,7 @@ def dppo_tv(
     and loss. Departures: GRPO's advantages and the token mean; that example does not divide by the
     deviation, and divides sums by a constant length as ``dr_grpo`` does.
     """
-    rule = ratios.near("tv", limit_low, limit_high, weight_cap)
+    rule = near("tv", limit_low, limit_high, weight_cap)
     return base.with_(rule=rule, aggregate=token_mean)
 
 
@@ -170,7 +226,7 @@ def dppo_kl(
 
     DPPO-Binary-KL, of the paper of ``dppo_tv``, with its departures.
     """
-    return base.with_(rule=ratios.near("kl", limit_low, limit_high, weight_cap))
+    return base.with_(rule=near("kl", limit_low, limit_high, weight_cap))
 
 
 # ---------------------------------------------------------------- DCPO
@@ -209,7 +265,7 @@ def smoothed_standard(slots: int, eps: float = 1e-6, ddof: int = 1) -> Transform
     """The group's standard score blended with that among all visits of the prompt; see ``dcpo``.
 
     Args:
-      slots: prompts that are remembered; see ``objectives.prompt_table``.
+      slots: prompts that are remembered; see ``prompt_table``.
       eps: points, added to each deviation.
       ddof: 1 for the sample's deviations.
 
@@ -222,10 +278,10 @@ def smoothed_standard(slots: int, eps: float = 1e-6, ddof: int = 1) -> Transform
 
     def apply(values: Array, batch: Batch, table: prompt_table.PromptTable) -> tuple:
         now = jax.vmap(standard)(values, batch.members)
-        ids = prompt_table.prompt_ids(batch)
+        ids = batch.ids.get("prompt")
         if ids is None:
             return now, batch, table
-        before, _ = prompt_table.read(table, ids, BLANK)
+        before = prompt_table.read(table, ids, BLANK)
         statistics = _with_these(values, batch.members, ids, before)
         spread = jnp.sqrt(statistics["squares"] / jnp.maximum(statistics["count"] - ddof, 1))
         ever = (values - statistics["mean"][:, None]) / (spread[:, None] + eps)
@@ -267,6 +323,20 @@ def _with_these(values: Array, members: Array, ids: Array, before: dict) -> dict
     }
 
 
+def sum_of_means(surrogate: Surrogate) -> Surrogate:
+    """A surrogate over groups: the sum over members of the mean of each one's token losses.
+
+    Use it with ``sequence_sum``, whose rows are then groups: nothing is divided by their size.
+    """
+
+    def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
+        losses, metrics = jax.vmap(surrogate.apply)(stats, advantages, mask)
+        # Divided here, where a row is one member; the aggregate only sees groups.
+        return losses / jnp.maximum(mask.sum(axis=1, keepdims=True), 1), metrics
+
+    return surrogate._replace(apply=apply, over="group", parts=None)
+
+
 @variant(grpo, without=("dual_clip",), clip_low=0.16, clip_high=0.2)
 def dcpo(
     base: Method,
@@ -298,7 +368,7 @@ def dcpo(
     base = base.with_(rule=dynamic_clip(clip_low, clip_high, most))
     return base.with_(
         advantage=smoothed_standard(slots, eps, ddof),
-        surrogate=ratios.sum_of_means(base.objective.surrogate),
+        surrogate=sum_of_means(base.objective.surrogate),
         aggregate=sequence_sum,
     )
 
@@ -391,6 +461,21 @@ def clip_cov(
     return base.after(choose).with_(aggregate=token_mean)
 
 
+def free_but(mark: str, coef: float) -> ratios.Rule:
+    """``free`` with ``coef`` |log r| added at the tokens where the statistic ``mark`` is 1.
+
+    The loss of ``kl_cov``.
+    """
+
+    def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
+        losses, metrics = ratios.free.apply(log_ratio, advantages, mask, stats)
+        # On-policy the penalty's slope is 0 by choice: JAX would take that of one side.
+        distance = jnp.where(log_ratio == 0, 0, jnp.abs(log_ratio))
+        return losses + coef * stats[mark] * distance, {**metrics, "marked": stats[mark]}
+
+    return ratios.Rule(apply, frozenset({mark}))
+
+
 @variant(grpo, without=CLIPS)
 def kl_cov(base: Method, fraction: Fraction = 2e-4, penalty: NonNegative = 1.0) -> Method:
     """The unclipped ratio loss with a penalty on the movement of the tokens of highest covariance.
@@ -402,11 +487,27 @@ def kl_cov(base: Method, fraction: Fraction = 2e-4, penalty: NonNegative = 1.0) 
     which are the ``fraction`` of all tokens, at least one, with the largest C_t (see ``clip_cov``,
     also for the departure).
     """
-    rule = ratios.free_but("marked", penalty)
+    rule = free_but("marked", penalty)
     return base.after(mark_covariant(fraction)).with_(rule=rule, aggregate=token_mean)
 
 
 # ---------------------------------------------------------------- StableReinforce
+
+
+def clamped(limit: float) -> ratios.Ratio:
+    """Each token's ratio within [1 / limit, limit]; beyond it the token has no gradient.
+
+    The Pre-CLIP of ``stable_reinforce``: PPO's clip leaves the loss of a negative advantage
+    unbounded. ``limit`` is above 1.
+    """
+
+    def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
+        # In logarithms, where an overflow of exp cannot happen.
+        log_limit = jnp.minimum(jnp.log(limit), LOG_RATIO_LIMIT)
+        beyond = jnp.abs(log_ratio) > log_limit
+        return jnp.clip(log_ratio, -log_limit, log_limit), {"preclip_fraction": beyond}
+
+    return ratios.Ratio(apply)
 
 
 def drop_outliers(limit: float = 3.0) -> Transform:
@@ -462,7 +563,7 @@ def stable_reinforce(
     steps = (transforms.whiten("sequences"), drop_outliers(sigmas))
     return base.with_(
         advantage=transforms.chain(*kl_penalty(kl_kind, kl_coef, "sequence"), *steps),
-        ratio=ratios.clamped(ratio_limit),
+        ratio=clamped(ratio_limit),
         rewards=of_parts(consistent_rewards) if composed else unchanged,
         parts=COMPOSED if composed else (),
         group=1,

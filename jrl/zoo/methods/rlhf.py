@@ -20,7 +20,6 @@ from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.preference import dpo
 from jrl.objectives import aggregates, comparisons
 from jrl.objectives.kl import bounded_exp
-from jrl.objectives.length_rewards import length_cost
 from jrl.objectives.members import Members, over_group
 from jrl.objectives.pairs import preference_metrics, softplus
 from jrl.objectives.transforms import stateless
@@ -62,6 +61,16 @@ def salsa(base: Method) -> Method:
     beta (``kl_coef``).
     """
     return base
+
+
+def length_cost(points: float) -> Transform:
+    """Subtracts ``points`` from the score for each trained token."""
+
+    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(scores, 2)
+        return scores - points * batch.mask.sum(axis=2), batch
+
+    return stateless(apply)
 
 
 def stop_cost(points: float) -> Transform:
