@@ -5,7 +5,7 @@ Relatives of ``ppo`` inherit its coefficients. Departures of ``ppo`` hold for al
 
 from __future__ import annotations
 
-from jrl.methods.base import Method, Schedule
+from jrl.methods.base import Method, Schedule, entropy_term
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     AboveOne,
@@ -89,13 +89,12 @@ def ppo(
     """
     rule = ratios.clip(clip_low, clip_high, dual_clip)
     correct = named_correction(correction, correction_cap, correction_low)
-    bonus = () if is_zero(entropy_coef) else (regularizers.entropy_bonus(entropy_coef),)
     return Method(
         Objective(
             credited(transforms.gae(discount, gae_lambda), whiten, kl_coef, kl_kind, kl_target),
             ratios.ratio_loss(ratios.token, rule, correct),
             aggregates.token_mean,
-            (regularizers.value_loss(value_coef, value_clip), *bonus),
+            (regularizers.value_loss(value_coef, value_clip), *entropy_term(entropy_coef)),
         ),
         schedule=Schedule(epochs),
     )

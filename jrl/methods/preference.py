@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated
 
-from jrl.methods.base import Method, Schedule, requires
+from jrl.methods.base import Method, Schedule, against_others
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, Flag, NonNegative, Positive, Range
 from jrl.methods.schedule import refreshed
 from jrl.objectives import aggregates, comparisons, pairs
 from jrl.objectives.members import GroupLoss, over_group
 from jrl.objectives.pairs import PAIR_LOSSES, Reward, Side, dpo_loss, odds_ratio_loss
-from jrl.types import Array, Objective
+from jrl.types import Array
 
 Noise = Annotated[float, Range(0.0, 0.5)]
 """A rate of wrong labels."""
@@ -57,8 +57,8 @@ def pair_method(
       refresh_ref: steps, as in ``schedule.refreshed``.
     """
     chosen, surrogate = comparisons.best_and_worst(min_gap), pairs.pair(loss, reward, needs)
-    objective = Objective(chosen, surrogate, aggregates.sequence_sum)
-    return Method(objective, schedule=Schedule(after=refreshed(refresh_ref)), needs=requires(2))
+    method = against_others(chosen, surrogate, aggregates.sequence_sum)
+    return method.with_(schedule=Schedule(after=refreshed(refresh_ref)))
 
 
 @published
@@ -153,5 +153,5 @@ def orpo(lambda_: NonNegative = 0.1, min_gap: NonNegative = 0.0) -> Method:
 
 def list_method(loss: GroupLoss, needs: tuple[str, ...] = ()) -> Method:
     """A method from a loss of groups whose scores differ: the mean over them."""
-    objective = Objective(comparisons.with_gap(), over_group(loss, needs), aggregates.sequence_sum)
-    return Method(objective, needs=requires(2))
+    surrogate = over_group(loss, needs)
+    return against_others(comparisons.with_gap(), surrogate, aggregates.sequence_sum)

@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method
+from jrl.methods.base import Method, entropy_term
 from jrl.methods.definition import variant
 from jrl.methods.domains import (
     AtLeastOne,
@@ -26,12 +26,11 @@ from jrl.methods.domains import (
     Positive,
     Range,
     check_band,
-    is_zero,
 )
 from jrl.methods.edit import refill
 from jrl.methods.group_relative import grpo
 from jrl.methods.ratios import CLIPS
-from jrl.objectives import ratios, regularizers, transforms
+from jrl.objectives import ratios, transforms
 from jrl.objectives import segments as seg
 from jrl.objectives.aggregates import sequence_mean, token_mean
 from jrl.objectives.comparisons import tie_breakers
@@ -334,8 +333,7 @@ def concise_r(
     released repository has no training code. Inside a group of equal scores any function that is
     linear in the length gives these advantages, since GRPO divides by the deviation.
     """
-    if not is_zero(entropy_coef):
-        base = base.plus(regularizers.entropy_bonus(entropy_coef))
+    base = base.plus(*entropy_term(entropy_coef))
     if stage == "reasoning":
         return base.with_(**refill(max_rounds=max_rounds))
     return base.before(when_all_are_right(max_tokens, length_scale, correct))

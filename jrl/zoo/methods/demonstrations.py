@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, Schedule, normalised, requires
+from jrl.methods.base import Method, Schedule, entropy_term, normalised, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -25,7 +25,6 @@ from jrl.methods.domains import (
     Positive,
     Tokens,
     check_band,
-    is_zero,
 )
 from jrl.methods.edit import of_parts
 from jrl.methods.group_relative import dr_grpo, grpo
@@ -33,7 +32,7 @@ from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.preference import dpo, pair_method
 from jrl.methods.ratios import CLIPS
 from jrl.methods.schedule import refreshed
-from jrl.objectives import aggregates, comparisons, pairs, ratios, regularizers
+from jrl.objectives import aggregates, comparisons, pairs, ratios
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import Array, Batch, Objective, Rollout, Statistic, Stats, Surrogate, Transform
@@ -72,8 +71,7 @@ def imitated(stats: Stats, advantages: Array) -> Array:
 
 def with_entropy(base: Method, coef: float) -> Method:
     """The method with a bonus for the mean entropy of the trained tokens."""
-    bonus = regularizers.entropy_bonus(coef)._replace(aggregate=aggregates.token_mean)
-    return base if is_zero(coef) else base.plus(bonus)
+    return base.plus(*(t._replace(aggregate=aggregates.token_mean) for t in entropy_term(coef)))
 
 
 def _mean(values: Array, live: Array) -> Array:

@@ -11,12 +11,12 @@ from typing import Annotated
 import jax.numpy as jnp
 
 from jrl.errors import UserError
-from jrl.methods.base import Method
+from jrl.methods.base import Method, entropy_term
 from jrl.methods.definition import variant
-from jrl.methods.domains import Choice, Ddof, NonNegative, Positive, is_zero
+from jrl.methods.domains import Choice, Ddof, NonNegative, Positive
 from jrl.methods.edit import of_parts
 from jrl.methods.group_relative import grpo
-from jrl.objectives import aggregates, normalizers, regularizers, transforms
+from jrl.objectives import aggregates, normalizers, transforms
 from jrl.types import Array, Rollout
 
 
@@ -176,5 +176,4 @@ def doctoragent_rl(base: Method, entropy_coef: NonNegative = 0.001) -> Method:
     draws a number of turns for each episode, where here the members of a group share one, as they
     are compared.
     """
-    bonus = () if is_zero(entropy_coef) else (regularizers.entropy_bonus(entropy_coef),)
-    return base.with_(aggregate=aggregates.token_mean).plus(*bonus)
+    return base.with_(aggregate=aggregates.token_mean).plus(*entropy_term(entropy_coef))

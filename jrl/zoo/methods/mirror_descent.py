@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import CENTRED, Method, Schedule, requires
+from jrl.methods.base import CENTRED, Method, Schedule, against_others
 from jrl.methods.definition import published
 from jrl.methods.domains import Choice, Count, NonNegative, Positive, Tokens, is_zero
 from jrl.methods.schedule import refreshed
@@ -99,14 +99,11 @@ def kimi_k1_5(
     length = (
         () if is_zero(length_scale) else (ranked_in_group(length_scale, correct, length_start),)
     )
-    return Method(
-        Objective(
-            transforms.chain(*length, CENTRED), squared_log_ratio(tau), aggregates.sequence_sum
-        ),
+    advantage = transforms.chain(*length, CENTRED)
+    method = against_others(advantage, squared_log_ratio(tau), aggregates.sequence_sum)
+    return method.with_(
         schedule=Schedule(epochs, refreshed(iteration_steps, moments=True)),
-        needs=requires(
-            2, "sampling of prompts by curriculum and by failure rate; partial rollouts"
-        ),
+        lacks="sampling of prompts by curriculum and by failure rate; partial rollouts",
     )
 
 
@@ -141,8 +138,7 @@ def copg(beta: Positive = 0.1) -> Method:
     Departures: completions without a trained token are in no pair. The paper's temperatures differ
     from task to task; the default is ours.
     """
-    objective = Objective(transforms.identity(), contrastive(beta), aggregates.sequence_sum)
-    return Method(objective, needs=requires(2))
+    return against_others(transforms.identity(), contrastive(beta), aggregates.sequence_sum)
 
 
 def log_variance() -> Surrogate:
@@ -175,11 +171,9 @@ def for_flow(beta: Positive = 1.0, floor: Positive = 1e-3) -> Method:
     log_reward = stateless(
         lambda values, batch: (beta * jnp.log(jnp.maximum(values, floor)), batch)
     )
-    return Method(
-        Objective(log_reward, log_variance(), aggregates.sequence_sum),
-        needs=requires(
-            2, "replay by priority, tempered draws and local search over reasoning trees"
-        ),
+    method = against_others(log_reward, log_variance(), aggregates.sequence_sum)
+    return method.with_(
+        lacks="replay by priority, tempered draws and local search over reasoning trees"
     )
 
 
@@ -357,8 +351,5 @@ def rover(scale: Positive = 1.0, epochs: Count = 1) -> Method:
     the step. Departures: where truncation removes tokens from the distribution, the mean is over
     those that it leaves; the optional clip of the released code is left out.
     """
-    return Method(
-        Objective(CENTRED, uniform_policy_error(scale), aggregates.token_mean),
-        schedule=Schedule(epochs),
-        needs=requires(2),
-    )
+    surrogate = uniform_policy_error(scale)
+    return against_others(CENTRED, surrogate, aggregates.token_mean, epochs=epochs)

@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, Schedule, requires
+from jrl.methods.base import Method, against_others
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     AtLeastOne,
@@ -401,9 +401,7 @@ def steerlm2() -> Method:
     loss by its mean length. The attribute model is trained by ``helpsteer2_regression``.
     """
     loss = over_group(attribute_posterior, ("ref_logprobs",))
-    return Method(
-        Objective(transforms.identity(), loss, aggregates.sequence_sum), needs=requires(2)
-    )
+    return against_others(transforms.identity(), loss, aggregates.sequence_sum)
 
 
 # ---------------------------------------------------------------- rationales
@@ -561,8 +559,4 @@ def trpa(
 
     regularizers = () if is_zero(trust_coef) else (trust_region(trust_coef),)
     surrogate = over_group(loss, (ref, "pair_share"))
-    return Method(
-        Objective(pair_share(), surrogate, aggregates.sequence_sum, regularizers),
-        schedule=Schedule(epochs),
-        needs=requires(2),
-    )
+    return against_others(pair_share(), surrogate, aggregates.sequence_sum, regularizers, epochs)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.special import xlogy
 
-from jrl.methods.base import Method, Schedule, kl_penalty, requires
+from jrl.methods.base import Method, Schedule, against_others, kl_penalty
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import AtLeastOne, Choice, Count, Fraction, NonNegative, Positive, is_zero
 from jrl.methods.plan import Plan, demonstrated
@@ -27,7 +27,7 @@ from jrl.objectives.lists import mean_over_pairs
 from jrl.objectives.members import GroupLoss, Members, over_group, over_sequence, spoilt
 from jrl.objectives.pairs import Side, sigmoid
 from jrl.objectives.transforms import stateless
-from jrl.types import Array, Batch, Objective, Statistic, Stats, Transform
+from jrl.types import Array, Batch, Statistic, Stats, Transform
 from jrl.zoo.methods.preference import trusted
 from jrl.zoo.methods.rlhf import length_cost
 
@@ -118,15 +118,9 @@ def sppo(
     steps = [win_rates(model, against=against)]
     if use == "extremes":
         steps.append(comparisons.best_and_worst())
-    return Method(
-        Objective(
-            transforms.chain(*steps),
-            over_sequence(regression, ("ref_logprobs",)),
-            aggregates.sequence_sum,
-        ),
-        schedule=Schedule(after=refreshed(refresh_ref)),
-        needs=requires(2),
-    )
+    surrogate = over_sequence(regression, ("ref_logprobs",))
+    method = against_others(transforms.chain(*steps), surrogate, aggregates.sequence_sum)
+    return method.with_(schedule=Schedule(after=refreshed(refresh_ref)))
 
 
 @published
@@ -148,14 +142,11 @@ def nash_md(
     after = () if is_zero(1 - ref_decay) else (average("ref", ref_decay),)
     steps = (win_rates(model, less=0.5), *kl_penalty("k1", tau, "sequence"))
     surrogate = ratios.reinforce()._replace(on_policy=True)
-    return Method(
-        Objective(transforms.chain(*steps), surrogate, aggregates.sequence_sum),
+    method = against_others(transforms.chain(*steps), surrogate, aggregates.sequence_sum)
+    return method.with_(
         schedule=Schedule(after=after),
-        needs=requires(
-            2,
-            "opponents drawn from the geometric mixture of policy and reference; the "
-            "group's other completions stand for them",
-        ),
+        lacks="opponents drawn from the geometric mixture of policy and reference; the group's"
+        " other completions stand for them",
     )
 
 
@@ -252,11 +243,8 @@ def p3o(
     """
     needs = ("sampler_logprobs", *(() if is_zero(kl_coef) else ("ref_logprobs",)))
     loss = pairwise_ratios(clip, ratio_cap, kl_coef, clipping == "joint")
-    return Method(
-        Objective(transforms.identity(), over_group(loss, needs), aggregates.sequence_sum),
-        schedule=Schedule(epochs),
-        needs=requires(2),
-    )
+    surrogate = over_group(loss, needs)
+    return against_others(transforms.identity(), surrogate, aggregates.sequence_sum, epochs=epochs)
 
 
 # ---------------------------------------------------------------- self-rewarding

@@ -8,7 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, Schedule, requires
+from jrl.methods.base import Method, against_others
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, Count, Ddof, Flag, NonNegative, Positive, Range
 from jrl.methods.group_relative import grpo
@@ -16,7 +16,7 @@ from jrl.objectives import aggregates, ratios, segments
 from jrl.objectives.advantages import group_mean_std
 from jrl.objectives.members import Members, over_group
 from jrl.objectives.transforms import per_token, stateless, trained
-from jrl.types import Array, Batch, Objective, Stats, Surrogate, Transform
+from jrl.types import Array, Batch, Stats, Surrogate, Transform
 
 # ---------------------------------------------------------------- orders of a group
 
@@ -154,15 +154,8 @@ def pg_rank(
     counts as 0; gains are linear in relevance. Not known, as no code has been released: the paper's
     M and temperature.
     """
-    return Method(
-        Objective(
-            advantage=with_tie_breakers(),
-            surrogate=ranking_gradient(rankings, utility, cutoff, score, temperature, per_rank),
-            aggregate=aggregates.sequence_sum,
-        ),
-        schedule=Schedule(epochs),
-        needs=requires(2),
-    )
+    surrogate = ranking_gradient(rankings, utility, cutoff, score, temperature, per_rank)
+    return against_others(with_tie_breakers(), surrogate, aggregates.sequence_sum, epochs=epochs)
 
 
 # ---------------------------------------------------------------- items of a completion

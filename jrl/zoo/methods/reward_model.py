@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import UserError
-from jrl.methods.base import Method, requires
+from jrl.methods.base import Method, against_others
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole
 from jrl.methods.preference import list_method
@@ -282,7 +282,7 @@ def crm(
         statistics=(value_output(1),)
     )
     chosen = peer_reviewed(first_share, 1 - noise, curriculum_steps)
-    return Method(Objective(chosen, surrogate, aggregates.sequence_sum), needs=requires(2))
+    return against_others(chosen, surrogate, aggregates.sequence_sum)
 
 
 @published

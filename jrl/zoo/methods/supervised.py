@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.methods.base import Method, Schedule, requires
+from jrl.methods.base import Method, Schedule, against_others
 from jrl.methods.curriculum import unchanged
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
@@ -37,17 +37,7 @@ from jrl.objectives.branches import by_branch, of_members
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.members import Members, over_group
 from jrl.objectives.transforms import correct, pass_rate, per_token, stateless
-from jrl.types import (
-    Array,
-    Batch,
-    Objective,
-    Regularizer,
-    Search,
-    Statistic,
-    Stats,
-    Surrogate,
-    Transform,
-)
+from jrl.types import Array, Batch, Regularizer, Search, Statistic, Stats, Surrogate, Transform
 
 BelowOne = Annotated[float, Range(-10.0, 0.999)]
 
@@ -351,12 +341,8 @@ def nft(
     for 32B. Departures: the code's sum over completions is a mean here.
     """
     mean = aggregates.constant_norm(max_tokens) if level == "token" else aggregates.sequence_mean
-    return Method(
-        Objective(nft_labels(prompt_weight, negative_weight, above), nft_loss(level, floor), mean),
-        **refill(),
-        schedule=Schedule(epochs),
-        needs=requires(2),
-    )
+    labels = nft_labels(prompt_weight, negative_weight, above)
+    return against_others(labels, nft_loss(level, floor), mean, epochs=epochs).with_(**refill())
 
 
 # ---------------------------------------------------------------- PACS
@@ -421,8 +407,4 @@ def pacs(
         balanced=class_weight == "balanced",
     )
     labels = stateless(lambda values, batch: (correct(values, above), batch))
-    return Method(
-        Objective(labels, surrogate, aggregates.sequence_sum),
-        schedule=Schedule(epochs),
-        needs=requires(2),
-    )
+    return against_others(labels, surrogate, aggregates.sequence_sum, epochs=epochs)
