@@ -18,6 +18,7 @@ from jrl.methods.definition import published
 from jrl.methods.domains import NonNegative
 from jrl.methods.preference import list_method
 from jrl.objectives import aggregates, lists, segments
+from jrl.objectives.advantages import live_mean
 from jrl.objectives.members import Members, spoilt
 from jrl.objectives.pairs import softplus
 from jrl.objectives.transforms import stateless, trained
@@ -53,7 +54,7 @@ def bradley_terry(
         gaps = group.score[:, None] - group.score[None, :]
         m = margin + margin_per_point * jnp.where(ordered, gaps, 0)
         each = softplus(m - high + low) + centring * jnp.square(high + low)
-        value = lists.mean_over_pairs(each, ordered)
+        value = live_mean(each, ordered)
         return spoilt(value, group), lists.ranking_metrics(values, ordered)
 
     return list_method(loss, ("values",))

@@ -56,10 +56,9 @@ def beta_normalised(limit: float = 300.0) -> Transform:
         members = batch.members
         centred = jax.vmap(group.mean_centred)(values, members)
         nonempty = members.any(axis=1)
-        total = jnp.where(members, values, 0).sum(axis=1)
-        p = jnp.clip(total / jnp.maximum(members.sum(axis=1), 1), 0, 1)
+        p = jnp.clip(group.live_mean(values, members, axis=1), 0, 1)
         deviation = group.mean_centred(p, nonempty)
-        mean = jnp.where(nonempty, p, 0).sum() / jnp.maximum(nonempty.sum(), 1)
+        mean = group.live_mean(p, nonempty)
         variance = jnp.square(deviation).sum() / jnp.maximum(nonempty.sum() - 1, 1)
         spread = jnp.where(variance > 0, variance, 1)
         both = jnp.clip(mean * (1 - mean) / spread - 1, 0, limit)

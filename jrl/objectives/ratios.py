@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from jrl.errors import UserError
 from jrl.objectives import segments
+from jrl.objectives.advantages import live_mean
 from jrl.objectives.corrections import Correction
 from jrl.objectives.kl import LOG_RATIO_LIMIT, bounded_exp
 from jrl.system.readable import readable
@@ -396,11 +397,6 @@ def weighted(surrogate: Surrogate, correction: Correction) -> Surrogate:
 
 
 # ---------------------------------------------------------------- helpers
-
-
-def live_mean(values: Array, mask: Array) -> Array:
-    """[] float32: the mean of [T] values under the mask, 0 where nothing is live."""
-    return jnp.where(mask, values, 0).sum() / jnp.maximum(mask.sum(), 1)
 
 
 def checked(apply: Callable[[Stats, Array, Array], tuple[Array, Stats]]) -> Callable:

@@ -18,23 +18,26 @@ from jrl.errors import UserError, unknown_choice
 from jrl.objectives import advantages as group
 from jrl.objectives.branches import by_branch, of_members
 from jrl.objectives.kl import AdaptiveCoef, estimator
-from jrl.types import Array, Batch, Transform
+from jrl.types import Array, Batch, Statistic, Transform
 
 
 def stateless(
-    apply: Callable[[Array, Batch], tuple[Array, Batch]], needs: frozenset[str] = frozenset()
+    apply: Callable[[Array, Batch], tuple[Array, Batch]],
+    needs: frozenset[str] = frozenset(),
+    statistics: tuple[Statistic, ...] = (),
 ) -> Transform:
     """A transform that keeps no state, from a function of advantages and batch.
 
     Args:
       apply: (advantages, batch) -> (advantages, batch).
       needs: names of the statistics that it reads from ``batch.stats``.
+      statistics: those that it brings along.
     """
 
     def with_state(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
         return *apply(values, batch), state
 
-    return Transform(init=lambda: (), apply=with_state, needs=needs)
+    return Transform(lambda: (), with_state, needs, statistics)
 
 
 def chain(*transforms: Transform) -> Transform:
@@ -430,5 +433,4 @@ def pass_rate(labels: Array, members: Array) -> Array:
     >>> pass_rate(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([True, True, True, False])).tolist()
     [0.6666666865348816]
     """
-    right = jnp.where(members, labels, 0).sum(-1, keepdims=True)
-    return right / jnp.maximum(members.sum(-1, keepdims=True), 1)
+    return group.live_mean(labels, members, axis=-1)[..., None]

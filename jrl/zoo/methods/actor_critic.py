@@ -119,7 +119,7 @@ def keep_nucleus(statistics: tuple[Statistic, ...]) -> Transform:
         return values, batch.replace(mask=batch.mask & ~outside)
 
     brought = tuple(s for s in statistics if s.start)
-    return transforms.stateless(apply)._replace(statistics=brought)
+    return transforms.stateless(apply, statistics=brought)
 
 
 def on_nucleus(inner: Surrogate, statistics: tuple[Statistic, ...]) -> Surrogate:

@@ -150,9 +150,8 @@ def centre_in_group_scale_by_batch(eps: float = 1e-6, ddof: int = 1) -> Transfor
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
         row = jnp.arange(values.shape[0])[:, None]
-        mean = seg.mean(values, seg.segments(batch.members, row))
+        centred = seg.centred(values, seg.segments(batch.members, row))
         used = batch.members & trained(batch).any(axis=(1, 2))[:, None]
-        centred = jnp.where(batch.members, values - mean, 0)
         deviation = jnp.max(seg.std(centred, seg.segments(used), ddof=ddof))
         return centred / (deviation + eps), batch
 

@@ -33,6 +33,7 @@ from jrl.methods.preference import dpo, pair_method
 from jrl.methods.ratios import CLIPS
 from jrl.methods.schedule import refreshed
 from jrl.objectives import aggregates, comparisons, pairs, ratios
+from jrl.objectives.advantages import live_mean
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import Array, Batch, Objective, Rollout, Statistic, Stats, Surrogate, Transform
@@ -72,10 +73,6 @@ def imitated(stats: Stats, advantages: Array) -> Array:
 def with_entropy(base: Method, coef: float) -> Method:
     """The method with a bonus for the mean entropy of the trained tokens."""
     return base.plus(*(t._replace(aggregate=aggregates.token_mean) for t in entropy_term(coef)))
-
-
-def _mean(values: Array, live: Array) -> Array:
-    return jnp.where(live, values, 0).sum() / jnp.maximum(live.sum(), 1)
 
 
 # ---------------------------------------------------------------- imitation beside GRPO
@@ -200,8 +197,8 @@ def _steer(
     controller: Balance, state: BalanceState, scores: Array, sampled: Array, batch: Batch
 ) -> BalanceState:
     tokens = trained(batch) & jnp.expand_dims(sampled, 2)
-    entropy = _mean(batch.stats["rollout_entropy"], tokens)
-    utility = _mean(scores, sampled)
+    entropy = live_mean(batch.stats["rollout_entropy"], tokens)
+    utility = live_mean(scores, sampled)
     first = state.steps == 0
     target = state.target
     if controller.target_entropy is None:

@@ -31,10 +31,11 @@ from jrl.methods.domains import (
 )
 from jrl.methods.edit import refill
 from jrl.methods.group_relative import grpo
-from jrl.objectives.advantages import mean_centred
+from jrl.objectives.advantages import live_mean, mean_centred
 from jrl.objectives.aggregates import sequence_sum, token_mean
 from jrl.objectives.comparisons import tie_breakers
 from jrl.objectives.kl import bounded_exp
+from jrl.objectives.regularizers import term
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Regularizer, Statistic, Stats, Transform
 
@@ -49,7 +50,7 @@ def hardness_weighted(correct: float, hardness: float) -> Transform:
 
     def one(scores: Array, members: Array) -> Array:
         signs = jnp.where(scores >= correct, 1.0, jnp.where(jnp.isnan(scores), scores, -1.0))
-        mean = jnp.where(members, signs, 0).sum() / jnp.maximum(members.sum(), 1)
+        mean = live_mean(signs, members)
         return mean_centred(signs, members) * (1 + hardness * (1 - mean))
 
     return stateless(lambda values, batch: (jax.vmap(one)(values, batch.members), batch))
@@ -165,8 +166,7 @@ def substitute_heated(
         values = jnp.where(used, ones, jnp.where(original, of_pass(values, batch, first), 0))
 
         live = batch.mask & first[:, :, None]
-        entropy = jnp.where(live, batch.stats["rollout_entropy"], 0).sum()
-        entropy = entropy / jnp.maximum(live.sum(), 1)
+        entropy = live_mean(batch.stats["rollout_entropy"], live)
         # A NaN entropy is on neither side.
         steered = jnp.where(entropy > target, cold, temperature)
         steered = jnp.where(entropy <= target, hot, steered)
@@ -299,13 +299,8 @@ def smoothed_entropy(coef: float, penalty: float = 0.1, *, hinge: bool = True) -
             excess = jnp.where(excess > 0, 1.0, excess)
         return stats["entropy_smoothing"] * penalty * excess - entropy
 
-    return Regularizer(
-        "smoothed_entropy",
-        value,
-        coef=lambda state: coef,
-        needs=frozenset({"entropy", "entropy_low", "entropy_high", "entropy_smoothing"}),
-        aggregate=token_mean,
-    )
+    needs = ("entropy", "entropy_low", "entropy_high", "entropy_smoothing")
+    return term("smoothed_entropy", value, coef, *needs, aggregate=token_mean)
 
 
 @variant(grpo)
@@ -553,10 +548,9 @@ def rank_bonus(stride: int, gain: float, kappa: float, rate: float, fading: bool
         # Completions without a token do not count in the running means.
         sequences = live.any(axis=2)
         count = sequences.sum()
-        sequence_mean = jnp.where(sequences[:, :, None], changes, 0).sum(axis=(0, 1)) / jnp.maximum(
-            count, 1
-        )
-        score = jnp.where(sequences, batch.score(), 0).sum() / jnp.maximum(count, 1)
+        total = jnp.where(sequences[:, :, None], changes, 0).sum(axis=(0, 1))
+        sequence_mean = total / jnp.maximum(count, 1)
+        score = live_mean(batch.score(), sequences)
         step = jnp.where(state.steps > 0, rate, 1.0) * (count > 0)
         after = RankState(
             state.means + step * (sequence_mean - state.means),

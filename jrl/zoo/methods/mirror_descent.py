@@ -19,9 +19,11 @@ from jrl.methods.domains import Choice, Count, NonNegative, Positive, Tokens, is
 from jrl.methods.schedule import refreshed
 from jrl.objectives import aggregates, segments, transforms
 from jrl.objectives.advantages import mean_centred
+from jrl.objectives.distill import divergence_in_loss
 from jrl.objectives.kl import LOG_RATIO_LIMIT
 from jrl.objectives.members import Members, first_token, over_group
 from jrl.objectives.ratios import checked
+from jrl.objectives.regularizers import term
 from jrl.objectives.transforms import completion_tokens, reward_to_go, stateless
 from jrl.types import Array, Batch, Objective, Regularizer, Statistic, Stats, Surrogate, Transform
 
@@ -233,13 +235,8 @@ def soft_value_loss(beta: float, coef: float = 1.0) -> Regularizer:
         onwards = jax.lax.stop_gradient(jnp.cumsum(drift[::-1])[::-1])
         return jnp.square(stats["values"] - stats["returns"] + beta * onwards)
 
-    return Regularizer(
-        "value_loss",
-        value,
-        lambda state: coef,
-        needs=frozenset({"values", "returns", "ref_logprobs"}),
-        aggregate=aggregates.sequence_mean,
-    )
+    needs = ("values", "returns", "ref_logprobs")
+    return term("value_loss", value, coef, *needs, aggregate=aggregates.sequence_mean)
 
 
 def reference_divergence(coef: float) -> Regularizer:
@@ -255,13 +252,8 @@ def reference_divergence(coef: float) -> Regularizer:
         gap = jnp.clip(policy - distributions["ref"], -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         return jnp.where(supported, jnp.exp(policy) * gap, 0).sum()
 
-    name = "reference_divergence"
-    return Regularizer(
-        name,
-        lambda stats, mask: stats[name],
-        lambda state: coef,
-        statistics=(Statistic(name, apply, ("policy", "ref")),),
-    )
+    statistic = Statistic("reference_divergence", apply, ("policy", "ref"))
+    return divergence_in_loss(statistic, coef)
 
 
 @published

@@ -21,6 +21,8 @@ from jrl.methods.replays import replay_share
 from jrl.methods.schedule import refreshed, towards
 from jrl.methods.supervised import sft
 from jrl.objectives import advantages, aggregates, ratios, segments, transforms
+from jrl.objectives.members import first_token
+from jrl.objectives.regularizers import term
 from jrl.types import Array, Batch, Objective, Regularizer, Statistic, Stats, Surrogate, Transform
 from jrl.zoo.methods.rounds import written_problems
 from jrl.zoo.methods.supervised import best_of_batch
@@ -201,13 +203,16 @@ def outcomes(values: Array, batch: Batch) -> tuple[Array, Array, Batch]:
 
 
 def success_loss(coef: float) -> Regularizer:
-    """``coef`` times the cross-entropy of the value network's logit against success, "returns"."""
+    """``coef`` times the cross-entropy of the value network's logit against success, "returns".
+
+    Its mean is over tokens.
+    """
 
     def value(stats: Stats, mask: Array) -> Array:
         return jax.nn.softplus(stats["values"]) - stats["returns"] * stats["values"]
 
-    needs = frozenset({"values", "returns"})
-    return Regularizer("value_loss", value, lambda state: coef, needs=needs)
+    token_mean = aggregates.token_mean
+    return term("value_loss", value, coef, "values", "returns", aggregate=token_mean)
 
 
 def better_steps(decay: float, keep: float, threshold: float) -> Transform:
@@ -222,7 +227,7 @@ def better_steps(decay: float, keep: float, threshold: float) -> Transform:
         share = jnp.float32(decay) ** left
         gain = share * jnp.expand_dims(score, 2) + (1 - share) * (following + earned - step_value)
         # Before the first token the value knows the instruction alone.
-        first = jnp.where(live & (jnp.cumsum(live, axis=2) == 1), step_value, 0).sum(axis=2)
+        first = jnp.where(first_token(live), step_value, 0).sum(axis=2)
         surprise = batch.stats["returns"][:, :, 0] - first
         members = live.any(axis=2)
         surprise_bound = segments.quantile(surprise, segments.segments(members), 1 - keep)
@@ -265,7 +270,7 @@ def digirl(
             better_steps(decay, keep, threshold),
             ratios.reinforce(),
             aggregates.sequence_sum,
-            (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
+            (success_loss(value_coef),),
         ),
         edits=rule,
     )
@@ -363,7 +368,7 @@ def webrl(
             advantage,
             step_regression(beta),
             aggregates.sequence_sum,
-            (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
+            (success_loss(value_coef),),
         ),
         schedule=Schedule(after=refreshed(phase_steps)),
         edits=rule,

@@ -112,8 +112,7 @@ def optimal_token_baseline(discount: float, lone_tail: bool) -> Transform:
         # Of rounding below 0 a weight could be made negative; a NaN stays one.
         return jax.vmap(of_group)(returns, jnp.maximum(energy, 0), live), batch
 
-    transform = transforms.stateless(apply, frozenset({"proximal_logprobs"}))
-    return transform._replace(statistics=(COLLISION,))
+    return transforms.stateless(apply, frozenset({"proximal_logprobs"}), (COLLISION,))
 
 
 @variant(grpo, without=(*CLIPS, "eps", "ddof"))

@@ -21,9 +21,9 @@ from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.preference import Noise, PairLossName, Steps, dpo, dpo_loss, implicit
 from jrl.methods.schedule import average, refreshed
 from jrl.objectives import aggregates, comparisons, pairs, ratios, transforms
+from jrl.objectives.advantages import live_mean
 from jrl.objectives.comparisons import START, comparable, extremes, sums, write
 from jrl.objectives.kl import bounded_exp
-from jrl.objectives.lists import mean_over_pairs
 from jrl.objectives.members import GroupLoss, Members, over_group, over_sequence, spoilt
 from jrl.objectives.pairs import Side, sigmoid
 from jrl.objectives.transforms import stateless
@@ -208,8 +208,8 @@ def pairwise_ratios(clip: float, cap: float, kl_coef: float, joint: bool) -> Gro
         # Both orders of a pair: the joint loss is the same for them, the separate ones are its two
         # halves.
         both = group.live[:, None] & group.live[None, :] & ~jnp.eye(len(rho), dtype=bool)
-        clipped = mean_over_pairs((pair_ratio != near).astype(jnp.float32), both)
-        return spoilt(mean_over_pairs(each, both), group), {"clip_fraction": clipped}
+        clipped = live_mean((pair_ratio != near).astype(jnp.float32), both)
+        return spoilt(live_mean(each, both), group), {"clip_fraction": clipped}
 
     return of_group
 
@@ -267,7 +267,7 @@ def kendall(x: Array, y: Array, live: Array) -> Array:
     """
     both = live[:, None] & live[None, :] & ~jnp.eye(live.shape[0], dtype=bool)
     agree = jnp.sign(x[:, None] - x[None, :]) * jnp.sign(y[:, None] - y[None, :])
-    return jnp.where(both, agree, 0).sum() / jnp.maximum(both.sum(), 1)
+    return live_mean(agree, both)
 
 
 def self_ranking(by: str) -> Transform:
@@ -287,11 +287,10 @@ def self_ranking(by: str) -> Transform:
         now = sums("proximal_logprobs", batch)
         now = now - sums(INITIAL.name, batch) if statistics else now / tokens
         tau = jax.vmap(kendall)(now, sums("ref_logprobs", batch) / tokens, live)
-        ranked = live.sum(axis=1) > 1
-        rate = jnp.where(ranked, (tau + 1) / 2, 0).sum() / jnp.maximum(ranked.sum(), 1)
+        rate = live_mean((tau + 1) / 2, live.sum(axis=1) > 1)
         return now, write(batch, "pair_weight", rate)
 
-    return stateless(apply, START)._replace(statistics=statistics)
+    return stateless(apply, START, statistics)
 
 
 @variant(dpo, without=("loss", "label_smoothing"), refresh_ref=100)
@@ -390,8 +389,7 @@ def self_feedback(logprobs: Array, ref_logprobs: Array, mask: Array) -> Array:
     0.5
     """
     chex.assert_equal_shape([logprobs, ref_logprobs, mask])
-    ratio = jnp.where(mask, logprobs - ref_logprobs, 0)
-    return ratio.sum() / jnp.maximum(mask.sum(), 1)
+    return live_mean(logprobs - ref_logprobs, mask)
 
 
 def easy_pairs(share: float, min_certainty: float) -> Transform:

@@ -14,7 +14,7 @@ from jrl.methods.domains import Choice, Count, Ddof, Flag, NonNegative, Positive
 from jrl.methods.group_relative import grpo
 from jrl.objectives import aggregates, ratios, segments
 from jrl.objectives.advantages import group_mean_std
-from jrl.objectives.members import Members, over_group
+from jrl.objectives.members import Members, last_token, over_group
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Stats, Surrogate, Transform
 
@@ -258,9 +258,7 @@ def rank_grpo(
 
 def _stop_tokens(batch: Batch) -> Array:
     """[N, G, T] bool: the last trained token of completions that were not cut."""
-    live = trained(batch)
-    after = jnp.cumsum(live[:, :, ::-1], axis=2)[:, :, ::-1]
-    return live & (after == 1) & jnp.expand_dims(~batch.truncated, 2)
+    return last_token(trained(batch)) & jnp.expand_dims(~batch.truncated, 2)
 
 
 def _shaping(item: Array, stop: Array, size: int, batch: Batch) -> Array:

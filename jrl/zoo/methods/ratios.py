@@ -303,7 +303,7 @@ def _with_these(values: Array, members: Array, ids: Array, before: dict) -> dict
     """
     seg = segments.segments(members, jnp.broadcast_to(ids[:, None], members.shape))
     mean = segments.mean(values, seg)
-    squares = segments.total(jnp.square(jnp.where(members, values - mean, 0)), seg)
+    squares = segments.total(jnp.square(segments.centred(values, seg)), seg)
     # All live members of a row hold the same numbers; a row without one is not written.
     count, mean, squares = (
         jnp.max(x, axis=1, where=members, initial=-jnp.inf)

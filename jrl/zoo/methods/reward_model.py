@@ -17,8 +17,16 @@ from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole
 from jrl.methods.preference import list_method
 from jrl.methods.reward_model import last_value, prm, step_ends
 from jrl.objectives import aggregates, lists, segments
+from jrl.objectives.advantages import live_mean
 from jrl.objectives.comparisons import comparable, extremes, write
-from jrl.objectives.members import Members, over_group, over_sequence, spoilt, value_output
+from jrl.objectives.members import (
+    Members,
+    last_token,
+    over_group,
+    over_sequence,
+    spoilt,
+    value_output,
+)
 from jrl.objectives.pairs import softplus
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import STATISTICS, Array, Batch, Objective, Stats, Surrogate, Transform
@@ -45,7 +53,7 @@ def safe_rlhf_cost(sign_coef: NonNegative = 1.0) -> Method:
         wrong_side = jnp.where(sign == 0, 0, softplus(-sign * values))
         ranked = softplus(values[None, :] - values[:, None])
         each = ranked + sign_coef * (wrong_side[:, None] + wrong_side[None, :])
-        value = lists.mean_over_pairs(each, ordered)
+        value = live_mean(each, ordered)
         return spoilt(value, group), lists.ranking_metrics(values, ordered)
 
     return list_method(loss, ("values",))
@@ -215,9 +223,7 @@ def peer_reviewed(first: float, last: float, steps: int) -> Transform:
 
     def margins(name: str, best: Array, worst: Array, batch: Batch) -> Array:
         """[N] float32."""
-        live = trained(batch)
-        at = live & (jnp.cumsum(live[:, :, ::-1], axis=2)[:, :, ::-1] == 1)
-        ends = jnp.where(at, batch.stats[name], 0).sum(axis=2)
+        ends = jnp.where(last_token(trained(batch)), batch.stats[name], 0).sum(axis=2)
         return jnp.where(best, ends, 0).sum(axis=1) - jnp.where(worst, ends, 0).sum(axis=1)
 
     def apply(scores: Array, batch: Batch, state: Array) -> tuple[Array, Batch, Array]:
@@ -274,7 +280,7 @@ def crm(
     def loss(group: Members) -> tuple[Array, Stats]:
         ordered, first = lists.ordered_pairs(group), group.first("pair_weight").max() > 0.5
         values = jnp.where(first, last_value(group), group.last("values_1"))
-        value = lists.mean_over_pairs(softplus(values[None, :] - values[:, None]), ordered)
+        value = live_mean(softplus(values[None, :] - values[:, None]), ordered)
         value = value * group.first("pair_share").max()
         return spoilt(value, group), lists.ranking_metrics(values, ordered)
 

@@ -36,6 +36,7 @@ from jrl.objectives import aggregates, distill, ratios, segments, transforms
 from jrl.objectives.branches import by_branch, of_members
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.members import Members, over_group
+from jrl.objectives.regularizers import term
 from jrl.objectives.transforms import correct, pass_rate, per_token, stateless
 from jrl.types import Array, Batch, Regularizer, Search, Statistic, Stats, Surrogate, Transform
 
@@ -225,8 +226,7 @@ def bounded_value_loss(coef: float) -> Regularizer:
     def value(stats: Stats, mask: Array) -> Array:
         return jnp.square(jnp.tanh(stats["values"]) - stats["returns"])
 
-    needs = frozenset({"values", "returns"})
-    return Regularizer("value_loss", value, lambda state: coef, needs=needs)
+    return term("value_loss", value, coef, "values", "returns")
 
 
 @variant(sft)

@@ -32,7 +32,7 @@ from jrl.methods.edit import of_parts
 from jrl.methods.group_relative import dapo, grpo
 from jrl.methods.policy_gradient import rloo
 from jrl.objectives import segments
-from jrl.objectives.advantages import group_mean_std
+from jrl.objectives.advantages import group_mean_std, live_mean
 from jrl.objectives.aggregates import sequence_mean
 from jrl.objectives.members import first_token
 from jrl.objectives.transforms import per_token, stateless, trained
@@ -227,8 +227,7 @@ def first_token_apart(weight: float) -> Aggregate:
         chex.assert_equal_shape([losses, mask])
         first = first_token(mask)
         rest = mask & ~first
-        others = jnp.where(rest, losses, 0).sum(axis=1) / jnp.maximum(rest.sum(axis=1), 1)
-        total = weight * jnp.where(first, losses, 0).sum(axis=1) + others
+        total = weight * jnp.where(first, losses, 0).sum(axis=1) + live_mean(losses, rest, axis=1)
         return total.sum(dtype=jnp.float32), mask.any(axis=1).sum(dtype=jnp.float32)
 
     return aggregate
@@ -399,7 +398,7 @@ def amplify(
         factor = jax.vmap(jax.vmap(factors))(*inputs, live)
         return values * (jnp.where(values < 0, 1, factor) if positive_only else factor), batch
 
-    return stateless(apply)._replace(statistics=statistics)
+    return stateless(apply, statistics=statistics)
 
 
 @variant(grpo)
