@@ -18,8 +18,7 @@ from jrl.methods.definition import published
 from jrl.methods.domains import NonNegative
 from jrl.methods.preference import list_method
 from jrl.objectives import aggregates, lists, segments
-from jrl.objectives.advantages import live_mean
-from jrl.objectives.members import Members, spoilt
+from jrl.objectives.members import Members
 from jrl.objectives.pairs import softplus
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import Array, Batch, Objective, Stats, Surrogate, Transform
@@ -54,8 +53,7 @@ def bradley_terry(
         gaps = group.score[:, None] - group.score[None, :]
         m = margin + margin_per_point * jnp.where(ordered, gaps, 0)
         each = softplus(m - high + low) + centring * jnp.square(high + low)
-        value = live_mean(each, ordered)
-        return spoilt(value, group), lists.ranking_metrics(values, ordered)
+        return lists.mean_of_pairs(each, values, group)
 
     return list_method(loss, ("values",))
 

@@ -22,6 +22,12 @@ def ordered_pairs(group: Members) -> Array:
     return both & (group.score[:, None] > group.score[None, :])
 
 
+def mean_of_pairs(each: Array, rewards: Array, group: Members) -> tuple[Array, Stats]:
+    """([] the mean of ``each`` [G, G] over all ordered pairs, metrics of the rewards [G])."""
+    pairs = ordered_pairs(group)
+    return spoilt(live_mean(each, pairs), group), ranking_metrics(rewards, pairs)
+
+
 def every_pair(
     reward: Callable[[Members], Array], loss: Callable[[Array, Array], Array]
 ) -> GroupLoss:
@@ -33,9 +39,8 @@ def every_pair(
     """
 
     def of_group(group: Members) -> tuple[Array, Stats]:
-        rewards, pairs = reward(group), ordered_pairs(group)
-        value = live_mean(loss(rewards[:, None], rewards[None, :]), pairs)
-        return spoilt(value, group), ranking_metrics(rewards, pairs)
+        rewards = reward(group)
+        return mean_of_pairs(loss(rewards[:, None], rewards[None, :]), rewards, group)
 
     return of_group
 

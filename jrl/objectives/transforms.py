@@ -388,6 +388,11 @@ def paid_rewards(values: Array, batch: Batch) -> Array:
     return earned + token_rewards(values - earned.sum(axis=2), batch)
 
 
+def rewards_by_token(values: Array, batch: Batch) -> Array:
+    """[N, G, T]: what is paid at each trained token, the rest of a score at the last; else 0."""
+    return jnp.where(trained(batch), token_rewards(paid_rewards(values, batch), batch), 0)
+
+
 def token_rewards(values: Array, batch: Batch) -> Array:
     """[N, G, T]: the values themselves, or each score at its sequence's last trained token."""
     chex.assert_rank(values, {2, 3})

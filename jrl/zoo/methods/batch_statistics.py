@@ -292,12 +292,7 @@ def brpo(
 
 
 def when_all_are_right(max_tokens: int, scale: float = 1.0, correct: float = 0.5) -> Transform:
-    """Rewards the unused part of the limit, in groups with correct answers only.
-
-    Right is a score of at least ``correct`` points; the reward is multiplied by ``scale``.
-
-        reward = 1 - len / max_tokens
-    """
+    """Rewards the unused part of the limit, in groups with correct answers only; ``concise_r``."""
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)

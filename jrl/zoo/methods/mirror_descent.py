@@ -42,14 +42,9 @@ def squared_log_ratio(tau: float) -> Surrogate:
 
 
 def ranked_in_group(scale: float = 1.0, correct: float = 0.5, start_steps: int = 0) -> Transform:
-    """Rewards short and penalises long completions of a group; only correct ones gain.
+    """Rewards short and penalises long completions of a group; see ``kimi_k1_5``.
 
-    The length reward of ``kimi_k1_5``:
-
-        lambda = 0.5 - (len - shortest) / (longest - shortest)
-        reward = lambda for a right answer, min(0, lambda) for a wrong one
-
-    and 0 for all when the group's lengths are equal.
+    0 for all when the group's lengths are equal.
 
     Args:
       scale: what the reward is multiplied by, points.

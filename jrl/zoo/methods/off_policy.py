@@ -297,11 +297,8 @@ def recent_groups(share: float, window: int, until: int) -> Edit:
 def recentred_clip(low: float = 0.2, high: float = 0.2) -> ratios.Rule:
     """PPO's clip centred on where the policy stood at the start of the step, for old samples.
 
-        c_t = pi_start_t / mu_t,  loss_t = -min(r_t A_t, clip(r_t, c_t - low, c_t + high) A_t)
-
-    mu is the policy that sampled the token. A stale sample may move as far as a fresh one, where a
-    clip around 1 would already have cut its gradient. For fresh samples c is 1. The clip of
-    ``remix``.
+    A stale sample may move as far as a fresh one, where a clip around 1 would already have cut its
+    gradient. For fresh samples the centre is 1. See ``remix``.
     """
 
     def bounds(stats: Stats) -> tuple[Array, Array]:

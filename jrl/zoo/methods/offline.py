@@ -68,7 +68,7 @@ def _values_learner(
     """A method whose loss reads rewards by token, ``points`` of (rewards [T], mask [T])."""
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
-        rewards = transforms.token_rewards(transforms.paid_rewards(scores, batch), batch)
+        rewards = transforms.rewards_by_token(scores, batch)
         return jax.vmap(jax.vmap(points))(rewards, transforms.trained(batch)), batch
 
     advantage: Transform = transforms.stateless(apply)
@@ -194,8 +194,8 @@ def value_by_step(batch: Batch) -> tuple[Array, Array]:
 
 def outcomes(values: Array, batch: Batch) -> tuple[Array, Array, Batch]:
     """Points of each token's step [N, G, T], scores [N, G], and success as "returns"."""
-    rewards = transforms.token_rewards(transforms.paid_rewards(values, batch), batch)
-    score = jnp.where(transforms.trained(batch), rewards, 0).sum(axis=2)
+    rewards = transforms.rewards_by_token(values, batch)
+    score = rewards.sum(axis=2)
     won = jnp.where(jnp.isnan(score), score, score > 0)
     returns = transforms.per_token(won, batch)
     batch = batch.replace(stats={**batch.stats, "returns": returns})

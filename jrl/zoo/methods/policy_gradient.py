@@ -171,7 +171,7 @@ def own_steps() -> Transform:
     """
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        rewards = transforms.token_rewards(transforms.paid_rewards(values, batch), batch)
+        rewards = transforms.rewards_by_token(values, batch)
         return segments.total(rewards, segments.steps(batch)), batch
 
     return transforms.stateless(apply)

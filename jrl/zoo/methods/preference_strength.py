@@ -21,7 +21,7 @@ from jrl.methods.schedule import Ahead
 from jrl.objectives import aggregates, comparisons, lists
 from jrl.objectives.advantages import live_mean
 from jrl.objectives.comparisons import comparable
-from jrl.objectives.members import Members, over_group, spoilt
+from jrl.objectives.members import Members, over_group
 from jrl.objectives.pairs import softplus
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Objective, Statistic, Stats, Surrogate, Transform
@@ -52,8 +52,7 @@ def preference_strength(form: Annotated[str, Choice(("soft", "margin"))] = "soft
         p = jax.nn.sigmoid(strength)
         soft = p * softplus(-d) + (1 - p) * softplus(d)
         each = soft if form == "soft" else softplus(strength - d)
-        value = live_mean(each, ordered)
-        return spoilt(value, group), lists.ranking_metrics(values, ordered)
+        return lists.mean_of_pairs(each, values, group)
 
     return list_method(loss, ("values",))
 

@@ -120,10 +120,9 @@ def sapo_soft(
 def gamma(
     power_positive: float, rate_positive: float, power_negative: float, rate_negative: float
 ) -> ratios.Rule:
-    """``weight`` r^k exp(rate (1 - r)), with k and rate by the sign of the advantage.
+    """``vespo``'s weight of the ratio of a whole sequence, 1 for a ratio of 1.
 
-    The weight of ``vespo``, with ``product`` as the ratio; that of ratio 1 is 1. An advantage of 0
-    counts as positive; log r is held between log 1e-8 and 20 nats, as in TRL.
+    An advantage of 0 counts as positive; log r is held between log 1e-8 and 20 nats, as in TRL.
     """
 
     def function(log_ratio: Array, advantages: Array, *_: Any) -> tuple[Array, Stats]:

@@ -17,7 +17,6 @@ from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole
 from jrl.methods.preference import list_method
 from jrl.methods.reward_model import last_value, prm, step_ends
 from jrl.objectives import aggregates, lists, segments
-from jrl.objectives.advantages import live_mean
 from jrl.objectives.comparisons import comparable, extremes, write
 from jrl.objectives.members import (
     Members,
@@ -48,13 +47,11 @@ def safe_rlhf_cost(sign_coef: NonNegative = 1.0) -> Method:
     """
 
     def loss(group: Members) -> tuple[Array, Stats]:
-        values, ordered = last_value(group), lists.ordered_pairs(group)
-        sign = jnp.sign(group.score)
+        values, sign = last_value(group), jnp.sign(group.score)
         wrong_side = jnp.where(sign == 0, 0, softplus(-sign * values))
         ranked = softplus(values[None, :] - values[:, None])
         each = ranked + sign_coef * (wrong_side[:, None] + wrong_side[None, :])
-        value = live_mean(each, ordered)
-        return spoilt(value, group), lists.ranking_metrics(values, ordered)
+        return lists.mean_of_pairs(each, values, group)
 
     return list_method(loss, ("values",))
 
@@ -278,11 +275,11 @@ def crm(
     """
 
     def loss(group: Members) -> tuple[Array, Stats]:
-        ordered, first = lists.ordered_pairs(group), group.first("pair_weight").max() > 0.5
+        first = group.first("pair_weight").max() > 0.5
         values = jnp.where(first, last_value(group), group.last("values_1"))
-        value = live_mean(softplus(values[None, :] - values[:, None]), ordered)
-        value = value * group.first("pair_share").max()
-        return spoilt(value, group), lists.ranking_metrics(values, ordered)
+        each = softplus(values[None, :] - values[:, None])
+        value, metrics = lists.mean_of_pairs(each, values, group)
+        return value * group.first("pair_share").max(), metrics
 
     surrogate = over_group(loss, ("values", "pair_weight", "pair_share"))._replace(
         statistics=(value_output(1),)

@@ -23,7 +23,14 @@ from jrl.objectives import segments
 from jrl.objectives.advantages import group_mean_std, mean_centred
 from jrl.objectives.aggregates import token_mean
 from jrl.objectives.segments import Segments, at_step_start, step_ids, step_starts
-from jrl.objectives.transforms import paid_rewards, per_token, stateless, token_rewards, trained
+from jrl.objectives.transforms import (
+    paid_rewards,
+    per_token,
+    rewards_by_token,
+    stateless,
+    token_rewards,
+    trained,
+)
 from jrl.types import Array, Batch, Transform
 
 # ---------------------------------------------------------------- steps
@@ -194,7 +201,7 @@ def turn_returns(discount: float, normalise: bool) -> Transform:
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live, steps = trained(batch), step_ids(batch)
-        rewards = jnp.where(live, token_rewards(paid_rewards(values, batch), batch), 0)
+        rewards = rewards_by_token(values, batch)
         one = partial(step_returns, discount=discount)
         returns = jax.vmap(jax.vmap(one))(rewards, steps, live)
         if normalise:
@@ -336,7 +343,7 @@ def normalised_turns(discount: float, eps: float, ddof: int) -> Transform:
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live, steps = trained(batch), step_ids(batch)
-        rewards = jnp.where(live, token_rewards(paid_rewards(values, batch), batch), 0)
+        rewards = rewards_by_token(values, batch)
         starts = jax.vmap(jax.vmap(step_starts))(steps, live)  # a turn counts once
         earned = segments.total(rewards, segments.steps(batch))
         turns = segments.segments(starts, jnp.arange(live.shape[0])[:, None, None])
