@@ -282,10 +282,10 @@ def test_public_names_lead_to_their_modules(package):
 
 def test_dir_shows_public_names_alone():
     assert {"fit", "generate", "make_step", "objectives", "methods"} <= {*dir(jrl)}
-    for package in (jrl, jrl.train, jrl.models, jrl.methods):
-        assert not {"Any", "TYPE_CHECKING", "annotations", "importlib", "lazy_names"} & {
-            *dir(package)
-        }
+    assert {"Evaluator", "searching"} <= {*dir(jrl.evaluate)}
+    for package in (jrl, jrl.train, jrl.models, jrl.methods, jrl.evaluate, jrl.rewards):
+        imports = {"Any", "Callable", "TYPE_CHECKING", "annotations", "importlib", "lazy_names"}
+        assert not imports & {*dir(package)}
 
 
 def test_methods_and_losses_are_two_dots_away():

@@ -43,6 +43,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """The public names, without those that the module imports."""
+    names = {name for name, x in globals().items() if getattr(x, "__module__", "") == __name__}
+    return sorted({*names, *_LATER} - {"__getattr__", "__dir__"})
+
+
 class Evaluation(NamedTuple):
     """Result of an evaluation.
 

@@ -6,14 +6,14 @@ v_i is the value at completion i's last token, s_i its score in the data.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import UserError
 from jrl.methods.base import Method, against_others
 from jrl.methods.definition import published, variant
-from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole
+from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Range, Whole
 from jrl.methods.preference import list_method
 from jrl.methods.reward_model import last_value, prm, step_ends
 from jrl.objectives import aggregates, lists, segments
@@ -141,7 +141,8 @@ def sorm(base: Method) -> Method:
 # ---------------------------------------------------------------- HelpSteer2
 
 
-MOST_ATTRIBUTES = sum(name.startswith("attribute_") for name in STATISTICS)
+_MOST = sum(name.startswith("attribute_") for name in STATISTICS)
+Attributes = Annotated[int, Range(1, _MOST, whole=True)]
 
 
 def with_attributes(count: int) -> Transform:
@@ -156,18 +157,12 @@ def with_attributes(count: int) -> Transform:
 
 
 def attribute_names(count: int) -> list[str]:
-    """Their statistics.
-
-    Raises:
-      UserError: they are too many.
-    """
-    if count > MOST_ATTRIBUTES:
-        raise UserError(f"objective.attributes = {count}; give 1 to {MOST_ATTRIBUTES}")
+    """Their statistics."""
     return [f"attribute_{k}" for k in range(count)]
 
 
 @published
-def helpsteer2_regression(attributes: Count = 5) -> Method:
+def helpsteer2_regression(attributes: Attributes = 5) -> Method:
     """A reward model of several attributes, each learned by the square of its error.
 
     "HelpSteer2: Open-source dataset for training top-performing reward models" (arXiv:2406.08673),
