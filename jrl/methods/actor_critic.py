@@ -31,14 +31,12 @@ def credited(
     kl_coef: float,
     kl_kind: str,
     kl_target: float | None,
-    rewards: Transform | None = None,
 ) -> Transform:
     """Advantages by token: rewards where they were paid, less the divergence, estimate, whitening.
 
-    The coefficients are those of ``ppo``; ``estimates`` goes from rewards to advantages, and
-    ``rewards`` from scores to rewards by token, ``transforms.paid`` unless given.
+    The coefficients are those of ``ppo``; ``estimates`` goes from rewards to advantages.
     """
-    steps = [transforms.paid() if rewards is None else rewards]
+    steps = [transforms.paid()]
     if not is_zero(kl_coef):
         coef = kl_coef if kl_target is None else AdaptiveCoef(kl_coef, kl_target)
         steps.append(transforms.kl_in_reward(kl_kind, coef))

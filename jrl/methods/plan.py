@@ -110,15 +110,6 @@ class Plan(NamedTuple):
 # ---------------------------------------------------------------- pieces
 
 
-def each(**how: Any) -> Callable[[Asks, StepView], Asks]:
-    """A ``Plan.first`` that sets fields of the run's ask, such as ``tree``."""
-
-    def first(asks: Asks, view: StepView) -> Asks:
-        return tuple(ask.replace(**how) for ask in asks)
-
-    return first
-
-
 def also(asks: Asks, count: int, **how: Any) -> Ask:
     """``count`` further members of the run's tickets, numbered after those of all asks.
 

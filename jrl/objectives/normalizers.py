@@ -97,8 +97,8 @@ def exponential_weights(temperature: float = 1.0, cap: float = 20.0) -> Transfor
     return stateless(apply)
 
 
-def mark_positive(threshold: float = 0.0) -> Transform:
-    """Marks the tokens of completions whose score is above ``threshold``; put it first.
+def mark_positive() -> Transform:
+    """Marks the tokens of completions whose score is above 0; put it first.
 
     Writes the statistic "positive": on the trained tokens of those completions the number of all
     trained tokens of the batch over the number of these, and 0 elsewhere. A mean over all tokens
@@ -108,7 +108,7 @@ def mark_positive(threshold: float = 0.0) -> Transform:
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
         live = trained(batch)
-        chosen = live & jnp.expand_dims(values > threshold, 2)
+        chosen = live & jnp.expand_dims(values > 0, 2)
         weight = live.sum() / jnp.maximum(chosen.sum(), 1)
         positive = jnp.where(chosen, weight, 0).astype(jnp.float32)
         return values, batch.replace(stats={**batch.stats, "positive": positive})

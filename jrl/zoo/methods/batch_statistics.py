@@ -24,7 +24,7 @@ from jrl.methods.domains import (
     Fraction,
     NonNegative,
     Positive,
-    Range,
+    Share,
     check_band,
 )
 from jrl.methods.edit import refill
@@ -474,8 +474,8 @@ def riskpo(
     base: Method,
     eps: Positive,
     bundle: Count = 5,
-    level_low: Annotated[float, Range(0.0, 1.0, open_low=True)] = 0.2,
-    level_high: Annotated[float, Range(0.0, 1.0, open_low=True)] = 0.8,
+    level_low: Share = 0.2,
+    level_high: Share = 0.8,
     tail_weight: NonNegative = 1.5,
     quantile_rate: NonNegative = 0.1,
     quantiles: Annotated[str, Choice(QUANTILES)] = "track",

@@ -321,7 +321,7 @@ problem of the same "prompt" id, 0 for one that asks for its solution; [N, G], o
 the predicted length in tokens and the predicted number of right answers, -1 without a valid one."""
 
 
-def prediction_rewards(passes: int, above: float, base: float = 0.01) -> Transform:
+def prediction_rewards(passes: int, above: float) -> Transform:
     """Scores of meta completions: how well they foretell the solutions of the same problem.
 
     ``passes`` right answers are a pass rate of 1. Scores of solutions are left as they are; without
@@ -338,7 +338,7 @@ def prediction_rewards(passes: int, above: float, base: float = 0.01) -> Transfo
         length = (guess > about.shortest) & (guess < about.longest)
         prediction = batch.ids["predicted_passes"]
         error = jnp.abs(prediction / passes - about.rate)
-        difficulty = jnp.where((prediction >= 0) & (about.solutions > 0), base**error, 0)
+        difficulty = jnp.where((prediction >= 0) & (about.solutions > 0), 0.01**error, 0)
         scored = (values + length + difficulty) / 3
         # A NaN among the solutions is what they were scored against.
         return jnp.where(meta, scored + 0 * about.rate, values), batch

@@ -25,7 +25,7 @@ from jrl.methods.domains import (
     Flag,
     NonNegative,
     Positive,
-    Range,
+    Share,
     Tokens,
     check_band,
 )
@@ -39,7 +39,6 @@ from jrl.objectives.regularizers import term
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Regularizer, Statistic, Stats, Transform
 
-Share = Annotated[float, Range(0.0, 1.0, open_low=True)]
 TINY = 1e-8
 
 # ---------------------------------------------------------------- Confucius3-Math

@@ -391,14 +391,14 @@ def drop_covariant(fraction: float = 2e-4, low: float = 1.0, high: float = 5.0) 
     return stateless(apply, frozenset({"proximal_logprobs"}))
 
 
-def mark_covariant(fraction: float = 2e-4, name: str = "marked") -> Transform:
-    """Writes a statistic that is 1 at the tokens of the largest covariance, 0 elsewhere."""
+def mark_covariant(fraction: float = 2e-4) -> Transform:
+    """Writes the statistic "marked", 1 at the tokens of the largest covariance, 0 elsewhere."""
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         values, covariance = _covariance(values, batch)
         chosen = _first(-covariance, trained(batch), fraction, batch)
         marks = chosen.astype(jnp.float32)
-        return values, batch.replace(stats={**batch.stats, name: marks})
+        return values, batch.replace(stats={**batch.stats, "marked": marks})
 
     return stateless(apply, frozenset({"proximal_logprobs"}))
 

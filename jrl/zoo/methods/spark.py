@@ -243,11 +243,7 @@ def spark(
     return base.with_(
         plan=Plan(next=plan.next, rounds=1, prompts=_room(share), tokens=question_tokens),
         rewards=plan.rewards,
-        edits=(Edit(Stateless(), _unedited, _room(share)),),
+        # Nothing is edited: it is there for the room that questions take in a batch.
+        edits=(Edit(Stateless(), lambda state, groups, view: (groups, state), _room(share)),),
         needs=base.needs | {"questions"},
     )
-
-
-def _unedited(state: Any, groups: Any, view: Any) -> tuple[Any, Any]:
-    """All groups: the edit is there for the room that questions take in a batch."""
-    return groups, state
