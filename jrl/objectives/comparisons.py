@@ -146,7 +146,7 @@ def write(batch: Batch, name: str, values: Array) -> Batch:
     """
     values = jnp.broadcast_to(values, batch.members.shape)
     spread = jnp.broadcast_to(jnp.expand_dims(values, 2), batch.mask.shape)
-    return batch.replace(stats={**batch.stats, name: spread.astype(jnp.float32)})
+    return batch.with_stats(**{name: spread.astype(jnp.float32)})
 
 
 def start_log_ratio(batch: Batch) -> Array:

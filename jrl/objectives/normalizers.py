@@ -111,6 +111,6 @@ def mark_positive() -> Transform:
         chosen = live & jnp.expand_dims(values > 0, 2)
         weight = live.sum() / jnp.maximum(chosen.sum(), 1)
         positive = jnp.where(chosen, weight, 0).astype(jnp.float32)
-        return values, batch.replace(stats={**batch.stats, "positive": positive})
+        return values, batch.with_stats(positive=positive)
 
     return stateless(apply)

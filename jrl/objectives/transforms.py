@@ -299,7 +299,7 @@ def gae(
         advantages, returns = jax.vmap(jax.vmap(one))(
             token_rewards(values, batch), batch.stats["rollout_values"], trained(batch)
         )
-        return advantages, batch.replace(stats={**batch.stats, "returns": returns})
+        return advantages, batch.with_stats(returns=returns)
 
     return stateless(apply, frozenset({"rollout_values"}))
 

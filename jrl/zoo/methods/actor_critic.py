@@ -144,7 +144,7 @@ def against_policy(transform: Transform, name: str) -> Transform:
 
     def apply(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
         original = {n: x for n, x in batch.stats.items() if n == "ref_logprobs"}
-        renamed = batch.replace(stats={**batch.stats, "ref_logprobs": batch.stats[source]})
+        renamed = batch.with_stats(ref_logprobs=batch.stats[source])
         values, renamed, state = transform.apply(values, renamed, state)
         rest = {n: x for n, x in renamed.stats.items() if n != "ref_logprobs"}
         return values, renamed.replace(stats={**rest, **original}), state

@@ -275,7 +275,7 @@ def entropy_history(turns: int, total_steps: int, low: float = 0.0, high: float 
         count = history.times + (number > 0)
         step = jnp.where(number > 0, turn_entropy - history.mean, 0) / jnp.maximum(count, 1)
         history = TurnHistory(history.mean + step, count, history.steps + 1)
-        return values, batch.replace(stats={**batch.stats, **stats}), history
+        return values, batch.with_stats(**stats), history
 
     return Transform(init, apply, needs=frozenset({"rollout_entropy"}))
 

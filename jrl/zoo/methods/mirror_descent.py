@@ -187,7 +187,7 @@ def path_returns() -> Transform:
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         returns, batch, _ = reward_to_go().apply(values, batch, ())
-        return returns, batch.replace(stats={**batch.stats, "returns": returns})
+        return returns, batch.with_stats(returns=returns)
 
     return stateless(apply)
 

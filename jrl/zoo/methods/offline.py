@@ -198,7 +198,7 @@ def outcomes(values: Array, batch: Batch) -> tuple[Array, Array, Batch]:
     score = rewards.sum(axis=2)
     won = jnp.where(jnp.isnan(score), score, score > 0)
     returns = transforms.per_token(won, batch)
-    batch = batch.replace(stats={**batch.stats, "returns": returns})
+    batch = batch.with_stats(returns=returns)
     return segments.total(rewards, segments.steps(batch)), score, batch
 
 

@@ -246,7 +246,7 @@ def changed_token_weights(gamma: float) -> Transform:
 
         # One group at a time: the table of lengths is T by T.
         weights = jax.lax.map(lambda x: one(*x), (batch.tokens, live, best, worst))
-        return scores, batch.replace(stats={**batch.stats, "token_weight": weights})
+        return scores, batch.with_stats(token_weight=weights)
 
     return stateless(apply)
 

@@ -94,7 +94,7 @@ def with_tie_breakers() -> Transform:
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         tie_breaker = per_token((batch.ids["tie_breaker"] & 0xFFFFFF).astype(jnp.float32), batch)
-        return values, batch.replace(stats={**batch.stats, "tie_breaker": tie_breaker})
+        return values, batch.with_stats(tie_breaker=tie_breaker)
 
     return stateless(apply)
 

@@ -398,7 +398,7 @@ def mark_covariant(fraction: float = 2e-4) -> Transform:
         values, covariance = _covariance(values, batch)
         chosen = _first(-covariance, trained(batch), fraction, batch)
         marks = chosen.astype(jnp.float32)
-        return values, batch.replace(stats={**batch.stats, "marked": marks})
+        return values, batch.with_stats(marked=marks)
 
     return stateless(apply, frozenset({"proximal_logprobs"}))
 

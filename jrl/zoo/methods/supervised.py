@@ -214,7 +214,7 @@ def tree_targets(correct: float) -> Transform:
             returns = 2 * batch.stats["node_value"] - 1
         if "step_labels" in batch.stats:  # of the rows of a search: the chance of a right answer
             returns = 2 * batch.stats["step_labels"] - 1
-        batch = batch.replace(stats={**batch.stats, "returns": returns})
+        batch = batch.with_stats(returns=returns)
         return jnp.where(jnp.isnan(scores), scores, right), batch
 
     return transforms.stateless(apply)
