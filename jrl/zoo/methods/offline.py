@@ -18,7 +18,7 @@ from jrl.methods.definition import published, variant
 from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole, check_band, is_zero
 from jrl.methods.plan import Plan
 from jrl.methods.replays import replay_share
-from jrl.methods.schedule import refreshed, towards
+from jrl.methods.schedule import refreshed
 from jrl.methods.supervised import sft
 from jrl.objectives import advantages, aggregates, ratios, segments, transforms
 from jrl.objectives.members import first_token
@@ -26,7 +26,7 @@ from jrl.objectives.regularizers import term
 from jrl.types import Array, Batch, Objective, Regularizer, Statistic, Stats, Surrogate, Transform
 from jrl.zoo.methods.rounds import written_problems
 from jrl.zoo.methods.supervised import best_of_batch
-from jrl.zoo.networks.token_values import TokenValues
+from jrl.zoo.networks.token_values import TokenValues, towards
 
 # What a network with token values shows of ONE token, by name, and the token -> a number.
 

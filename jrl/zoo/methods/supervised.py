@@ -5,6 +5,8 @@ In formulas with y it is 1 for a right answer, a score above ``above``, and 0 fo
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import chex
@@ -28,7 +30,7 @@ from jrl.methods.domains import (
     is_zero,
 )
 from jrl.methods.edit import Edit, refill
-from jrl.methods.plan import Plan, by_policy, frozen_copy, stored_apart
+from jrl.methods.plan import Plan, Policy, StepView, stored_apart
 from jrl.methods.replays import replay_share
 from jrl.methods.schedule import copies, every, restart
 from jrl.methods.supervised import sft
@@ -39,6 +41,7 @@ from jrl.objectives.members import Members, over_group
 from jrl.objectives.regularizers import term
 from jrl.objectives.transforms import correct, pass_rate, per_token, stateless
 from jrl.types import Array, Batch, Regularizer, Search, Statistic, Stats, Surrogate, Transform
+from jrl.types.asks import Asks
 
 BelowOne = Annotated[float, Range(-10.0, 0.999)]
 
@@ -137,6 +140,28 @@ def middle_steps(low: float, high: float, success: float) -> Transform:
         return _imitated(scores), batch.replace(mask=won & inside)
 
     return transforms.stateless(apply, frozenset({"sampler_logprobs"}))
+
+
+def frozen_copy(name: str, every: int) -> Policy:
+    """The copy of the policy that a run freezes every so many steps under this name."""
+    return Policy(name, lambda state: state.frozen[name], lambda step: step - step % every)
+
+
+@dataclasses.dataclass(frozen=True)
+class by_policy:
+    """A ``Plan.first`` whose members are sampled by another policy.
+
+    Attributes:
+      name: of ``Plan.policies``.
+      first: what the asks are; as a plan has it.
+    """
+
+    name: str
+    first: Callable[[Asks, StepView], Asks] = unchanged
+
+    def __call__(self, asks: Asks, view: StepView) -> Asks:
+        """The asks of ``first``, by this policy."""
+        return tuple(ask.replace(policy=self.name) for ask in self.first(asks, view))
 
 
 @variant(sft)
