@@ -16,7 +16,7 @@ _FIRST = 10
 def _shares(
     samples: list[Sample], seconds: tuple[float, float], memory_mib: float, stop: bool
 ) -> list[list[bool]]:
-    """Which of its row's tests each program passes; seconds are of a test and of all."""
+    """Tests of its row that each program passes; seconds are of a test and of all."""
     testing = Testing("", "python", "language", *seconds, memory_mib, 1024.0, 0, 1e-6)
     passed = []
     for sample in samples:
