@@ -239,6 +239,11 @@ def kl_term(kind: str, coef: float) -> tuple[Regularizer, ...]:
     return () if is_zero(coef) else (regularizers.kl_in_loss(kind, coef),)
 
 
+def entropy_term(coef: float) -> tuple[Regularizer, ...]:
+    """A bonus for entropy as a loss term; none at 0."""
+    return () if is_zero(coef) else (regularizers.entropy_bonus(coef),)
+
+
 def kl_penalty(kind: str, coef: float, level: str = "token") -> tuple[Transform, ...]:
     """The divergence taken out of the reward; no step and no reference at 0."""
     return () if is_zero(coef) else (transforms.kl_in_reward(kind, coef, level=level),)

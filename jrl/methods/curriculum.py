@@ -230,8 +230,3 @@ def put_rows(values: Array, outcome: Outcome, new: Array) -> Array:
     """
     at = jnp.where(outcome.live, outcome.row, values.shape[0])
     return values.at[at].set(new.astype(values.dtype), mode="drop")
-
-
-def add_rows(values: Array, at: Array, amount: Array, live: Array) -> Array:
-    """``values`` with ``amount`` [m] added at ``at`` [m] where ``live`` [m]."""
-    return values.at[jnp.where(live, at, values.shape[0])].add(amount, mode="drop")

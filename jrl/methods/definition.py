@@ -175,8 +175,7 @@ class Published:
         doc = " ".join((self.__doc__ or "").split())
         if (another := _ANOTHERS.search(doc)) is None:
             return paper_of(doc)
-        name, beside = another[1], self._globals
-        first = beside[name] if name in beside else all_methods().get(name)
+        first = self._globals.get(another[1]) or all_methods().get(another[1])
         return first._source if isinstance(first, Published) else paper_of(doc)
 
     @property

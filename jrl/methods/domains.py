@@ -82,6 +82,7 @@ Domain = Range | Choice | Switch
 NonNegative = Annotated[float, Range(0.0)]
 Positive = Annotated[float, Range(0.0, open_low=True)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
+Share = Annotated[float, Range(0.0, 1.0, open_low=True)]
 AtLeastOne = Annotated[float, Range(1.0)]
 Count = Annotated[int, Range(1, whole=True)]
 Tokens = Annotated[int, Range(0, whole=True)]

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jrl.errors import UserError
@@ -129,19 +130,23 @@ def fill(groups: Any, where: Array, rows: Any, available: Array) -> Any:
     """
     if not rows:  # of a store on the host that has never held any
         return with_members(groups, {}, jnp.zeros(groups.use.shape, bool))
-    k = available.shape[1]
-    place = jnp.cumsum(where, axis=1) - 1
-    number = jnp.clip(place, 0, k - 1)
-    filled = where & (place < k) & jnp.take_along_axis(available, number, axis=1)
+    number, filled = jax.vmap(_places)(jnp.asarray(where), jnp.asarray(available))
+    rows, put = _renumbered(groups, rows), jax.vmap(_put)
+    merged = {n: put(x, rows[n], number, filled) for n, x in members_of(groups).items()}
+    return with_members(groups, merged, filled)
 
-    def put(old: Array, new: Array) -> Array:
-        at = number.reshape(*number.shape, *(1,) * (old.ndim - 2))
-        flags = filled.reshape(at.shape)
-        return jnp.where(flags, jnp.take_along_axis(new, at, axis=1).astype(old.dtype), old)
 
-    rows = _renumbered(groups, rows)
-    recorded = members_of(groups)
-    return with_members(groups, {n: put(x, rows[n]) for n, x in recorded.items()}, filled)
+def _places(where: Array, available: Array) -> tuple[Array, Array]:
+    """(the stored row [n] of each place, whether it gets one [n]); places in their order."""
+    most, place = available.shape[0], jnp.cumsum(where) - 1
+    number = jnp.clip(place, 0, most - 1)
+    return number, where & (place < most) & available[number]
+
+
+def _put(old: Array, new: Array, number: Array, filled: Array) -> Array:
+    """Rows [n, ...], those that are filled from row ``number`` of ``new`` [K, ...]."""
+    flags = filled.reshape(-1, *(1,) * (old.ndim - 1))
+    return jnp.where(flags, new[number].astype(old.dtype), old)
 
 
 def _renumbered(groups: Any, rows: Any) -> Any:
@@ -194,17 +199,8 @@ def fill_groups(groups: Any, where: Array, rows: Any, available: Array) -> Any:
     """
     if not rows:
         return with_members(groups, {}, jnp.zeros(groups.use.shape, bool))
-    k = available.shape[0]
-    place = jnp.cumsum(where) - 1
-    number = jnp.clip(place, 0, k - 1)
-    filled = where & (place < k) & available[number]
-
-    def put(old: Array, new: Array) -> Array:
-        flags = filled.reshape(-1, *(1,) * (old.ndim - 1))
-        return jnp.where(flags, new[number].astype(old.dtype), old)
-
-    recorded = groups_of(groups)
-    merged = {n: put(x, rows[n]) for n, x in recorded.items()}
+    number, filled = _places(where, jnp.asarray(available))
+    merged = {n: _put(x, rows[n], number, filled) for n, x in groups_of(groups).items()}
     members = filled[:, None] & merged["selected"]
     groups = with_members(groups, merged, members)
     return groups.replace(ticket=jnp.where(filled, STORED, groups.ticket))

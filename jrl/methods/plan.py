@@ -73,11 +73,6 @@ def nothing(size: int) -> int:
     return 0
 
 
-def frozen_copy(name: str, every: int) -> Policy:
-    """The copy of the policy that a run freezes every so many steps under this name."""
-    return Policy(name, lambda state: state.frozen[name], lambda step: step - step % every)
-
-
 class Plan(NamedTuple):
     """The members that a training step samples.
 
@@ -108,15 +103,6 @@ class Plan(NamedTuple):
 
 
 # ---------------------------------------------------------------- pieces
-
-
-def each(**how: Any) -> Callable[[Asks, StepView], Asks]:
-    """A ``Plan.first`` that sets fields of the run's ask, such as ``tree``."""
-
-    def first(asks: Asks, view: StepView) -> Asks:
-        return tuple(ask.replace(**how) for ask in asks)
-
-    return first
 
 
 def also(asks: Asks, count: int, **how: Any) -> Ask:
@@ -173,23 +159,6 @@ def new(count: Any, entries: int, group: int, **how: Any) -> Ask:
     zeros = jnp.zeros(entries, jnp.int32)
     members = jnp.where(live, group, 0).astype(jnp.int32)
     return Ask(**{"ticket": None, "row": None, **how}, first=zeros, count=members, width=group)
-
-
-@dataclasses.dataclass(frozen=True)
-class by_policy:
-    """A ``Plan.first`` whose members are sampled by another policy.
-
-    Attributes:
-      name: of ``Plan.policies``.
-      first: what the asks are; as a plan has it.
-    """
-
-    name: str
-    first: Callable[[Asks, StepView], Asks] = unchanged
-
-    def __call__(self, asks: Asks, view: StepView) -> Asks:
-        """The asks of ``first``, by this policy."""
-        return tuple(ask.replace(policy=self.name) for ask in self.first(asks, view))
 
 
 def greedy_baseline(asks: Asks, view: StepView) -> Asks:

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jrl.methods.base import Method
-from jrl.methods.definition import published, variant
-from jrl.methods.domains import NonNegative, Positive
+from jrl.methods.definition import published
+from jrl.methods.domains import NonNegative
 from jrl.methods.preference import list_method
 from jrl.objectives import aggregates, lists, segments
-from jrl.objectives.members import Members, spoilt
+from jrl.objectives.members import Members
 from jrl.objectives.pairs import softplus
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import Array, Batch, Objective, Stats, Surrogate, Transform
@@ -53,43 +53,9 @@ def bradley_terry(
         gaps = group.score[:, None] - group.score[None, :]
         m = margin + margin_per_point * jnp.where(ordered, gaps, 0)
         each = softplus(m - high + low) + centring * jnp.square(high + low)
-        value = lists.mean_over_pairs(each, ordered)
-        return spoilt(value, group), lists.ranking_metrics(values, ordered)
+        return lists.mean_of_pairs(each, values, group)
 
     return list_method(loss, ("values",))
-
-
-@published
-def plackett_luce() -> Method:
-    """The likelihood of a complete ranking: each completion is chosen before all those below it.
-
-    "The Analysis of Permutations" (Plackett, 1975; not on arXiv):
-
-        loss = - sum over k of log[ exp(v_k) / (exp(v_k) + sum over i below k of exp(v_i)) ]
-
-    the mean over groups. Departures: completions of one score are in no order: neither is below the
-    other.
-    """
-
-    def loss(group: Members) -> tuple[Array, Stats]:
-        values, ordered = last_value(group), lists.ordered_pairs(group)
-        value = spoilt(lists.list_nll(values, ordered), group)
-        return value, lists.ranking_metrics(values, ordered)
-
-    return list_method(loss, ("values",))
-
-
-@published
-def margin_ranking(margin: Positive = 1.0) -> Method:
-    """A hinge on the difference of two values.
-
-    The loss of "Large Margin Rank Boundaries for Ordinal Regression" (Herbrich, Graepel and
-    Obermayer, 2000; not on arXiv), the mean over a group's pairs of unequal scores:
-
-        loss = max(0, margin - (v_w - v_l))
-    """
-    hinge = lists.every_pair(last_value, lambda high, low: jnp.maximum(0, margin - (high - low)))
-    return list_method(hinge, ("values",))
 
 
 def step_ends() -> Transform:
@@ -156,88 +122,3 @@ def prm() -> Method:
     return Method(
         Objective(step_ends(), step_cross_entropy(), aggregates.token_mean),
     )
-
-
-def quality_values(rewards: Array, steps: Array, mask: Array) -> Array:
-    """[T]: ``rest_mcts``' value after each token's step of ONE sequence, from process rewards."""
-    starts = segments.step_starts(steps, mask)
-    left = starts.sum() - jnp.cumsum(starts)  # steps after this one
-
-    def on(value: Array, now: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        reward, start, distance = now
-        updated = jnp.maximum(value + (1 - value) / (distance + 1) * reward, 0)
-        value = jnp.where(start, updated, value)
-        return value, value
-
-    first = segments.at_step_start(rewards, steps, mask)
-    values: Array
-    _, values = jax.lax.scan(on, jnp.zeros(()), (first, starts, left * 1.0))
-    return jnp.where(mask, values, 0)
-
-
-def step_qualities() -> Transform:
-    """``step_ends``, with the labels r mapped to ``quality_values`` of 2 r - 1."""
-    ends = step_ends()
-
-    def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
-        labels, edited, state = ends.apply(scores, batch, state)
-        live, steps = trained(batch), segments.step_ids(batch)
-        last = jnp.where(trained(edited), labels, 0)
-        label = segments.total(last, segments.steps(batch))  # from the step's end to its tokens
-        values = jax.vmap(jax.vmap(quality_values))(2 * label - 1, steps, live)
-        return values, edited, state
-
-    return ends._replace(apply=apply)
-
-
-def step_squares() -> Surrogate:
-    """The squared error of each token's value; the advantages are the targets."""
-
-    def apply(stats: Stats, targets: Array, mask: Array) -> tuple[Array, Stats]:
-        return jnp.square(stats["values"] - targets), {"target": targets}
-
-    return Surrogate(apply, frozenset({"values"}))
-
-
-@variant(prm)
-def meds3(base: Method) -> Method:
-    """A process reward model on the steps of a search tree, with chances of success as labels.
-
-    The reward model of "MedS^3: Towards Medical Small Language Models with Self-Evolved Slow
-    Thinking" (arXiv:2501.12051). A tree is grown by
-
-        argmax over children of v + 2 sqrt(ln N(parent) / N),   those never visited first
-
-    (``episodes.tree.uct``), finished paths left alone, v_k being the share of right endings behind
-    step k. Paths that end rightly train the policy (``sft``), and all paths this model, on both
-    sides:
-
-        loss = - mean over steps of [ v_k log sigmoid(V_k) + (1 - v_k) log sigmoid(-V_k) ]
-
-    which is the loss of ``prm`` with soft labels: "step_values" of the rows that
-    ``episodes.tree_rows.rows_of_tree`` makes. At inference the best of N completions is taken by
-    the model. Departures: V is the value head's number, where the paper's head has two classes,
-    whose difference it is; ``jrl eval --search puct --out`` goes by ``episodes.tree.puct`` and the
-    policy's likelihood, in Python ``episodes.search.play_search`` takes the paper's selection.
-    """
-    return base
-
-
-@variant(prm)
-def rest_mcts(base: Method) -> Method:
-    """A value model of partial solutions: how far along the right way each step is.
-
-    The value model of "ReST-MCTS*: LLM Self-Training via Process Reward Guided Tree Search"
-    (arXiv:2406.03816). With m_k the steps left after step k and r_k its process reward, 1 for a
-    right step and -1 for a wrong one:
-
-        v_k = max(v_(k-1) + (1 - v_(k-1)) / (m_k + 1) r_k, 0),   v_0 = 0
-        loss = mean over steps of (V_k - v_k)^2
-
-    so that a right solution of K steps is worth k / K after step k. r_k is 2 z - 1 of ``prm``'s
-    label z; the paper writes 1 - 2 r for r the chance of an error, and its code takes
-    max(0, v + (1 - v) r / m) as here. Departures: m_k is what the path itself has left, where the
-    paper takes the shortest right path of a search tree. The policy is trained on traces of high
-    value by ``filtered_bc``.
-    """
-    return base.with_(advantage=step_qualities(), surrogate=step_squares())

@@ -183,27 +183,6 @@ def fresh_moments(due: Callable[[Array], Any]) -> After:
     return After(_with_fresh_moments, due)
 
 
-def towards(target: str, source: str, share: Any) -> After:
-    """A part of the policy's parameters that follows another part after every update.
-
-    Args:
-      target: a key of the policy's parameters, which no loss moves.
-      source: the key that it follows.
-      share: in [0, 1], the part of the way that it goes.
-    """
-
-    def mix(old: Array, new: Array) -> Array:
-        return (old + share * (new - old)).astype(old.dtype)
-
-    def apply(state: TrainState, view: AfterView) -> TrainState:
-        # From where it was before the update: weight decay would move it, too.
-        before, policy = view.before.params["policy"], state.params["policy"]
-        followed = jax.tree.map(mix, before[target], policy[source])
-        return state.replace(params=state.params | {"policy": policy | {target: followed}})
-
-    return After(apply, every(1), on="update")
-
-
 def refreshed(steps: int, moments: bool = False) -> tuple[After, ...]:
     """A reference that becomes a copy of the policy after each ``steps`` steps; none for 0.
 

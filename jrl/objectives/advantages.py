@@ -15,6 +15,15 @@ import jax.numpy as jnp
 from jrl.types import Array
 
 
+def live_mean(values: Array, live: Array, axis: int | None = None) -> Array:
+    """The mean of values where ``live``, over all axes or one; 0 where nothing is live.
+
+    >>> float(live_mean(jnp.array([3.0, 9.0, 5.0]), jnp.array([True, False, True])))
+    4.0
+    """
+    return jnp.where(live, values, 0).sum(axis=axis) / jnp.maximum(live.sum(axis=axis), 1)
+
+
 def mean_centred(rewards: Array, members: Array) -> Array:
     """Each member's reward minus the mean reward of its group.
 

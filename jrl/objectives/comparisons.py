@@ -19,6 +19,15 @@ def comparable(batch: Batch) -> Array:
     return batch.members & batch.mask.any(axis=2)
 
 
+def tie_breakers(batch: Batch) -> Array:
+    """[N, G] int32, the random number of each member, fresh in every step; 0 if there are none.
+
+    They travel with the rows, so that a choice does not depend on the order of rows or on how they
+    are divided over devices. Without them the first member is chosen.
+    """
+    return batch.ids.get("tie_breaker", jnp.zeros(batch.members.shape, jnp.int32))
+
+
 def extremes(scores: Array, batch: Batch) -> tuple[Array, Array]:
     """One-hot [N, G] bool of the best and the worst comparable member; ties are broken at random.
 
@@ -30,8 +39,7 @@ def extremes(scores: Array, batch: Batch) -> tuple[Array, Array]:
     Returns:
       best and worst; all False where no member is comparable or a live score is NaN.
     """
-    live = comparable(batch)
-    tie_breaker = batch.ids.get("tie_breaker", jnp.zeros(live.shape, jnp.int32))
+    live, tie_breaker = comparable(batch), tie_breakers(batch)
 
     def top(values: Array) -> Array:
         most = jnp.max(values, axis=1, where=live, initial=-jnp.inf, keepdims=True)
@@ -101,15 +109,6 @@ def demonstrations(batch: Batch) -> Array:
     return batch.stats["external"].max(axis=2) > 0
 
 
-def demonstrations_first() -> Transform:
-    """The score is 1 for a demonstration and 0 for a draw of the policy: self-play's preference."""
-
-    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
-        return demonstrations(batch).astype(jnp.float32), batch
-
-    return stateless(apply, frozenset({"external"}))
-
-
 def own_only(inner: Transform) -> Transform:
     """Applies a transform to the policy's own samples; demonstrations keep their scores.
 
@@ -147,7 +146,7 @@ def write(batch: Batch, name: str, values: Array) -> Batch:
     """
     values = jnp.broadcast_to(values, batch.members.shape)
     spread = jnp.broadcast_to(jnp.expand_dims(values, 2), batch.mask.shape)
-    return batch.replace(stats={**batch.stats, name: spread.astype(jnp.float32)})
+    return batch.with_stats(**{name: spread.astype(jnp.float32)})
 
 
 def start_log_ratio(batch: Batch) -> Array:

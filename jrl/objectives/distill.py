@@ -18,17 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jrl.errors import unknown_choice
 from jrl.objectives.kl import LOG_RATIO_LIMIT
+from jrl.objectives.regularizers import term
 from jrl.objectives.transforms import stateless, trained
-from jrl.types import (
-    Aggregate,
-    Array,
-    Batch,
-    Regularizer,
-    Statistic,
-    Stats,
-    Surrogate,
-    Transform,
-)
+from jrl.types import Aggregate, Array, Batch, Regularizer, Statistic, Stats, Surrogate, Transform
 
 KINDS = ("forward", "reverse", "jsd")
 """forward: KL(teacher || student); reverse: KL(student || teacher); jsd: ``generalized_jsd``."""
@@ -294,9 +286,8 @@ def divergence_in_loss(
         chex.assert_rank(mask, 1)
         return stats[statistic.name]
 
-    return Regularizer(
-        statistic.name, value, lambda state: coef, aggregate=aggregate, statistics=(statistic,)
-    )
+    added = term(statistic.name, value, coef, aggregate=aggregate)
+    return added._replace(statistics=(statistic,))
 
 
 def sampled_divergence(kind: str = "reverse", beta: float = 0.5) -> Surrogate:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jrl.objectives.advantages import live_mean
 from jrl.objectives.members import GroupLoss, Members, spoilt
 from jrl.types import Array, Stats
 
@@ -21,9 +22,10 @@ def ordered_pairs(group: Members) -> Array:
     return both & (group.score[:, None] > group.score[None, :])
 
 
-def mean_over_pairs(values: Array, pairs: Array) -> Array:
-    """[]: the mean of ``values`` [G, G] over ``pairs``; 0 where there are none."""
-    return jnp.where(pairs, values, 0).sum() / jnp.maximum(pairs.sum(), 1)
+def mean_of_pairs(each: Array, rewards: Array, group: Members) -> tuple[Array, Stats]:
+    """([] the mean of ``each`` [G, G] over all ordered pairs, metrics of the rewards [G])."""
+    pairs = ordered_pairs(group)
+    return spoilt(live_mean(each, pairs), group), ranking_metrics(rewards, pairs)
 
 
 def every_pair(
@@ -37,9 +39,8 @@ def every_pair(
     """
 
     def of_group(group: Members) -> tuple[Array, Stats]:
-        rewards, pairs = reward(group), ordered_pairs(group)
-        value = mean_over_pairs(loss(rewards[:, None], rewards[None, :]), pairs)
-        return spoilt(value, group), ranking_metrics(rewards, pairs)
+        rewards = reward(group)
+        return mean_of_pairs(loss(rewards[:, None], rewards[None, :]), rewards, group)
 
     return of_group
 
@@ -49,10 +50,10 @@ def ranking_metrics(rewards: Array, pairs: Array) -> Stats:
     high = jnp.broadcast_to(rewards[:, None], pairs.shape)
     low = jnp.broadcast_to(rewards[None, :], pairs.shape)
     return {
-        "accuracy": mean_over_pairs((high > low).astype(jnp.float32), pairs),
-        "margin": mean_over_pairs(high - low, pairs),
-        "chosen_reward": mean_over_pairs(high, pairs),
-        "rejected_reward": mean_over_pairs(low, pairs),
+        "accuracy": live_mean((high > low).astype(jnp.float32), pairs),
+        "margin": live_mean(high - low, pairs),
+        "chosen_reward": live_mean(high, pairs),
+        "rejected_reward": live_mean(low, pairs),
     }
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import chex
 import jax.numpy as jnp
 
+from jrl.objectives.advantages import live_mean
 from jrl.types import Array, Statistic, Stats, Surrogate
 
 
@@ -51,8 +52,7 @@ class Members(NamedTuple):
 
     def last(self, name: str) -> Array:
         """[G]: a statistic at the last live token; 0 where there is none."""
-        last = jnp.flip(first_token(jnp.flip(self.mask, axis=1)), axis=1)
-        return jnp.where(last, self.stats[name], 0).sum(axis=1)
+        return jnp.where(last_token(self.mask), self.stats[name], 0).sum(axis=1)
 
     def total(self, name: str) -> Array:
         """[G]: the sum of a statistic over live tokens."""
@@ -120,7 +120,7 @@ def mean_over_best(values: Array, group: Members) -> Array:
     """[]: the mean of ``values`` [G] over the live members of the highest score."""
     top = jnp.max(group.score, where=group.live, initial=-jnp.inf)
     best = group.live & (group.score == top)
-    return jnp.where(best, values, 0).sum() / jnp.maximum(best.sum(), 1)
+    return live_mean(values, best)
 
 
 def spoilt(loss: Array, group: Members) -> Array:
@@ -138,3 +138,8 @@ def _members(stats: Stats, scores: Array, mask: Array) -> Members:
 def first_token(mask: Array) -> Array:
     """[..., T] bool: True at the first live token of each sequence."""
     return mask & (jnp.cumsum(mask, axis=-1) == 1)
+
+
+def last_token(mask: Array) -> Array:
+    """[..., T] bool: True at the last live token of each sequence."""
+    return jnp.flip(first_token(jnp.flip(mask, axis=-1)), axis=-1)

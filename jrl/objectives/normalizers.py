@@ -56,10 +56,9 @@ def beta_normalised(limit: float = 300.0) -> Transform:
         members = batch.members
         centred = jax.vmap(group.mean_centred)(values, members)
         nonempty = members.any(axis=1)
-        total = jnp.where(members, values, 0).sum(axis=1)
-        p = jnp.clip(total / jnp.maximum(members.sum(axis=1), 1), 0, 1)
+        p = jnp.clip(group.live_mean(values, members, axis=1), 0, 1)
         deviation = group.mean_centred(p, nonempty)
-        mean = jnp.where(nonempty, p, 0).sum() / jnp.maximum(nonempty.sum(), 1)
+        mean = group.live_mean(p, nonempty)
         variance = jnp.square(deviation).sum() / jnp.maximum(nonempty.sum() - 1, 1)
         spread = jnp.where(variance > 0, variance, 1)
         both = jnp.clip(mean * (1 - mean) / spread - 1, 0, limit)
@@ -98,8 +97,8 @@ def exponential_weights(temperature: float = 1.0, cap: float = 20.0) -> Transfor
     return stateless(apply)
 
 
-def mark_positive(threshold: float = 0.0) -> Transform:
-    """Marks the tokens of completions whose score is above ``threshold``; put it first.
+def mark_positive() -> Transform:
+    """Marks the tokens of completions whose score is above 0; put it first.
 
     Writes the statistic "positive": on the trained tokens of those completions the number of all
     trained tokens of the batch over the number of these, and 0 elsewhere. A mean over all tokens
@@ -109,9 +108,9 @@ def mark_positive(threshold: float = 0.0) -> Transform:
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
         live = trained(batch)
-        chosen = live & jnp.expand_dims(values > threshold, 2)
+        chosen = live & jnp.expand_dims(values > 0, 2)
         weight = live.sum() / jnp.maximum(chosen.sum(), 1)
         positive = jnp.where(chosen, weight, 0).astype(jnp.float32)
-        return values, batch.replace(stats={**batch.stats, "positive": positive})
+        return values, batch.with_stats(positive=positive)
 
     return stateless(apply)

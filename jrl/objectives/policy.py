@@ -21,16 +21,7 @@ import jax.numpy as jnp
 from jrl.errors import UserError
 from jrl.objectives.kl import k3
 from jrl.objectives.transforms import per_token, trained
-from jrl.types import (
-    STATISTICS,
-    Aggregate,
-    Array,
-    Batch,
-    Objective,
-    Regularizer,
-    Stats,
-    Surrogate,
-)
+from jrl.types import STATISTICS, Aggregate, Array, Batch, Objective, Regularizer, Stats, Surrogate
 
 Pair = tuple[Array, Array]
 """(sum [], count []) float32."""

@@ -22,8 +22,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import UserError, unknown_choice
+from jrl.errors import UserError
 from jrl.objectives import segments
+from jrl.objectives.advantages import live_mean
 from jrl.objectives.corrections import Correction
 from jrl.objectives.kl import LOG_RATIO_LIMIT, bounded_exp
 from jrl.system.readable import readable
@@ -136,22 +137,6 @@ def geometric_clipped(clip_low: float, clip_high: float) -> Ratio:
     return Ratio(apply)
 
 
-def clamped(limit: float) -> Ratio:
-    """Each token's ratio within [1 / limit, limit]; beyond it the token has no gradient.
-
-    The Pre-CLIP of ``stable_reinforce``: PPO's clip leaves the loss of a negative advantage
-    unbounded. ``limit`` is above 1.
-    """
-
-    def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
-        # In logarithms, where an overflow of exp cannot happen.
-        log_limit = jnp.minimum(jnp.log(limit), LOG_RATIO_LIMIT)
-        beyond = jnp.abs(log_ratio) > log_limit
-        return jnp.clip(log_ratio, -log_limit, log_limit), {"preclip_fraction": beyond}
-
-    return Ratio(apply)
-
-
 # ---------------------------------------------------------------- rules
 
 
@@ -191,24 +176,6 @@ def clip_between(
 def clip(low: float = 0.2, high: float = 0.2, dual_clip: float | None = None) -> Rule:
     """``clip_between`` 1 - low and 1 + high: ``ppo``'s, with separate bounds as in ``dapo``."""
     return clip_between(lambda stats: (1 - low, 1 + high), dual_clip)
-
-
-def recentred_clip(low: float = 0.2, high: float = 0.2) -> Rule:
-    """PPO's clip centred on where the policy stood at the start of the step, for old samples.
-
-        c_t = pi_start_t / mu_t,  loss_t = -min(r_t A_t, clip(r_t, c_t - low, c_t + high) A_t)
-
-    mu is the policy that sampled the token. A stale sample may move as far as a fresh one, where a
-    clip around 1 would already have cut its gradient. For fresh samples c is 1. The clip of
-    ``remix``.
-    """
-
-    def bounds(stats: Stats) -> tuple[Array, Array]:
-        # No gradient flows: both are statistics of the start of the step.
-        centre = bounded_exp(stats["proximal_logprobs"] - stats["sampler_logprobs"])
-        return centre - low, centre + high
-
-    return clip_between(bounds, needs=frozenset({"proximal_logprobs", "sampler_logprobs"}))
 
 
 def weight(function: Step, needs: frozenset[str] = frozenset()) -> Rule:
@@ -262,65 +229,6 @@ def tapered(low: float = 0.0, high: float = 1.0) -> Rule:
     return weight(function)
 
 
-def gamma(
-    power_positive: float, rate_positive: float, power_negative: float, rate_negative: float
-) -> Rule:
-    """``weight`` r^k exp(rate (1 - r)), with k and rate by the sign of the advantage.
-
-    The weight of ``vespo``, with ``product`` as the ratio; that of ratio 1 is 1. An advantage of 0
-    counts as positive; log r is held between log 1e-8 and 20 nats, as in TRL.
-    """
-
-    def function(log_ratio: Array, advantages: Array, *_: Any) -> tuple[Array, Stats]:
-        # TRL's bounds, so that both libraries give the same weights at the extremes.
-        log_weight = jnp.clip(log_ratio, jnp.log(1e-8), LOG_RATIO_LIMIT)
-        power = jnp.where(advantages < 0, power_negative, power_positive)
-        rate = jnp.where(advantages < 0, rate_negative, rate_positive)
-        # In logarithms: r^k itself would overflow for long sequences.
-        phi = jnp.exp(power * log_weight + rate * (1 - jnp.exp(log_weight)))
-        return phi, {"sequence_weight": phi}
-
-    return weight(function)
-
-
-def near(kind: str, limit_low: float, limit_high: float, cap: float) -> Rule:
-    """``weight`` min(r, cap), and 0 for tokens whose probability has moved too far.
-
-    The rule of ``dppo_tv``: with p the token's current probability and q the sampler's, a token is
-    dropped if p went UP with a positive advantage, or down with a non-positive one, by a divergence
-    above the limit.
-
-    Args:
-      kind: "tv" |p - q|, or "kl" that of (q, 1 - q) from (p, 1 - p), nats.
-      limit_low: of the divergence, where the advantage is not positive.
-      limit_high: of the divergence, where it is positive.
-      cap: greatest weight.
-
-    Raises:
-      UserError: for another kind.
-    """
-    if kind not in ("tv", "kl"):
-        raise unknown_choice("near.kind", kind, ("tv", "kl"))
-
-    def function(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
-        logprobs = jax.lax.stop_gradient(stats["logprobs"])
-        # Rounding may put a log-probability above 0, where there is no binary distribution.
-        now = jnp.exp(jnp.minimum(logprobs, 0))
-        then = jnp.exp(jnp.minimum(logprobs - log_ratio, 0))
-        if kind == "tv":
-            divergence = jnp.abs(now - then)
-        else:
-            rest = jnp.log((1 - then + 1e-8) / (1 - now + 1e-8))
-            divergence = -then * log_ratio + (1 - then) * rest
-        # Only a move in the direction of the advantage is dropped: the way back stays open.
-        up = (advantages > 0) & (now > then) & (divergence > limit_high)
-        down = (advantages <= 0) & (now < then) & (divergence > limit_low)
-        weights = jnp.where(up | down, 0, jnp.minimum(bounded_exp(log_ratio), cap))
-        return weights, {"dropped_high": up, "dropped_low": down}
-
-    return weight(function)
-
-
 def gate(temperature_positive: float, temperature_negative: float) -> Rule:
     """A sigmoid of the ratio in place of the clip: far tokens lose their gradient gradually.
 
@@ -346,21 +254,6 @@ def _free(log_ratio: Array, advantages: Array, *_: Any) -> tuple[Array, Stats]:
 
 free = Rule(_free)
 """The plain ratio loss ``-r A``, unbounded."""
-
-
-def free_but(mark: str, coef: float) -> Rule:
-    """``free`` with ``coef`` |log r| added at the tokens where the statistic ``mark`` is 1.
-
-    The loss of ``kl_cov``.
-    """
-
-    def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
-        losses, metrics = _free(log_ratio, advantages)
-        # On-policy the penalty's slope is 0 by choice: JAX would take that of one side.
-        distance = jnp.where(log_ratio == 0, 0, jnp.abs(log_ratio))
-        return losses + coef * stats[mark] * distance, {**metrics, "marked": stats[mark]}
-
-    return Rule(apply, frozenset({mark}))
 
 
 # ---------------------------------------------------------------- surrogates
@@ -447,20 +340,6 @@ def with_parts(surrogate: Surrogate, **changes: Any) -> Surrogate:
     return surrogate if correction is None else weighted(surrogate, correction)
 
 
-def sum_of_means(surrogate: Surrogate) -> Surrogate:
-    """A surrogate over groups: the sum over members of the mean of each one's token losses.
-
-    Use it with ``sequence_sum``, whose rows are then groups: nothing is divided by their size.
-    """
-
-    def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
-        losses, metrics = jax.vmap(surrogate.apply)(stats, advantages, mask)
-        # Divided here, where a row is one member; the aggregate only sees groups.
-        return losses / jnp.maximum(mask.sum(axis=1, keepdims=True), 1), metrics
-
-    return surrogate._replace(apply=apply, over="group", parts=None)
-
-
 def clipped_ratio(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -518,11 +397,6 @@ def weighted(surrogate: Surrogate, correction: Correction) -> Surrogate:
 
 
 # ---------------------------------------------------------------- helpers
-
-
-def live_mean(values: Array, mask: Array) -> Array:
-    """[] float32: the mean of [T] values under the mask, 0 where nothing is live."""
-    return jnp.where(mask, values, 0).sum() / jnp.maximum(mask.sum(), 1)
 
 
 def checked(apply: Callable[[Stats, Array, Array], tuple[Array, Stats]]) -> Callable:

@@ -6,7 +6,7 @@ objective's aggregate (or the term's own) reduces them and the coefficient scale
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -15,6 +15,17 @@ import jax.numpy as jnp
 from jrl.errors import UserError, unknown_choice
 from jrl.objectives.kl import AdaptiveCoef, estimator
 from jrl.types import Aggregate, Array, Regularizer, Stats
+
+
+def term(
+    name: str,
+    value: Callable[[Stats, Array], Array],
+    coef: Any,
+    *needs: str,
+    aggregate: Aggregate | None = None,
+) -> Regularizer:
+    """A regularizer without state: ``coef`` times a value of the statistics that it ``needs``."""
+    return Regularizer(name, value, lambda state: coef, needs=frozenset(needs), aggregate=aggregate)
 
 
 def kl_in_loss(
@@ -51,13 +62,13 @@ def kl_in_loss(
         chex.assert_rank(mask, 1)
         return divergence(stats["logprobs"], stats["ref_logprobs"])
 
-    needs = frozenset({"ref_logprobs"})
     if not isinstance(coef, AdaptiveCoef):
-        return Regularizer("kl", value, lambda state: coef, needs=needs, aggregate=aggregate)
+        return term("kl", value, coef, "ref_logprobs", aggregate=aggregate)
 
     def update(state: Any, metrics: Mapping[str, Array]) -> Any:
         return coef.next(state, metrics["kl"])
 
+    needs = frozenset({"ref_logprobs"})
     return Regularizer("kl", value, lambda state: state, coef.init, update, needs, aggregate)
 
 
@@ -105,8 +116,8 @@ def value_loss(
         near = before + jnp.clip(values - before, -clip, clip)
         return jnp.maximum(error, jnp.square(near - returns)) / 2
 
-    needs = frozenset({"values", "returns"} | (set() if clip is None else {"rollout_values"}))
-    return Regularizer("value_loss", value, lambda state: coef, needs=needs, aggregate=aggregate)
+    needs = ("values", "returns", *(() if clip is None else ("rollout_values",)))
+    return term("value_loss", value, coef, *needs, aggregate=aggregate)
 
 
 def positive_nll(coef: float = 0.1, *, aggregate: Aggregate | None = None) -> Regularizer:
@@ -127,5 +138,4 @@ def positive_nll(coef: float = 0.1, *, aggregate: Aggregate | None = None) -> Re
         chex.assert_rank(mask, 1)
         return -stats["logprobs"] * stats["positive"]
 
-    needs = frozenset({"positive"})
-    return Regularizer("positive_nll", value, lambda state: coef, needs=needs, aggregate=aggregate)
+    return term("positive_nll", value, coef, "positive", aggregate=aggregate)

@@ -88,10 +88,22 @@ def std(values: Array, seg: Segments, *, ddof: int = 0) -> Array:
       seg: from ``segments``.
       ddof: 0 divides the squares by the number of items, 1 by one less.
     """
-    centred = jnp.where(seg.live, values - mean(values, seg), 0)
-    squares = total(jnp.square(centred), seg) / jnp.maximum(count(seg) - ddof, 1)
+    squares = total(jnp.square(centred(values, seg)), seg) / jnp.maximum(count(seg) - ddof, 1)
     # The root's gradient at 0 is infinite; statistics carry none, but a caller may ask.
     return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), squares)
+
+
+def standard_scores(values: Array, seg: Segments, eps: float, ddof: int) -> Array:
+    """[...] float32: items less their segment's mean, over its deviation plus ``eps``.
+
+    0 where not live, and for segments of one.
+    """
+    return centred(values, seg) / (std(values, seg, ddof=ddof) + eps)
+
+
+def centred(values: Array, seg: Segments) -> Array:
+    """[...] float32: each item less the mean of its segment; 0 where not live."""
+    return jnp.where(seg.live, values - mean(values, seg), 0)
 
 
 def leave_one_out(values: Array, seg: Segments) -> Array:

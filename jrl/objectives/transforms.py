@@ -18,23 +18,26 @@ from jrl.errors import UserError, unknown_choice
 from jrl.objectives import advantages as group
 from jrl.objectives.branches import by_branch, of_members
 from jrl.objectives.kl import AdaptiveCoef, estimator
-from jrl.types import Array, Batch, Transform
+from jrl.types import Array, Batch, Statistic, Transform
 
 
 def stateless(
-    apply: Callable[[Array, Batch], tuple[Array, Batch]], needs: frozenset[str] = frozenset()
+    apply: Callable[[Array, Batch], tuple[Array, Batch]],
+    needs: frozenset[str] = frozenset(),
+    statistics: tuple[Statistic, ...] = (),
 ) -> Transform:
     """A transform that keeps no state, from a function of advantages and batch.
 
     Args:
       apply: (advantages, batch) -> (advantages, batch).
       needs: names of the statistics that it reads from ``batch.stats``.
+      statistics: those that it brings along.
     """
 
     def with_state(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
         return *apply(values, batch), state
 
-    return Transform(init=lambda: (), apply=with_state, needs=needs)
+    return Transform(lambda: (), with_state, needs, statistics)
 
 
 def chain(*transforms: Transform) -> Transform:
@@ -296,7 +299,7 @@ def gae(
         advantages, returns = jax.vmap(jax.vmap(one))(
             token_rewards(values, batch), batch.stats["rollout_values"], trained(batch)
         )
-        return advantages, batch.replace(stats={**batch.stats, "returns": returns})
+        return advantages, batch.with_stats(returns=returns)
 
     return stateless(apply, frozenset({"rollout_values"}))
 
@@ -385,6 +388,11 @@ def paid_rewards(values: Array, batch: Batch) -> Array:
     return earned + token_rewards(values - earned.sum(axis=2), batch)
 
 
+def rewards_by_token(values: Array, batch: Batch) -> Array:
+    """[N, G, T]: what is paid at each trained token, the rest of a score at the last; else 0."""
+    return jnp.where(trained(batch), token_rewards(paid_rewards(values, batch), batch), 0)
+
+
 def token_rewards(values: Array, batch: Batch) -> Array:
     """[N, G, T]: the values themselves, or each score at its sequence's last trained token."""
     chex.assert_rank(values, {2, 3})
@@ -430,15 +438,4 @@ def pass_rate(labels: Array, members: Array) -> Array:
     >>> pass_rate(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([True, True, True, False])).tolist()
     [0.6666666865348816]
     """
-    right = jnp.where(members, labels, 0).sum(-1, keepdims=True)
-    return right / jnp.maximum(members.sum(-1, keepdims=True), 1)
-
-
-def outcome_weights(positive: float, negative: float, above: float) -> Transform:
-    """``positive`` for correct answers, ``-negative`` for wrong ones; no baseline, no scale."""
-
-    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        labels = correct(values, above)
-        return positive * labels - negative * (1 - labels), batch
-
-    return stateless(apply)
+    return group.live_mean(labels, members, axis=-1)[..., None]

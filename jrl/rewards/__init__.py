@@ -33,6 +33,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """The public names, without those that the module imports."""
+    return sorted(__all__)
+
+
 REWARDS: dict[str, Callable[..., Any]] = {
     # of an answer
     "math": math_reward,

@@ -14,13 +14,13 @@ from jrl.errors import Mistakes, UserError
 from jrl.methods import OwnMethod, Published, find_method
 from jrl.methods.base import Method
 from jrl.methods.domains import Choice, Coefficient, Range, Switch
-from jrl.methods.networks import named_network
 from jrl.objectives.corrections import CORRECTIONS, named_correction
 from jrl.objectives.ratios import weighted
 from jrl.objectives.regularizers import entropy_bonus
 from jrl.objectives.transforms import over_branches
 from jrl.sampling.tree import check_branching
 from jrl.types import Branching, Search
+from jrl.user_code import load
 
 COMMON: Mapping[str, Coefficient] = {
     "copy_every": Coefficient("copy_every", Range(0, whole=True), 0),
@@ -37,6 +37,9 @@ COMMON: Mapping[str, Coefficient] = {
 
 _MOST_EPOCHS = 1000
 """More are a mistake: a step would not end, and no update would be near the policy that drew."""
+
+_POLICIES = "jrl.zoo.networks.policies:train_policies"
+"""By name, as the core imports nothing of the zoo."""
 
 GREATEST_WEIGHT = 2.0
 """Of a token, where the losses of a method without a correction of its own are corrected."""
@@ -81,7 +84,7 @@ def _of_players(method: Method, common: Mapping[str, Any]) -> Method:
     """
     names = ("policies", "swap_every", "copy_every")
     settings = {name: common[name] for name in names if name in common}
-    return named_network("policies")(method, **settings) if settings else method
+    return load(_POLICIES, "policies")(method, **settings) if settings else method
 
 
 def _in_trees(config: Config, method: Method) -> Method:

@@ -62,6 +62,7 @@ MOVED = {
     "methods.difficulty": "zoo.methods.difficulty",
     "methods.entropy": "zoo.methods.entropy",
     "methods.mirror_descent": "zoo.methods.mirror_descent",
+    "methods.networks": "zoo.networks",
     "methods.off_policy": "zoo.methods.off_policy",
     "methods.offline": "zoo.methods.offline",
     "methods.preference_lists": "zoo.methods.preference_lists",
@@ -77,6 +78,10 @@ MOVED = {
     "models.token_values": "zoo.networks.token_values",
     "objectives.functional": "objectives.array_losses, objectives.array_advantages and"
     " objectives.array_pairs",
+    "objectives.length_rewards": "zoo.methods.mirror_descent, zoo.methods.batch_statistics and"
+    " zoo.methods.rlhf",
+    "objectives.prompt_table": "zoo.methods.prompt_table",
+    "objectives.tie_breakers": "objectives.comparisons",
     "own": "user_code",
     "processes": "system.processes",
     "progress": "run.progress",

@@ -273,6 +273,10 @@ class Batch(struct.PyTreeNode):
             chex.assert_shape(stat, (n, g, t))
         return self
 
+    def with_stats(self, **stats: Array) -> Batch:
+        """The batch with further per-token statistics, or others of the same names."""
+        return self.replace(stats={**self.stats, **stats})
+
     def score(self) -> Array:
         """[N, G] float32, points: the weighted sum of the reward parts."""
         return (self.rewards * self.reward_weights[None, None]).sum(-1)

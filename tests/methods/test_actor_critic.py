@@ -19,8 +19,8 @@ from harness import (
 )
 
 from jrl.methods import get_method
-from jrl.methods.actor_critic import in_nucleus, nucleus_statistics
 from jrl.objectives import compute_advantages
+from jrl.zoo.methods.actor_critic import in_nucleus, nucleus_statistics
 from jrl.zoo.networks.policies import Policies
 
 

@@ -8,8 +8,8 @@ from harness import as_batch, check, live_statistics, numbers, ragged, run, sequ
 
 from jrl.errors import UserError
 from jrl.methods import get_method
-from jrl.methods.distillation import adaptive_teacher
 from jrl.objectives import compute_advantages, policy_loss
+from jrl.zoo.methods.distillation import adaptive_teacher
 
 
 def sequence_means(d, each):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from jrl.methods import get_method
-from jrl.methods.ratios import drop_covariant, mark_covariant
 from jrl.objectives import aggregates, combine_terms, policy_loss, ratios, transforms
 from jrl.objectives.advantages import greedy_baseline
 from jrl.objectives.corrections import named_correction
@@ -20,6 +19,7 @@ from jrl.objectives.kl import estimator
 from jrl.objectives.normalizers import decoupled_parts
 from jrl.objectives.regularizers import value_loss
 from jrl.types import Batch
+from jrl.zoo.methods.ratios import drop_covariant, mark_covariant
 
 PEERS = json.loads((pathlib.Path(__file__).parent / "fixtures" / "policy.json").read_text())
 N, G, T = 2, 3, 5

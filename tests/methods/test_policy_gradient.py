@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from steps import earned, episodes, paid
 
 from jrl.methods import get_method
-from jrl.methods.policy_gradient import COLLISION
 from jrl.objectives import aggregates, ratios
+from jrl.zoo.methods.policy_gradient import COLLISION
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 6))
 few = settings(max_examples=5, deadline=None, derandomize=True)

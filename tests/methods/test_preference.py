@@ -24,7 +24,8 @@ from preferences import (
 from jrl.data.goals import goal_conditioned
 from jrl.methods import get_method
 from jrl.objectives import combine_terms, compute_advantages, policy_loss, transforms
-from jrl.objectives.comparisons import demonstrations_first, write
+from jrl.objectives.comparisons import write
+from jrl.zoo.methods.demonstrations import demonstrations_first
 
 
 def of_rewards(loss, beta=0.1):

@@ -27,15 +27,15 @@ from hypothesis import strategies as st
 
 from jrl.errors import UserError
 from jrl.methods import get_method
-from jrl.methods.ratios import (
+from jrl.objectives import aggregates, compute_advantages, ratios, transforms
+from jrl.types import Objective
+from jrl.zoo.methods.ratios import (
     consistent_rewards,
     drop_covariant,
     dynamic_bounds,
     mark_covariant,
     stable_reinforce,
 )
-from jrl.objectives import aggregates, compute_advantages, ratios, transforms
-from jrl.types import Objective
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 6))
 few = settings(max_examples=5, deadline=None, derandomize=True)

@@ -10,7 +10,7 @@ from steps import episodes
 from jrl.episodes.tree import Step, Tree
 from jrl.episodes.tree_rows import rows_of_tree
 from jrl.methods import get_method
-from jrl.methods.reward_model import quality_values
+from jrl.zoo.methods.reward_model import quality_values
 
 
 def value_of(d, n, i):

@@ -17,8 +17,8 @@ from harness import (
 from steps import episodes
 
 from jrl.methods import get_method
-from jrl.methods.supervised import one_token_rollout
 from jrl.objectives import aggregates
+from jrl.zoo.methods.supervised import one_token_rollout
 
 EVERY = ("sft", "sequence_kd", "dft", "otr")
 

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.methods.schedule import AfterView, towards
+from jrl.methods.schedule import AfterView
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.types import TrainState
 from jrl.zoo.networks.policies import one_of
-from jrl.zoo.networks.token_values import TokenValues
+from jrl.zoo.networks.token_values import TokenValues, towards
 
 CONFIG = ModelConfig(
     vocab_size=11,

@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method
+from jrl.methods.base import Method, entropy_term
 from jrl.methods.definition import variant
 from jrl.methods.domains import (
     AtLeastOne,
@@ -24,21 +24,19 @@ from jrl.methods.domains import (
     Fraction,
     NonNegative,
     Positive,
-    Range,
+    Share,
     check_band,
-    is_zero,
 )
 from jrl.methods.edit import refill
 from jrl.methods.group_relative import grpo
 from jrl.methods.ratios import CLIPS
-from jrl.objectives import ratios, regularizers, transforms
+from jrl.objectives import ratios, transforms
 from jrl.objectives import segments as seg
 from jrl.objectives.aggregates import sequence_mean, token_mean
-from jrl.objectives.length_rewards import when_all_are_right
-from jrl.objectives.prompt_table import PromptTable, empty, prompt_ids, read, write
-from jrl.objectives.tie_breakers import one_of_each, tie_breakers
-from jrl.objectives.transforms import stateless, trained
+from jrl.objectives.comparisons import tie_breakers
+from jrl.objectives.transforms import completion_tokens, stateless, trained
 from jrl.types import Array, Batch, Stats, Surrogate, Transform, opinions
+from jrl.zoo.methods.prompt_table import PromptTable, empty, read, write
 
 # ---------------------------------------------------------------- SPO
 
@@ -53,10 +51,10 @@ def tracked_baseline(slots: int, keep: float, prior: float = 0.5) -> Transform:
 
     def apply(values: Array, batch: Batch, table: PromptTable) -> tuple[Array, Batch, PromptTable]:
         chex.assert_rank(values, 2)
-        ids = prompt_ids(batch)
+        ids = batch.ids.get("prompt")
         if ids is None:
             return jnp.where(batch.members, values - prior, 0), batch, table
-        before, _ = read(table, ids, blank)
+        before = read(table, ids, blank)
         total, count = _sums(values, batch, ids)
         decayed = keep * before["weight"]
         weight = decayed + count
@@ -119,10 +117,10 @@ def leave_out_solved(slots: int, rate: float = 0.9, passing: float = 1.0) -> Tra
     blank = {"passed": jnp.float32(0), "tried": jnp.float32(0)}
 
     def apply(values: Array, batch: Batch, table: PromptTable) -> tuple[Array, Batch, PromptTable]:
-        ids = prompt_ids(batch)
+        ids = batch.ids.get("prompt")
         if ids is None:
             return values, batch, table
-        before, _ = read(table, ids, blank)
+        before = read(table, ids, blank)
         solved = (before["tried"] > 0) & (before["passed"] >= rate * before["tried"])
         passed, tried = _sums((batch.score() >= passing).astype(jnp.float32), batch, ids)
         after = {"passed": before["passed"] + passed, "tried": before["tried"] + tried}
@@ -152,9 +150,8 @@ def centre_in_group_scale_by_batch(eps: float = 1e-6, ddof: int = 1) -> Transfor
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
         row = jnp.arange(values.shape[0])[:, None]
-        mean = seg.mean(values, seg.segments(batch.members, row))
+        centred = seg.centred(values, seg.segments(batch.members, row))
         used = batch.members & trained(batch).any(axis=(1, 2))[:, None]
-        centred = jnp.where(batch.members, values - mean, 0)
         deviation = jnp.max(seg.std(centred, seg.segments(used), ddof=ddof))
         return centred / (deviation + eps), batch
 
@@ -220,6 +217,19 @@ def scale_rl(
 # ---------------------------------------------------------------- BRPO and ConciseR
 
 
+def one_of_each(eligible: Array, tie_breaker: Array) -> Array:
+    """[N, G] bool: one eligible member of each group, the one with the least tie-breaker.
+
+    All False for a group in which nobody is eligible.
+
+    >>> one_of_each(jnp.array([[True, True, False]]), jnp.array([[5, 2, 1]])).tolist()
+    [[False, True, False]]
+    """
+    last = jnp.iinfo(jnp.int32).max
+    least = jnp.argmin(jnp.where(eligible, tie_breaker, last), axis=1, keepdims=True)
+    return eligible & (jnp.arange(eligible.shape[1])[None] == least)
+
+
 def against_a_member(most_skew: float = 0.6, *, judged: bool = False) -> Transform:
     """1 for beating a member of the group that is chosen at random, -1 for not beating it.
 
@@ -281,6 +291,18 @@ def brpo(
     )
 
 
+def when_all_are_right(max_tokens: int, scale: float = 1.0, correct: float = 0.5) -> Transform:
+    """Rewards the unused part of the limit, in groups with correct answers only; ``concise_r``."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(values, 2)
+        right = jnp.where(batch.members, values >= correct, True).all(axis=1, keepdims=True)
+        unused = 1 - completion_tokens(batch).astype(jnp.float32) / max_tokens
+        return values + jnp.where(right, scale * unused, 0), batch
+
+    return stateless(apply)
+
+
 @variant(grpo, clip_high=0.28)
 def concise_r(
     base: Method,
@@ -305,8 +327,7 @@ def concise_r(
     released repository has no training code. Inside a group of equal scores any function that is
     linear in the length gives these advantages, since GRPO divides by the deviation.
     """
-    if not is_zero(entropy_coef):
-        base = base.plus(regularizers.entropy_bonus(entropy_coef))
+    base = base.plus(*entropy_term(entropy_coef))
     if stage == "reasoning":
         return base.with_(**refill(max_rounds=max_rounds))
     return base.before(when_all_are_right(max_tokens, length_scale, correct))
@@ -453,8 +474,8 @@ def riskpo(
     base: Method,
     eps: Positive,
     bundle: Count = 5,
-    level_low: Annotated[float, Range(0.0, 1.0, open_low=True)] = 0.2,
-    level_high: Annotated[float, Range(0.0, 1.0, open_low=True)] = 0.8,
+    level_low: Share = 0.2,
+    level_high: Share = 0.8,
     tail_weight: NonNegative = 1.5,
     quantile_rate: NonNegative = 0.1,
     quantiles: Annotated[str, Choice(QUANTILES)] = "track",

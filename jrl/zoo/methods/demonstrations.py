@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, Schedule, normalised, requires
+from jrl.methods.base import Method, Schedule, entropy_term, normalised, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -25,7 +25,6 @@ from jrl.methods.domains import (
     Positive,
     Tokens,
     check_band,
-    is_zero,
 )
 from jrl.methods.edit import of_parts
 from jrl.methods.group_relative import dr_grpo, grpo
@@ -33,19 +32,11 @@ from jrl.methods.plan import Plan, demonstrated
 from jrl.methods.preference import dpo, pair_method
 from jrl.methods.ratios import CLIPS
 from jrl.methods.schedule import refreshed
-from jrl.objectives import aggregates, comparisons, pairs, ratios, regularizers
+from jrl.objectives import aggregates, comparisons, pairs, ratios
+from jrl.objectives.advantages import live_mean
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import stateless, trained
-from jrl.types import (
-    Array,
-    Batch,
-    Objective,
-    Rollout,
-    Statistic,
-    Stats,
-    Surrogate,
-    Transform,
-)
+from jrl.types import Array, Batch, Objective, Rollout, Statistic, Stats, Surrogate, Transform
 
 OutsideLoss = Callable[[Stats, Array], Array]
 """(stats, advantages [T]) -> losses [T] of one demonstration."""
@@ -81,12 +72,7 @@ def imitated(stats: Stats, advantages: Array) -> Array:
 
 def with_entropy(base: Method, coef: float) -> Method:
     """The method with a bonus for the mean entropy of the trained tokens."""
-    bonus = regularizers.entropy_bonus(coef)._replace(aggregate=aggregates.token_mean)
-    return base if is_zero(coef) else base.plus(bonus)
-
-
-def _mean(values: Array, live: Array) -> Array:
-    return jnp.where(live, values, 0).sum() / jnp.maximum(live.sum(), 1)
+    return base.plus(*(t._replace(aggregate=aggregates.token_mean) for t in entropy_term(coef)))
 
 
 # ---------------------------------------------------------------- imitation beside GRPO
@@ -211,8 +197,8 @@ def _steer(
     controller: Balance, state: BalanceState, scores: Array, sampled: Array, batch: Batch
 ) -> BalanceState:
     tokens = trained(batch) & jnp.expand_dims(sampled, 2)
-    entropy = _mean(batch.stats["rollout_entropy"], tokens)
-    utility = _mean(scores, sampled)
+    entropy = live_mean(batch.stats["rollout_entropy"], tokens)
+    utility = live_mean(scores, sampled)
     first = state.steps == 0
     target = state.target
     if controller.target_entropy is None:
@@ -494,6 +480,15 @@ def redi(alpha: NonNegative = 0.8, gamma: NonNegative = 0.0) -> Method:
     return pair_method(loss, lambda side: side.mean, needs=())
 
 
+def demonstrations_first() -> Transform:
+    """The score is 1 for a demonstration and 0 for a draw of the policy: self-play's preference."""
+
+    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
+        return comparisons.demonstrations(batch).astype(jnp.float32), batch
+
+    return stateless(apply, frozenset({"external"}))
+
+
 @variant(dpo, without=("refresh_ref",))
 def spin(base: Method, iteration: Count = 100) -> Method:
     """The data's completion is preferred to the policy's own, whose last iterate is the reference.
@@ -507,7 +502,7 @@ def spin(base: Method, iteration: Count = 100) -> Method:
     starts anew. Departures: y' is drawn from the policy of the step and not from pi_t; of several
     own samples one takes part, at random.
     """
-    return base.before(comparisons.demonstrations_first()).with_(
+    return base.before(demonstrations_first()).with_(
         plan=Plan(demonstrated(1)),
         schedule=Schedule(after=refreshed(iteration, moments=True)),
         group=1,

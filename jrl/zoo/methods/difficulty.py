@@ -26,6 +26,7 @@ from jrl.objectives.advantages import group_mean_std
 from jrl.objectives.aggregates import token_mean
 from jrl.objectives.comparisons import demonstrations
 from jrl.objectives.kl import bounded_exp
+from jrl.objectives.regularizers import term
 from jrl.objectives.transforms import (
     completion_tokens,
     correct,
@@ -204,21 +205,20 @@ def shape_by_certainty(
     Correct completions gain for low confidence; confident tokens of all completions are penalised.
     """
 
-    def apply(values: Array, batch: Batch, state: object) -> tuple[Array, Batch, object]:
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
         live = trained(batch)
         certainty = jnp.where(live, batch.stats[CERTAINTY.name], 0).sum(axis=2)
         group = seg.segments(batch.members, jnp.arange(values.shape[0])[:, None])
-        gap = jnp.where(batch.members, certainty - seg.mean(certainty, group), 0)
-        score = gap / (seg.std(certainty, group, ddof=ddof) + eps)
+        score = seg.standard_scores(certainty, group, eps, ddof)
         power = jnp.where(values > 0, -right, wrong) * score
         shaped = values * bounded_exp(power)
         shaped = per_token(shaped, batch)
         charged = shaped - penalty * _unit_range(batch.stats[LOGIT.name], live)
         charged = jnp.where(shaped > 0, jnp.maximum(charged, 0), charged)
-        return jnp.where(shaped == 0, shaped, charged), batch, state
+        return jnp.where(shaped == 0, shaped, charged), batch
 
-    return Transform(lambda: (), apply, statistics=(CERTAINTY, LOGIT))
+    return stateless(apply, statistics=(CERTAINTY, LOGIT))
 
 
 def _unit_range(values: Array, live: Array) -> Array:
@@ -321,7 +321,7 @@ problem of the same "prompt" id, 0 for one that asks for its solution; [N, G], o
 the predicted length in tokens and the predicted number of right answers, -1 without a valid one."""
 
 
-def prediction_rewards(passes: int, above: float, base: float = 0.01) -> Transform:
+def prediction_rewards(passes: int, above: float) -> Transform:
     """Scores of meta completions: how well they foretell the solutions of the same problem.
 
     ``passes`` right answers are a pass rate of 1. Scores of solutions are left as they are; without
@@ -338,7 +338,7 @@ def prediction_rewards(passes: int, above: float, base: float = 0.01) -> Transfo
         length = (guess > about.shortest) & (guess < about.longest)
         prediction = batch.ids["predicted_passes"]
         error = jnp.abs(prediction / passes - about.rate)
-        difficulty = jnp.where((prediction >= 0) & (about.solutions > 0), base**error, 0)
+        difficulty = jnp.where((prediction >= 0) & (about.solutions > 0), 0.01**error, 0)
         scored = (values + length + difficulty) / 3
         # A NaN among the solutions is what they were scored against.
         return jnp.where(meta, scored + 0 * about.rate, values), batch
@@ -415,7 +415,7 @@ def imitation(coef: float) -> Regularizer:
     def value(stats: Stats, mask: Array) -> Array:
         return jnp.where(stats["external"] > 0.5, -stats["logprobs"], 0 * stats["logprobs"])
 
-    return Regularizer("imitation", value, lambda state: coef, needs=frozenset({"external"}))
+    return term("imitation", value, coef, "external")
 
 
 def _sampled(batch: Batch) -> tuple[Array, ...]:

@@ -25,20 +25,20 @@ from jrl.methods.domains import (
     Flag,
     NonNegative,
     Positive,
-    Range,
+    Share,
     Tokens,
     check_band,
 )
 from jrl.methods.edit import refill
 from jrl.methods.group_relative import grpo
-from jrl.objectives.advantages import mean_centred
+from jrl.objectives.advantages import live_mean, mean_centred
 from jrl.objectives.aggregates import sequence_sum, token_mean
+from jrl.objectives.comparisons import tie_breakers
 from jrl.objectives.kl import bounded_exp
-from jrl.objectives.tie_breakers import places, tie_breakers
+from jrl.objectives.regularizers import term
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Regularizer, Statistic, Stats, Transform
 
-Share = Annotated[float, Range(0.0, 1.0, open_low=True)]
 TINY = 1e-8
 
 # ---------------------------------------------------------------- Confucius3-Math
@@ -49,7 +49,7 @@ def hardness_weighted(correct: float, hardness: float) -> Transform:
 
     def one(scores: Array, members: Array) -> Array:
         signs = jnp.where(scores >= correct, 1.0, jnp.where(jnp.isnan(scores), scores, -1.0))
-        mean = jnp.where(members, signs, 0).sum() / jnp.maximum(members.sum(), 1)
+        mean = live_mean(signs, members)
         return mean_centred(signs, members) * (1 + hardness * (1 - mean))
 
     return stateless(lambda values, batch: (jax.vmap(one)(values, batch.members), batch))
@@ -125,6 +125,18 @@ def confucius3_math(
 # ---------------------------------------------------------------- AEPO
 
 
+def places(eligible: Array, tie_breaker: Array) -> Array:
+    """[N, G] int32: each eligible member's place in a random order of them all, from 0.
+
+    Members that are not eligible come after all that are.
+
+    >>> places(jnp.array([[True, True], [False, True]]), jnp.array([[5, 2], [1, 9]])).tolist()
+    [[1, 0], [3, 2]]
+    """
+    order = jnp.lexsort((tie_breaker.reshape(-1), ~eligible.reshape(-1)))
+    return jnp.argsort(order).astype(jnp.int32).reshape(eligible.shape)
+
+
 def substitute_heated(
     compare: Transform, *, target: float, hot: float, cold: float, rows: int, threshold: float
 ) -> Transform:
@@ -153,8 +165,7 @@ def substitute_heated(
         values = jnp.where(used, ones, jnp.where(original, of_pass(values, batch, first), 0))
 
         live = batch.mask & first[:, :, None]
-        entropy = jnp.where(live, batch.stats["rollout_entropy"], 0).sum()
-        entropy = entropy / jnp.maximum(live.sum(), 1)
+        entropy = live_mean(batch.stats["rollout_entropy"], live)
         # A NaN entropy is on neither side.
         steered = jnp.where(entropy > target, cold, temperature)
         steered = jnp.where(entropy <= target, hot, steered)
@@ -264,7 +275,7 @@ def entropy_history(turns: int, total_steps: int, low: float = 0.0, high: float 
         count = history.times + (number > 0)
         step = jnp.where(number > 0, turn_entropy - history.mean, 0) / jnp.maximum(count, 1)
         history = TurnHistory(history.mean + step, count, history.steps + 1)
-        return values, batch.replace(stats={**batch.stats, **stats}), history
+        return values, batch.with_stats(**stats), history
 
     return Transform(init, apply, needs=frozenset({"rollout_entropy"}))
 
@@ -287,13 +298,8 @@ def smoothed_entropy(coef: float, penalty: float = 0.1, *, hinge: bool = True) -
             excess = jnp.where(excess > 0, 1.0, excess)
         return stats["entropy_smoothing"] * penalty * excess - entropy
 
-    return Regularizer(
-        "smoothed_entropy",
-        value,
-        coef=lambda state: coef,
-        needs=frozenset({"entropy", "entropy_low", "entropy_high", "entropy_smoothing"}),
-        aggregate=token_mean,
-    )
+    needs = ("entropy", "entropy_low", "entropy_high", "entropy_smoothing")
+    return term("smoothed_entropy", value, coef, *needs, aggregate=token_mean)
 
 
 @variant(grpo)
@@ -541,10 +547,9 @@ def rank_bonus(stride: int, gain: float, kappa: float, rate: float, fading: bool
         # Completions without a token do not count in the running means.
         sequences = live.any(axis=2)
         count = sequences.sum()
-        sequence_mean = jnp.where(sequences[:, :, None], changes, 0).sum(axis=(0, 1)) / jnp.maximum(
-            count, 1
-        )
-        score = jnp.where(sequences, batch.score(), 0).sum() / jnp.maximum(count, 1)
+        total = jnp.where(sequences[:, :, None], changes, 0).sum(axis=(0, 1))
+        sequence_mean = total / jnp.maximum(count, 1)
+        score = live_mean(batch.score(), sequences)
         step = jnp.where(state.steps > 0, rate, 1.0) * (count > 0)
         after = RankState(
             state.means + step * (sequence_mean - state.means),

@@ -8,7 +8,8 @@ from jrl.methods.base import Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import NonNegative
 from jrl.methods.group_relative import grpo
-from jrl.objectives.transforms import trained
+from jrl.objectives.advantages import live_mean
+from jrl.objectives.transforms import stateless, trained
 from jrl.types import Array, Batch, Statistic, Transform
 from jrl.zoo.methods.difficulty import self_certainty
 
@@ -29,13 +30,12 @@ CERTAINTY = Statistic("rollout_divergence", divergence_from_uniform, start=True)
 def add_certainty(reward_coef: float) -> Transform:
     """Scores times ``reward_coef``, plus each completion's mean self-certainty in nats."""
 
-    def apply(values: Array, batch: Batch, state: object) -> tuple[Array, Batch, object]:
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live = trained(batch)
-        total = jnp.where(live, batch.stats[CERTAINTY.name], 0).sum(axis=2)
-        mean = total / jnp.maximum(live.sum(axis=2), 1)
-        return reward_coef * values + mean, batch, state
+        mean = live_mean(batch.stats[CERTAINTY.name], live, axis=2)
+        return reward_coef * values + mean, batch
 
-    return Transform(lambda: (), apply, statistics=(CERTAINTY,))
+    return stateless(apply, statistics=(CERTAINTY,))
 
 
 @variant(grpo)

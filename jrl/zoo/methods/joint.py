@@ -14,7 +14,7 @@ from jrl.methods.base import Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import Count, Ddof, Flag, Fraction, Positive, Whole
 from jrl.methods.group_relative import grpo
-from jrl.objectives.advantages import group_mean_std
+from jrl.objectives.advantages import group_mean_std, live_mean
 from jrl.objectives.aggregates import token_mean
 from jrl.objectives.transforms import trained
 from jrl.types import Array, Batch, Transform
@@ -61,7 +61,7 @@ def process_advantages(points: Array, ends: Array, eps: float, ddof: int) -> Arr
       the group; a single step keeps its points.
     """
     count = ends.sum()
-    mean = jnp.where(ends, points, 0).sum() / jnp.maximum(count, 1)
+    mean = live_mean(points, ends)
     spread = jnp.where(ends, jnp.square(points - mean), 0).sum() / jnp.maximum(count - ddof, 1)
     alone = count <= 1
     scaled = (points - jnp.where(alone, 0, mean)) / (jnp.where(alone, 1, jnp.sqrt(spread)) + eps)
@@ -119,7 +119,7 @@ def balanced_verdicts(decay: float = 0.8) -> Transform:
         averages = jnp.where(judged.any(), mixed, averages)
         weights = 1 / (jnp.sqrt(averages) + 1e-6)
         of_each = jnp.where(right, weights[0], weights[1])
-        mean = jnp.where(judged, of_each, 0).sum() / jnp.maximum(judged.sum(), 1)
+        mean = live_mean(of_each, judged)
         scale = jnp.where(judged, of_each / jnp.where(mean > 0, mean, 1), 1)
         return values * jnp.expand_dims(scale, 2), batch, averages
 

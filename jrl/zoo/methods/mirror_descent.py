@@ -7,23 +7,24 @@ are squared, never exponentiated. All float32.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import CENTRED, Method, Schedule, requires
+from jrl.methods.base import CENTRED, Method, Schedule, against_others
 from jrl.methods.definition import published
 from jrl.methods.domains import Choice, Count, NonNegative, Positive, Tokens, is_zero
 from jrl.methods.schedule import refreshed
 from jrl.objectives import aggregates, segments, transforms
 from jrl.objectives.advantages import mean_centred
+from jrl.objectives.distill import divergence_in_loss
 from jrl.objectives.kl import LOG_RATIO_LIMIT
-from jrl.objectives.length_rewards import ranked_in_group
 from jrl.objectives.members import Members, first_token, over_group
 from jrl.objectives.ratios import checked
-from jrl.objectives.transforms import reward_to_go, stateless
+from jrl.objectives.regularizers import term
+from jrl.objectives.transforms import completion_tokens, reward_to_go, stateless
 from jrl.types import Array, Batch, Objective, Regularizer, Statistic, Stats, Surrogate, Transform
 
 # ---------------------------------------------------------------- mirror descent
@@ -38,6 +39,31 @@ def squared_log_ratio(tau: float) -> Surrogate:
         return -advantages * stats["logprobs"] + rein, {"log_ratio": gap}
 
     return Surrogate(checked(apply), frozenset({"ref_logprobs"}))
+
+
+def ranked_in_group(scale: float = 1.0, correct: float = 0.5, start_steps: int = 0) -> Transform:
+    """Rewards short and penalises long completions of a group; see ``kimi_k1_5``.
+
+    0 for all when the group's lengths are equal.
+
+    Args:
+      scale: what the reward is multiplied by, points.
+      correct: points, the least score of a right answer.
+      start_steps: training steps without it, at the start of the run.
+    """
+
+    def apply(values: Array, batch: Batch, steps: Any) -> tuple[Array, Batch, Any]:
+        chex.assert_rank(values, 2)
+        lengths = completion_tokens(batch).astype(jnp.float32)
+        least = jnp.min(lengths, axis=1, keepdims=True, where=batch.members, initial=jnp.inf)
+        most = jnp.max(lengths, axis=1, keepdims=True, where=batch.members, initial=-jnp.inf)
+        differ = most > least
+        reward = 0.5 - (lengths - least) / jnp.where(differ, most - least, 1)
+        reward = jnp.where(values >= correct, reward, jnp.minimum(reward, 0))
+        applies = differ & batch.members & (steps >= start_steps)
+        return values + jnp.where(applies, scale * reward, 0), batch, steps + 1
+
+    return Transform(init=lambda: jnp.zeros((), jnp.int32), apply=apply)
 
 
 @published
@@ -70,14 +96,11 @@ def kimi_k1_5(
     length = (
         () if is_zero(length_scale) else (ranked_in_group(length_scale, correct, length_start),)
     )
-    return Method(
-        Objective(
-            transforms.chain(*length, CENTRED), squared_log_ratio(tau), aggregates.sequence_sum
-        ),
+    advantage = transforms.chain(*length, CENTRED)
+    method = against_others(advantage, squared_log_ratio(tau), aggregates.sequence_sum)
+    return method.with_(
         schedule=Schedule(epochs, refreshed(iteration_steps, moments=True)),
-        needs=requires(
-            2, "sampling of prompts by curriculum and by failure rate; partial rollouts"
-        ),
+        lacks="sampling of prompts by curriculum and by failure rate; partial rollouts",
     )
 
 
@@ -112,8 +135,7 @@ def copg(beta: Positive = 0.1) -> Method:
     Departures: completions without a trained token are in no pair. The paper's temperatures differ
     from task to task; the default is ours.
     """
-    objective = Objective(transforms.identity(), contrastive(beta), aggregates.sequence_sum)
-    return Method(objective, needs=requires(2))
+    return against_others(transforms.identity(), contrastive(beta), aggregates.sequence_sum)
 
 
 def log_variance() -> Surrogate:
@@ -146,11 +168,9 @@ def for_flow(beta: Positive = 1.0, floor: Positive = 1e-3) -> Method:
     log_reward = stateless(
         lambda values, batch: (beta * jnp.log(jnp.maximum(values, floor)), batch)
     )
-    return Method(
-        Objective(log_reward, log_variance(), aggregates.sequence_sum),
-        needs=requires(
-            2, "replay by priority, tempered draws and local search over reasoning trees"
-        ),
+    method = against_others(log_reward, log_variance(), aggregates.sequence_sum)
+    return method.with_(
+        lacks="replay by priority, tempered draws and local search over reasoning trees"
     )
 
 
@@ -167,7 +187,7 @@ def path_returns() -> Transform:
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         returns, batch, _ = reward_to_go().apply(values, batch, ())
-        return returns, batch.replace(stats={**batch.stats, "returns": returns})
+        return returns, batch.with_stats(returns=returns)
 
     return stateless(apply)
 
@@ -210,13 +230,8 @@ def soft_value_loss(beta: float, coef: float = 1.0) -> Regularizer:
         onwards = jax.lax.stop_gradient(jnp.cumsum(drift[::-1])[::-1])
         return jnp.square(stats["values"] - stats["returns"] + beta * onwards)
 
-    return Regularizer(
-        "value_loss",
-        value,
-        lambda state: coef,
-        needs=frozenset({"values", "returns", "ref_logprobs"}),
-        aggregate=aggregates.sequence_mean,
-    )
+    needs = ("values", "returns", "ref_logprobs")
+    return term("value_loss", value, coef, *needs, aggregate=aggregates.sequence_mean)
 
 
 def reference_divergence(coef: float) -> Regularizer:
@@ -232,13 +247,8 @@ def reference_divergence(coef: float) -> Regularizer:
         gap = jnp.clip(policy - distributions["ref"], -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         return jnp.where(supported, jnp.exp(policy) * gap, 0).sum()
 
-    name = "reference_divergence"
-    return Regularizer(
-        name,
-        lambda stats, mask: stats[name],
-        lambda state: coef,
-        statistics=(Statistic(name, apply, ("policy", "ref")),),
-    )
+    statistic = Statistic("reference_divergence", apply, ("policy", "ref"))
+    return divergence_in_loss(statistic, coef)
 
 
 @published
@@ -328,8 +338,5 @@ def rover(scale: Positive = 1.0, epochs: Count = 1) -> Method:
     the step. Departures: where truncation removes tokens from the distribution, the mean is over
     those that it leaves; the optional clip of the released code is left out.
     """
-    return Method(
-        Objective(CENTRED, uniform_policy_error(scale), aggregates.token_mean),
-        schedule=Schedule(epochs),
-        needs=requires(2),
-    )
+    surrogate = uniform_policy_error(scale)
+    return against_others(CENTRED, surrogate, aggregates.token_mean, epochs=epochs)

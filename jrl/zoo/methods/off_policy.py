@@ -14,7 +14,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.actor_critic import CORRECTION
 from jrl.methods.base import CENTRED, Method, Schedule
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
@@ -41,8 +40,10 @@ from jrl.methods.stores import group_store
 from jrl.objectives import aggregates, ratios
 from jrl.objectives.kl import bounded_exp, estimator
 from jrl.objectives.members import first_token
+from jrl.objectives.regularizers import term
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Objective, Regularizer, Stats, Surrogate, Transform
+from jrl.zoo.methods.actor_critic import CORRECTION
 
 MASKS = ("none", "one_side", "two_side", "ring")
 """The ratios that keep their gradient; see ``rec``."""
@@ -120,8 +121,7 @@ def _sampler_distance(coef: float) -> Regularizer:
     def value(stats: Stats, mask: Array) -> Array:
         return jnp.square(stats["logprobs"] - stats["sampler_logprobs"])
 
-    needs = frozenset({"sampler_logprobs"})
-    return Regularizer("sampler_k2", value, lambda state: coef, needs=needs)
+    return term("sampler_k2", value, coef, "sampler_logprobs")
 
 
 @variant(rec, without=_PLAIN, mask="none", importance=False)
@@ -149,8 +149,7 @@ def asymre(base: Method, tau: NonNegative = 0.1) -> Method:
     The second term is tau times KL(sampler || policy), up to a constant; tau is that of the
     released configuration.
     """
-    nll = Regularizer("cross_entropy", lambda stats, mask: -stats["logprobs"], lambda state: tau)
-    return base.plus(nll)
+    return base.plus(term("cross_entropy", lambda stats, mask: -stats["logprobs"], tau))
 
 
 def balance_and_centre() -> Transform:
@@ -251,7 +250,7 @@ def convex_kl(kind: str, coef: float) -> tuple[Regularizer, Regularizer]:
     """
     divergence = estimator(kind)
 
-    def term(name: str, other: str, part: Any) -> Regularizer:
+    def from_policy(name: str, other: str, part: Any) -> Regularizer:
         def value(stats: Stats, mask: Array) -> Array:
             chex.assert_rank(mask, 1)
             return divergence(stats["logprobs"], stats[other])
@@ -269,8 +268,8 @@ def convex_kl(kind: str, coef: float) -> tuple[Regularizer, Regularizer]:
         )
 
     return (
-        term("kl", "ref_logprobs", lambda share: share),
-        term("kl_previous", "proximal_logprobs", lambda share: 1 - share),
+        from_policy("kl", "ref_logprobs", lambda share: share),
+        from_policy("kl_previous", "proximal_logprobs", lambda share: 1 - share),
     )
 
 
@@ -293,6 +292,21 @@ def recent_groups(share: float, window: int, until: int) -> Edit:
         return fill_groups(groups, view.extra & active, rows, exists), store.put(groups, fresh)
 
     return Edit(group_store(window), apply, extra)
+
+
+def recentred_clip(low: float = 0.2, high: float = 0.2) -> ratios.Rule:
+    """PPO's clip centred on where the policy stood at the start of the step, for old samples.
+
+    A stale sample may move as far as a fresh one, where a clip around 1 would already have cut its
+    gradient. For fresh samples the centre is 1. See ``remix``.
+    """
+
+    def bounds(stats: Stats) -> tuple[Array, Array]:
+        # No gradient flows: both are statistics of the start of the step.
+        centre = bounded_exp(stats["proximal_logprobs"] - stats["sampler_logprobs"])
+        return centre - low, centre + high
+
+    return ratios.clip_between(bounds, needs=frozenset({"proximal_logprobs", "sampler_logprobs"}))
 
 
 @variant(grpo, without=("dual_clip", *CORRECTION), kl_coef=0.001, epochs=2)
@@ -328,7 +342,7 @@ def remix(
     the clip bounds.
     """
     return base.with_(
-        rule=ratios.recentred_clip(clip_low, clip_high),
+        rule=recentred_clip(clip_low, clip_high),
         regularizers=() if is_zero(kl_coef) else convex_kl(kl_kind, kl_coef),
         schedule=base.schedule._replace(after=refreshed(reincarnation_steps)),
         edits=() if is_zero(replayed) else (recent_groups(replayed, window, reincarnation_steps),),
@@ -418,9 +432,8 @@ def start_value_loss(coef: float = 1.0) -> Regularizer:
         error = jnp.square(stats["values"] - stats["returns"])
         return jnp.where(first_token(mask), error, 0)
 
-    needs = frozenset({"values", "returns"})
     total = aggregates.sequence_sum
-    return Regularizer("value_loss", value, lambda state: coef, needs=needs, aggregate=total)
+    return term("value_loss", value, coef, "values", "returns", aggregate=total)
 
 
 def plain_log_ratio(coef: float) -> Regularizer:
@@ -433,8 +446,7 @@ def plain_log_ratio(coef: float) -> Regularizer:
     def value(stats: Stats, mask: Array) -> Array:
         return stats["logprobs"] - stats["ref_logprobs"]
 
-    needs, total = frozenset({"ref_logprobs"}), aggregates.sequence_sum
-    return Regularizer("log_ratio", value, lambda state: coef, needs=needs, aggregate=total)
+    return term("log_ratio", value, coef, "ref_logprobs", aggregate=aggregates.sequence_sum)
 
 
 @published

@@ -18,12 +18,15 @@ from jrl.methods.definition import published, variant
 from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole, check_band, is_zero
 from jrl.methods.plan import Plan
 from jrl.methods.replays import replay_share
-from jrl.methods.schedule import refreshed, towards
-from jrl.methods.supervised import best_of_batch, sft
+from jrl.methods.schedule import refreshed
+from jrl.methods.supervised import sft
 from jrl.objectives import advantages, aggregates, ratios, segments, transforms
+from jrl.objectives.members import first_token
+from jrl.objectives.regularizers import term
 from jrl.types import Array, Batch, Objective, Regularizer, Statistic, Stats, Surrogate, Transform
 from jrl.zoo.methods.rounds import written_problems
-from jrl.zoo.networks.token_values import TokenValues
+from jrl.zoo.methods.supervised import best_of_batch
+from jrl.zoo.networks.token_values import TokenValues, towards
 
 # What a network with token values shows of ONE token, by name, and the token -> a number.
 
@@ -65,7 +68,7 @@ def _values_learner(
     """A method whose loss reads rewards by token, ``points`` of (rewards [T], mask [T])."""
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
-        rewards = transforms.token_rewards(transforms.paid_rewards(scores, batch), batch)
+        rewards = transforms.rewards_by_token(scores, batch)
         return jax.vmap(jax.vmap(points))(rewards, transforms.trained(batch)), batch
 
     advantage: Transform = transforms.stateless(apply)
@@ -191,22 +194,25 @@ def value_by_step(batch: Batch) -> tuple[Array, Array]:
 
 def outcomes(values: Array, batch: Batch) -> tuple[Array, Array, Batch]:
     """Points of each token's step [N, G, T], scores [N, G], and success as "returns"."""
-    rewards = transforms.token_rewards(transforms.paid_rewards(values, batch), batch)
-    score = jnp.where(transforms.trained(batch), rewards, 0).sum(axis=2)
+    rewards = transforms.rewards_by_token(values, batch)
+    score = rewards.sum(axis=2)
     won = jnp.where(jnp.isnan(score), score, score > 0)
     returns = transforms.per_token(won, batch)
-    batch = batch.replace(stats={**batch.stats, "returns": returns})
+    batch = batch.with_stats(returns=returns)
     return segments.total(rewards, segments.steps(batch)), score, batch
 
 
 def success_loss(coef: float) -> Regularizer:
-    """``coef`` times the cross-entropy of the value network's logit against success, "returns"."""
+    """``coef`` times the cross-entropy of the value network's logit against success, "returns".
+
+    Its mean is over tokens.
+    """
 
     def value(stats: Stats, mask: Array) -> Array:
         return jax.nn.softplus(stats["values"]) - stats["returns"] * stats["values"]
 
-    needs = frozenset({"values", "returns"})
-    return Regularizer("value_loss", value, lambda state: coef, needs=needs)
+    token_mean = aggregates.token_mean
+    return term("value_loss", value, coef, "values", "returns", aggregate=token_mean)
 
 
 def better_steps(decay: float, keep: float, threshold: float) -> Transform:
@@ -221,7 +227,7 @@ def better_steps(decay: float, keep: float, threshold: float) -> Transform:
         share = jnp.float32(decay) ** left
         gain = share * jnp.expand_dims(score, 2) + (1 - share) * (following + earned - step_value)
         # Before the first token the value knows the instruction alone.
-        first = jnp.where(live & (jnp.cumsum(live, axis=2) == 1), step_value, 0).sum(axis=2)
+        first = jnp.where(first_token(live), step_value, 0).sum(axis=2)
         surprise = batch.stats["returns"][:, :, 0] - first
         members = live.any(axis=2)
         surprise_bound = segments.quantile(surprise, segments.segments(members), 1 - keep)
@@ -264,7 +270,7 @@ def digirl(
             better_steps(decay, keep, threshold),
             ratios.reinforce(),
             aggregates.sequence_sum,
-            (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
+            (success_loss(value_coef),),
         ),
         edits=rule,
     )
@@ -362,7 +368,7 @@ def webrl(
             advantage,
             step_regression(beta),
             aggregates.sequence_sum,
-            (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
+            (success_loss(value_coef),),
         ),
         schedule=Schedule(after=refreshed(phase_steps)),
         edits=rule,

@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, Schedule, requires
+from jrl.methods.base import Method, against_others
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     AtLeastOne,
@@ -25,21 +25,18 @@ from jrl.methods.domains import (
     Range,
     is_zero,
 )
-from jrl.methods.preference import Noise, PairLossName, Points, dpo, list_method, orpo
+from jrl.methods.preference import Noise, PairLossName, dpo, list_method, orpo
 from jrl.objectives import aggregates, comparisons, transforms
+from jrl.objectives.advantages import live_mean
 from jrl.objectives.comparisons import START, comparable, extremes, start_log_ratio, write
 from jrl.objectives.kl import estimator
 from jrl.objectives.lists import every_pair, list_nll, ordered_pairs, ranking_metrics
-from jrl.objectives.members import (
-    Members,
-    mean_over_best,
-    over_group,
-    over_sequence,
-    spoilt,
-)
+from jrl.objectives.members import Members, mean_over_best, over_group, over_sequence, spoilt
 from jrl.objectives.pairs import reward_loss, sigmoid, softplus
+from jrl.objectives.regularizers import term
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import Array, Batch, Objective, Regularizer, Stats, Surrogate, Transform
+from jrl.zoo.methods.preference import Points
 
 Decay = Annotated[float, Range(0.0, 0.999999)]
 RationaleForm = Annotated[str, Choice(("nll", "log_sigmoid"))]
@@ -97,7 +94,7 @@ def divergence_shift() -> Transform:
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         live = comparable(batch)
-        mean = jnp.where(live, start_log_ratio(batch), 0).sum() / jnp.maximum(live.sum(), 1)
+        mean = live_mean(start_log_ratio(batch), live)
         return scores, write(batch, "shift", jnp.maximum(mean, 0))
 
     return stateless(apply, START)
@@ -143,8 +140,7 @@ def running_shift(decay: float | None) -> Transform:
         live, ratio = comparable(batch), start_log_ratio(batch)
 
         def average(kind: Array) -> tuple[Array, Array]:
-            total = jnp.where(kind, ratio, 0).sum() / jnp.maximum(kind.sum(), 1)
-            return total, kind.any().astype(jnp.float32)
+            return live_mean(ratio, kind), kind.any().astype(jnp.float32)
 
         high, some_high = average(live & (scores > 0))
         low, some_low = average(live & ~(scores > 0))
@@ -250,7 +246,7 @@ def changed_token_weights(gamma: float) -> Transform:
 
         # One group at a time: the table of lengths is T by T.
         weights = jax.lax.map(lambda x: one(*x), (batch.tokens, live, best, worst))
-        return scores, batch.replace(stats={**batch.stats, "token_weight": weights})
+        return scores, batch.with_stats(token_weight=weights)
 
     return stateless(apply)
 
@@ -406,9 +402,7 @@ def steerlm2() -> Method:
     loss by its mean length. The attribute model is trained by ``helpsteer2_regression``.
     """
     loss = over_group(attribute_posterior, ("ref_logprobs",))
-    return Method(
-        Objective(transforms.identity(), loss, aggregates.sequence_sum), needs=requires(2)
-    )
+    return against_others(transforms.identity(), loss, aggregates.sequence_sum)
 
 
 # ---------------------------------------------------------------- rationales
@@ -439,8 +433,7 @@ def with_rationale(base: Method, gamma: float, form: str) -> Method:
         rationale = group.live & ~(group.first("pair_weight") > 0)
         logprob = group.total("logprobs")
         cost = softplus(-gamma * logprob) if form == "log_sigmoid" else -gamma * logprob
-        mean = jnp.where(rationale, cost, 0).sum() / jnp.maximum(rationale.sum(), 1)
-        return mean, {"rationale": jnp.where(rationale, logprob, 0).sum()}
+        return live_mean(cost, rationale), {"rationale": jnp.where(rationale, logprob, 0).sum()}
 
     rationales = over_group(rationale_loss, ("pair_weight",))
 
@@ -515,10 +508,8 @@ def trust_region(coef: float) -> Regularizer:
     def value(stats: Stats, mask: Array) -> Array:
         return k3(stats["logprobs"], stats["sampler_logprobs"])
 
-    needs = frozenset({"sampler_logprobs"})
-    return Regularizer(
-        "trust_region", value, lambda state: coef, needs=needs, aggregate=aggregates.token_mean
-    )
+    token_mean = aggregates.token_mean
+    return term("trust_region", value, coef, "sampler_logprobs", aggregate=token_mean)
 
 
 @published
@@ -558,16 +549,11 @@ def trpa(
         alone = jnp.where(group.live, softplus(-toward), 0).sum()
         share = jnp.max(group.first("pair_share"))
         value = jnp.where(share > 0, share * paired, alone / jnp.maximum(group.live.sum(), 1))
-        right = jnp.where(wins, margin > 0, False).sum() / jnp.maximum(wins.sum(), 1)
         return spoilt(value, group), {
-            "pair_accuracy": right,
+            "pair_accuracy": live_mean(margin > 0, wins),
             "pairs": wins.sum().astype(jnp.float32),
         }
 
     regularizers = () if is_zero(trust_coef) else (trust_region(trust_coef),)
     surrogate = over_group(loss, (ref, "pair_share"))
-    return Method(
-        Objective(pair_share(), surrogate, aggregates.sequence_sum, regularizers),
-        schedule=Schedule(epochs),
-        needs=requires(2),
-    )
+    return against_others(pair_share(), surrogate, aggregates.sequence_sum, regularizers, epochs)

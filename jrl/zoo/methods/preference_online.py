@@ -14,29 +14,22 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.special import xlogy
 
-from jrl.methods.base import Method, Schedule, kl_penalty, requires
+from jrl.methods.base import Method, Schedule, against_others, kl_penalty
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import AtLeastOne, Choice, Count, Fraction, NonNegative, Positive, is_zero
 from jrl.methods.plan import Plan, demonstrated
-from jrl.methods.preference import (
-    Noise,
-    PairLossName,
-    Steps,
-    dpo,
-    dpo_loss,
-    implicit,
-    trusted,
-)
+from jrl.methods.preference import Noise, PairLossName, Steps, dpo, dpo_loss, implicit
 from jrl.methods.schedule import average, refreshed
 from jrl.objectives import aggregates, comparisons, pairs, ratios, transforms
+from jrl.objectives.advantages import live_mean
 from jrl.objectives.comparisons import START, comparable, extremes, sums, write
 from jrl.objectives.kl import bounded_exp
-from jrl.objectives.length_rewards import length_cost
-from jrl.objectives.lists import mean_over_pairs
 from jrl.objectives.members import GroupLoss, Members, over_group, over_sequence, spoilt
 from jrl.objectives.pairs import Side, sigmoid
 from jrl.objectives.transforms import stateless
-from jrl.types import Array, Batch, Objective, Statistic, Stats, Transform
+from jrl.types import Array, Batch, Statistic, Stats, Transform
+from jrl.zoo.methods.preference import trusted
+from jrl.zoo.methods.rlhf import length_cost
 
 WinModel = Annotated[str, Choice(("bradley_terry", "comparison"))]
 
@@ -125,15 +118,9 @@ def sppo(
     steps = [win_rates(model, against=against)]
     if use == "extremes":
         steps.append(comparisons.best_and_worst())
-    return Method(
-        Objective(
-            transforms.chain(*steps),
-            over_sequence(regression, ("ref_logprobs",)),
-            aggregates.sequence_sum,
-        ),
-        schedule=Schedule(after=refreshed(refresh_ref)),
-        needs=requires(2),
-    )
+    surrogate = over_sequence(regression, ("ref_logprobs",))
+    method = against_others(transforms.chain(*steps), surrogate, aggregates.sequence_sum)
+    return method.with_(schedule=Schedule(after=refreshed(refresh_ref)))
 
 
 @published
@@ -155,14 +142,11 @@ def nash_md(
     after = () if is_zero(1 - ref_decay) else (average("ref", ref_decay),)
     steps = (win_rates(model, less=0.5), *kl_penalty("k1", tau, "sequence"))
     surrogate = ratios.reinforce()._replace(on_policy=True)
-    return Method(
-        Objective(transforms.chain(*steps), surrogate, aggregates.sequence_sum),
+    method = against_others(transforms.chain(*steps), surrogate, aggregates.sequence_sum)
+    return method.with_(
         schedule=Schedule(after=after),
-        needs=requires(
-            2,
-            "opponents drawn from the geometric mixture of policy and reference; the "
-            "group's other completions stand for them",
-        ),
+        lacks="opponents drawn from the geometric mixture of policy and reference; the group's"
+        " other completions stand for them",
     )
 
 
@@ -224,8 +208,8 @@ def pairwise_ratios(clip: float, cap: float, kl_coef: float, joint: bool) -> Gro
         # Both orders of a pair: the joint loss is the same for them, the separate ones are its two
         # halves.
         both = group.live[:, None] & group.live[None, :] & ~jnp.eye(len(rho), dtype=bool)
-        clipped = mean_over_pairs((pair_ratio != near).astype(jnp.float32), both)
-        return spoilt(mean_over_pairs(each, both), group), {"clip_fraction": clipped}
+        clipped = live_mean((pair_ratio != near).astype(jnp.float32), both)
+        return spoilt(live_mean(each, both), group), {"clip_fraction": clipped}
 
     return of_group
 
@@ -259,11 +243,8 @@ def p3o(
     """
     needs = ("sampler_logprobs", *(() if is_zero(kl_coef) else ("ref_logprobs",)))
     loss = pairwise_ratios(clip, ratio_cap, kl_coef, clipping == "joint")
-    return Method(
-        Objective(transforms.identity(), over_group(loss, needs), aggregates.sequence_sum),
-        schedule=Schedule(epochs),
-        needs=requires(2),
-    )
+    surrogate = over_group(loss, needs)
+    return against_others(transforms.identity(), surrogate, aggregates.sequence_sum, epochs=epochs)
 
 
 # ---------------------------------------------------------------- self-rewarding
@@ -286,7 +267,7 @@ def kendall(x: Array, y: Array, live: Array) -> Array:
     """
     both = live[:, None] & live[None, :] & ~jnp.eye(live.shape[0], dtype=bool)
     agree = jnp.sign(x[:, None] - x[None, :]) * jnp.sign(y[:, None] - y[None, :])
-    return jnp.where(both, agree, 0).sum() / jnp.maximum(both.sum(), 1)
+    return live_mean(agree, both)
 
 
 def self_ranking(by: str) -> Transform:
@@ -306,11 +287,10 @@ def self_ranking(by: str) -> Transform:
         now = sums("proximal_logprobs", batch)
         now = now - sums(INITIAL.name, batch) if statistics else now / tokens
         tau = jax.vmap(kendall)(now, sums("ref_logprobs", batch) / tokens, live)
-        ranked = live.sum(axis=1) > 1
-        rate = jnp.where(ranked, (tau + 1) / 2, 0).sum() / jnp.maximum(ranked.sum(), 1)
+        rate = live_mean((tau + 1) / 2, live.sum(axis=1) > 1)
         return now, write(batch, "pair_weight", rate)
 
-    return stateless(apply, START)._replace(statistics=statistics)
+    return stateless(apply, START, statistics)
 
 
 @variant(dpo, without=("loss", "label_smoothing"), refresh_ref=100)
@@ -409,8 +389,7 @@ def self_feedback(logprobs: Array, ref_logprobs: Array, mask: Array) -> Array:
     0.5
     """
     chex.assert_equal_shape([logprobs, ref_logprobs, mask])
-    ratio = jnp.where(mask, logprobs - ref_logprobs, 0)
-    return ratio.sum() / jnp.maximum(mask.sum(), 1)
+    return live_mean(logprobs - ref_logprobs, mask)
 
 
 def easy_pairs(share: float, min_certainty: float) -> Transform:

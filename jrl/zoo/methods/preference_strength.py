@@ -19,8 +19,9 @@ from jrl.methods.preference import list_method
 from jrl.methods.reward_model import bradley_terry, last_value
 from jrl.methods.schedule import Ahead
 from jrl.objectives import aggregates, comparisons, lists
+from jrl.objectives.advantages import live_mean
 from jrl.objectives.comparisons import comparable
-from jrl.objectives.members import Members, over_group, spoilt
+from jrl.objectives.members import Members, over_group
 from jrl.objectives.pairs import softplus
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Objective, Statistic, Stats, Surrogate, Transform
@@ -51,8 +52,7 @@ def preference_strength(form: Annotated[str, Choice(("soft", "margin"))] = "soft
         p = jax.nn.sigmoid(strength)
         soft = p * softplus(-d) + (1 - p) * softplus(d)
         each = soft if form == "soft" else softplus(strength - d)
-        value = lists.mean_over_pairs(each, ordered)
-        return spoilt(value, group), lists.ranking_metrics(values, ordered)
+        return lists.mean_of_pairs(each, values, group)
 
     return list_method(loss, ("values",))
 
@@ -102,7 +102,7 @@ def contrast(width: int, of: str, temperature: float, dropout: float) -> Surroga
         scores = cosines(views[:, 0], views[:, 1]) / temperature
         each = jax.nn.logsumexp(jnp.where(live[None, :], scores, -1e30), axis=1)
         each = each - jnp.diagonal(scores)
-        value = jnp.where(live, each, 0).sum() / jnp.maximum(live.sum(), 1)
+        value = live_mean(each, live)
         return value, {"contrast": value}
 
     surrogate = over_group(loss)

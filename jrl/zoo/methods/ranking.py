@@ -8,15 +8,15 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, Schedule, requires
+from jrl.methods.base import Method, against_others
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, Count, Ddof, Flag, NonNegative, Positive, Range
 from jrl.methods.group_relative import grpo
 from jrl.objectives import aggregates, ratios, segments
 from jrl.objectives.advantages import group_mean_std
-from jrl.objectives.members import Members, over_group
+from jrl.objectives.members import Members, last_token, over_group
 from jrl.objectives.transforms import per_token, stateless, trained
-from jrl.types import Array, Batch, Objective, Stats, Surrogate, Transform
+from jrl.types import Array, Batch, Stats, Surrogate, Transform
 
 # ---------------------------------------------------------------- orders of a group
 
@@ -94,7 +94,7 @@ def with_tie_breakers() -> Transform:
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         tie_breaker = per_token((batch.ids["tie_breaker"] & 0xFFFFFF).astype(jnp.float32), batch)
-        return values, batch.replace(stats={**batch.stats, "tie_breaker": tie_breaker})
+        return values, batch.with_stats(tie_breaker=tie_breaker)
 
     return stateless(apply)
 
@@ -154,15 +154,8 @@ def pg_rank(
     counts as 0; gains are linear in relevance. Not known, as no code has been released: the paper's
     M and temperature.
     """
-    return Method(
-        Objective(
-            advantage=with_tie_breakers(),
-            surrogate=ranking_gradient(rankings, utility, cutoff, score, temperature, per_rank),
-            aggregate=aggregates.sequence_sum,
-        ),
-        schedule=Schedule(epochs),
-        needs=requires(2),
-    )
+    surrogate = ranking_gradient(rankings, utility, cutoff, score, temperature, per_rank)
+    return against_others(with_tie_breakers(), surrogate, aggregates.sequence_sum, epochs=epochs)
 
 
 # ---------------------------------------------------------------- items of a completion
@@ -265,9 +258,7 @@ def rank_grpo(
 
 def _stop_tokens(batch: Batch) -> Array:
     """[N, G, T] bool: the last trained token of completions that were not cut."""
-    live = trained(batch)
-    after = jnp.cumsum(live[:, :, ::-1], axis=2)[:, :, ::-1]
-    return live & (after == 1) & jnp.expand_dims(~batch.truncated, 2)
+    return last_token(trained(batch)) & jnp.expand_dims(~batch.truncated, 2)
 
 
 def _shaping(item: Array, stop: Array, size: int, batch: Batch) -> Array:

@@ -6,22 +6,29 @@ v_i is the value at completion i's last token, s_i its score in the data.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import UserError
-from jrl.methods.base import Method, requires
+from jrl.methods.base import Method, against_others
 from jrl.methods.definition import published, variant
-from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole
+from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Range, Whole
 from jrl.methods.preference import list_method
 from jrl.methods.reward_model import last_value, prm, step_ends
-from jrl.objectives import aggregates, lists
+from jrl.objectives import aggregates, lists, segments
 from jrl.objectives.comparisons import comparable, extremes, write
-from jrl.objectives.members import Members, over_group, over_sequence, spoilt, value_output
+from jrl.objectives.members import (
+    Members,
+    last_token,
+    over_group,
+    over_sequence,
+    spoilt,
+    value_output,
+)
 from jrl.objectives.pairs import softplus
 from jrl.objectives.transforms import per_token, stateless, trained
-from jrl.types import STATISTICS, Array, Batch, Objective, Stats, Transform
+from jrl.types import STATISTICS, Array, Batch, Objective, Stats, Surrogate, Transform
 
 
 @published
@@ -40,13 +47,11 @@ def safe_rlhf_cost(sign_coef: NonNegative = 1.0) -> Method:
     """
 
     def loss(group: Members) -> tuple[Array, Stats]:
-        values, ordered = last_value(group), lists.ordered_pairs(group)
-        sign = jnp.sign(group.score)
+        values, sign = last_value(group), jnp.sign(group.score)
         wrong_side = jnp.where(sign == 0, 0, softplus(-sign * values))
         ranked = softplus(values[None, :] - values[:, None])
         each = ranked + sign_coef * (wrong_side[:, None] + wrong_side[None, :])
-        value = lists.mean_over_pairs(each, ordered)
-        return spoilt(value, group), lists.ranking_metrics(values, ordered)
+        return lists.mean_of_pairs(each, values, group)
 
     return list_method(loss, ("values",))
 
@@ -136,7 +141,8 @@ def sorm(base: Method) -> Method:
 # ---------------------------------------------------------------- HelpSteer2
 
 
-MOST_ATTRIBUTES = sum(name.startswith("attribute_") for name in STATISTICS)
+_MOST = sum(name.startswith("attribute_") for name in STATISTICS)
+Attributes = Annotated[int, Range(1, _MOST, whole=True)]
 
 
 def with_attributes(count: int) -> Transform:
@@ -151,18 +157,12 @@ def with_attributes(count: int) -> Transform:
 
 
 def attribute_names(count: int) -> list[str]:
-    """Their statistics.
-
-    Raises:
-      UserError: they are too many.
-    """
-    if count > MOST_ATTRIBUTES:
-        raise UserError(f"objective.attributes = {count}; give 1 to {MOST_ATTRIBUTES}")
+    """Their statistics."""
     return [f"attribute_{k}" for k in range(count)]
 
 
 @published
-def helpsteer2_regression(attributes: Count = 5) -> Method:
+def helpsteer2_regression(attributes: Attributes = 5) -> Method:
     """A reward model of several attributes, each learned by the square of its error.
 
     "HelpSteer2: Open-source dataset for training top-performing reward models" (arXiv:2406.08673),
@@ -215,9 +215,7 @@ def peer_reviewed(first: float, last: float, steps: int) -> Transform:
 
     def margins(name: str, best: Array, worst: Array, batch: Batch) -> Array:
         """[N] float32."""
-        live = trained(batch)
-        at = live & (jnp.cumsum(live[:, :, ::-1], axis=2)[:, :, ::-1] == 1)
-        ends = jnp.where(at, batch.stats[name], 0).sum(axis=2)
+        ends = jnp.where(last_token(trained(batch)), batch.stats[name], 0).sum(axis=2)
         return jnp.where(best, ends, 0).sum(axis=1) - jnp.where(worst, ends, 0).sum(axis=1)
 
     def apply(scores: Array, batch: Batch, state: Array) -> tuple[Array, Batch, Array]:
@@ -272,17 +270,17 @@ def crm(
     """
 
     def loss(group: Members) -> tuple[Array, Stats]:
-        ordered, first = lists.ordered_pairs(group), group.first("pair_weight").max() > 0.5
+        first = group.first("pair_weight").max() > 0.5
         values = jnp.where(first, last_value(group), group.last("values_1"))
-        value = lists.mean_over_pairs(softplus(values[None, :] - values[:, None]), ordered)
-        value = value * group.first("pair_share").max()
-        return spoilt(value, group), lists.ranking_metrics(values, ordered)
+        each = softplus(values[None, :] - values[:, None])
+        value, metrics = lists.mean_of_pairs(each, values, group)
+        return value * group.first("pair_share").max(), metrics
 
     surrogate = over_group(loss, ("values", "pair_weight", "pair_share"))._replace(
         statistics=(value_output(1),)
     )
     chosen = peer_reviewed(first_share, 1 - noise, curriculum_steps)
-    return Method(Objective(chosen, surrogate, aggregates.sequence_sum), needs=requires(2))
+    return against_others(chosen, surrogate, aggregates.sequence_sum)
 
 
 @published
@@ -313,3 +311,121 @@ def spa_progress() -> Method:
     surrogate = over_sequence(loss, ("values",))
     advantage = ends._replace(apply=apply)
     return Method(Objective(advantage, surrogate, aggregates.sequence_sum))
+
+
+@published
+def plackett_luce() -> Method:
+    """The likelihood of a complete ranking: each completion is chosen before all those below it.
+
+    "The Analysis of Permutations" (Plackett, 1975; not on arXiv):
+
+        loss = - sum over k of log[ exp(v_k) / (exp(v_k) + sum over i below k of exp(v_i)) ]
+
+    the mean over groups. Departures: completions of one score are in no order: neither is below the
+    other.
+    """
+
+    def loss(group: Members) -> tuple[Array, Stats]:
+        values, ordered = last_value(group), lists.ordered_pairs(group)
+        value = spoilt(lists.list_nll(values, ordered), group)
+        return value, lists.ranking_metrics(values, ordered)
+
+    return list_method(loss, ("values",))
+
+
+@published
+def margin_ranking(margin: Positive = 1.0) -> Method:
+    """A hinge on the difference of two values.
+
+    The loss of "Large Margin Rank Boundaries for Ordinal Regression" (Herbrich, Graepel and
+    Obermayer, 2000; not on arXiv), the mean over a group's pairs of unequal scores:
+
+        loss = max(0, margin - (v_w - v_l))
+    """
+    hinge = lists.every_pair(last_value, lambda high, low: jnp.maximum(0, margin - (high - low)))
+    return list_method(hinge, ("values",))
+
+
+def quality_values(rewards: Array, steps: Array, mask: Array) -> Array:
+    """[T]: ``rest_mcts``' value after each token's step of ONE sequence, from process rewards."""
+    starts = segments.step_starts(steps, mask)
+    left = starts.sum() - jnp.cumsum(starts)  # steps after this one
+
+    def on(value: Array, now: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        reward, start, distance = now
+        updated = jnp.maximum(value + (1 - value) / (distance + 1) * reward, 0)
+        value = jnp.where(start, updated, value)
+        return value, value
+
+    first = segments.at_step_start(rewards, steps, mask)
+    values: Array
+    _, values = jax.lax.scan(on, jnp.zeros(()), (first, starts, left * 1.0))
+    return jnp.where(mask, values, 0)
+
+
+def step_qualities() -> Transform:
+    """``step_ends``, with the labels r mapped to ``quality_values`` of 2 r - 1."""
+    ends = step_ends()
+
+    def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
+        labels, edited, state = ends.apply(scores, batch, state)
+        live, steps = trained(batch), segments.step_ids(batch)
+        last = jnp.where(trained(edited), labels, 0)
+        label = segments.total(last, segments.steps(batch))  # from the step's end to its tokens
+        values = jax.vmap(jax.vmap(quality_values))(2 * label - 1, steps, live)
+        return values, edited, state
+
+    return ends._replace(apply=apply)
+
+
+def step_squares() -> Surrogate:
+    """The squared error of each token's value; the advantages are the targets."""
+
+    def apply(stats: Stats, targets: Array, mask: Array) -> tuple[Array, Stats]:
+        return jnp.square(stats["values"] - targets), {"target": targets}
+
+    return Surrogate(apply, frozenset({"values"}))
+
+
+@variant(prm)
+def meds3(base: Method) -> Method:
+    """A process reward model on the steps of a search tree, with chances of success as labels.
+
+    The reward model of "MedS^3: Towards Medical Small Language Models with Self-Evolved Slow
+    Thinking" (arXiv:2501.12051). A tree is grown by
+
+        argmax over children of v + 2 sqrt(ln N(parent) / N),   those never visited first
+
+    (``episodes.tree.uct``), finished paths left alone, v_k being the share of right endings behind
+    step k. Paths that end rightly train the policy (``sft``), and all paths this model, on both
+    sides:
+
+        loss = - mean over steps of [ v_k log sigmoid(V_k) + (1 - v_k) log sigmoid(-V_k) ]
+
+    which is the loss of ``prm`` with soft labels: "step_values" of the rows that
+    ``episodes.tree_rows.rows_of_tree`` makes. At inference the best of N completions is taken by
+    the model. Departures: V is the value head's number, where the paper's head has two classes,
+    whose difference it is; ``jrl eval --search puct --out`` goes by ``episodes.tree.puct`` and the
+    policy's likelihood, in Python ``episodes.search.play_search`` takes the paper's selection.
+    """
+    return base
+
+
+@variant(prm)
+def rest_mcts(base: Method) -> Method:
+    """A value model of partial solutions: how far along the right way each step is.
+
+    The value model of "ReST-MCTS*: LLM Self-Training via Process Reward Guided Tree Search"
+    (arXiv:2406.03816). With m_k the steps left after step k and r_k its process reward, 1 for a
+    right step and -1 for a wrong one:
+
+        v_k = max(v_(k-1) + (1 - v_(k-1)) / (m_k + 1) r_k, 0),   v_0 = 0
+        loss = mean over steps of (V_k - v_k)^2
+
+    so that a right solution of K steps is worth k / K after step k. r_k is 2 z - 1 of ``prm``'s
+    label z; the paper writes 1 - 2 r for r the chance of an error, and its code takes
+    max(0, v + (1 - v) r / m) as here. Departures: m_k is what the path itself has left, where the
+    paper takes the shortest right path of a search tree. The policy is trained on traces of high
+    value by ``filtered_bc``.
+    """
+    return base.with_(advantage=step_qualities(), surrogate=step_squares())

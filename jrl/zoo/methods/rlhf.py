@@ -17,14 +17,15 @@ from jrl.methods.definition import variant
 from jrl.methods.domains import Choice, Count, NonNegative, Positive
 from jrl.methods.group_relative import grpo
 from jrl.methods.plan import Plan, demonstrated
-from jrl.methods.preference import Points, dpo
+from jrl.methods.preference import dpo
 from jrl.objectives import aggregates, comparisons
+from jrl.objectives.advantages import live_mean
 from jrl.objectives.kl import bounded_exp
-from jrl.objectives.length_rewards import length_cost
 from jrl.objectives.members import Members, over_group
 from jrl.objectives.pairs import preference_metrics, softplus
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Stats, Surrogate, Transform, opinions
+from jrl.zoo.methods.preference import Points
 
 
 @variant(ppo, kl_coef=0.05, value_coef=0.1, epochs=4)
@@ -61,6 +62,16 @@ def salsa(base: Method) -> Method:
     beta (``kl_coef``).
     """
     return base
+
+
+def length_cost(points: float) -> Transform:
+    """Subtracts ``points`` from the score for each trained token."""
+
+    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(scores, 2)
+        return scores - points * batch.mask.sum(axis=2), batch
+
+    return stateless(apply)
 
 
 def stop_cost(points: float) -> Transform:
@@ -133,7 +144,7 @@ def lagrangian(budget: float, rate: float, initial: float, cap: float) -> Transf
         reward = scores - cost * batch.reward_weights[-1]
         multiplier = jnp.exp(state)
         live = batch.members
-        mean = jnp.where(live, cost, 0).sum() / jnp.maximum(live.sum(), 1)
+        mean = live_mean(cost, live)
         updated = jnp.minimum(state + rate * multiplier * (mean - budget), jnp.log(cap))
         # A floor keeps the exponential above 0, from where it could never rise again.
         updated = jnp.where(live.any(), jnp.maximum(updated, -20.0), state)
@@ -187,11 +198,8 @@ def equivalent_group(members: Members, beta: float, spread_coef: float) -> tuple
     reward = beta * members.log_ratio()
     same, other = members.live & (members.score > 0.5), members.live & (members.score <= 0.5)
 
-    def mean(values: Array, kind: Array) -> Array:
-        return jnp.where(kind, values, 0).sum() / jnp.maximum(kind.sum(), 1)
-
-    high, low = mean(reward, same), mean(reward, other)
-    spread = mean(jnp.square(reward - high), same)
+    high, low = live_mean(reward, same), live_mean(reward, other)
+    spread = live_mean(jnp.square(reward - high), same)
     both = same.any() & other.any()
     loss = jnp.where(both, softplus(low - high) + spread_coef * spread, 0)
     has_nan = (members.live & jnp.isnan(members.score)).any()
@@ -215,10 +223,7 @@ def beside_equivalent(inner: Surrogate, coef: float, beta: float, spread_coef: f
         tokens = jnp.maximum(sampled.sum(axis=1, keepdims=True), 1)
         losses = losses / (tokens * jnp.maximum(sampled.any(axis=1).sum(), 1))
         preferred, more = preference.apply(stats, advantages, data)
-        metrics = {
-            name: jnp.where(sampled, value, 0).sum() / jnp.maximum(sampled.sum(), 1)
-            for name, value in metrics.items()
-        }
+        metrics = {name: live_mean(value, sampled) for name, value in metrics.items()}
         return jnp.where(sampled, losses, 0) + coef * preferred, {**metrics, **more}
 
     needs = inner.needs | {"ref_logprobs", "external"}
@@ -273,24 +278,21 @@ def scaled_by_hardness(inner: Transform, threshold: float) -> Transform:
     Demonstrations leave their groups: they are compared with, and neither trained on nor counted.
     """
 
-    def mean(values: Array, where: Array) -> Array:
-        return jnp.where(where, values, 0).sum() / jnp.maximum(where.sum(), 1)
-
     def apply(scores: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
         shown = comparisons.demonstrations(batch) & batch.members
         sampled = batch.members & ~shown
         advantages, edited, state = inner.apply(scores, batch.replace(members=sampled), state)
-        shown_score = jnp.where(shown, scores, 0).sum(axis=1) / jnp.maximum(shown.sum(axis=1), 1)
+        shown_score = live_mean(scores, shown, axis=1)
         compared = sampled & shown.any(axis=1, keepdims=True)
         gap = jnp.where(compared, shown_score[:, None] - scores, 0)
-        typical = compared & (jnp.square(gap - mean(gap, compared)) <= threshold)
-        usual = jnp.where(typical.any(), mean(gap, typical), mean(gap, compared))
+        typical = compared & (jnp.square(gap - live_mean(gap, compared)) <= threshold)
+        usual = jnp.where(typical.any(), live_mean(gap, typical), live_mean(gap, compared))
         # A quotient of sigmoids by their logarithms, which stays finite far from 0.
-        scale = softplus(-mean(gap, compared)) - softplus(-usual)
+        scale = softplus(-live_mean(gap, compared)) - softplus(-usual)
         if batch.rewards.shape[2] > 1:
             scored = sampled & opinions(batch.rewards, batch.ids)[..., 1]
             unlike = 1 - batch.rewards[..., 1]
-            hard = softplus(-mean(unlike, scored)) - softplus(-unlike)
+            hard = softplus(-live_mean(unlike, scored)) - softplus(-unlike)
             scale = scale + jnp.where(scored, hard, 0)
         return advantages * bounded_exp(scale), edited, state
 

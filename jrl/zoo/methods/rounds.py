@@ -8,15 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jrl.methods.curriculum import (
-    Between,
-    Curriculum,
-    Outcome,
-    Query,
-    RoundTools,
-    Selection,
-    Table,
-)
+from jrl.methods.curriculum import Between, Curriculum, Outcome, Query, RoundTools, Selection, Table
 
 State = dict[str, Any]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,48 +94,46 @@ def recycled(
     """
     verdicts, reflections = list[Recycled](), list[Recycled]()
     for place, group in enumerate(samples):
-        members = [(j, s) for j, s in enumerate(group) if s is not None]
+        members = {j: sample for j, sample in enumerate(group) if sample is not None}
         if not members:
             continue
-        draw = random.Random(f"{step} {place} {members[0][1].prompt.id}")
-        question = question_of(members[0][1])
-        answers = {j: final_answer(s.completion) for j, s in members}
-        good = [j for j, _ in members if right[place, j]]
-        bad = [j for j, _ in members if not right[place, j]]
-        correct = [j for j in good if answers[j] is not None]
+        first = next(iter(members.values()))
+        draw = random.Random(f"{step} {place} {first.prompt.id}")
+        write = partial(_question, place, question_of(first))
+        answers = {j: final_answer(sample.completion) for j, sample in members.items()}
+        correct = [j for j in members if right[place, j] and answers[j] is not None]
+        bad = [j for j in members if not right[place, j]]
         wrong = [j for j in bad if answers[j] is not None]
-
-        def one(
-            j: int, question: str = question, place: int = place, answer_of: Any = answers
-        ) -> Any:
-            text = filled(POINTWISE, {"question": question, "first": str(answer_of[j])})
-            return Recycled(place, text, float(right[place, j]))
-
         if correct and wrong and draw.random() >= pointwise:
             pair = draw.choice(correct), draw.choice(wrong)
-            first = draw.random() < 0.5
-            both = [str(answers[j]) for j in (pair if first else pair[::-1])]
-            fields = {"question": question, "first": both[0], "second": both[1]}
-            text = filled(PAIRWISE, fields)
-            verdicts.append(Recycled(place, text, float(first), pair=True))
-        elif correct and not wrong:
-            verdicts.append(one(correct[0]))
+            ahead = draw.random() < 0.5
+            both = [answers[j] for j in (pair if ahead else pair[::-1])]
+            verdicts.append(write(PAIRWISE, *both, label=float(ahead)))
         elif correct or wrong:
-            verdicts.append(one(draw.choice(correct if correct and draw.random() < 0.5 else wrong)))
+            either = correct if correct and (not wrong or draw.random() < 0.5) else wrong
+            j = draw.choice(either) if wrong else correct[0]
+            verdicts.append(write(POINTWISE, answers[j], label=float(right[place, j])))
         # Of the first half of the groups all that was written is reflected on, of the others the
         # answer alone.
         whole = 2 * place < len(samples)
         if shown := bad if whole else wrong:
             j = draw.choice(shown)
-            attempt = dict(members)[j].completion if whole else str(answers[j])
-            text = filled(REFLECTION, {"question": question, "first": attempt})
-            reflections.append(Recycled(place, text))
+            attempt = members[j].completion if whole else answers[j]
+            reflections.append(write(REFLECTION, attempt))
     draw = random.Random(f"{step} {len(verdicts)} {len(reflections)}")
     return [
         each
         for listed in (verdicts, reflections)
         for each in (draw.sample(listed, most) if len(listed) > most else listed)
     ]
+
+
+def _question(
+    place: int, question: str, form: str, first: Any, second: Any = None, label: float | None = None
+) -> Recycled:
+    """A question in the words of ``form``, about one or two answers."""
+    fields = {"question": question, "first": str(first), "second": str(second)}
+    return Recycled(place, filled(form, fields), label, pair=second is not None)
 
 
 def _room(share: float) -> Any:
@@ -152,13 +151,14 @@ class _Recycler(NamedTuple):
 
     def next(self, groups: Any, view: StepView) -> Asks:
         """A group of each question that a prompt has room for, under it."""
-        samples, drawn = view.tools.samples(groups), np.asarray(groups.drawn())
-        places = np.flatnonzero(drawn.any(axis=1)).tolist()
+        samples, entries = view.tools.samples(groups), _room(self.share)(view.prompts)
+        # Groups of the step may be absent.
+        places = np.flatnonzero(np.asarray(groups.drawn()).any(axis=1)).tolist()
         listed = recycled(
             [samples[i] for i in places],
             np.asarray(groups.success())[places] > self.above,
             int(view.step),
-            _room(self.share)(view.prompts) // 2,
+            entries // 2,
             self.pointwise,
         )
         if not listed:
@@ -166,8 +166,7 @@ class _Recycler(NamedTuple):
         most = groups.rollout.prompt_tokens.shape[1] + self.tokens
         contexts, usable = view.tools.contexts([each.text for each in listed], most)
         at = np.flatnonzero(usable)
-        entries, count = _room(self.share)(view.prompts), len(at)
-        # The places are those of the step, in which groups may be absent.
+        count = len(at)
         questions = [listed[i] for i in at.tolist()]
         rows, verdicts = np.zeros(entries, np.int32), np.zeros(entries, np.float32)
         rows[:count] = [groups.row[places[each.place]] for each in questions]
@@ -244,11 +243,7 @@ def spark(
     return base.with_(
         plan=Plan(next=plan.next, rounds=1, prompts=_room(share), tokens=question_tokens),
         rewards=plan.rewards,
-        edits=(Edit(Stateless(), _unedited, _room(share)),),
+        # Nothing is edited: it is there for the room that questions take in a batch.
+        edits=(Edit(Stateless(), lambda state, groups, view: (groups, state), _room(share)),),
         needs=base.needs | {"questions"},
     )
-
-
-def _unedited(state: Any, groups: Any, view: Any) -> tuple[Any, Any]:
-    """All groups: the edit is there for the room that questions take in a batch."""
-    return groups, state

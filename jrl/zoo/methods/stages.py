@@ -7,7 +7,7 @@ and 1 for code, say. On a procedural task all problems are of stage 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -22,12 +22,11 @@ from jrl.methods.curriculum import (
     rows_in_turn,
 )
 from jrl.methods.definition import variant
-from jrl.methods.domains import Count, Range, Tokens
+from jrl.methods.domains import Count, Share, Tokens
 from jrl.methods.group_relative import grpo
 from jrl.objectives.aggregates import token_mean
 from jrl.types import Array
 
-Share = Annotated[float, Range(0.0, 1.0, open_low=True)]
 State = dict[str, Array]
 _NO_LIMIT = 2**30
 """Tokens: the run's own limit is lower."""

@@ -26,6 +26,7 @@ from jrl.objectives.segments import Segments, at_step_start, step_ids, step_star
 from jrl.objectives.transforms import (
     paid_rewards,
     per_token,
+    rewards_by_token,
     stateless,
     token_rewards,
     trained,
@@ -97,8 +98,9 @@ def group_in_group(
         return jax.vmap(jax.vmap(one))(*arrays)
 
     def against(values: Array, seg: Segments) -> Array:
-        gap = jnp.where(seg.live, values - segments.mean(values, seg), 0)
-        return gap / (segments.std(values, seg, ddof=ddof) + eps) if normalise else gap
+        if not normalise:
+            return segments.centred(values, seg)
+        return segments.standard_scores(values, seg, eps, ddof)
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live, steps, values = trained(batch), step_ids(batch), paid_rewards(values, batch)
@@ -199,7 +201,7 @@ def turn_returns(discount: float, normalise: bool) -> Transform:
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live, steps = trained(batch), step_ids(batch)
-        rewards = jnp.where(live, token_rewards(paid_rewards(values, batch), batch), 0)
+        rewards = rewards_by_token(values, batch)
         one = partial(step_returns, discount=discount)
         returns = jax.vmap(jax.vmap(one))(rewards, steps, live)
         if normalise:
@@ -295,15 +297,12 @@ def stratified(group_transform: Transform, blend: float, eps: float, ddof: int) 
     one stratum. A completion alone in its stratum has 0 for the first part.
     """
 
-    def within(values: Array, inside: Segments) -> Array:
-        gap = jnp.where(inside.live, values - segments.mean(values, inside), 0)
-        return gap / (segments.std(values, inside, ddof=ddof) + eps)
-
     def apply(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
         chex.assert_rank(values, 2)
         row = jnp.arange(values.shape[0])[:, None]
         stratum = batch.ids.get("stratum", jnp.zeros(values.shape, jnp.int32))
-        local = within(values, segments.segments(batch.members, row, stratum))
+        strata = segments.segments(batch.members, row, stratum)
+        local = segments.standard_scores(values, strata, eps, ddof)
         values, batch, state = group_transform.apply(values, batch, state)
         return blend * local + (1 - blend) * values, batch, state
 
@@ -344,12 +343,11 @@ def normalised_turns(discount: float, eps: float, ddof: int) -> Transform:
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live, steps = trained(batch), step_ids(batch)
-        rewards = jnp.where(live, token_rewards(paid_rewards(values, batch), batch), 0)
+        rewards = rewards_by_token(values, batch)
         starts = jax.vmap(jax.vmap(step_starts))(steps, live)  # a turn counts once
         earned = segments.total(rewards, segments.steps(batch))
         turns = segments.segments(starts, jnp.arange(live.shape[0])[:, None, None])
-        gap = jnp.where(starts, earned - segments.mean(earned, turns), 0)
-        each = gap / (segments.std(earned, turns, ddof=ddof) + eps)
+        each = segments.standard_scores(earned, turns, eps, ddof)
         back = partial(step_returns, discount=discount)
         return jax.vmap(jax.vmap(back))(each, steps, live), batch
 

@@ -32,7 +32,7 @@ from jrl.methods.edit import of_parts
 from jrl.methods.group_relative import dapo, grpo
 from jrl.methods.policy_gradient import rloo
 from jrl.objectives import segments
-from jrl.objectives.advantages import group_mean_std
+from jrl.objectives.advantages import group_mean_std, live_mean
 from jrl.objectives.aggregates import sequence_mean
 from jrl.objectives.members import first_token
 from jrl.objectives.transforms import per_token, stateless, trained
@@ -136,16 +136,21 @@ def empg(
 # ---------------------------------------------------------------- CAPO
 
 
+def outcome_and_paid(scores: Array, batch: Batch) -> tuple[Array, Array]:
+    """(outcome [N, G], points paid at tokens [N, G, T]), which add up to the scores."""
+    live = trained(batch)
+    paid = jnp.where(live, batch.stats.get("paid", jnp.zeros(live.shape)), 0)
+    return scores - paid.sum(axis=2), paid
+
+
 def by_judged_token(eps: float, ddof: int) -> Transform:
     """The outcome at every token plus what is paid at it, normalised over the group's tokens."""
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
-        live = trained(batch)
-        paid = jnp.where(live, batch.stats.get("paid", jnp.zeros(live.shape)), 0)
-        # The score holds what was paid, too; the rest of it is the outcome.
-        credit = jnp.expand_dims(values - paid.sum(axis=2), 2) + paid
-        n = credit.shape[0]
+        outcome, paid = outcome_and_paid(values, batch)
+        credit = jnp.expand_dims(outcome, 2) + paid
+        n, live = credit.shape[0], trained(batch)
         normalised = jax.vmap(partial(group_mean_std, eps=eps, ddof=ddof))
         out = normalised(credit.reshape(n, -1), live.reshape(n, -1)).reshape(credit.shape)
         return out, batch
@@ -177,15 +182,10 @@ def with_step_progress(outcome: Transform) -> Transform:
     """The outcome's advantage at every token, plus what is paid for the token's own step."""
 
     def apply(values: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
-        live = trained(batch)
-        paid = jnp.where(live, batch.stats.get("paid", jnp.zeros(live.shape)), 0)
-        # The score holds what was paid, too; the rest of it is the outcome.
-        advantage, batch, state = outcome.apply(values - paid.sum(axis=2), batch, state)
-        return (
-            per_token(advantage, batch) + segments.total(paid, segments.steps(batch)),
-            batch,
-            state,
-        )
+        rest, paid = outcome_and_paid(values, batch)
+        advantage, batch, state = outcome.apply(rest, batch, state)
+        progress = segments.total(paid, segments.steps(batch))
+        return per_token(advantage, batch) + progress, batch, state
 
     return outcome._replace(apply=apply)
 
@@ -227,8 +227,7 @@ def first_token_apart(weight: float) -> Aggregate:
         chex.assert_equal_shape([losses, mask])
         first = first_token(mask)
         rest = mask & ~first
-        others = jnp.where(rest, losses, 0).sum(axis=1) / jnp.maximum(rest.sum(axis=1), 1)
-        total = weight * jnp.where(first, losses, 0).sum(axis=1) + others
+        total = weight * jnp.where(first, losses, 0).sum(axis=1) + live_mean(losses, rest, axis=1)
         return total.sum(dtype=jnp.float32), mask.any(axis=1).sum(dtype=jnp.float32)
 
     return aggregate
@@ -399,7 +398,7 @@ def amplify(
         factor = jax.vmap(jax.vmap(factors))(*inputs, live)
         return values * (jnp.where(values < 0, 1, factor) if positive_only else factor), batch
 
-    return stateless(apply)._replace(statistics=statistics)
+    return stateless(apply, statistics=statistics)
 
 
 @variant(grpo)

@@ -30,6 +30,7 @@ from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.methods.curriculum import unchanged
 from jrl.methods.schedule import After, AfterView, every
+from jrl.objectives.advantages import live_mean
 from jrl.sampling.params import SamplingParams
 from jrl.train.state import STACKED, stacked, stacked_axes
 from jrl.types import (
@@ -331,5 +332,4 @@ def step_of_each(step: Callable[..., Any], policies: Policies) -> Callable[..., 
 
 def _reward(batch: Batch) -> Array:
     """[] float32: the mean score of the live members."""
-    scores = jnp.where(batch.members, batch.score(), 0)
-    return scores.sum() / jnp.maximum(batch.members.sum(), 1)
+    return live_mean(batch.score(), batch.members)

@@ -3,7 +3,7 @@
     guided = TokenValues(beta=8.0)(network)
 
 Heads on the last layer's states give Q of every token that could come next, two estimates of it,
-and V of the state. Targets of the two follow them slowly (``schedule.towards``). The policy draws
+and V of the state. Targets of the two follow them slowly (``towards``). The policy draws
 from
 
     pi(a | s) ~ pi_base(a | s) exp(beta min(Q'_1(s, a), Q'_2(s, a)))
@@ -22,7 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrl.types import Array, Derived, Network, NetworkExtras, Params, SharedRows, Views
+from jrl.methods.schedule import After, AfterView, every
+from jrl.types import Array, Derived, Network, NetworkExtras, Params, SharedRows, TrainState, Views
 
 _WIDER = 2
 """Hidden units of a head for each of the network's."""
@@ -153,3 +154,24 @@ def _least(params: Params, hidden: Array) -> Array:
     """[..., V] float32: the lowest of the heads' values, which no loss changes."""
     values = jax.vmap(_head, (0, None))(params, hidden).min(axis=0)
     return jax.lax.stop_gradient(values)
+
+
+def towards(target: str, source: str, share: Any) -> After:
+    """A part of the policy's parameters that follows another part after every update.
+
+    Args:
+      target: a key of the policy's parameters, which no loss moves.
+      source: the key that it follows.
+      share: in [0, 1], the part of the way that it goes.
+    """
+
+    def mix(old: Array, new: Array) -> Array:
+        return (old + share * (new - old)).astype(old.dtype)
+
+    def apply(state: TrainState, view: AfterView) -> TrainState:
+        # From where it was before the update: weight decay would move it, too.
+        before, policy = view.before.params["policy"], state.params["policy"]
+        followed = jax.tree.map(mix, before[target], policy[source])
+        return state.replace(params=state.params | {"policy": policy | {target: followed}})
+
+    return After(apply, every(1), on="update")

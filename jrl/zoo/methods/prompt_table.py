@@ -1,7 +1,7 @@
 """State kept for each prompt from step to step, in a table of fixed size.
 
     table = empty(slots, blank)                       # in a transform's init
-    before, known = read(table, ids, blank)           # what is stored, or blank
+    before = read(table, ids, blank)                  # what is stored, or blank
     table = write(table, ids, after, live)            # once a step
 
 A prompt's place is its id modulo the number of slots, and the place is tagged with the id: a prompt
@@ -18,7 +18,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.types import Array, Batch
+from jrl.types import Array
 
 NOBODY = jnp.iinfo(jnp.int32).min
 """The tag of a place that no prompt has taken; not an id."""
@@ -47,7 +47,7 @@ def empty(slots: int, blank: Any) -> PromptTable:
     return PromptTable(jnp.full(slots, NOBODY, jnp.int32), values)
 
 
-def read(table: PromptTable, ids: Array, blank: Any) -> tuple[Any, Array]:
+def read(table: PromptTable, ids: Array, blank: Any) -> Any:
     """The values of each prompt.
 
     Args:
@@ -56,12 +56,11 @@ def read(table: PromptTable, ids: Array, blank: Any) -> tuple[Any, Array]:
       blank: as given to ``empty``.
 
     Returns:
-      values, a pytree of [N, ...], ``blank`` for a prompt that is not known; and known [N] bool.
+      A pytree of [N, ...], ``blank`` for a prompt that is not in the table.
 
     >>> table = write(empty(2, 0.0), jnp.array([3]), jnp.array([5.0]), jnp.array([True]))
-    >>> values, known = read(table, jnp.array([3, 1, 0]), 0.0)
-    >>> values.tolist(), known.tolist()
-    ([5.0, 0.0, 0.0], [True, False, False])
+    >>> read(table, jnp.array([3, 1, 0]), 0.0).tolist()
+    [5.0, 0.0, 0.0]
     """
     chex.assert_rank(ids, 1)
     slots = ids % table.ids.shape[0]
@@ -72,7 +71,7 @@ def read(table: PromptTable, ids: Array, blank: Any) -> tuple[Any, Array]:
         flags = in_table.reshape(-1, *(1,) * (rows.ndim - 1))
         return jnp.where(flags, rows, jnp.asarray(start, rows.dtype)[None])
 
-    return jax.tree.map(one, table.values, blank), in_table
+    return jax.tree.map(one, table.values, blank)
 
 
 def write(table: PromptTable, ids: Array, values: Any, live: Array) -> PromptTable:
@@ -97,11 +96,3 @@ def write(table: PromptTable, ids: Array, values: Any, live: Array) -> PromptTab
         return column.at[target].set(new.astype(column.dtype), mode="drop")
 
     return PromptTable(one(table.ids, ids), jax.tree.map(one, table.values, values))
-
-
-def prompt_ids(batch: Batch) -> Array | None:
-    """[N] int32, the ids of the batch's problems; None if not recorded.
-
-    A transform that finds None takes every prompt for a new one and stores nothing.
-    """
-    return batch.ids.get("prompt")
