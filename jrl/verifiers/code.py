@@ -109,6 +109,9 @@ def code(
     return points
 
 
+_DEFAULTS = {name: p.default for name, p in inspect.signature(code).parameters.items()}
+
+
 class Testing(NamedTuple):
     """The options of ``code`` by which programs are tested."""
 
@@ -121,6 +124,11 @@ class Testing(NamedTuple):
     output_kib: float
     max_tests: int
     tolerance: float
+
+
+def testing_of(options: Mapping[str, Any]) -> Testing:
+    """The options of ``code`` by which programs are tested, defaults for those that are missing."""
+    return Testing(*({**_DEFAULTS, **options}[name] for name in Testing._fields))
 
 
 def task_of(prompt: Prompt, testing: Testing) -> tuple[str, Tests]:
@@ -287,12 +295,10 @@ def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Referen
     Raises:
       UserError: ``check_solution`` names a column that holds no program.
     """
-    defaults = {n: p.default for n, p in inspect.signature(code).parameters.items()}
-    chosen = {**defaults, **options}
-    solution = _solution(prompt.meta, chosen["check_solution"])
+    solution = _solution(prompt.meta, options.get("check_solution", ""))
     if not solution:
         return None
-    testing = Testing(*(chosen[name] for name in Testing._fields))
+    testing = testing_of(options)
 
     def complaint() -> str:
         language, tests = task_of(prompt, testing)
