@@ -117,7 +117,9 @@ def check_verifiers(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> 
         _check_where(name, table.where, prompts)
         if table.combine == "by_kind":
             _check_kinds(name, table.options, rows)
-        elif table.combine in ("row_weight", "bounded"):
+        elif table.combine == "row_weight" or (
+            table.combine == "bounded" and table.options.get("column")
+        ):
             _check_numbers(name, table, prompts, rows)
         elif function_of(name, table) in _READ:
             broken = _unreadable(name, function_of(name, table), table, rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jrl.episodes.sandbox import Sandbox, SandboxLimits
 from jrl.errors import UserError
-from jrl.rewards.base import Sample
+from jrl.rewards.base import Sample, defaults_of
 from jrl.verifiers.code_tests import Tests, passes, tests_of
 from jrl.verifiers.languages import LANGUAGES, commands_of, language_named, source_of
 from jrl.verifiers.references import Reference
@@ -101,15 +100,17 @@ def code(
         raise UserError(f"rewards.code.check_rows = {check_rows}: give 0 for none, or a number")
     points = []
     for sample in samples:
-        name, tests = task_of(sample.prompt, testing)
-        program = whole_program(last_block(sample.completion), sample.prompt)
-        verdicts = judge(program, tests, name, testing, stop=not partial)
-        share = sum(verdicts.passed) / len(verdicts.passed)
+        passed = tested(sample, testing, stop=not partial)
+        share = sum(passed) / len(passed)
         points.append(share if partial else float(share == 1.0))
     return points
 
 
-_DEFAULTS = {name: p.default for name, p in inspect.signature(code).parameters.items()}
+def tested(sample: Sample, testing: Testing, *, stop: bool) -> list[bool]:
+    """Which of its row's tests a completion passes; see ``judge``."""
+    name, tests = task_of(sample.prompt, testing)
+    program = whole_program(last_block(sample.completion), sample.prompt)
+    return judge(program, tests, name, testing, stop=stop).passed
 
 
 class Testing(NamedTuple):
@@ -128,7 +129,8 @@ class Testing(NamedTuple):
 
 def testing_of(options: Mapping[str, Any]) -> Testing:
     """The options of ``code`` by which programs are tested, defaults for those that are missing."""
-    return Testing(*({**_DEFAULTS, **options}[name] for name in Testing._fields))
+    chosen = {**defaults_of(code), **options}
+    return Testing(*(chosen[name] for name in Testing._fields))
 
 
 def task_of(prompt: Prompt, testing: Testing) -> tuple[str, Tests]:

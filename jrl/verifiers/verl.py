@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jrl.errors import UserError
 from jrl.rewards import other_names
-from jrl.rewards.base import Sample, options_of
-from jrl.verifiers.code import (
-    Testing,
-    code,
-    judge,
-    last_block,
-    reference,
-    task_of,
-    testing_of,
-    whole_program,
-)
+from jrl.rewards.base import Sample, defaults_of, options_of
+from jrl.verifiers.code import code, reference, tested, testing_of
 from jrl.verifiers.references import Reference
 
 if TYPE_CHECKING:
@@ -26,16 +16,6 @@ if TYPE_CHECKING:
 
 _FIRST = 10
 """Tests whose share is the reward of a program that does not pass all."""
-
-
-def _tested(samples: list[Sample], testing: Testing, stop: bool) -> list[list[bool]]:
-    """Which of its row's tests each program passes."""
-    passed = []
-    for sample in samples:
-        name, tests = task_of(sample.prompt, testing)
-        program = whole_program(last_block(sample.completion), sample.prompt)
-        passed.append(judge(program, tests, name, testing, stop=stop).passed)
-    return passed
 
 
 @options_of(code, "partial")
@@ -51,7 +31,8 @@ def prime_code(samples: list[Sample], continuous: bool = False, **options: Any) 
       **options: of ``code``.
     """
     code([], **options)  # says what is wrong
-    results = _tested(samples, testing_of(options), stop=not continuous)
+    testing = testing_of(options)
+    results = [tested(sample, testing, stop=not continuous) for sample in samples]
     return [
         1.0 if all(passed) else _share(passed[:_FIRST]) if continuous else 0.0 for passed in results
     ]
@@ -80,7 +61,7 @@ def sandbox_fusion(
     """
     options = _limits(timeout, memory_limit_mb)
     code([], check_solution=check_solution, check_rows=check_rows, **options)
-    results = _tested(samples, testing_of(options), stop=False)
+    results = [tested(sample, testing_of(options), stop=False) for sample in samples]
     shares = [_share(passed[:_FIRST] if continuous else passed) for passed in results]
     return [
         share if "```" in sample.completion else 0.0
@@ -95,8 +76,7 @@ def _limits(timeout: float, memory_limit_mb: float) -> dict[str, float]:
 
 def fusion_reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Reference | None:
     """``code.reference`` of ``sandbox_fusion``."""
-    used = {n: p.default for n, p in inspect.signature(sandbox_fusion).parameters.items()}
-    used |= options
+    used = {**defaults_of(sandbox_fusion), **options}
     limits = _limits(used["timeout"], used["memory_limit_mb"])
     return reference(prompt, where, limits | {"check_solution": used["check_solution"]})
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.rewards.base import Sample, options_of
+from jrl.rewards.base import Sample, defaults_of, options_of
 from jrl.verifiers.code import (
     Testing,
     Verdicts,
@@ -84,8 +83,7 @@ def code_speed(
 
 def reference(prompt: Prompt, where: str, options: Mapping[str, Any]) -> Reference:
     """The row's slow program beside its tests, as ``code.reference`` of a solution."""
-    defaults = {n: p.default for n, p in inspect.signature(code_speed).parameters.items()}
-    chosen = {**defaults, **options}
+    chosen = {**defaults_of(code_speed), **options}
     sample, testing = Sample(prompt, "", np.zeros(0, np.int32), "stop_token"), testing_of(chosen)
 
     def complaint() -> str:
